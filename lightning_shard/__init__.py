@@ -1,0 +1,39 @@
+"""Every way of training one model on many devices, as Lightning strategies.
+
+Importing the package registers the strategy names: `Trainer(strategy="zero3")`.
+"""
+
+from lightning_shard.errors import (
+    BackendUnavailableError,
+    CheckpointError,
+    CollectiveMismatchError,
+    ConfigError,
+    DeadlockError,
+    LayoutError,
+    RankFailedError,
+    ShardError,
+)
+from lightning_shard.strategies.data_parallel import (
+    DDPStrategy,
+    ZeRO1Strategy,
+    ZeRO2Strategy,
+    ZeRO3Strategy,
+)
+from lightning_shard.strategies.registry import register_strategies
+
+__all__ = [
+    "BackendUnavailableError",
+    "CheckpointError",
+    "CollectiveMismatchError",
+    "ConfigError",
+    "DDPStrategy",
+    "DeadlockError",
+    "LayoutError",
+    "RankFailedError",
+    "ShardError",
+    "ZeRO1Strategy",
+    "ZeRO2Strategy",
+    "ZeRO3Strategy",
+]
+
+register_strategies()

@@ -1,0 +1,58 @@
+"""What a communication backend is, and the registry of them.
+
+A backend is a small description: its name, the device types whose tensors it moves, whether it can
+run here (and if not, what to install), how to start its default process group, and which
+`Collectives` use it best. It never falls back to another backend.
+"""
+
+from abc import ABC, abstractmethod
+from datetime import timedelta
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.errors import BackendUnavailableError, ConfigError
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+class Backend(ABC):
+    """One way for ranks to exchange tensors."""
+
+    name: ClassVar[str]
+    device_types: ClassVar[tuple[str, ...]]
+
+    @abstractmethod
+    def unavailable_reason(self) -> str | None:
+        """Say why this backend cannot run here and what to install, or None when it can."""
+
+    @abstractmethod
+    def init_process_group(
+        self, *, rank: int, world_size: int, device: torch.device, timeout: timedelta
+    ) -> None:
+        """Start the default process group; collective over all `world_size` ranks.
+
+        Real-process backends rendezvous at MASTER_ADDR and MASTER_PORT, which the launcher or the
+        cluster environment has set.
+        """
+
+    def collectives(self, group: dist.ProcessGroup) -> Collectives:
+        """Wrap `group` in the algorithms that suit this backend."""
+        return Collectives(group)
+
+    def check(self, device: torch.device) -> None:
+        """Raise unless this backend can run here with tensors on `device`.
+
+        Raises:
+            BackendUnavailableError: Something is not installed or not present.
+            ConfigError: The backend cannot move tensors of this device type.
+        """
+        if (reason := self.unavailable_reason()) is not None:
+            raise BackendUnavailableError(f"The backend {self.name!r} cannot run here: {reason}")
+        if device.type not in self.device_types:
+            raise ConfigError(
+                f"The backend {self.name!r} moves tensors on {' or '.join(self.device_types)}, "
+                f"but this rank's device is {device}. Pass backend='auto', or another accelerator."
+            )

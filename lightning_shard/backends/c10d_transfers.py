@@ -1,0 +1,117 @@
+"""How each operation begins on c10d, and what remains to be done once the data has arrived.
+
+These are the default algorithms: c10d's own collectives, which suit NCCL and the groups of this
+package. `Collectives` is the facade over them; a subclass of it replaces the ones that its backend
+does badly. Shapes and types have been checked before.
+"""
+
+from typing import cast
+
+import torch
+import torch.distributed as dist
+
+from lightning_shard.backends.c10d_names import all_gather_flat, reduce_scatter_flat
+from lightning_shard.backends.pending import Transfer
+from lightning_shard.backends.reduction import C10D_OPS, ReduceOpName, is_narrow
+from lightning_shard.errors import ConfigError
+
+
+class C10dTransfers:
+    """The beginnings of the operations of one group.
+
+    Attributes:
+        group: The process group.
+        rank: This rank's number in the group.
+        size: Ranks in the group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        if not isinstance(group, dist.ProcessGroup):
+            raise ConfigError(
+                f"Expected a process group that this rank belongs to, got {group!r}. "
+                "dist.new_group returns no group to ranks outside it: make Collectives on members."
+            )
+        self.group = group
+        self.rank = group.rank()
+        self.size = group.size()
+
+    def _all_reduce_dtype(self, tensor: torch.Tensor, op: ReduceOpName) -> torch.dtype:
+        """Return the type in which an all-reduce travels."""
+        return torch.float32 if op == "avg" and is_narrow(tensor.dtype) else tensor.dtype
+
+    def _reduce_scatter_dtype(
+        self, output: torch.Tensor, source: torch.Tensor, op: ReduceOpName
+    ) -> torch.dtype:
+        """Return the type in which a reduce-scatter travels."""
+        widen = output.dtype != source.dtype or (op == "avg" and is_narrow(source.dtype))
+        return torch.float32 if widen else source.dtype
+
+    def _all_reduce(self, tensor: torch.Tensor, op: ReduceOpName) -> Transfer:
+        if self._is_still(tensor):
+            return Transfer()
+        wire = tensor.to(self._all_reduce_dtype(tensor, op))
+        work = dist.all_reduce(wire, C10D_OPS[op], group=self.group, async_op=True)
+        return Transfer(works=[work], finish=lambda: self._settle(tensor, wire, op))
+
+    def _reduce_scatter(
+        self, output: torch.Tensor, source: torch.Tensor, op: ReduceOpName
+    ) -> Transfer:
+        if self._is_still(output):
+            return copy_unless_same(output, source)
+        dtype = self._reduce_scatter_dtype(output, source, op)
+        wire = output if output.dtype == dtype else torch.empty_like(output, dtype=dtype)
+        work = reduce_scatter_flat(
+            wire, source.to(dtype), C10D_OPS[op], group=self.group, async_op=True
+        )
+        return Transfer(works=[work], finish=lambda: self._settle(output, wire, op))
+
+    def _all_gather(self, output: torch.Tensor, source: torch.Tensor) -> Transfer:
+        if self._is_still(output):
+            return copy_unless_same(output, source)
+        return Transfer(works=[all_gather_flat(output, source, group=self.group, async_op=True)])
+
+    def _all_to_all(
+        self,
+        output: torch.Tensor,
+        source: torch.Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+    ) -> Transfer:
+        if self.size == 1:
+            return copy_unless_same(output, source)
+        work = dist.all_to_all_single(
+            output, source, output_splits, input_splits, group=self.group, async_op=True
+        )
+        return Transfer(works=[work])
+
+    def _broadcast(self, tensor: torch.Tensor, src: int) -> Transfer:
+        if self._is_still(tensor):
+            return Transfer()
+        work = dist.broadcast(tensor, group_src=src, group=self.group, async_op=True)
+        return Transfer(works=[work])
+
+    def _isend(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
+        work = dist.isend(tensor, group=self.group, group_dst=peer, tag=tag)
+        return cast("dist.Work", work)  # None only outside the group
+
+    def _irecv(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
+        work = dist.irecv(tensor, group=self.group, group_src=peer, tag=tag)
+        return cast("dist.Work", work)
+
+    def _is_still(self, tensor: torch.Tensor) -> bool:
+        """Say whether nothing moves: one rank, or no elements on any rank."""
+        return self.size == 1 or tensor.numel() == 0
+
+    def _settle(self, output: torch.Tensor, wire: torch.Tensor, op: ReduceOpName) -> None:
+        """Divide for an average and bring the result into the caller's type."""
+        if op == "avg":
+            wire.div_(self.size)
+        if wire is not output:
+            output.copy_(wire)
+
+
+def copy_unless_same(output: torch.Tensor, source: torch.Tensor) -> Transfer:
+    """Copy on a group of one rank, unless both are the same memory."""
+    if output.data_ptr() != source.data_ptr() or output.dtype != source.dtype:
+        output.copy_(source)
+    return Transfer()

@@ -1,0 +1,244 @@
+"""The typed facade over one process group: what every engine of this package calls.
+
+    engine ──> Collectives ──────────> C10dTransfers ──> c10d (nccl, mpi, in_process, shm)
+                   └─ ExchangeCollectives ──> c10d's point-to-point messages (gloo)
+
+Public methods check the tensors, count the traffic and hand over to a protected method of the same
+name in `C10dTransfers`, which a subclass overrides where its backend has something better. All
+ranks and peers are ranks *within the group*.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from lightning_shard.backends.c10d_transfers import C10dTransfers
+from lightning_shard.backends.pending import Pending, Place, Transfer, peer_failures, timed
+from lightning_shard.backends.reduction import ReduceOpName, check_op
+from lightning_shard.backends.shapes import (
+    check_contiguous,
+    check_flat,
+    check_full_and_local,
+    check_message,
+    check_peer,
+    check_same_dtype,
+    check_sum_dtype,
+    checked_splits,
+)
+from lightning_shard.backends.traffic import Traffic, ring_share
+
+T = TypeVar("T")
+
+
+class Collectives(C10dTransfers):
+    """Collective operations of one process group, synchronous or asynchronous, counted.
+
+    Every method but `send` and `recv` is collective: each rank of the group must call it, in the
+    same order. With `async_op=True` the operation goes on in the background until the returned
+    handle's `wait`; several may be in flight and may be waited for in any order.
+
+    Attributes:
+        group: The process group.
+        rank: This rank's number in the group.
+        size: Ranks in the group.
+        traffic: What this rank has sent through this object.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self.traffic = Traffic()
+
+    def all_reduce(
+        self, tensor: torch.Tensor, op: ReduceOpName = "sum", *, async_op: bool = False
+    ) -> Pending:
+        """Reduce `tensor` over the ranks, in place, to the same values everywhere.
+
+        Args:
+            tensor: Any shape, contiguous, the same on each rank.
+            op: "avg" is a sum and one division; narrow types are then summed in float32.
+            async_op: Return before it is done.
+
+        Raises:
+            LayoutError: Not contiguous, or an average of integers.
+            RankFailedError: A peer has died.
+        """
+        check_op(op, tensor.dtype)
+        check_contiguous("all_reduce", self.rank, tensor)
+        sent = ring_share(2 * tensor.numel(), self.size)
+        self.traffic.count("all_reduce", sent, self._all_reduce_dtype(tensor, op).itemsize)
+        flat = tensor.detach().view(-1)
+        return self._start("all_reduce", lambda: self._all_reduce(flat, op), async_op)
+
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,  # noqa: A002 - c10d's name
+        op: ReduceOpName = "sum",
+        *,
+        async_op: bool = False,
+    ) -> Pending:
+        """Reduce `input` over the ranks and keep this rank's slice.
+
+        Args:
+            output: Shape (S,). May be input[rank * S : (rank + 1) * S] itself. May be float32
+                where the input is narrower: the sum is then never rounded to the input's type.
+            input: Shape (W * S,); it may be overwritten only when it holds the output.
+            op: "avg" is a sum and one division; narrow types are then summed in float32.
+            async_op: Return before it is done.
+
+        Raises:
+            LayoutError: Sizes or types do not fit, or an average of integers.
+            RankFailedError: A peer has died.
+        """
+        check_op(op, input.dtype)
+        check_full_and_local("reduce_scatter", self.rank, self.size, full=input, local=output)
+        check_sum_dtype("reduce_scatter", self.rank, output, input)
+        sent = ring_share(input.numel(), self.size)
+        self.traffic.count(
+            "reduce_scatter", sent, self._reduce_scatter_dtype(output, input, op).itemsize
+        )
+        pair = (output.detach(), input.detach())
+        return self._start("reduce_scatter", lambda: self._reduce_scatter(*pair, op), async_op)
+
+    def all_gather(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,  # noqa: A002 - c10d's name
+        *,
+        async_op: bool = False,
+    ) -> Pending:
+        """Collect each rank's slice, in rank order.
+
+        Args:
+            output: Shape (W * S,).
+            input: Shape (S,), same dtype. May be output[rank * S : (rank + 1) * S] itself.
+            async_op: Return before it is done.
+
+        Raises:
+            LayoutError: Sizes or types do not fit.
+            RankFailedError: A peer has died.
+        """
+        check_full_and_local("all_gather", self.rank, self.size, full=output, local=input)
+        check_same_dtype("all_gather", self.rank, output, input)
+        self.traffic.count("all_gather", ring_share(output.numel(), self.size), input.itemsize)
+        pair = (output.detach(), input.detach())
+        return self._start("all_gather", lambda: self._all_gather(*pair), async_op)
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,  # noqa: A002 - c10d's name
+        *,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        async_op: bool = False,
+    ) -> Pending:
+        """Send the i-th part of `input` to rank i and collect what the ranks sent here.
+
+        Args:
+            output: Shape (sum of output_split_sizes,); must not overlap the input.
+            input: Shape (sum of input_split_sizes,), same dtype.
+            output_split_sizes: Elements from each rank; None: the same from each.
+            input_split_sizes: Elements to each rank; None: the same to each.
+            async_op: Return before it is done.
+
+        Raises:
+            LayoutError: Sizes or types do not fit.
+            RankFailedError: A peer has died.
+        """
+        check_flat("all_to_all", self.rank, output=output, input=input)
+        check_same_dtype("all_to_all", self.rank, output, input)
+        place = ("all_to_all", self.rank, self.size)
+        received = checked_splits(*place, "output", output, output_split_sizes)
+        given = checked_splits(*place, "input", input, input_split_sizes)
+        self.traffic.count("all_to_all", input.numel() - given[self.rank], input.itemsize)
+        pair = (output.detach(), input.detach())
+        return self._start("all_to_all", lambda: self._all_to_all(*pair, received, given), async_op)
+
+    def broadcast(self, tensor: torch.Tensor, src: int = 0, *, async_op: bool = False) -> Pending:
+        """Overwrite `tensor` with rank `src`'s.
+
+        Args:
+            tensor: Any shape, contiguous, the same on each rank.
+            src: Rank in the group.
+            async_op: Return before it is done.
+
+        Raises:
+            LayoutError: Not contiguous, or no such rank.
+            RankFailedError: A peer has died.
+        """
+        check_contiguous("broadcast", self.rank, tensor)
+        check_peer("broadcast", self.rank, self.size, src)
+        self.traffic.count("broadcast", tensor.numel() if self.size > 1 else 0, tensor.itemsize)
+        flat = tensor.detach().view(-1)
+        return self._start("broadcast", lambda: self._broadcast(flat, src), async_op)
+
+    def send(
+        self, tensor: torch.Tensor, peer: int, tag: int = 0, *, async_op: bool = False
+    ) -> Pending:
+        """Send `tensor` (any shape, contiguous) to `peer`, which must call `recv`.
+
+        Raises:
+            LayoutError: Not contiguous, or no such rank.
+            ConfigError: A negative tag, or one of 2**30 and more, which are reserved.
+            RankFailedError: The peer has died.
+        """
+        check_message("send", self.rank, self.size, tensor, peer, tag)
+        self.traffic.count("send", tensor.numel(), tensor.itemsize)
+        flat = tensor.detach().view(-1)
+        return self._start("send", lambda: Transfer(works=[self._isend(flat, peer, tag)]), async_op)
+
+    def recv(
+        self, tensor: torch.Tensor, peer: int, tag: int = 0, *, async_op: bool = False
+    ) -> Pending:
+        """Receive into `tensor` what `peer` sends under this tag; raises as `send` does."""
+        check_message("recv", self.rank, self.size, tensor, peer, tag)
+        self.traffic.count("recv", 0, tensor.itemsize)
+        flat = tensor.detach().view(-1)
+        return self._start("recv", lambda: Transfer(works=[self._irecv(flat, peer, tag)]), async_op)
+
+    def barrier(self) -> None:
+        """Return once every rank of the group has called."""
+        self.traffic.count("barrier", 0, 0)
+        with self._call("barrier"):
+            dist.barrier(group=self.group)
+
+    def all_gather_object(self, obj: T) -> list[T]:
+        """Return every rank's picklable object, in rank order."""
+        self.traffic.count("all_gather_object", 0, 0)
+        gathered: list[T | None] = [None] * self.size
+        with self._call("all_gather_object"):
+            dist.all_gather_object(gathered, obj, group=self.group)
+        return cast("list[T]", gathered)
+
+    def broadcast_object(self, obj: T, src: int = 0) -> T:
+        """Return rank `src`'s picklable object; what the other ranks pass is ignored."""
+        check_peer("broadcast_object", self.rank, self.size, src)
+        self.traffic.count("broadcast_object", 0, 0)
+        box = [obj]
+        with self._call("broadcast_object"):
+            dist.broadcast_object_list(box, group=self.group, group_src=src)
+        return box[0]
+
+    def _start(
+        self, operation: str, begin: Callable[[], Transfer], async_op: bool = False
+    ) -> Pending:
+        place = self._place(operation)
+        with timed(place), peer_failures(place):
+            transfer = begin()
+        pending = Pending(transfer, place)
+        if not async_op:
+            pending.wait()
+        return pending
+
+    def _place(self, operation: str) -> Place:
+        return Place(operation=operation, rank=self.rank, size=self.size, traffic=self.traffic)
+
+    @contextmanager
+    def _call(self, operation: str) -> Iterator[None]:
+        place = self._place(operation)
+        with timed(place), peer_failures(place):
+            yield

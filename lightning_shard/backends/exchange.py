@@ -1,0 +1,130 @@
+"""Collectives made of point-to-point messages, for Gloo.
+
+Gloo's own reduce-scatter is an all-reduce inside and sums bf16 in bf16; its all-gather copies the
+result once more. Here every rank sends each peer just the slice that the peer needs:
+
+    reduce-scatter                          all-gather
+    rank 0  [a0|a1] ──a1──> rank 1          rank 0  [x0|..] ──x0──> rank 1
+    rank 1  [b0|b1] ──b0──> rank 0          rank 1  [..|x1] ──x1──> rank 0
+    then  rank 0: a0+b0   rank 1: a1+b1     each slice lands where it belongs
+
+The messages move on Gloo's threads while the caller computes; the local sum, in rank order and in
+float32 for narrow types, is done by `Pending.wait`. Every operation is a single phase: a second
+round of messages begun in `wait` would deadlock two ranks that wait for two operations in
+different order.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import count
+from typing import ClassVar, cast
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from lightning_shard.backends.c10d_transfers import copy_unless_same
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.backends.pending import Transfer
+from lightning_shard.backends.reduction import ReduceOpName, combine_in_rank_order, is_narrow
+from lightning_shard.backends.scratch import ScratchPool
+from lightning_shard.backends.shapes import FIRST_RESERVED_TAG
+
+# An all-reduce that sends the whole tensor to every peer beats Gloo's ring up to here on any number
+# of ranks (latency) ...
+_DIRECT_BYTES = 64 << 10
+# ... and up to here on two, where it sends no more than the ring; the buffer is as large again.
+_DIRECT_BYTES_OF_TWO = 64 << 20
+
+
+class ExchangeCollectives(Collectives):
+    """Collectives over Gloo: exchange of slices in place of Gloo's own algorithms.
+
+    Each operation in flight has a tag of its own, so that messages of two operations are never
+    confused; tags are counted per group and lie above those of callers' messages.
+    """
+
+    _numbers_of_group: ClassVar[WeakKeyDictionary[dist.ProcessGroup, Iterator[int]]] = (
+        WeakKeyDictionary()
+    )
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self._scratch = ScratchPool()
+        self._numbers = self._numbers_of_group.setdefault(group, count())
+
+    def _all_reduce_dtype(self, tensor: torch.Tensor, op: ReduceOpName) -> torch.dtype:
+        if op in ("sum", "avg") and is_narrow(tensor.dtype) and not self._is_direct(tensor):
+            return torch.float32  # Gloo's ring sums in the type that it sends
+        return tensor.dtype
+
+    def _reduce_scatter_dtype(
+        self, output: torch.Tensor, source: torch.Tensor, op: ReduceOpName
+    ) -> torch.dtype:
+        return source.dtype
+
+    def _all_reduce(self, tensor: torch.Tensor, op: ReduceOpName) -> Transfer:
+        if self._is_still(tensor):
+            return Transfer()
+        if self._all_reduce_dtype(tensor, op) != tensor.dtype:
+            return self._all_reduce_in_float32(tensor, op)
+        if not self._is_direct(tensor):
+            return super()._all_reduce(tensor, op)
+        return self._exchange_and_combine(tensor, [tensor] * self.size, op)
+
+    def _reduce_scatter(
+        self, output: torch.Tensor, source: torch.Tensor, op: ReduceOpName
+    ) -> Transfer:
+        if self._is_still(output):
+            return copy_unless_same(output, source)
+        return self._exchange_and_combine(output, source.view(self.size, -1).unbind(), op)
+
+    def _all_gather(self, output: torch.Tensor, source: torch.Tensor) -> Transfer:
+        if self._is_still(output):
+            return copy_unless_same(output, source)
+        slices = output.view(self.size, -1).unbind()
+        copy_unless_same(slices[self.rank], source)
+        return Transfer(works=self._exchange([source] * self.size, slices))
+
+    def _all_reduce_in_float32(self, tensor: torch.Tensor, op: ReduceOpName) -> Transfer:
+        num_bytes = 4 * tensor.numel()
+        buffer = self._scratch.lend(num_bytes)
+        wire = buffer[:num_bytes].view(torch.float32).copy_(tensor)
+        work = dist.all_reduce(wire, group=self.group, async_op=True)
+
+        def finish() -> None:
+            self._settle(tensor, wire, op)
+            self._scratch.give_back(buffer)
+
+        return Transfer(works=[cast("dist.Work", work)], finish=finish)
+
+    def _exchange_and_combine(
+        self, output: torch.Tensor, outgoing: Sequence[torch.Tensor], op: ReduceOpName
+    ) -> Transfer:
+        """Send outgoing[i] to rank i and reduce what comes with outgoing[rank] into `output`."""
+        own = outgoing[self.rank]
+        slice_bytes = own.numel() * own.itemsize
+        buffer = self._scratch.lend((self.size - 1) * slice_bytes)
+        received = buffer[: (self.size - 1) * slice_bytes].view(own.dtype).view(self.size - 1, -1)
+        pieces = list(received.unbind())
+        pieces.insert(self.rank, own)
+
+        def finish() -> None:
+            combine_in_rank_order(pieces, self.rank, op, output)
+            self._scratch.give_back(buffer)
+
+        return Transfer(works=self._exchange(outgoing, pieces), finish=finish)
+
+    def _exchange(
+        self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]
+    ) -> list[dist.Work]:
+        """Start sending outgoing[i] to rank i and receiving incoming[i] from it; skip this rank."""
+        tag = FIRST_RESERVED_TAG + next(self._numbers) % FIRST_RESERVED_TAG
+        # Each rank starts with another peer, so that no rank is everyone's first.
+        peers = [(self.rank + step) % self.size for step in range(1, self.size)]
+        receives = [self._irecv(incoming[peer], peer, tag) for peer in reversed(peers)]
+        sends = [self._isend(outgoing[peer], peer, tag) for peer in peers]
+        return receives + sends
+
+    def _is_direct(self, tensor: torch.Tensor) -> bool:
+        limit = _DIRECT_BYTES_OF_TWO if self.size == 2 else _DIRECT_BYTES
+        return tensor.numel() * tensor.itemsize <= limit

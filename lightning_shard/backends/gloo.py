@@ -1,0 +1,38 @@
+"""Gloo: torch's own backend for CPU ranks, on one host or several."""
+
+from datetime import timedelta
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from typing_extensions import override
+
+from lightning_shard import settings
+from lightning_shard.backends.base import Backend
+from lightning_shard.backends.exchange import ExchangeCollectives
+from lightning_shard.backends.rendezvous import join_world
+
+
+class GlooBackend(Backend):
+    """CPU tensors over TCP, with exchange-based reduce-scatter and all-gather."""
+
+    name: ClassVar[str] = "gloo"
+    device_types: ClassVar[tuple[str, ...]] = ("cpu",)
+
+    @override
+    def unavailable_reason(self) -> str | None:
+        if dist.is_available() and dist.is_gloo_available():
+            return None
+        return "this torch was built without Gloo. Install a wheel from pytorch.org."
+
+    @override
+    def init_process_group(
+        self, *, rank: int, world_size: int, device: torch.device, timeout: timedelta
+    ) -> None:
+        if settings.rendezvous().is_loopback:
+            settings.prefer_loopback_for_gloo()
+        join_world(self.name, rank=rank, world_size=world_size, device=None, timeout=timeout)
+
+    @override
+    def collectives(self, group: dist.ProcessGroup) -> ExchangeCollectives:
+        return ExchangeCollectives(group)

@@ -1,0 +1,146 @@
+"""Every private name of `torch.distributed` that the in-process world touches.
+
+Checked with torch 2.11 and 2.13; `tests/backends/in_process/test_c10d.py` fails when one changes.
+
+c10d keeps one process's groups in the module global `_world`. A cooperative world gives each rank a
+`RankGroups` of its own and swaps that global whenever another rank runs. For as long as a world
+lives, c10d also makes in-process groups whatever backend is asked for, and its rendezvous hands
+out the world's store, so that no socket is opened.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+BACKEND_NAME = "in_process"
+
+
+class RankGroups(c10d._World):
+    """One rank's process groups: c10d's `_World` with maps and a counter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._maps: dict[str, dict[Any, Any]] = {}
+        self._group_count = 0
+
+    def _map(self, name: str) -> dict[Any, Any]:
+        return self._maps.setdefault(name, {})
+
+    @property
+    def pg_map(self) -> dict[Any, Any]:
+        """Map a group to its backend's name and its store."""
+        return self._map("pg_map")
+
+    @property
+    def pg_names(self) -> dict[Any, Any]:
+        """Map a group to its name."""
+        return self._map("pg_names")
+
+    @property
+    def pg_group_ranks(self) -> dict[Any, Any]:
+        """Map a group to its {global rank: group rank}."""
+        return self._map("pg_group_ranks")
+
+    @property
+    def pg_backend_config(self) -> dict[Any, Any]:
+        """Map a group to its backend configuration."""
+        return self._map("pg_backend_config")
+
+    @property
+    def tags_to_pg(self) -> dict[Any, Any]:
+        """Map a tag to its groups."""
+        return self._map("tags_to_pg")
+
+    @property
+    def pg_to_tag(self) -> dict[Any, Any]:
+        """Map a group to its tag."""
+        return self._map("pg_to_tag")
+
+    @property
+    def group_count(self) -> int:
+        """Number of groups made, from which c10d takes the next group's name."""
+        return self._group_count
+
+    @group_count.setter
+    def group_count(self, value: int) -> None:
+        self._group_count = value
+
+
+def current_groups() -> Any:
+    """Return c10d's `_world`, whatever it is now."""
+    return c10d._world
+
+
+def set_groups(groups: Any) -> None:
+    """Make `groups` c10d's `_world`."""
+    c10d._world = groups
+
+
+def forget_groups() -> None:
+    """Drop the groups of the rank whose thread this is; it must be the running rank."""
+    groups = c10d._world
+    if groups.default_pg is not None:
+        dist.destroy_process_group()
+    torch._C._distributed_c10d._unregister_all_process_groups()
+
+
+def register_backend(make_group: Callable[[Any, Any], dist.ProcessGroup]) -> None:
+    """Tell c10d about the backend; `make_group` takes its `_DistributedBackendOptions`."""
+    if BACKEND_NAME.upper() not in c10d.Backend._plugins:
+        c10d.Backend.register_backend(
+            BACKEND_NAME, make_group, extended_api=True, devices=["cpu", "cuda"]
+        )
+
+
+Rendezvous = Callable[[int, int], tuple[dist.Store, int, int]]
+
+
+@contextmanager
+def in_process_c10d(rendezvous: Rendezvous) -> Iterator[None]:
+    """Make every new group an in-process one, and every rendezvous the world's.
+
+    Args:
+        rendezvous: Called with the rank and world size that the user gave (-1 for none); returns
+            the store, the rank and the world size.
+    """
+    original_helper, original_rendezvous = c10d._new_process_group_helper, c10d.rendezvous
+    groups = c10d._world
+
+    def new_group(size: Any, rank: Any, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("backend_options", None)  # another backend's options mean nothing here
+        made, store = original_helper(
+            size, rank, ranks, c10d.Backend(BACKEND_NAME), *args[:2], **kwargs
+        )
+        if backend == c10d.Backend.GLOO and made in c10d._world.pg_map:
+            # `monitored_barrier` insists on the name.
+            c10d._world.pg_map[made] = (backend, store)
+        return made, store
+
+    def meet(url: str, rank: int = -1, world_size: int = -1, **_: Any) -> Iterator[Any]:
+        yield rendezvous(rank, world_size)
+
+    private_c10d = torch._C._distributed_c10d
+    patched = cast(Any, c10d)
+    patched._new_process_group_helper, patched.rendezvous = new_group, meet
+    private_c10d._set_thread_isolation_mode(True)
+    try:
+        yield
+    finally:
+        private_c10d._set_thread_isolation_mode(False)
+        patched._new_process_group_helper = original_helper
+        patched.rendezvous = original_rendezvous
+        patched._world = groups
+        outer = groups.default_pg
+        private_c10d._set_global_rank(-1 if outer is None else outer.rank())
+
+
+class BackendStandIn:
+    """What c10d asks of the backend behind a group; a Python group has none."""
+
+    supports_splitting = False
+    supports_coalescing = False
+    supports_time_estimate = False

@@ -1,0 +1,67 @@
+"""What one rank asks of its group, and what must be equal on every rank."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_shard.backends.in_process.call_site import CallSite
+from lightning_shard.backends.in_process.reductions import op_name
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """One rank's part in one operation.
+
+    Args:
+        op: The operation's name.
+        rank: The rank's number in the group.
+        inputs: Tensors that are read; not copied, so left alone until the work is waited for.
+        outputs: Tensors that are written.
+        agreed: What every rank of the group must give alike.
+        site: Where the user called.
+        reduce_op: A `ReduceOp`, where one is given.
+        root: The source or destination; for send and receive the peer; else -1.
+        posted: CUDA: recorded on the caller's stream when it called.
+    """
+
+    op: str
+    rank: int
+    inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor]
+    agreed: tuple[object, ...]
+    site: CallSite
+    reduce_op: Any = None
+    root: int = -1
+    posted: torch.cuda.Event | None = None
+
+    def __str__(self) -> str:
+        details = []
+        if self.reduce_op is not None:
+            details.append(op_name(self.reduce_op))
+        details += [describe_tensor(tensor) for tensor in (self.inputs or self.outputs)[:4]]
+        if len(self.inputs or self.outputs) > 4:
+            details.append(f"and {len(self.inputs or self.outputs) - 4} more")
+        if self.root >= 0:
+            details.append(f"peer {self.root}" if self.op in ("send", "recv") else f"root {self.root}")
+        return f"{self.op}({', '.join(details)})"
+
+
+class Disagreement(Exception):  # noqa: N818 - becomes a CollectiveMismatchError
+    """Two calls that cannot be served together."""
+
+    def __init__(self, got: Call, expected: Call, what: str) -> None:
+        super().__init__(what)
+        self.got, self.expected, self.what = got, expected, what
+
+
+def tensor_key(tensors: Sequence[Tensor]) -> tuple[object, ...]:
+    """Return dtypes and shapes, to compare between ranks."""
+    return tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors)
+
+
+def describe_tensor(tensor: Tensor) -> str:
+    """Say a tensor's dtype and shape."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"

@@ -1,0 +1,153 @@
+"""The meeting place of one group's ranks.
+
+Each rank's k-th collective meets its peers' k-th. The first to call says what is expected; the last
+computes for all. Sends and receives are matched by peer and tag, first come first served; a send
+is over when its receive has come, as with Gloo and NCCL.
+
+    rank 0  all_reduce ─┐
+    rank 1  all_reduce ─┼─ number 7 ── complete: every rank's work is done
+    rank 2  all_reduce ─┘
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from lightning_shard.backends.in_process.calls import Call, Disagreement, tensor_key
+from lightning_shard.backends.in_process.semantics import SEMANTICS, raw, write
+from lightning_shard.backends.in_process.streams import join_streams, mark_stream
+
+ANY_SOURCE = -1
+
+
+@dataclass(slots=True, eq=False)
+class Meeting:
+    """One operation that some ranks of a group have called and others not yet.
+
+    `number` counts a rank's operations of this kind in this group, from 1. `waited` are the global
+    ranks that have not called; for a receive from anybody, none.
+    """
+
+    channel: "Channel"
+    number: int
+    calls: list[Call | None]
+    done: bool = False
+    finished: torch.cuda.Event | None = None
+    source: int = -1
+
+    def missing(self) -> tuple[int, ...]:
+        """Return the global ranks that have not called yet."""
+        ranks = self.channel.global_ranks
+        return tuple(ranks[i] for i, call in enumerate(self.calls) if call is None)
+
+    def is_done(self) -> bool:
+        """Say whether the results are there."""
+        return self.done
+
+
+@dataclass(slots=True, eq=False)
+class Transfer(Meeting):
+    """A send or a receive; `calls` holds the one call."""
+
+    peer: int = ANY_SOURCE
+    tag: int = 0
+
+    def missing(self) -> tuple[int, ...]:
+        """Return the peer's global rank."""
+        return () if self.peer == ANY_SOURCE else (self.channel.global_ranks[self.peer],)
+
+
+@dataclass(slots=True, eq=False)
+class Channel:
+    """One group, as all its ranks share it."""
+
+    name: str
+    global_ranks: tuple[int, ...]
+    _counts: list[int] = field(init=False)
+    _transfer_counts: list[int] = field(init=False)
+    _open: dict[int, Meeting] = field(default_factory=dict)
+    _sends: list[Transfer] = field(default_factory=list)
+    _recvs: list[Transfer] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._counts = [0] * len(self.global_ranks)
+        self._transfer_counts = [0] * len(self.global_ranks)
+
+    def __str__(self) -> str:
+        ranks = ", ".join(map(str, self.global_ranks))
+        return f"group {self.name!r} (ranks {ranks})"
+
+    def count(self, rank: int) -> int:
+        """Return how many collectives this rank of the group has called."""
+        return self._counts[rank]
+
+    def join(self, call: Call) -> Meeting:
+        """Add one rank's collective; if it is the last, compute.
+
+        Raises:
+            Disagreement: It differs from what a peer called.
+        """
+        size = len(self.global_ranks)
+        self._counts[call.rank] += 1
+        number = self._counts[call.rank]
+        meeting = self._open.get(number)
+        if meeting is None:
+            meeting = self._open[number] = Meeting(self, number, [None] * size)
+        else:
+            expected = next(c for c in meeting.calls if c is not None)
+            if call.agreed != expected.agreed:
+                raise Disagreement(call, expected, "")
+        meeting.calls[call.rank] = call
+        calls = [c for c in meeting.calls if c is not None]
+        if len(calls) == size:
+            del self._open[number]
+            join_streams([c.posted for c in calls])
+            with torch.inference_mode():
+                SEMANTICS[call.op](calls)
+            meeting.finished = mark_stream(call.inputs)
+            meeting.done = True
+        return meeting
+
+    def transfer(self, call: Call, tag: int) -> Transfer:
+        """Add one rank's send or receive; if its counterpart is there, copy.
+
+        Raises:
+            Disagreement: The two tensors differ in dtype or shape.
+        """
+        self._transfer_counts[call.rank] += 1
+        number = self._transfer_counts[call.rank]
+        mine = Transfer(self, number, [call], peer=call.root, tag=tag)
+        is_send = call.op == "send"
+        waiting, queue = (self._recvs, self._sends) if is_send else (self._sends, self._recvs)
+        for other in waiting:
+            if other.tag == tag and _are_partners(call, _only_call(other)):
+                waiting.remove(other)
+                send, recv = (mine, other) if is_send else (other, mine)
+                _deliver(send, recv, here=call)
+                return mine
+        queue.append(mine)
+        return mine
+
+
+def _only_call(transfer: Transfer) -> Call:
+    call = transfer.calls[0]
+    assert call is not None
+    return call
+
+
+def _are_partners(one: Call, other: Call) -> bool:
+    return one.root in (ANY_SOURCE, other.rank) and other.root in (ANY_SOURCE, one.rank)
+
+
+def _deliver(send: Transfer, recv: Transfer, here: Call) -> None:
+    sent, received = _only_call(send), _only_call(recv)
+    if tensor_key(sent.inputs) != tensor_key(received.outputs):
+        there = received if here is sent else sent
+        raise Disagreement(here, there, "")
+    join_streams([sent.posted, received.posted])
+    with torch.inference_mode():
+        for target, source in zip(received.outputs, sent.inputs, strict=True):
+            write(target, raw(source))
+    recv.source = sent.rank
+    send.finished = recv.finished = mark_stream(sent.inputs)
+    send.done = recv.done = True

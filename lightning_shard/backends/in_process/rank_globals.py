@@ -1,0 +1,120 @@
+"""What is global to a process and must be each rank's own, as an operating system would keep it.
+
+    rank 0 runs │ save rank 0 │ load rank 1 │ rank 1 runs
+
+Swapped are c10d's groups, the random streams, torch's default dtype, `rank_zero_only.rank`, the
+environment variables that name a rank, warning filters, and DTensor's random-state tracker.
+"""
+
+import os
+import random
+import sys
+import warnings
+from typing import Any, cast
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_only
+
+from lightning_shard.backends.in_process import _c10d
+from lightning_shard.backends.in_process.numpy_rng import NumpyRng
+
+RANK_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "NODE_RANK",
+    "GROUP_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "PL_GLOBAL_SEED",
+    "PL_SEED_WORKERS",
+)
+# Module globals of torch that mean "this process's".
+_MODULE_GLOBALS = (("torch.distributed.tensor._random", "_rng_tracker"),)
+_ABSENT = object()
+_rank_zero = cast(Any, rank_zero_only)
+
+
+class RankGlobals:
+    """One rank's process globals; made from the process's own as they are now."""
+
+    def __init__(self) -> None:
+        self._numpy = NumpyRng()
+        self._cuda_rng: list[torch.Tensor] | None = None
+        self.environment: dict[str, str | None] = {}
+        self.save()
+
+    @classmethod
+    def for_rank(cls, rank: int, num_ranks: int) -> "RankGlobals":
+        """Make the globals with which `rank` begins: the process's, with its own identity."""
+        own = cls()
+        own._groups = _c10d.RankGroups()
+        own._rank_zero = rank
+        own.environment.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            NODE_RANK="0",
+            GROUP_RANK="0",
+            WORLD_SIZE=str(num_ranks),
+            LOCAL_WORLD_SIZE=str(num_ranks),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT="0",
+        )
+        return own
+
+    def save(self) -> None:
+        """Take what the process has now."""
+        self._groups = _c10d.current_groups()
+        self._torch_rng = torch.get_rng_state()
+        self._python_rng = random.getstate()
+        self._numpy.save()
+        if torch.cuda.is_initialized():
+            self._cuda_rng = torch.cuda.get_rng_state_all()
+        self._dtype = torch.get_default_dtype()
+        self._rank_zero: Any = getattr(_rank_zero, "rank", _ABSENT)
+        self._filters = warnings.filters
+        self._showwarning = warnings.showwarning
+        self._module_globals = [
+            getattr(sys.modules[module], name, None) if module in sys.modules else None
+            for module, name in _MODULE_GLOBALS
+        ]
+        get = os.environ.get
+        self.environment = {name: get(name) for name in RANK_VARIABLES}
+
+    def load(self) -> None:
+        """Put these in the process."""
+        _c10d.set_groups(self._groups)
+        self._load_random_streams()
+        if torch.get_default_dtype() is not self._dtype:
+            torch.set_default_dtype(self._dtype)
+        if self._rank_zero is not _ABSENT:
+            _rank_zero.rank = self._rank_zero
+        elif hasattr(_rank_zero, "rank"):
+            del _rank_zero.rank
+        warnings.filters = self._filters
+        warnings.showwarning = self._showwarning
+        for (module, name), value in zip(_MODULE_GLOBALS, self._module_globals, strict=True):
+            if module in sys.modules:
+                setattr(sys.modules[module], name, value)
+        for name, text in self.environment.items():
+            if os.environ.get(name) != text:
+                _set_variable(name, text)
+
+    def _load_random_streams(self) -> None:
+        torch.set_rng_state(self._torch_rng)
+        random.setstate(self._python_rng)
+        self._numpy.load()
+        if not torch.cuda.is_initialized():
+            return
+        if self._cuda_rng is None:  # CUDA came up while another rank ran
+            torch.cuda.manual_seed_all(torch.initial_seed())
+        else:
+            torch.cuda.set_rng_state_all(self._cuda_rng)
+
+
+def _set_variable(name: str, text: str | None) -> None:
+    if text is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = text

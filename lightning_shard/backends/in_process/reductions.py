@@ -1,0 +1,99 @@
+"""Reduce one tensor of each rank to one, in rank order, so that every run gives the same bits."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from lightning_shard.errors import ConfigError
+
+_SUMMED_IN_FP32 = frozenset(
+    dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize <= 2
+)
+_WIDENED = dict.fromkeys(_SUMMED_IN_FP32, torch.float32) | {
+    torch.uint16: torch.int64,
+    torch.uint32: torch.int64,
+}
+_LOWEST_INT64 = -(2**63)
+
+_FOLDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "SUM": lambda total, part: total.add_(part),
+    "AVG": lambda total, part: total.add_(part),
+    "PREMUL_SUM": lambda total, part: total.add_(part),
+    "PRODUCT": lambda total, part: total.mul_(part),
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "BAND": lambda total, part: total.bitwise_and_(part),
+    "BOR": lambda total, part: total.bitwise_or_(part),
+    "BXOR": lambda total, part: total.bitwise_xor_(part),
+}
+_BOOL_FOLDS = {"SUM": "BOR", "MAX": "BOR", "PRODUCT": "BAND", "MIN": "BAND"}
+
+
+def op_name(op: Any) -> str:
+    """Return the name of a `ReduceOp`, or of one of its values."""
+    name: str = getattr(op, "op", op).name
+    return name
+
+
+def reduce_tensors(tensors: Sequence[Tensor], op: Any = ReduceOp.SUM) -> Tensor:
+    """Reduce one tensor of each rank, in rank order.
+
+    Args:
+        tensors: All of one shape and dtype; left as they are. Types of 16 and 8 bits are summed
+            in fp32, bool by "or" and "and", unsigned integers modulo their range.
+        op: A `ReduceOp`.
+
+    Returns:
+        A new tensor of that shape, perhaps of a wider dtype.
+
+    Raises:
+        ConfigError: The operation is not defined for the dtype.
+    """
+    name, dtype = op_name(op), tensors[0].dtype
+    if dtype is torch.bool:
+        if name == "AVG":
+            raise ConfigError("all ranks: ReduceOp.AVG of bool tensors; convert them to float.")
+        name = _BOOL_FOLDS.get(name, name)
+    if dtype is torch.uint64:
+        return _reduce_uint64(tensors, name)
+    return _finish(_fold(tensors, name, op, _WIDENED.get(dtype, dtype)), name, len(tensors))
+
+
+def _fold(tensors: Sequence[Tensor], name: str, op: Any, dtype: torch.dtype) -> Tensor:
+    factor = op.factor if name == "PREMUL_SUM" else None
+    fold = _FOLDS[name]
+    total: Tensor | None = None
+    for tensor in tensors:
+        part = tensor if tensor.dtype is dtype else tensor.to(dtype)
+        if factor is not None:
+            part = part * factor
+        if total is None:
+            total = part.clone() if part is tensor else part
+        else:
+            total = fold(total, part)
+    assert total is not None
+    return total
+
+
+def _finish(total: Tensor, name: str, size: int) -> Tensor:
+    if name != "AVG":
+        return total
+    if total.is_floating_point() or total.is_complex():
+        return total.div_(size)
+    return total.div_(size, rounding_mode="trunc")
+
+
+def _reduce_uint64(tensors: Sequence[Tensor], name: str) -> Tensor:
+    """Reduce as int64: the same bits for sums, a flipped sign bit for the order."""
+    signed = [tensor.view(torch.int64) for tensor in tensors]
+    if name == "AVG":
+        raise ConfigError("all ranks: ReduceOp.AVG of uint64 tensors; convert them to int64.")
+    if name in ("MIN", "MAX"):
+        signed = [tensor ^ _LOWEST_INT64 for tensor in signed]
+        return (_fold(signed, name, None, torch.int64) ^ _LOWEST_INT64).view(torch.uint64)
+    return _fold(signed, name, None, torch.int64).view(torch.uint64)

@@ -1,0 +1,255 @@
+"""The token of a cooperative world: which rank runs, and what happens when none can.
+
+Ranks are threads, and one runs at a time. It runs until it must wait, then hands the token to the
+next rank, round-robin, whose wait is over; so the order is the same on every run. Rank 0 is the
+caller's own thread.
+
+    rank 0   run ──wait┐                 ┌──run
+    rank 1             └─run ──wait┐     │
+    rank 2                         └─run ┘
+
+Nobody runnable and somebody not finished is a deadlock: every waiting rank is raised an error.
+"""
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from lightning_shard.backends.in_process.rank_globals import RankGlobals
+from lightning_shard.backends.in_process.verdicts import (
+    Verdict,
+    deadlock_verdict,
+    gone_verdict,
+    peer_failed_verdict,
+)
+from lightning_shard.errors import ConfigError
+
+_STOP_GRACE_SECONDS = 1.0
+
+
+class Status(Enum):
+    """How far a rank has come."""
+
+    ALIVE = "running"
+    FINISHED = "finished: its function returned"
+    FAILED = "failed"
+    GONE = "gone: dropped without a word"
+
+
+@dataclass(slots=True)
+class Wait:
+    """Why a rank does not run.
+
+    Args:
+        ready: Says whether the wait is over.
+        describe: Says what is waited for, with the caller's file and line.
+        members: Global ranks that the wait depends on; once one is gone, it cannot end.
+        deadline: A time (`time.monotonic`) at which `ready` turns true by itself.
+    """
+
+    ready: Callable[[], bool]
+    describe: Callable[[], str]
+    members: tuple[int, ...] = ()
+    deadline: float | None = None
+
+
+class Rank:
+    """One rank's place in the schedule."""
+
+    def __init__(self, index: int, own: RankGlobals) -> None:
+        self.index = index
+        self.globals = own
+        self.status = Status.ALIVE
+        self.wait: Wait | None = None
+        self.verdict: Verdict | None = None
+        self.thread_id = 0
+        self._wake = threading.Lock()
+        self._wake.acquire()
+
+    def wake(self) -> None:
+        """Let a thread that sleeps in `sleep` go on; called with the token already handed over."""
+        if self._wake.locked():
+            self._wake.release()
+
+    def sleep(self, timeout: float = -1) -> None:
+        """Sleep until woken; may wake early, so callers check again."""
+        self._wake.acquire(timeout=timeout)
+
+    def describe(self) -> str:
+        """Say where this rank is, for an error message."""
+        if self.status is Status.ALIVE and self.wait is not None:
+            return f"rank {self.index}: {self.wait.describe()}"
+        return f"rank {self.index}: {self.status.value}"
+
+
+class Scheduler:
+    """Holds the token and passes it on."""
+
+    def __init__(self, ranks: list[Rank]) -> None:
+        self.ranks = ranks
+        self.running = ranks[0]
+        self.first_failure: tuple[int, BaseException] | None = None
+
+    # --- waiting -------------------------------------------------------------------------------
+
+    def wait(self, wait: Wait) -> None:
+        """Let the other ranks run until `wait` is over; called by the running rank's thread.
+
+        Raises:
+            DeadlockError, CollectiveMismatchError, RankFailedError: It can never be over.
+        """
+        rank = self.check_thread()
+        if wait.ready():
+            return
+        self._raise_if_doomed(rank, wait)
+        rank.wait = wait
+        try:
+            while True:
+                self._hand_over(rank)
+                if wait.ready():
+                    return
+                self._raise_if_doomed(rank, wait)
+        finally:
+            rank.wait = None
+
+    def yield_token(self, describe: Callable[[], str]) -> None:
+        """Let each runnable rank run once."""
+        rank = self.check_thread()
+        rank.wait = Wait(ready=lambda: True, describe=describe)
+        try:
+            self._hand_over(rank)
+        finally:
+            rank.wait = None
+
+    def check_thread(self) -> Rank:
+        """Return the running rank.
+
+        Raises:
+            ConfigError: This thread is not that rank's: a helper thread or a signal handler.
+        """
+        rank = self.running
+        if threading.get_ident() != rank.thread_id:
+            raise ConfigError(
+                f"A collective was called from thread {threading.current_thread().name!r}, which "
+                f"is not that of the running rank {rank.index}. In an in-process world a rank's "
+                "collectives must come from its own thread, not from a helper thread or a signal "
+                "handler."
+            )
+        return rank
+
+    def raise_if_condemned(self, rank: Rank, describe: Callable[[], str]) -> None:
+        """Raise the error that waits for this rank, if any."""
+        if rank.verdict is not None:
+            raise rank.verdict(rank.index, describe())
+
+    def gone_members(self, members: tuple[int, ...]) -> tuple[int, ...]:
+        """Return those of `members` that were dropped."""
+        return tuple(m for m in members if self.ranks[m].status is Status.GONE)
+
+    def _raise_if_doomed(self, rank: Rank, wait: Wait) -> None:
+        self.raise_if_condemned(rank, wait.describe)
+        if gone := self.gone_members(wait.members):
+            raise gone_verdict(gone)(rank.index, wait.describe())
+
+    # --- ending --------------------------------------------------------------------------------
+
+    def condemn(self, verdict: Verdict) -> None:
+        """Have every rank that still lives raise `verdict` at its next operation."""
+        for rank in self.ranks:
+            if rank.status is Status.ALIVE and rank.verdict is None:
+                rank.verdict = verdict
+
+    def fail(self, rank: Rank, error: BaseException) -> None:
+        """Record that `rank` raised; its peers will raise `RankFailedError`."""
+        if self.first_failure is None:
+            self.first_failure = (rank.index, error)
+        rank.status = Status.FAILED
+        self.condemn(peer_failed_verdict(rank.index, error))
+
+    def leave(self, rank: Rank) -> None:
+        """Hand the token on for good, from a thread that is about to end."""
+        following = self._choose(rank)
+        self._give_token(rank, following)
+
+    def drain(self, rank: Rank) -> None:
+        """Let the other ranks run until all have ended; for rank 0, which has ended itself."""
+        while any(other.status is Status.ALIVE for other in self.ranks):
+            self._hand_over(rank)
+
+    # --- the token -----------------------------------------------------------------------------
+
+    def _hand_over(self, rank: Rank) -> None:
+        following = self._choose(rank)
+        if following is not rank:
+            self._give_token(rank, following)
+            self.sleep_until_running(rank)
+
+    def _give_token(self, rank: Rank, following: Rank) -> None:
+        rank.globals.save()
+        following.globals.load()
+        self.running = following
+        following.wake()
+
+    def sleep_until_running(self, rank: Rank) -> None:
+        """Sleep until this rank has the token.
+
+        Only the caller's thread, rank 0, is ever interrupted here: by Ctrl-C or a test's alarm.
+        Then the world ends, and the interruption goes on once the token is back.
+        """
+        interruption: BaseException | None = None
+        while self.running is not rank:
+            try:
+                rank.sleep(-1 if interruption is None else _STOP_GRACE_SECONDS)
+                if interruption is not None and self.running is not rank:
+                    self._abandon_running(rank)
+            except BaseException as error:
+                if interruption is None:
+                    interruption = error
+                    self.fail(rank, error)
+        if interruption is not None:
+            raise interruption
+
+    def _abandon_running(self, rank: Rank) -> None:
+        """Take the token from a rank that does not come back: its thread is a daemon."""
+        stuck = self.running
+        stuck.status = Status.FAILED
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(stuck.thread_id), ctypes.py_object(SystemExit)
+        )
+        self.running = rank
+        rank.globals.load()
+
+    def _choose(self, after: Rank) -> Rank:
+        """Pick the rank to run next: the first after `after` whose wait is over."""
+        while True:
+            if (found := self._find_runnable(after)) is not None:
+                return found
+            waiting = [r for r in self.ranks if r.status is Status.ALIVE and r.wait is not None]
+            if not waiting:
+                return self.ranks[0]  # all have ended: back to the caller's thread
+            deadlines = [r.wait.deadline for r in waiting if r.wait and r.wait.deadline is not None]
+            if deadlines:
+                time.sleep(max(0.0, min(deadlines) - time.monotonic()))
+            else:
+                report = "\n".join(f"  {r.describe()}" for r in self.ranks)
+                self.condemn(deadlock_verdict(report))
+
+    def _find_runnable(self, after: Rank) -> Rank | None:
+        size = len(self.ranks)
+        for step in range(1, size + 1):
+            rank = self.ranks[(after.index + step) % size]
+            if rank.status is Status.ALIVE and self._can_run(rank):
+                return rank
+        return None
+
+    def _can_run(self, rank: Rank) -> bool:
+        wait = rank.wait
+        return (
+            wait is None
+            or rank.verdict is not None
+            or wait.ready()
+            or bool(self.gone_members(wait.members))
+        )

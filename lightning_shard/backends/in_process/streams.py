@@ -1,0 +1,26 @@
+"""CUDA order between ranks: results are computed on one rank's stream, and read on the others'.
+
+Each caller marks its stream, the computing rank's stream waits for those marks, and a rank that
+waits for the work has its stream wait for the result's mark. CPU tensors need none of this.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+
+def mark_stream(tensors: Sequence[Tensor]) -> torch.cuda.Event | None:
+    """Record an event on the current stream, if the tensors are CUDA's."""
+    if not tensors or not tensors[0].is_cuda:
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(tensors[0].device))
+    return event
+
+
+def join_streams(events: Iterable[torch.cuda.Event | None]) -> None:
+    """Have the current stream wait for these events."""
+    for event in events:
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)

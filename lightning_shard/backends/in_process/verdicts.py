@@ -1,0 +1,61 @@
+"""The errors that a world raises on its ranks, made for each rank when it is raised there."""
+
+from collections.abc import Callable
+
+from lightning_shard.errors import CollectiveMismatchError, DeadlockError, RankFailedError
+
+Verdict = Callable[[int, str], Exception]
+"""Makes one rank's error from its number and a description of the operation it is in."""
+
+
+def deadlock_verdict(report: str) -> Verdict:
+    """Nobody can run; `report` has a line for each rank."""
+
+    def make(rank: int, operation: str) -> Exception:
+        return DeadlockError(
+            f"Rank {rank} waits for ever in {operation}: no rank can run, and not every rank has "
+            f"finished.\n{report}\n"
+            "Every rank of a group must make the same calls in the same order: look for a rank "
+            "that returned early or took another branch."
+        )
+
+    return make
+
+
+def mismatch_verdict(problem: str) -> Verdict:
+    """Two ranks met with different operations; `problem` names both, and their call sites."""
+
+    def make(rank: int, operation: str) -> Exception:
+        return CollectiveMismatchError(
+            f"{problem}\nThis is rank {rank}, in {operation}. Every rank of a group must make the "
+            "same calls in the same order, with the same shapes, dtypes and options."
+        )
+
+    return make
+
+
+def peer_failed_verdict(failed: int, error: BaseException) -> Verdict:
+    """Rank `failed` raised `error`."""
+
+    def make(rank: int, operation: str) -> Exception:
+        made = RankFailedError(
+            f"Rank {rank} cannot go on with {operation}: rank {failed} raised "
+            f"{type(error).__name__}: {error}\nMend that error first; this one follows from it."
+        )
+        made.__cause__ = error
+        return made
+
+    return make
+
+
+def gone_verdict(gone: tuple[int, ...]) -> Verdict:
+    """The ranks `gone` were dropped without a word."""
+
+    def make(rank: int, operation: str) -> Exception:
+        names = ", ".join(str(r) for r in gone)
+        return RankFailedError(
+            f"Rank {rank} cannot go on with {operation}: rank {names} is gone, without a word. "
+            "Start again from a checkpoint, or go on in a group without it."
+        )
+
+    return make

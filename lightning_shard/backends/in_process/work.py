@@ -1,0 +1,108 @@
+"""The handle of an operation; waiting for it lets the other ranks run."""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from lightning_shard.backends.in_process.calls import Call
+from lightning_shard.backends.in_process.channel import Meeting
+from lightning_shard.backends.in_process.streams import join_streams
+
+if TYPE_CHECKING:
+    from lightning_shard.backends.in_process.world import World
+
+
+class InProcessWork(dist.Work):
+    """One rank's side of one operation."""
+
+    def __init__(self, world: "World", meeting: Meeting, call: Call, results: Sequence[Any]):
+        super().__init__()
+        self._world, self._meeting, self._call = world, meeting, call
+        self._results = results
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Let the other ranks run until the results are there.
+
+        Args:
+            timeout: Not used: what can never end is found at once.
+
+        Raises:
+            DeadlockError, CollectiveMismatchError, RankFailedError: They can never be there.
+        """
+        del timeout
+        if not self._meeting.done:
+            self._world.wait_for(self._meeting, self._call)
+        join_streams([self._meeting.finished])
+        return True
+
+    def is_completed(self) -> bool:
+        """Say whether the results are there; if not, let the other ranks run once before."""
+        if not self._meeting.done:
+            self._world.poll(self._meeting, self._call)
+        return self._meeting.done
+
+    def is_success(self) -> bool:
+        """Say whether the results are there, without letting anyone run."""
+        return self._meeting.done
+
+    def exception(self) -> None:
+        """Return None: errors are raised by `wait`."""
+
+    def synchronize(self) -> None:
+        """Wait."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """Wait."""
+        self.wait()
+
+    def result(self) -> list[Any]:
+        """Wait, and return the tensors that were written."""
+        self.wait()
+        return list(self._results)
+
+    def source_rank(self) -> int:
+        """Return the group rank that sent what a receive got."""
+        self.wait()
+        return self._meeting.source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> Future[Any]:
+        """Wait, and return a future that is done; torch's DDP blocks its thread on futures."""
+        self.wait()
+        tensors = [t for t in self._results if isinstance(t, Tensor) and t.is_cuda]
+        future: Future[Any] = Future(devices=[tensors[0].device] if tensors else None)
+        future.set_result(list(self._results))
+        return future
+
+
+class CoalescedWork(dist.Work):
+    """Several operations as one handle."""
+
+    def __init__(self, works: Sequence[InProcessWork]):
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for each."""
+        return all([work.wait(timeout) for work in self._works])
+
+    def is_completed(self) -> bool:
+        """Say whether all are done."""
+        return all(work.is_completed() for work in self._works)
+
+    def result(self) -> list[Any]:
+        """Wait, and return what each wrote."""
+        return [tensor for work in self._works for tensor in work.result()]
+
+    def get_future(self) -> Future[Any]:
+        """Wait, and return a future that is done."""
+        future: Future[Any] = torch.futures.Future()
+        future.set_result(self.result())
+        return future

@@ -1,0 +1,35 @@
+"""NCCL: torch's own backend for CUDA devices, one rank to a device."""
+
+from datetime import timedelta
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from typing_extensions import override
+
+from lightning_shard.backends.base import Backend
+from lightning_shard.backends.rendezvous import join_world
+
+
+class NCCLBackend(Backend):
+    """CUDA tensors over NVLink, PCIe or the network."""
+
+    name: ClassVar[str] = "nccl"
+    device_types: ClassVar[tuple[str, ...]] = ("cuda",)
+
+    @override
+    def unavailable_reason(self) -> str | None:
+        if not (dist.is_available() and dist.is_nccl_available()):
+            return "this torch was built without NCCL. Install a CUDA wheel from pytorch.org."
+        if not torch.cuda.is_available():
+            return (
+                "no CUDA device is visible. Check nvidia-smi and CUDA_VISIBLE_DEVICES, or train on "
+                "CPUs with backend='gloo'."
+            )
+        return None
+
+    @override
+    def init_process_group(
+        self, *, rank: int, world_size: int, device: torch.device, timeout: timedelta
+    ) -> None:
+        join_world(self.name, rank=rank, world_size=world_size, device=device, timeout=timeout)

@@ -1,0 +1,120 @@
+"""What the tensors of a collective must look like; each check names the rank and the fix."""
+
+from collections.abc import Sequence
+
+import torch
+
+from lightning_shard.backends.reduction import is_narrow
+from lightning_shard.errors import ConfigError, LayoutError
+
+# Tags from here up belong to the exchange algorithms; callers' messages stay below.
+FIRST_RESERVED_TAG = 1 << 30
+
+
+def check_contiguous(operation: str, rank: int, tensor: torch.Tensor) -> None:
+    """Raise LayoutError unless the elements lie one after the other."""
+    if not tensor.is_contiguous():
+        raise LayoutError(
+            f"{operation} on rank {rank}: got a tensor of shape {tuple(tensor.shape)} with strides "
+            f"{tensor.stride()}, expected a contiguous one. Pass tensor.contiguous()."
+        )
+
+
+def check_flat(operation: str, rank: int, **tensors: torch.Tensor) -> None:
+    """Raise LayoutError unless every tensor is one-dimensional and contiguous."""
+    for name, tensor in tensors.items():
+        if tensor.dim() != 1:
+            raise LayoutError(
+                f"{operation} on rank {rank}: got {name} of shape {tuple(tensor.shape)}, "
+                f"expected one dimension. Pass {name}.view(-1)."
+            )
+        check_contiguous(operation, rank, tensor)
+
+
+def check_full_and_local(
+    operation: str, rank: int, size: int, *, full: torch.Tensor, local: torch.Tensor
+) -> None:
+    """Raise LayoutError unless `full` (W * S,) is `size` times as long as `local` (S,)."""
+    check_flat(operation, rank, full=full, local=local)
+    if full.numel() != size * local.numel():
+        raise LayoutError(
+            f"{operation} on rank {rank}: got {full.numel()} full and {local.numel()} local "
+            f"elements on {size} ranks, expected {size} * {local.numel()} = "
+            f"{size * local.numel()} full ones. Pad the full tensor to a multiple of {size}."
+        )
+
+
+def check_same_dtype(operation: str, rank: int, output: torch.Tensor, source: torch.Tensor) -> None:
+    """Raise LayoutError unless both tensors hold the same type."""
+    if output.dtype != source.dtype:
+        raise LayoutError(
+            f"{operation} on rank {rank}: got an output of {output.dtype} for an input of "
+            f"{source.dtype}, expected the same type. Convert one of them first."
+        )
+
+
+def check_sum_dtype(operation: str, rank: int, output: torch.Tensor, source: torch.Tensor) -> None:
+    """Raise LayoutError unless the output holds the input's type, or float32 for a narrower one."""
+    if is_narrow(source.dtype) and output.dtype == torch.float32:
+        return
+    check_same_dtype(operation, rank, output, source)
+
+
+def checked_splits(
+    operation: str,
+    rank: int,
+    size: int,
+    name: str,
+    tensor: torch.Tensor,
+    splits: Sequence[int] | None,
+) -> list[int]:
+    """Return the part of the tensor that belongs to each rank; None means the same for each.
+
+    Raises:
+        LayoutError: Not one size for each rank, or they do not add up to the tensor.
+    """
+    numel = tensor.numel()
+    if splits is None and numel % size:
+        raise LayoutError(
+            f"{operation} on rank {rank}: got {numel} {name} elements for {size} ranks, expected a "
+            f"multiple of {size}. Pad the tensor, or pass {name}_split_sizes."
+        )
+    sizes = [numel // size] * size if splits is None else list(splits)
+    if len(sizes) != size or sum(sizes) != numel or min(sizes) < 0:
+        raise LayoutError(
+            f"{operation} on rank {rank}: got {name}_split_sizes={sizes} for {numel} elements, "
+            f"expected {size} sizes that add up to {numel}."
+        )
+    return sizes
+
+
+def check_peer(operation: str, rank: int, size: int, peer: int) -> None:
+    """Raise LayoutError unless `peer` is a rank of this group."""
+    if not 0 <= peer < size:
+        raise LayoutError(
+            f"{operation} on rank {rank}: got peer {peer}, expected a rank of this group, "
+            f"0 to {size - 1}. Ranks are counted within the group, not in the world."
+        )
+
+
+def check_message(
+    operation: str, rank: int, size: int, tensor: torch.Tensor, peer: int, tag: int
+) -> None:
+    """Raise unless this tensor can go to or come from `peer` under `tag`.
+
+    Raises:
+        LayoutError: Not contiguous, or no such rank, or this rank itself.
+        ConfigError: A tag outside the callers' range.
+    """
+    check_contiguous(operation, rank, tensor)
+    check_peer(operation, rank, size, peer)
+    if peer == rank:
+        raise LayoutError(
+            f"{operation} on rank {rank}: got this rank itself as the peer, expected another one. "
+            "Copy the tensor instead."
+        )
+    if not 0 <= tag < FIRST_RESERVED_TAG:
+        raise ConfigError(
+            f"{operation} on rank {rank}: got tag {tag}, expected 0 to {FIRST_RESERVED_TAG - 1}; "
+            "those above are reserved for collectives made of messages."
+        )

@@ -1,0 +1,34 @@
+"""The full format: an ordinary Lightning `.ckpt`, the same whatever scheme has written it.
+
+Parameters come together buffer by buffer, so that no rank but rank 0 holds more than one unit
+above its share; rank 0 holds the whole on the CPU, as it must to write one file.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_shard.data_parallel.engine import DataParallelEngine
+
+
+def full_module_state(module: nn.Module, engine: DataParallelEngine) -> dict[str, Any]:
+    """The module's `state_dict` with whole parameters; each rank must call.
+
+    Returns:
+        On rank 0 every entry, on the CPU, parameters in the optimizer's format; {} elsewhere.
+    """
+    is_first = engine.collectives.rank == 0
+    whole: dict[int, Tensor] = {}
+    for flat in engine.flats:
+        views = flat.gather_shards(flat.shard)
+        if is_first:
+            for param, view in zip(flat.params, views, strict=True):
+                whole[id(param)] = view.detach().to("cpu", copy=True)
+    if not is_first:
+        return {}
+    state = module.state_dict(keep_vars=True)
+    return {name: whole.get(id(value), _plain(value)) for name, value in state.items()}
+
+
+def _plain(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, Tensor) else value

@@ -1,0 +1,60 @@
+"""The `lightning-shard` command: Lightning's own command line, with this package's strategies.
+
+    lightning-shard fit --config configs/gpt_zero3.yaml
+    lightning-shard test --config configs/digits_zero2.yaml --trainer.devices 2
+
+The subcommands are `fit`, `validate`, `test` and `predict`. The model and the data module are
+named by `class_path`, and classes of the directory that the command runs in are found, as they are
+by `python -m`. An error of this package ends the command with one message and exit code 1; with
+`--debug` the traceback comes too.
+"""
+
+import sys
+import traceback
+from pathlib import Path
+
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from typing_extensions import override
+
+from lightning_shard.errors import ShardError
+
+_DEBUG_FLAG = "--debug"
+
+
+class ShardCLI(LightningCLI):
+    """LightningCLI with any model and any data module, and `--debug`."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            save_config_kwargs={"overwrite": True},
+        )
+
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument(
+            _DEBUG_FLAG,
+            action="store_true",
+            help="Show the traceback of an error of lightning_shard, not only its message.",
+        )
+
+
+def main() -> int:
+    """Run the command line in `sys.argv` and return the process's exit code."""
+    directory = str(Path.cwd())
+    if directory not in sys.path:
+        sys.path.insert(0, directory)
+    try:
+        ShardCLI()
+    except ShardError as error:
+        if _DEBUG_FLAG in sys.argv:
+            traceback.print_exc()
+        else:
+            print(f"lightning-shard: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""Buffers (running statistics, codebooks ...) follow rank 0 during training.
+
+As torch DDP does, ranks take over rank 0's values at the start of a training step; unlike it, only
+those of floating point that belong to the `state_dict`, so constant masks and caches cost nothing.
+"""
+
+import torch
+from torch import nn
+
+from lightning_shard.backends.collectives import Collectives
+
+
+class BufferSync:
+    """Broadcasts a model's buffers from rank 0.
+
+    Args:
+        model: Its buffers are looked up at each call, since modules may replace them.
+        collectives: The data-parallel group.
+    """
+
+    def __init__(self, model: nn.Module, collectives: Collectives) -> None:
+        self._model = model
+        self._collectives = collectives
+
+    def broadcast_all(self) -> None:
+        """Take over every buffer of rank 0; each rank must call."""
+        self._broadcast([buffer for buffer in self._model.buffers() if buffer.numel()])
+
+    def broadcast_changing(self) -> None:
+        """Take over what training may have changed; each rank must call."""
+        self._broadcast(
+            [
+                buffer
+                for module in self._model.modules()
+                for name, buffer in module.named_buffers(recurse=False)
+                if buffer.is_floating_point()
+                and buffer.numel()
+                and name not in module._non_persistent_buffers_set
+            ]
+        )
+
+    @torch.no_grad()
+    def _broadcast(self, buffers: list[torch.Tensor]) -> None:
+        if self._collectives.size == 1:
+            return
+        for dtype in sorted({buffer.dtype for buffer in buffers}, key=str):
+            same = [buffer for buffer in buffers if buffer.dtype == dtype]
+            flat = torch.cat([buffer.detach().reshape(-1) for buffer in same])
+            self._collectives.broadcast(flat, src=0).wait()
+            parts = torch.split(flat, [buffer.numel() for buffer in same])
+            for buffer, part in zip(same, parts, strict=True):
+                buffer.copy_(part.view_as(buffer))

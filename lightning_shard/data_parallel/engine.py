@@ -1,0 +1,226 @@
+"""The data-parallel engine: one mechanism, four stages.
+
+    stage   parameters   gradients   optimizer state   backward                step
+    0       full         full        full              all-reduce
+    1       full         full        1/N               reduce-scatter (*)      all-gather
+    2       full         1/N         1/N               reduce-scatter          all-gather
+    3       1/N          1/N         1/N               all-gather,
+                                                       reduce-scatter          (*) at the boundary
+                                                                                   of accumulation
+The module keeps its own parameters, the optimizer keeps its own object; the engine moves what
+`param.data` and `param.grad` point at. Source: ZeRO, arXiv:1910.02054; FSDP, arXiv:2304.11277.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import groupby
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.data_parallel.agreement import check_same_model
+from lightning_shard.data_parallel.buffers import BufferSync
+from lightning_shard.data_parallel.flat_gradients import FlatGradients
+from lightning_shard.data_parallel.flat_parameters import FlatParameters
+from lightning_shard.data_parallel.gathering import Gatherer
+from lightning_shard.data_parallel.options import EngineOptions
+from lightning_shard.data_parallel.reducer import Reducer
+from lightning_shard.data_parallel.unit import Unit
+from lightning_shard.data_parallel.units import UnitSpec, find_units
+from lightning_shard.data_parallel.usage import UsageAgreement
+from lightning_shard.errors import ConfigError
+
+
+class DataParallelEngine:
+    """Keeps one model in step over the ranks of a group.
+
+    Args:
+        model: Any module, on its device. Its parameters become views into flat buffers; rank 0's
+            values win.
+        collectives: The data-parallel group; each rank must construct this, and the model must be
+            the same.
+        options: Stage, units, formats.
+
+    Raises:
+        ConfigError: The ranks' models differ, or the model has no parameters.
+    """
+
+    def __init__(self, model: nn.Module, collectives: Collectives, options: EngineOptions) -> None:
+        if next(model.parameters(), None) is None:
+            raise ConfigError(
+                f"{type(model).__name__} has no parameters, expected at least one to train."
+            )
+        check_same_model(model, collectives)
+        self.model = model
+        self.collectives = collectives
+        self.options = options
+        specs = find_units(model, classes=options.units, bucket_mb=options.bucket_mb)
+        self.units = [self._build_unit(spec) for spec in specs]
+        self.flats = [flat for unit in self.units for flat in unit.flats]
+        self.gradients = [
+            FlatGradients(flat, collectives, options.dtypes.reduce)
+            for flat in self.flats
+            if flat.full.is_floating_point() or flat.full.is_complex()
+        ]
+        self._positions = {
+            param: (position, index)
+            for position, gradients in enumerate(self.gradients)
+            for index, param in enumerate(gradients.flat.params)
+        }
+        device = self.flats[0].full.device
+        usage = UsageAgreement(self.gradients, collectives, device)
+        self.reducer = Reducer(self.gradients, collectives, usage)
+        self._hooks: dict[nn.Parameter, RemovableHandle] = {}
+        self._gatherer = Gatherer(model, self.units) if options.stage == 3 else None
+        self._buffers = BufferSync(model, collectives)
+        self._buffers.broadcast_all()
+        self._view_depth = 0
+        self._outer_grads: dict[nn.Parameter, Tensor | None] = {}
+        self._views_differ = options.stage > 0 or any(flat.has_master for flat in self.flats)
+        self.hook_trainable()
+        if self._gatherer is not None:
+            self._gatherer.free_all()
+
+    def _build_unit(self, spec: UnitSpec) -> Unit:
+        policy = self.options.dtypes
+
+        def kind(item: tuple[str, nn.Parameter]) -> tuple[str, str, bool]:
+            param = item[1]
+            return str(param.dtype), str(policy.compute_dtype(param)), param.requires_grad
+
+        flats = [
+            FlatParameters(
+                named,
+                self.collectives,
+                stage=self.options.stage,
+                compute_dtype=policy.compute_dtype(named[0][1]),
+            )
+            for named in (
+                list(group) for _, group in groupby(sorted(spec.params, key=kind), key=kind)
+            )
+        ]
+        return Unit(spec.name, spec.modules, flats)
+
+    def hook_trainable(self) -> None:
+        """Watch parameters that have come to require gradients (unfrozen ones, too)."""
+        for param, (position, index) in self._positions.items():
+            if param.requires_grad and param not in self._hooks:
+                self._hooks[param] = self._hook(param, position, index)
+
+    def _hook(self, param: nn.Parameter, position: int, index: int) -> RemovableHandle:
+        def arrived(_: Tensor) -> None:
+            self.reducer.arrive(position, index)
+
+        handle: RemovableHandle = param.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+        return handle
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Run one training, validation, test or predict step inside; each rank must."""
+        self.hook_trainable()
+        if self.model.training and torch.is_grad_enabled():
+            self._buffers.broadcast_changing()
+        with nullcontext() if self._gatherer is None else self._gatherer.step():
+            yield
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Run one backward inside; on leaving it the gradients are averaged (unless `no_sync`)."""
+        if self._gatherer is not None:
+            self._gatherer.gather_residents()
+        with self.reducer.backward():
+            yield
+        if self._gatherer is not None:
+            self._gatherer.end_backward()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backwards inside only accumulate; stages 2 and 3 reduce all the same."""
+        return self.reducer.no_sync()
+
+    @contextmanager
+    def optimizer_view(self) -> Iterator[None]:
+        """Let every parameter and its `.grad` show the piece that this rank updates."""
+        self.enter_optimizer_view()
+        try:
+            yield
+        finally:
+            self.leave_optimizer_view()
+
+    def enter_optimizer_view(self) -> None:
+        """Begin `optimizer_view`; may be nested."""
+        self._view_depth += 1
+        if self._view_depth > 1 or not self._views_differ:
+            return
+        if self._gatherer is not None:
+            self._gatherer.free_all()
+        for gradients in self.gradients:
+            for param in gradients.flat.params:
+                self._outer_grads[param], param.grad = param.grad, None
+            gradients.flat.present_local()
+            for index, param in enumerate(gradients.flat.params):
+                param.grad = gradients.present(index)
+
+    def leave_optimizer_view(self) -> None:
+        """End `optimizer_view`."""
+        self._view_depth -= 1
+        if self._view_depth > 0 or not self._views_differ:
+            return
+        for gradients in self.gradients:
+            for index, param in enumerate(gradients.flat.params):
+                gradients.take_back(index, param.grad)
+                param.grad = None
+            if self._gatherer is None:
+                gradients.flat.present_full()
+            for param in gradients.flat.params:
+                param.grad = self._outer_grads.pop(param, None)
+
+    def zero_grad(self, params: Iterable[nn.Parameter], *, set_to_none: bool = True) -> None:
+        """Forget (or zero) the reduced gradients of `params`."""
+        for param in params:
+            if param in self._positions:
+                position, index = self._positions[param]
+                gradients = self.gradients[position]
+                if not set_to_none and (grad := gradients.present(index)) is not None:
+                    grad.zero_()
+                else:
+                    gradients.zero(index)
+
+    def publish(self, params: Iterable[nn.Parameter]) -> None:
+        """After an update of `params`, bring everybody's full parameters up to date."""
+        if self._gatherer is not None:
+            self._gatherer.after_update()
+            return
+        if not self._views_differ:
+            return
+        touched = {self._positions[param][0] for param in params if param in self._positions}
+        flats = [self.gradients[position].flat for position in sorted(touched)]
+        pending = [flat.begin_gather() for flat in flats]
+        for handle in pending:
+            if handle is not None:
+                handle.wait()
+
+    def owner(self, param: nn.Parameter) -> tuple[FlatParameters, int]:
+        """The buffer that holds `param`, and its index there."""
+        position, index = self._positions[param]
+        return self.gradients[position].flat, index
+
+    def detach(self, *, restore: bool) -> None:
+        """Take the engine off the model; with `restore`, each parameter is whole again.
+
+        Args:
+            restore: Collective: each rank must call. Without it (after a failure, when peers may
+                be gone) stage 3 leaves this rank's pieces.
+        """
+        while self._hooks:
+            self._hooks.popitem()[1].remove()
+        if self._gatherer is not None:
+            self._gatherer.free_all() if restore else None
+            self._gatherer.remove()
+        for flat in self.flats if restore else ():
+            full = flat.gather_shards(flat.shard)
+            for param, value in zip(flat.params, full, strict=True):
+                param.data = value
+        for param in self.model.parameters():
+            param.grad = None

@@ -1,0 +1,242 @@
+"""The gradients of one flat buffer: collected as backward makes them, reduced, kept in pieces.
+
+    autograd ──copy──> full (views) ──reduce──> local (views) ──> the optimizer's `.grad`
+
+    stage   full                          local
+    0       kept; all-reduced in place    the same memory
+    1       kept; reduced into own part   this rank's part of `full`
+    2, 3    from the first gradient of a  memory of its own (1/N), reduced gradients are added
+            backward to its reduction     to it at every backward
+    With a master copy `local` is always memory of its own, in the master's format.
+
+A parameter's gradient is copied into its view once, when autograd hands it over; while the view
+is the parameter's `.grad`, later micro-batches accumulate into it in place.
+"""
+
+import torch
+from torch import Tensor
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.backends.pending import Pending
+from lightning_shard.data_parallel.flat_parameters import FlatParameters, full_views
+from lightning_shard.errors import ConfigError
+
+
+class FlatGradients:
+    """Gradient buffers beside one `FlatParameters`.
+
+    Args:
+        flat: The parameters.
+        collectives: The data-parallel group.
+        reduce_dtype: Format in which gradients travel; None for that of `full`.
+    """
+
+    def __init__(
+        self, flat: FlatParameters, collectives: Collectives, reduce_dtype: torch.dtype | None
+    ) -> None:
+        self.flat = flat
+        self._collectives = collectives
+        self._reduce_dtype = reduce_dtype or flat.full.dtype
+        self._full: Tensor | None = None
+        self._views: list[Tensor] = []
+        self._local: Tensor | None = None
+        self.local_views: list[Tensor] = []
+        self._in_place = flat.stage < 2 and not flat.has_master  # local is a part of full
+        self._fresh = [False] * len(flat.params)  # in full, not yet reduced
+        self._seen: set[int] = set()  # arrived in this backward
+        self._held = [False] * len(flat.params)  # in local, since the last zero_grad
+        self.used = [False] * len(flat.params)  # by this rank, since the last zero_grad
+        self.valid = [False] * len(flat.params)  # used by any rank: the optimizer sees a gradient
+        self._stash: Tensor | None = None
+        self._pending: tuple[Pending, Tensor] | None = None
+        self.was_reduced = False  # in this backward
+
+    @property
+    def keeps_views(self) -> bool:
+        """Whether `.grad` stays a view of `full`, so that micro-batches add up in place."""
+        return self.flat.stage < 2
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every parameter that can has had its gradient in this backward."""
+        return len(self._seen) == sum(param.requires_grad for param in self.flat.params)
+
+    @property
+    def must_reduce(self) -> bool:
+        """Whether the end of a backward still owes a reduction, whatever this rank's graph used."""
+        late = self.was_reduced and any(self._fresh) and not self.keeps_views
+        return late or (
+            not self.was_reduced and any(param.requires_grad for param in self.flat.params)
+        )
+
+    def accept(self, index: int) -> None:
+        """Take the gradient that autograd has just put on a parameter.
+
+        Raises:
+            ConfigError: It came twice in one backward, after the first was already reduced.
+        """
+        param = self.flat.params[index]
+        if self._full is None:
+            self._allocate()
+        view = self._views[index]
+        grad = param.grad
+        assert grad is not None
+        self._check_not_reducing(index)
+        if grad is not view:
+            self._store(view, grad.to_dense() if grad.is_sparse else grad, index)
+            param.grad = view if self.keeps_views else None
+        self._fresh[index] = True
+        self._seen.add(index)
+        self.used[index] = True
+
+    def _store(self, view: Tensor, grad: Tensor, index: int) -> None:
+        with torch.no_grad():
+            if self._fresh[index] and not self.keeps_views:
+                view.add_(grad)  # a second arrival in one backward (reentrant checkpointing)
+            else:
+                self._keep_reduced_part()
+                view.copy_(grad)
+
+    def _check_not_reducing(self, index: int) -> None:
+        if self.was_reduced and self.keeps_views:
+            name = self.flat.layout.slots[index].name
+            raise ConfigError(
+                f"Rank {self._collectives.rank}: the gradient of {name!r} arrived again after its "
+                f"unit had been reduced, expected one arrival per backward. Use activation "
+                f"checkpointing with use_reentrant=False, or ZeRO stage 2 or 3."
+            )
+
+    def _keep_reduced_part(self) -> None:
+        """Before new gradients overwrite `full`, set aside what was reduced into part of it."""
+        if self.flat.stage == 1 and self._in_place and any(self._held) and self._stash is None:
+            assert self._local is not None
+            self._stash = self._local.clone()
+
+    @torch.no_grad()
+    def _allocate(self) -> None:
+        self._full = torch.empty_like(self.flat.full)
+        self._views = full_views(self._full, self.flat.layout)
+        end = 0
+        for slot in self.flat.layout.slots:  # padding travels too: keep it zero
+            self._full[end : slot.offset].zero_()
+            end = slot.stop
+        self._full[end:].zero_()
+        if self._in_place and self._local is None:
+            bounds = self.flat.layout.shard_bounds(self.flat.shard_index)
+            self._local = self._full[slice(*bounds)]
+            self.local_views = self.flat.shard_views(self._local)
+
+    @torch.no_grad()
+    def begin_reduce(self) -> None:
+        """Start averaging `full` over the ranks; each rank must call."""
+        self.finish_reduce()
+        self.was_reduced = True
+        if self._full is None:
+            self._allocate()
+        assert self._full is not None
+        for index, view in enumerate(self._views):
+            if not self._has_contribution(index):
+                self._keep_reduced_part()
+                view.zero_()
+        send = self._full.to(self._reduce_dtype)
+        self._fresh = [False] * len(self._fresh)
+        if not self.keeps_views:
+            self._full, self._views = None, []
+        if self.flat.stage == 0:
+            self._pending = self._collectives.all_reduce(send, "avg", async_op=True), send
+            return
+        out = self._reduce_target(send.dtype)
+        self._pending = self._collectives.reduce_scatter(out, send, "avg", async_op=True), out
+
+    def _has_contribution(self, index: int) -> bool:
+        if self.flat.stage == 0 and self._in_place:
+            return self.flat.params[index].grad is self._views[index]
+        if self.keeps_views and self.flat.params[index].grad is None:
+            return False  # zero_grad between micro-batches
+        return self._fresh[index]
+
+    def _reduce_target(self, dtype: torch.dtype) -> Tensor:
+        """Where the average goes: straight into `local`, or beside it when something is there."""
+        if self._local is None:
+            self._local = torch.empty_like(self.flat.shard)
+            self.local_views = self.flat.shard_views(self._local)
+        wider = dtype.itemsize > self._local.dtype.itemsize
+        if wider or (any(self._held) and not self._in_place):
+            return torch.empty_like(self._local, dtype=dtype if wider else None)
+        return self._local
+
+    @torch.no_grad()
+    def finish_reduce(self) -> None:
+        """Wait for the average and add it to the local gradients."""
+        if self._pending is None:
+            return
+        pending, out = self._pending
+        pending.wait()
+        self._pending = None
+        if self.flat.stage == 0 and self._in_place:
+            assert self._full is not None
+            if out is not self._full:
+                self._full.copy_(out)
+        elif out is not self._local:
+            if self._local is None:
+                self._reduce_target(out.dtype)
+            self._merge(self.flat.shard_views(out))
+        if self._stash is not None:
+            self._add_held(self.flat.shard_views(self._stash))
+            self._stash = None
+        self._held = [True] * len(self._held)
+        self._release_grads()
+
+    def _merge(self, pieces: list[Tensor]) -> None:
+        """Add new pieces to those held; where nothing is held (or it was set aside) start anew."""
+        for held, local, piece in zip(self._held, self.local_views, pieces, strict=True):
+            local.add_(piece) if held and not self._in_place else local.copy_(piece)
+
+    def _add_held(self, pieces: list[Tensor]) -> None:
+        for held, local, piece in zip(self._held, self.local_views, pieces, strict=True):
+            if held:
+                local.add_(piece)
+
+    def _release_grads(self) -> None:
+        """After a reduction `.grad` no longer means a full gradient, except under stage 0."""
+        if self.keeps_views and not (self.flat.stage == 0 and self._in_place):
+            for param, view in zip(self.flat.params, self._views, strict=True):
+                if param.grad is view:
+                    param.grad = None
+
+    def settle(self) -> None:
+        """Under stage 0, give the average to parameters that only other ranks have used."""
+        if self.flat.stage == 0 and self._in_place:
+            for param, view, valid in zip(self.flat.params, self._views, self.valid, strict=True):
+                if valid and param.grad is None:
+                    param.grad = view
+
+    def end_backward(self) -> None:
+        """Forget which gradients this backward has brought."""
+        self._seen.clear()
+        self.was_reduced = False
+
+    def zero(self, index: int) -> None:
+        """Forget one parameter's gradient, as `zero_grad(set_to_none=True)` does."""
+        self._held[index] = self.used[index] = self.valid[index] = False
+
+    def present(self, index: int) -> Tensor | None:
+        """The local gradient that the optimizer sees, or None when no rank used the parameter."""
+        if not (self._held[index] and self.valid[index] and self.local_views):
+            return None
+        local = self.local_views[index]
+        return local if local.numel() or self.flat.stage == 0 else None
+
+    def take_back(self, index: int, grad: Tensor | None) -> None:
+        """Keep what user code made of a presented gradient (replaced, or set to None)."""
+        presented = self.present(index)
+        if presented is None or grad is presented:
+            return
+        if grad is None:
+            self.zero(index)
+        else:
+            presented.copy_(grad)
+
+    def buffers(self) -> list[Tensor]:
+        """The gradient memory held now, for accounting."""
+        return [tensor for tensor in (self._full, self._local) if tensor is not None]

@@ -1,0 +1,146 @@
+"""One flat buffer of parameters: the module's parameters are views into it.
+
+A parameter can show itself in two ways, and `param.data` is pointed at one or the other:
+
+    full     its own shape, a view of `full`         forward and backward
+    local    1-D, this rank's piece, a view of       the optimizer; under stage 3 also whatever
+             `shard`                                 happens between the steps
+
+    stage 0, 1, 2     full   [ rank 0 | rank 1 | rank 2 ]     shard = this rank's part of it
+    stage 3           full   storage freed when not in use    shard = memory of its own
+    low precision     full   in the compute format            shard = memory of its own (master)
+
+Freeing resizes the storage of `full` to zero and gathering gives it back, so that views which
+autograd has saved stay valid. While it is freed, no parameter points at it.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.backends.pending import Pending
+from lightning_shard.layout.flat import FlatLayout, build_layout
+
+_ALIGN_BYTES = 16  # vectorised kernels want it
+
+
+class FlatParameters:
+    """The parameters of one unit that share format and `requires_grad`.
+
+    Args:
+        named_params: Name and parameter in buffer order; all of one dtype and device. Rank 0's
+            values are taken by every rank.
+        collectives: The data-parallel group; each of its ranks must construct this.
+        stage: 0 to 3.
+        compute_dtype: Format of the full parameters.
+    """
+
+    def __init__(
+        self,
+        named_params: Sequence[tuple[str, nn.Parameter]],
+        collectives: Collectives,
+        *,
+        stage: int,
+        compute_dtype: torch.dtype,
+    ) -> None:
+        self.params = [param for _, param in named_params]
+        self.stage = stage
+        self._collectives = collectives
+        master_dtype = self.params[0].dtype
+        self.has_master = master_dtype != compute_dtype
+        self.shard_index = collectives.rank if stage > 0 else 0
+        self.layout = build_layout(
+            [(name, tuple(param.shape)) for name, param in named_params],
+            num_shards=collectives.size if stage > 0 else 1,
+            align=max(_ALIGN_BYTES // min(compute_dtype.itemsize, master_dtype.itemsize), 1),
+        )
+        self.full, self.shard = self._fill(master_dtype, compute_dtype)
+        self.full_views = full_views(self.full, self.layout)
+        self.local_views = self.shard_views(self.shard)
+        self.present_full()
+
+    @property
+    def frees_full(self) -> bool:
+        """Whether the full parameters exist only while a forward or backward needs them."""
+        return self.stage == 3
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether `full` has memory; its content is valid once the gather has been waited for."""
+        return self.full.untyped_storage().nbytes() > 0
+
+    @torch.no_grad()
+    def _fill(self, master: torch.dtype, compute: torch.dtype) -> tuple[Tensor, Tensor]:
+        staging = self.params[0].new_zeros(self.layout.full_numel, dtype=master)
+        for view, param in zip(full_views(staging, self.layout), self.params, strict=True):
+            view.copy_(param.data)
+        self._collectives.broadcast(staging, src=0).wait()
+        own = staging[slice(*self.layout.shard_bounds(self.shard_index))]
+        full = staging.to(compute) if self.has_master else staging
+        return full, own.clone() if self.has_master or self.frees_full else own
+
+    def shard_views(self, shard: Tensor) -> list[Tensor]:
+        """Each parameter's local piece as a view of a shard-sized tensor.
+
+        Args:
+            shard: Shape (S,).
+
+        Returns:
+            1-D pieces, possibly empty; the parameters' own shapes where one rank holds all.
+        """
+        if self.stage == 0:
+            return full_views(shard, self.layout)
+        pieces = self.layout.pieces(self.shard_index)
+        return [shard[piece.shard_offset : piece.shard_stop] for piece in pieces]
+
+    @torch.no_grad()
+    def present_full(self) -> None:
+        """Let every parameter show its full shape; `full` must be gathered."""
+        for param, view in zip(self.params, self.full_views, strict=True):
+            param.data = view
+
+    @torch.no_grad()
+    def present_local(self) -> None:
+        """Let every parameter show this rank's piece, in the optimizer's format."""
+        for param, view in zip(self.params, self.local_views, strict=True):
+            param.data = view
+
+    @torch.no_grad()
+    def begin_gather(self) -> Pending | None:
+        """Start bringing the full parameters together from the shards; each rank must call."""
+        if not self.is_gathered:
+            self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
+        own = self.full[slice(*self.layout.shard_bounds(self.shard_index))]
+        if own.data_ptr() != self.shard.data_ptr():
+            own.copy_(self.shard)
+        if self.layout.num_shards == 1:
+            return None
+        return self._collectives.all_gather(self.full, own, async_op=True)
+
+    def free(self) -> None:
+        """Point the parameters at their pieces and give the full memory back."""
+        self.present_local()
+        self.full.untyped_storage().resize_(0)
+
+    @torch.no_grad()
+    def gather_shards(self, shard: Tensor) -> list[Tensor]:
+        """Bring any shard-shaped tensor together in the parameters' own shapes.
+
+        Args:
+            shard: Shape (S,), laid out as `self.shard`; each rank must call.
+
+        Returns:
+            Views of one new buffer, in slot order.
+        """
+        if self.layout.num_shards == 1:
+            return full_views(shard, self.layout)
+        full = shard.new_empty(self.layout.full_numel)
+        self._collectives.all_gather(full, shard).wait()
+        return full_views(full, self.layout)
+
+
+def full_views(full: Tensor, layout: FlatLayout) -> list[Tensor]:
+    """The full-shaped view of each slot of a full-sized flat tensor."""
+    return [full[slot.offset : slot.stop].view(slot.shape) for slot in layout.slots]

@@ -1,0 +1,199 @@
+"""Stage 3: parameters come before a module needs them and go when it is done.
+
+    forward    gather 0 | forward 0, gather 1 | forward 1, gather 2 | forward 2 ...
+                        |          free 0     |          free 1     |
+    backward   ... backward 2, gather 1 | backward 1, gather 0 | backward 0 |
+                                 free 2 |               free 1 |     free 0
+
+A block's forward is bracketed by module hooks, its backward by hooks on its outputs (gradients
+are about to enter) and inputs (they have left). The order of the last step says what to prefetch.
+Resident parameters stay from the start of a step to the end of its backward; outside a step, for
+as long as any module that holds one is in its forward.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils.hooks import RemovableHandle
+
+from lightning_shard.data_parallel.torch_private import in_backward
+from lightning_shard.data_parallel.unit import Unit
+
+
+class Gatherer:
+    """Gathers and frees the units of a model; does nothing until `install`.
+
+    Args:
+        model: The module whose forward, or whose children's, the units serve.
+        units: All units, in registration order.
+    """
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
+        self._units = units
+        self._residents = [unit for unit in units if unit.resident]
+        self._next: dict[Unit, Unit] = {}
+        self._previous: dict[Unit, Unit] = {}
+        self._trace: list[Unit] = []
+        self._depth = 0
+        self._in_step = False
+        self._handles: list[RemovableHandle] = []
+        self._install(model)
+
+    def _install(self, model: nn.Module) -> None:
+        inside: set[nn.Module] = set()
+        for unit in self._units:
+            for module in unit.modules:
+                inside.update(module.modules())
+                self._hook_block(unit, module)
+        resident = {id(p) for unit in self._residents for flat in unit.flats for p in flat.params}
+        for module in model.modules():
+            if module not in inside and any(id(p) in resident for p in module.parameters()):
+                self._hook_holder(module)
+
+    # Hooks are closures, not bound methods: deepcopy of a module (as EMA does) must not copy us.
+    def _hook_block(self, unit: Unit, module: nn.Module) -> None:
+        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+            self._before_forward(unit, (args, kwargs))
+
+        def after(module: nn.Module, _: Any, output: Any) -> None:
+            self._after_forward(unit, module, output)
+
+        self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        self._handles.append(module.register_forward_hook(after))
+
+    def _hook_holder(self, module: nn.Module) -> None:
+        def before(_: nn.Module, __: Any) -> None:
+            self._enter_holder()
+
+        def after(_: nn.Module, __: Any, ___: Any) -> None:
+            self._leave_holder()
+
+        self._handles.append(module.register_forward_pre_hook(before, prepend=True))
+        self._handles.append(module.register_forward_hook(after, always_call=True))
+
+    def remove(self) -> None:
+        """Take the hooks off the model."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Keep resident parameters here from now until their backward is over."""
+        self._follow_trace()
+        self._in_step = True
+        try:
+            self.gather_residents()
+            yield
+        finally:
+            self._in_step = False
+        if not torch.is_grad_enabled():
+            self.free_all()
+
+    def gather_residents(self) -> None:
+        """Gather what any module may use at any time; all of it at once."""
+        for unit in self._residents:
+            unit.begin_gather()
+        for unit in self._residents:
+            unit.ensure_full()
+
+    def end_backward(self) -> None:
+        """Free what backward has finished with; inside a step residents stay, for the next one."""
+        for unit in self._units:
+            unit.open_calls, unit.kept = 0, False
+            if not (unit.resident and self._in_step):
+                unit.free()
+
+    def free_all(self) -> None:
+        """Free every unit: the optimizer, or the world outside a step, wants the pieces."""
+        for unit in self._units:
+            unit.open_calls, unit.kept = 0, False
+            unit.free()
+
+    def after_update(self) -> None:
+        """Inside a step (manual optimization) residents must be gathered anew."""
+        if self._in_step:
+            self.gather_residents()
+
+    def _follow_trace(self) -> None:
+        """Expect the next step to visit the units in the order of the last one."""
+        if self._trace:
+            self._next = dict(zip(self._trace, self._trace[1:], strict=False))
+            self._previous = {after: before for before, after in self._next.items()}
+            self._trace = []
+
+    def _before_forward(self, unit: Unit, inputs: Any) -> None:
+        unit.ensure_full()
+        if in_backward():  # recomputation of a checkpointed block
+            return
+        if self._in_step and unit not in self._trace:
+            self._trace.append(unit)
+        self._prefetch(self._next.get(unit))
+        if not torch.is_grad_enabled():
+            return
+        unit.open_calls += 1
+        if tensors := [tensor for tensor in _tensors(inputs) if tensor.requires_grad]:
+
+            def left(_: Any) -> None:
+                self._after_backward(unit)
+
+            register_multi_grad_hook(tensors, left)
+
+    def _after_forward(self, unit: Unit, module: nn.Module, output: Any) -> None:
+        if in_backward():
+            return
+        if torch.is_grad_enabled():
+            tensors = _tensors(output)
+            unit.kept = unit.kept or not tensors  # we cannot see its backward coming
+            if tensors := [tensor for tensor in tensors if tensor.requires_grad]:
+
+                def entered(_: Any) -> None:
+                    self._before_backward(unit)
+
+                register_multi_grad_hook(tensors, entered, mode="any")
+        if unit.note_forward(module) and not unit.kept:
+            unit.free()
+
+    def _before_backward(self, unit: Unit) -> None:
+        unit.ensure_full()
+        self._prefetch(self._previous.get(unit))
+
+    def _after_backward(self, unit: Unit) -> None:
+        unit.open_calls -= 1
+        if torch.is_grad_enabled():
+            unit.kept = True  # create_graph: a second backward reads the parameters again
+        elif unit.open_calls <= 0 and not unit.kept:
+            unit.free()
+
+    def _prefetch(self, unit: Unit | None) -> None:
+        if unit is not None:
+            unit.begin_gather()
+
+    def _enter_holder(self) -> None:
+        self._depth += 1
+        if self._depth == 1 and not in_backward():
+            self.gather_residents()
+
+    def _leave_holder(self) -> None:
+        self._depth -= 1
+        if self._depth == 0 and not (self._in_step or in_backward() or torch.is_grad_enabled()):
+            self.free_all()
+
+
+def _tensors(collection: Any) -> list[Tensor]:
+    """Every tensor in nested mappings, sequences and dataclasses."""
+    if isinstance(collection, Tensor):
+        return [collection]
+    if isinstance(collection, Mapping):
+        children = list(collection.values())
+    elif isinstance(collection, (list, tuple)):
+        children = list(collection)
+    elif is_dataclass(collection):
+        children = [getattr(collection, field.name) for field in fields(collection)]
+    else:
+        return []
+    return [tensor for child in children for tensor in _tensors(child)]

@@ -1,0 +1,48 @@
+"""The bytes that a rank holds, counted by storage: what is allocated, not what ought to be."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lightning_shard.data_parallel.engine import DataParallelEngine
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldBytes:
+    """Memory of one rank, in bytes."""
+
+    parameters: int
+    gradients: int
+    optimizer_state: int
+
+    @property
+    def total(self) -> int:
+        """Sum of the three."""
+        return self.parameters + self.gradients + self.optimizer_state
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the distinct storages behind `tensors`: views and ties count once."""
+    storages = {storage.data_ptr(): storage for storage in (t.untyped_storage() for t in tensors)}
+    return sum(storage.nbytes() for storage in storages.values() if storage.nbytes())
+
+
+def replicated(held: HeldBytes, engine: DataParallelEngine) -> HeldBytes:
+    """What a rank would hold if every rank held everything; each rank must call.
+
+    Args:
+        held: What this rank does hold.
+        engine: The engine whose model it is.
+    """
+    params = gradients = 0
+    for flat in engine.flats:
+        numel = sum(slot.numel for slot in flat.layout.slots)
+        trained = sum(param.requires_grad for param in flat.params) > 0
+        params += numel * flat.full.element_size()
+        params += numel * flat.shard.element_size() if flat.has_master else 0
+        gradients += numel * flat.full.element_size() if trained else 0
+    state = held.optimizer_state
+    if engine.options.stage > 0:
+        state = sum(engine.collectives.all_gather_object(state))
+    return HeldBytes(parameters=params, gradients=gradients, optimizer_state=state)

@@ -1,0 +1,61 @@
+"""What the engine can be told: its stage, its units and its number formats."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from lightning_shard.errors import ConfigError
+
+STAGES = (0, 1, 2, 3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DTypePolicy:
+    """Number formats of parameters in compute, of traffic, and of the optimizer's copy.
+
+    Attributes:
+        compute: Format in which matrices take part in forward and backward; None leaves every
+            parameter as it is. Vectors (norms, biases) keep their own format, as under autocast.
+        reduce: Format in which gradients travel; None sends them as backward made them.
+    """
+
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+
+    def compute_dtype(self, param: torch.Tensor) -> torch.dtype:
+        """The format in which `param` (full shape) is used by forward and backward."""
+        if self.compute is None or not param.is_floating_point() or param.ndim < 2:
+            return param.dtype
+        return self.compute
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Settings of the data-parallel engine.
+
+    Attributes:
+        stage: 0 replicates everything; 1 shards optimizer state; 2 also gradients; 3 also
+            parameters (ZeRO, arXiv:1910.02054).
+        units: Class names of the modules that are communicated as one; None finds repeated blocks.
+        bucket_mb: Neighbouring small blocks are joined up to this many MB of parameters.
+        dtypes: Number formats.
+    """
+
+    stage: int
+    units: Sequence[str] | None = None
+    bucket_mb: float = 25.0
+    dtypes: DTypePolicy = field(default_factory=DTypePolicy)
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work, before any process starts."""
+        if self.stage not in STAGES:
+            raise ConfigError(f"The ZeRO stage must be one of {STAGES}, got {self.stage!r}.")
+        if not self.bucket_mb > 0:
+            raise ConfigError(
+                f"bucket_mb must be a positive number of MB, got {self.bucket_mb!r}; 25 is usual."
+            )
+        if isinstance(self.units, str) or (self.units is not None and not self.units):
+            raise ConfigError(
+                f"units must be a list of module class names such as ['Block'], got {self.units!r}."
+            )

@@ -1,0 +1,124 @@
+"""When gradients travel: each unit as soon as it is complete, in one order on every rank.
+
+    backward   |  unit 2  |  unit 1  |  unit 0  |  end
+    reduce                |- unit 2 -|- unit 1 -|- unit 0, and what stayed incomplete
+                                                |- which parameters were used
+
+Collectives of one group must start in the same order everywhere, even when ranks touch different
+parts of the model. So a unit starts only after those before it in a fixed order: at first the
+reverse of registration, then the order in which rank 0's first backward completed them.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.data_parallel.flat_gradients import FlatGradients
+from lightning_shard.data_parallel.torch_private import queue_after_backward
+from lightning_shard.data_parallel.usage import UsageAgreement
+
+_MAX_IN_FLIGHT = 2  # bounds the memory of full gradients under stages 2 and 3
+
+
+class Reducer:
+    """Reduces a model's gradients while backward runs.
+
+    Args:
+        gradients: The buffers, in registration order.
+        collectives: The data-parallel group.
+        usage: Decides which parameters have a gradient.
+    """
+
+    def __init__(
+        self, gradients: Sequence[FlatGradients], collectives: Collectives, usage: UsageAgreement
+    ) -> None:
+        self._gradients = gradients
+        self._collectives = collectives
+        self._usage = usage
+        self._order = list(reversed(range(len(gradients))))
+        self._order_is_learned = False
+        self._completed: list[int] = []  # in this backward, by completion
+        self._cursor = 0  # in _order: what has been reduced
+        self._in_flight: deque[FlatGradients] = deque()
+        self._awaiting_end = False
+        self._inside = False
+        self._synchronize = True
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate only: stages 0 and 1 send nothing, 2 and 3 reduce as ever (their memory)."""
+        before, self._synchronize = self._synchronize, False
+        try:
+            yield
+        finally:
+            self._synchronize = before
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Run a backward inside; on leaving it, the gradients are reduced."""
+        before, self._inside = self._inside, True
+        try:
+            yield
+        except BaseException:
+            self._reset()
+            raise
+        finally:
+            self._inside = before
+        self.flush()
+
+    def arrive(self, position: int, index: int) -> None:
+        """Note that autograd has put a gradient on parameter `index` of buffer `position`."""
+        if not (self._inside or self._awaiting_end):
+            self._awaiting_end = True
+            queue_after_backward(self.flush)  # a bare loss.backward()
+        gradients = self._gradients[position]
+        gradients.accept(index)
+        if gradients.is_complete and not gradients.was_reduced:
+            self._completed.append(position)
+            self._reduce_ready()
+
+    def _reduce_ready(self) -> None:
+        while self._cursor < len(self._order):
+            gradients = self._gradients[self._order[self._cursor]]
+            if not gradients.is_complete or not self._reduces_now(gradients):
+                return
+            self._begin(gradients)
+            self._cursor += 1
+
+    def _reduces_now(self, gradients: FlatGradients) -> bool:
+        return self._synchronize or not gradients.keeps_views
+
+    def _begin(self, gradients: FlatGradients) -> None:
+        while len(self._in_flight) >= _MAX_IN_FLIGHT:
+            self._in_flight.popleft().finish_reduce()
+        gradients.begin_reduce()
+        self._in_flight.append(gradients)
+
+    def flush(self) -> None:
+        """End a backward: reduce what is left, agree on usage, wait for everything."""
+        for position in self._order:
+            gradients = self._gradients[position]
+            if gradients.must_reduce and self._reduces_now(gradients):
+                self._begin(gradients)
+        if self._synchronize:
+            self._usage.begin()
+        while self._in_flight:
+            self._in_flight.popleft().finish_reduce()
+        self._usage.finish()
+        for gradients in self._gradients:
+            gradients.settle()
+        self._learn_order()
+        self._reset()
+
+    def _learn_order(self) -> None:
+        if self._order_is_learned or not self._synchronize:
+            return
+        rest = [position for position in self._order if position not in self._completed]
+        self._order = self._collectives.broadcast_object([*self._completed, *rest], src=0)
+        self._order_is_learned = True
+
+    def _reset(self) -> None:
+        self._cursor, self._completed, self._awaiting_end = 0, [], False
+        for gradients in self._gradients:
+            gradients.end_backward()

@@ -1,0 +1,77 @@
+"""A unit at work: its flat buffers and, under stage 3, whether its parameters are gathered.
+
+begin_gather            ensure_full                 free
+FREED ─────────────> GATHERING ───────────> FULL ─────────────────> FREED
+"""
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from lightning_shard.backends.pending import Pending
+from lightning_shard.data_parallel.flat_parameters import FlatParameters
+
+
+class Unit:
+    """The parameters of some modules, gathered and freed together.
+
+    Attributes:
+        name: For messages.
+        modules: The blocks whose forward needs the parameters; empty when resident.
+        flats: One flat buffer per format and `requires_grad`.
+        open_calls: Forwards whose backward has not reached the module's inputs yet.
+        kept: Not to be freed before the step ends: its backward may need it unannounced.
+    """
+
+    def __init__(
+        self, name: str, modules: Sequence[nn.Module], flats: Sequence[FlatParameters]
+    ) -> None:
+        self.name = name
+        self.modules = tuple(modules)
+        self.flats = tuple(flats)
+        self.open_calls = 0
+        self.kept = False
+        self._forwarded: set[nn.Module] = set()
+        self._pending: list[Pending] | None = None
+        self.is_full = True
+
+    @property
+    def resident(self) -> bool:
+        """Whether the parameters stay for a whole step."""
+        return not self.modules
+
+    def begin_gather(self) -> None:
+        """Start the all-gathers unless the parameters are here or on their way."""
+        if not self.is_full and self._pending is None:
+            pending = [flat.begin_gather() for flat in self.flats]
+            self._pending = [handle for handle in pending if handle is not None]
+
+    def ensure_full(self) -> None:
+        """Let the module's parameters show their full shapes, waiting for them if need be."""
+        if self.is_full:
+            return
+        self.begin_gather()
+        for handle in self._pending or ():
+            handle.wait()
+        self._pending = None
+        for flat in self.flats:
+            flat.present_full()
+        self.is_full = True
+
+    def free(self) -> None:
+        """Let the parameters show this rank's pieces and give the full memory back."""
+        for handle in self._pending or ():
+            handle.wait()
+        if self.is_full or self._pending is not None:
+            for flat in self.flats:
+                flat.free()
+        self._pending, self.is_full = None, False
+        self._forwarded.clear()
+
+    def note_forward(self, module: nn.Module) -> bool:
+        """Note that a module's forward is over; True when it was the unit's last one."""
+        self._forwarded.add(module)
+        if len(self._forwarded) < len(self.modules):
+            return False
+        self._forwarded.clear()
+        return True

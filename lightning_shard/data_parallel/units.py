@@ -1,0 +1,147 @@
+"""Finding the units: which parameters are communicated together, and which modules use them.
+
+    model
+    |- embed           resident      gathered for the whole step
+    |- blocks          (ModuleList of equal blocks)
+    |    |- 0  \
+    |    |- 1  /       unit          small neighbours joined up to `bucket_mb`
+    |    |- 2  \
+    |    |- 3  /       unit
+    |- norm, head      resident
+
+A block's parameters are only used inside the block's own forward, so stage 3 may free them in
+between. Everything else, and every parameter that two units share (tied weights), is resident.
+"""
+
+import difflib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from lightning_shard.errors import ConfigError
+
+_MB = 1024 * 1024
+_CONTAINERS = (nn.ModuleList, nn.Sequential)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitSpec:
+    """The parameters of one unit, by canonical name, and the modules whose forward needs them.
+
+    Attributes:
+        name: Name of its first module, or "resident".
+        modules: The blocks; empty for resident units, which live for a whole step.
+        params: (name, parameter) in registration order, each parameter once.
+    """
+
+    name: str
+    modules: tuple[nn.Module, ...]
+    params: tuple[tuple[str, nn.Parameter], ...]
+
+    @property
+    def resident(self) -> bool:
+        """Whether any module may use these parameters at any time in a step."""
+        return not self.modules
+
+
+def find_units(
+    model: nn.Module, *, classes: Sequence[str] | None, bucket_mb: float
+) -> list[UnitSpec]:
+    """Split the model's parameters into units, in registration order.
+
+    Args:
+        model: Any module; tied parameters appear once.
+        classes: Class names of the blocks; None takes the repeated children of lists.
+        bucket_mb: Size up to which neighbours are joined.
+
+    Raises:
+        ConfigError: `classes` names one that the model does not contain.
+    """
+    blocks = list(_named_blocks(model, classes))
+    owner = _owners(model, blocks)
+    specs: list[UnitSpec] = []
+    for name, param in model.named_parameters():
+        index = owner[id(param)]
+        block = () if index is None else (blocks[index][1],)
+        if specs and _extends(specs[-1], block, param, bucket_mb):
+            modules = (*specs[-1].modules, *(m for m in block if m not in specs[-1].modules))
+            params = (*specs[-1].params, (name, param))
+            specs[-1] = UnitSpec(name=specs[-1].name, modules=modules, params=params)
+        else:
+            title = "resident" if index is None else blocks[index][0]
+            specs.append(UnitSpec(name=title, modules=block, params=((name, param),)))
+    return specs
+
+
+def _named_blocks(
+    model: nn.Module, classes: Sequence[str] | None
+) -> Iterator[tuple[str, nn.Module]]:
+    """The outermost blocks: never one inside another."""
+    if classes is None:
+        yield from _repeated_children("", model)
+        return
+    present = {type(module).__name__ for module in model.modules()}
+    for wanted in classes:
+        if wanted not in present:
+            near = difflib.get_close_matches(wanted, present) or sorted(present)[:8]
+            raise ConfigError(
+                f"units names the class {wanted!r}, which this model does not contain; "
+                f"it contains {', '.join(near)}."
+            )
+    yield from _instances("", model, frozenset(classes))
+
+
+def _repeated_children(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    children = [(f"{prefix}{n}", c) for n, c in module.named_children() if _has_params(c)]
+    counts = Counter(type(child) for _, child in children)
+    if isinstance(module, _CONTAINERS) and counts and counts.most_common(1)[0][1] > 1:
+        yield from ((n, c) for n, c in children if not isinstance(c, _CONTAINERS))
+        children = [(n, c) for n, c in children if isinstance(c, _CONTAINERS)]
+    for name, child in children:
+        yield from _repeated_children(f"{name}.", child)
+
+
+def _instances(
+    prefix: str, module: nn.Module, classes: frozenset[str]
+) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        if type(child).__name__ in classes and _has_params(child):
+            yield f"{prefix}{name}", child
+        else:
+            yield from _instances(f"{prefix}{name}.", child, classes)
+
+
+def _has_params(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _owners(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> dict[int, int | None]:
+    """Map the id of each parameter to its block, or None when several places use it."""
+    inside = {id(m) for _, block in blocks for m in block.modules()}
+    owner: dict[int, int | None] = {}
+    for index, (_, block) in enumerate(blocks):
+        for param in block.parameters():
+            owner[id(param)] = None if owner.get(id(param), index) != index else index
+    for module in model.modules():
+        if id(module) not in inside:
+            owner.update((id(param), None) for param in module.parameters(recurse=False))
+    return owner
+
+
+def _extends(
+    spec: UnitSpec, block: tuple[nn.Module, ...], param: nn.Parameter, bucket_mb: float
+) -> bool:
+    """Whether `param` still belongs to `spec`: same block, or a neighbour and room for it."""
+    if bool(block) != bool(spec.modules):
+        return False
+    if block and block[0] in spec.modules:
+        return True
+    added = sum(_size(p) for p in block[0].parameters()) if block else _size(param)
+    held = sum(_size(p) for _, p in spec.params)
+    return held + added <= bucket_mb * _MB
+
+
+def _size(tensor: nn.Parameter) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,73 @@
+"""The cluster environment of ranks that are threads of this process."""
+
+from lightning.fabric.plugins.environments import ClusterEnvironment
+from typing_extensions import override
+
+from lightning_shard.backends.in_process import current_rank, current_world
+from lightning_shard.errors import ConfigError
+
+
+class InProcessEnvironment(ClusterEnvironment):
+    """Answers for the rank that runs now; outside a world, for rank 0.
+
+    Args:
+        num_ranks: How many ranks the launcher will run.
+
+    Raises:
+        ConfigError: `num_ranks` is not positive.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        super().__init__()
+        if num_ranks < 1:
+            raise ConfigError(f"InProcessEnvironment: got num_ranks={num_ranks}, expected from 1.")
+        self._num_ranks = num_ranks
+
+    @property
+    @override
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    @override
+    def main_address(self) -> str:
+        return "127.0.0.1"
+
+    @property
+    @override
+    def main_port(self) -> int:
+        return 0  # no socket is opened
+
+    @staticmethod
+    @override
+    def detect() -> bool:
+        return False  # only ever asked for by name
+
+    @override
+    def world_size(self) -> int:
+        world = current_world()
+        return self._num_ranks if world is None else world.num_ranks
+
+    @override
+    def set_world_size(self, size: int) -> None:
+        if size != self.world_size():
+            raise ConfigError(
+                f"in_process: got a world size of {size}, expected {self.world_size()}. Pass "
+                "devices=N and nothing else, or the same number as num_ranks."
+            )
+
+    @override
+    def global_rank(self) -> int:
+        return current_rank() or 0
+
+    @override
+    def set_global_rank(self, rank: int) -> None:
+        """Do nothing: the world knows."""
+
+    @override
+    def local_rank(self) -> int:
+        return self.global_rank()
+
+    @override
+    def node_rank(self) -> int:
+        return 0

@@ -1,0 +1,33 @@
+"""The errors that users meet: each says the rank, what was got, what was expected, what to do."""
+
+
+class ShardError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class ConfigError(ShardError, ValueError):
+    """An option, a model or a combination of them that cannot work; raised before training."""
+
+
+class LayoutError(ShardError, ValueError):
+    """A shape, range or divisibility that a flat layout cannot hold."""
+
+
+class BackendUnavailableError(ShardError):
+    """A communication backend that cannot run here; the message names what to install."""
+
+
+class CollectiveMismatchError(ShardError):
+    """Ranks of one group met at the same point with different operations, shapes or dtypes."""
+
+
+class DeadlockError(ShardError):
+    """No rank can run and not every rank has finished; lists where each rank waits."""
+
+
+class RankFailedError(ShardError):
+    """A peer raised, died or fell silent; names the rank and the operation that noticed."""
+
+
+class CheckpointError(ShardError):
+    """A checkpoint that cannot be written, read or applied to this model."""

@@ -1,0 +1,134 @@
+"""Where each parameter lies in a flat buffer, and which piece of it each rank owns.
+
+Parameters lie one behind the other, each at an aligned offset; the buffer is cut into equal
+shards, one per rank, wherever the cuts happen to fall:
+
+    rank              0               1               2
+    buffer   |---------------|---------------|---------------|
+    slots    [ embed ][  weight  ][ b ][     weight     ]....   . = padding
+
+so that a full parameter is one contiguous view, a rank's piece of it is one contiguous view, and
+reduce-scatter and all-gather work on the buffer itself. Pure arithmetic: no tensors, no ranks.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from lightning_shard.errors import LayoutError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """One parameter's place in the buffer.
+
+    Attributes:
+        name: Canonical name of the parameter.
+        shape: Its full shape.
+        offset: First element of the buffer that it takes.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the full parameter."""
+        return prod(self.shape)
+
+    @property
+    def stop(self) -> int:
+        """One past its last element in the buffer."""
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """The part of one parameter that one rank owns; empty when it owns none.
+
+    Attributes:
+        shard_offset: Where the piece begins inside the rank's shard.
+        param_offset: Where it begins inside the flattened parameter.
+        numel: Its number of elements.
+    """
+
+    shard_offset: int
+    param_offset: int
+    numel: int
+
+    @property
+    def shard_stop(self) -> int:
+        """One past its last element in the rank's shard."""
+        return self.shard_offset + self.numel
+
+    @property
+    def param_stop(self) -> int:
+        """One past its last element in the flattened parameter."""
+        return self.param_offset + self.numel
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlatLayout:
+    """The slots of one flat buffer and its even split over `num_shards` ranks."""
+
+    slots: tuple[Slot, ...]
+    num_shards: int
+    shard_numel: int
+
+    @property
+    def full_numel(self) -> int:
+        """Number of elements of the whole buffer, padding included."""
+        return self.num_shards * self.shard_numel
+
+    def shard_bounds(self, shard: int) -> tuple[int, int]:
+        """First and one-past-last element of a shard in the buffer."""
+        return shard * self.shard_numel, (shard + 1) * self.shard_numel
+
+    def piece(self, slot: Slot, shard: int) -> Piece:
+        """The part of `slot` that lies in `shard`."""
+        start, stop = self.shard_bounds(shard)
+        begin, end = max(slot.offset, start), min(slot.stop, stop)
+        if begin >= end:
+            return Piece(shard_offset=0, param_offset=0, numel=0)
+        return Piece(
+            shard_offset=begin - start, param_offset=begin - slot.offset, numel=end - begin
+        )
+
+    def pieces(self, shard: int) -> Iterator[Piece]:
+        """The pieces of every slot, in slot order."""
+        return (self.piece(slot, shard) for slot in self.slots)
+
+
+def build_layout(
+    shapes: Sequence[tuple[str, tuple[int, ...]]], *, num_shards: int, align: int = 1
+) -> FlatLayout:
+    """Lay parameters out one behind the other and split the buffer evenly.
+
+    Args:
+        shapes: Name and full shape of each parameter, in buffer order.
+        num_shards: Number of ranks that share the buffer.
+        align: Every slot and every shard begins at a multiple of this many elements.
+
+    Raises:
+        LayoutError: No parameters, a repeated name, or a count below one.
+    """
+    if not shapes or num_shards < 1 or align < 1:
+        raise LayoutError(
+            f"A flat layout needs at least one parameter, shard and element of alignment, "
+            f"got {len(shapes)} parameters, num_shards={num_shards}, align={align}."
+        )
+    names = [name for name, _ in shapes]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise LayoutError(f"A parameter can lie in a buffer once, got {repeated} several times.")
+    slots: list[Slot] = []
+    end = 0
+    for name, shape in shapes:
+        slots.append(Slot(name=name, shape=tuple(shape), offset=_round_up(end, align)))
+        end = slots[-1].stop
+    shard_numel = max(_round_up(-(-end // num_shards), align), align)
+    return FlatLayout(slots=tuple(slots), num_shards=num_shards, shard_numel=shard_numel)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

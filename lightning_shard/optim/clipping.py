@@ -1,0 +1,77 @@
+"""The norm of the whole gradient, and clipping by it, from pieces.
+
+Each element of the gradient lies on exactly one rank (stages 1 to 3) or is the same on every rank
+(stage 0), so sums over pieces are summed over ranks once or not at all.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lightning_shard.data_parallel.engine import DataParallelEngine
+
+
+@torch.no_grad()
+def global_grad_norm(
+    params: Sequence[nn.Parameter], engine: DataParallelEngine, norm_type: float = 2.0
+) -> Tensor:
+    """The norm of the averaged gradient over whole parameters, the same on every rank.
+
+    Args:
+        params: Those whose gradients count; each rank must pass the same ones.
+        engine: Holds their gradients.
+        norm_type: p of the p-norm, or infinity.
+
+    Returns:
+        Shape (), float32 (float64 when the gradients are).
+    """
+    with engine.optimizer_view():
+        grads = [param.grad for param in params if param.grad is not None]
+        grads = grads or [torch.zeros((), dtype=params[0].dtype)]
+    local = nn.utils.get_total_norm([_wide(grad) for grad in grads], norm_type)
+    local = local.to(engine.flats[0].full.device)
+    if engine.options.stage == 0:
+        return local
+    if norm_type == float("inf"):
+        engine.collectives.all_reduce(local, "max").wait()
+        return local
+    total = local**norm_type
+    engine.collectives.all_reduce(total, "sum").wait()
+    return total ** (1.0 / norm_type)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+@torch.no_grad()
+def clip_grad_norm(
+    params: Sequence[nn.Parameter],
+    max_norm: float,
+    engine: DataParallelEngine,
+    norm_type: float = 2.0,
+) -> Tensor:
+    """Scale the gradients so that the norm of the whole is at most `max_norm`.
+
+    Returns:
+        Shape (): the norm before clipping.
+
+    Source:
+        `torch.nn.utils.clip_grad_norm_`, whose 1e-6 is kept.
+    """
+    norm = global_grad_norm(params, engine, norm_type)
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    with engine.optimizer_view():
+        for grad in (param.grad for param in params if param.grad is not None):
+            grad.mul_(scale.to(grad.device))
+    return norm
+
+
+@torch.no_grad()
+def clip_grad_value(
+    params: Sequence[nn.Parameter], max_value: float, engine: DataParallelEngine
+) -> None:
+    """Clamp every element of the gradients to [-max_value, max_value]; no communication."""
+    with engine.optimizer_view():
+        nn.utils.clip_grad_value_(params, max_value)

@@ -1,0 +1,60 @@
+"""Does an optimizer treat every element by itself? Asked of the optimizer, not of a list of names.
+
+A rank updates 1-D pieces of parameters. Adam does to a piece what it would do to it inside the
+matrix; Muon, Adafactor, LAMB or LBFGS do not, and would be wrong without a word. So a twin with
+the same settings takes two steps on a small matrix and on the same matrix in pieces, and the
+results are compared.
+"""
+
+import copy
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+_SHAPE = (4, 6)
+_CUT = 10  # inside a row
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether updating 1-D pieces equals updating the whole, for every group's settings."""
+    with torch.random.fork_rng(devices=[]):
+        return all(_group_is_elementwise(optimizer, group) for group in optimizer.param_groups)
+
+
+def _group_is_elementwise(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    device = next((param.device for param in group["params"]), torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(_SHAPE, generator=generator).to(device)
+    grads = [torch.randn(_SHAPE, generator=generator).to(device) for _ in range(2)]
+    flat = weight.flatten()
+    try:
+        (whole,) = _steps(optimizer, group, [weight], [[grad] for grad in grads])
+        pieces = _steps(
+            optimizer,
+            group,
+            [flat[:_CUT], flat[_CUT:]],
+            [[grad.flatten()[:_CUT], grad.flatten()[_CUT:]] for grad in grads],
+        )
+    except Exception:
+        return False
+    return torch.allclose(whole.flatten(), torch.cat(pieces), rtol=1e-5, atol=1e-7)
+
+
+def _steps(
+    optimizer: Optimizer, group: dict[str, Any], values: list[Tensor], grads: list[list[Tensor]]
+) -> list[Tensor]:
+    """Take one step per gradient with a twin of the optimizer; returns the updated values."""
+    params = [torch.nn.Parameter(value.clone()) for value in values]
+    twin = copy.copy(optimizer)
+    twin.state = defaultdict(dict)
+    settings = {key: copy.copy(value) for key, value in group.items() if key != "params"}
+    twin.param_groups = []
+    twin.add_param_group({**settings, "params": params})
+    for step in grads:
+        for param, grad in zip(params, step, strict=True):
+            param.grad = grad.clone()
+        type(optimizer).step(twin)
+    return [param.detach() for param in params]

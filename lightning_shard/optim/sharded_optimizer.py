@@ -1,0 +1,105 @@
+"""The user's own optimizer object, updating this rank's piece of every parameter.
+
+    optimizer.step(closure)
+      ├─ closure()                     forward, backward, clipping: full parameters
+      ├─ enter the optimizer view      param.data, param.grad -> local pieces
+      ├─ the optimizer's own update    its groups, options and state are untouched
+      └─ leave the view, publish       pieces -> everybody's full parameters
+
+Schedulers, callbacks and the user keep the object that they hold; its groups keep listing the
+module's own parameters. State that the optimizer creates is in pieces because it sees pieces.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.errors import ConfigError
+from lightning_shard.optim.elementwise import is_elementwise
+from lightning_shard.optim.state import shard_state
+
+
+class ShardedOptimizer:
+    """Attaches an optimizer to an engine until `detach`.
+
+    Args:
+        optimizer: Created on the module's parameters, before or after the engine.
+        engine: The engine that holds them.
+
+    Raises:
+        ConfigError: The optimizer needs whole parameters and the stage cuts them.
+    """
+
+    def __init__(self, optimizer: Optimizer, engine: DataParallelEngine) -> None:
+        if engine.options.stage > 0 and not is_elementwise(optimizer):
+            raise ConfigError(
+                f"{type(optimizer).__name__} does not update each element by itself, but ZeRO "
+                f"stage {engine.options.stage} gives each rank 1-D pieces of the parameters, "
+                f"which would make its updates wrong. Use strategy='shard_ddp', or an "
+                f"element-wise optimizer such as AdamW."
+            )
+        self.optimizer = optimizer
+        self.engine = engine
+        self._in_view = False
+        shard_state(optimizer, engine)
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+        self._zero_grad = optimizer.zero_grad
+        optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """Every parameter of every group."""
+        return [param for group in self.optimizer.param_groups for param in group["params"]]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of the optimizer's parameters, reduced or not."""
+        self._zero_grad(set_to_none=set_to_none)
+        self.engine.zero_grad(self.params, set_to_none=set_to_none)
+
+    def detach(self) -> None:
+        """Give the optimizer back as it was, state in pieces."""
+        for handle in self._handles:
+            handle.remove()
+        self.optimizer.__dict__.pop("zero_grad", None)
+
+    def _before_step(
+        self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        # torch hands over the optimizer itself as args[0]
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._enter()
+            return args, kwargs
+        wrapped = self._wrap(closure)
+        if len(args) > 1:
+            return (args[0], wrapped, *args[2:]), kwargs
+        return args, {**kwargs, "closure": wrapped}
+
+    def _wrap(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> Any:
+            if self._in_view:  # LBFGS and its like evaluate several times
+                self._leave()
+            result = closure()
+            self._enter()
+            return result
+
+        return run
+
+    def _after_step(self, *_: Any) -> None:
+        if self._in_view:
+            self._leave()
+
+    def _enter(self) -> None:
+        self._in_view = True
+        self.engine.enter_optimizer_view()
+
+    def _leave(self) -> None:
+        self._in_view = False
+        self.engine.leave_optimizer_view()
+        self.engine.publish(self.params)

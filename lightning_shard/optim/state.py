@@ -1,0 +1,126 @@
+"""Optimizer state between its two forms: pieces per rank, and whole tensors on one rank.
+
+A state tensor belongs to a parameter's elements when it has as many of them as the parameter; it
+is cut and joined as the parameter is. Everything else (step counters) is the same on all ranks.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.data_parallel.flat_parameters import FlatParameters
+
+
+def shard_state(optimizer: Optimizer, engine: DataParallelEngine) -> None:
+    """Cut the state that an optimizer has made for whole parameters, in place."""
+    for param in _params(optimizer):
+        entries = optimizer.state.get(param, {})
+        for key, value in entries.items():
+            entries[key] = _cut(key, value, *engine.owner(param))
+
+
+def local_state_dict(
+    full: Mapping[str, Any], optimizer: Optimizer, engine: DataParallelEngine
+) -> dict[str, Any]:
+    """Cut a whole optimizer `state_dict` down to this rank's pieces; no communication.
+
+    Args:
+        full: As torch's `Optimizer.state_dict` gives it on a single device.
+        optimizer: Its parameters in the same order.
+        engine: Holds them.
+    """
+    params = _params(optimizer)
+    state = {
+        index: {
+            key: _cut(key, value, *engine.owner(params[index])) for key, value in entries.items()
+        }
+        for index, entries in full["state"].items()
+    }
+    return {**full, "state": state}
+
+
+def full_state_dict(optimizer: Optimizer, engine: DataParallelEngine) -> dict[str, Any]:
+    """Bring the whole optimizer state together on rank 0, one buffer at a time.
+
+    Returns:
+        On rank 0 what a single device's `state_dict` would hold, tensors on the CPU; elsewhere
+        an empty dictionary. Each rank must call.
+    """
+    packed = optimizer.state_dict()
+    params = _params(optimizer)
+    kinds = _agree_on_keys(packed["state"], params, engine)
+    is_first = engine.collectives.rank == 0
+    state: dict[int, dict[str, Any]] = {}
+    for (flat, key), (dtype, indices) in kinds["pieces"].items():
+        shard = torch.zeros_like(flat.shard, dtype=dtype)
+        views = flat.shard_views(shard)
+        for index in indices:
+            value = packed["state"].get(index, {}).get(key)
+            if value is not None and value.numel():
+                views[engine.owner(params[index])[1]].copy_(value)
+        whole = flat.gather_shards(shard)
+        if is_first:
+            for index in indices:
+                tensor = whole[engine.owner(params[index])[1]]
+                state.setdefault(index, {})[key] = tensor.to("cpu", copy=True)
+    if not is_first:
+        return {}
+    for index, entries in kinds["common"].items():
+        state[index] = {**entries, **state.get(index, {})}
+    return {"state": dict(sorted(state.items())), "param_groups": packed["param_groups"]}
+
+
+def _agree_on_keys(
+    state: Mapping[int, Mapping[str, Any]], params: list[nn.Parameter], engine: DataParallelEngine
+) -> dict[str, Any]:
+    """What there is to join: a rank without a piece of a parameter has no state for it."""
+    mine: dict[int, dict[str, Any]] = {}
+    for index, entries in state.items():
+        piece = engine.owner(params[index])
+        mine[index] = {
+            key: ("piece", value.dtype) if _is_piece(value, *piece) else ("common", _plain(value))
+            for key, value in entries.items()
+        }
+    merged: dict[int, dict[str, Any]] = {}
+    for theirs in engine.collectives.all_gather_object(mine):
+        for index, entries in theirs.items():
+            merged.setdefault(index, {}).update(entries)
+    pieces: dict[tuple[FlatParameters, str], tuple[torch.dtype, list[int]]] = {}
+    common: dict[int, dict[str, Any]] = {}
+    for index in sorted(merged):
+        for key, (kind, value) in merged[index].items():
+            if kind == "piece":
+                flat = engine.owner(params[index])[0]
+                pieces.setdefault((flat, key), (value, []))[1].append(index)
+            else:
+                common.setdefault(index, {})[key] = value
+    return {"pieces": pieces, "common": common}
+
+
+def _params(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _plain(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
+def _is_piece(value: Any, flat: FlatParameters, index: int) -> bool:
+    """Whether a local state tensor goes with the parameter's elements."""
+    view = flat.local_views[index]
+    return isinstance(value, Tensor) and value.ndim > 0 and value.shape == view.shape
+
+
+def _cut(key: str, value: Any, flat: FlatParameters, index: int) -> Any:
+    """This rank's piece of a whole state tensor; anything else as it is."""
+    slot = flat.layout.slots[index]
+    if not isinstance(value, Tensor) or tuple(value.shape) != slot.shape or flat.stage == 0:
+        return value
+    if value.ndim == 0 and key == "step":  # the counter of a scalar parameter
+        return value
+    piece = flat.layout.piece(slot, flat.shard_index)
+    return value.flatten()[piece.param_offset : piece.param_stop].clone()

@@ -1,0 +1,114 @@
+"""Lightning's precision plugins, made to work on pieces.
+
+Lightning picks its plugin by looking at its own strategies, and clips gradients inside it; so each
+plugin has a twin here that averages gradients after backward and clips by the whole gradient.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.plugins.precision import (
+    DoublePrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+)
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.errors import ConfigError
+from lightning_shard.optim.clipping import clip_grad_norm, clip_grad_value
+from lightning_shard.precision.scaler import ShardedGradScaler
+
+
+class ShardedPrecision(Precision):
+    """32-true; also what the other formats share."""
+
+    engine: DataParallelEngine | None = None
+
+    def attach(self, engine: DataParallelEngine) -> None:
+        """Work on this engine's gradients until `teardown`."""
+        self.engine = engine
+
+    @override
+    def teardown(self) -> None:
+        self.engine = None
+        super().teardown()
+
+    def _optimizer_view(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.engine is None else self.engine.optimizer_view()
+
+    @override
+    def backward(
+        self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        with nullcontext() if self.engine is None else self.engine.backward():
+            super().backward(tensor, model, optimizer, *args, **kwargs)
+
+    @override
+    def _after_closure(self, model: "pl.LightningModule", optimizer: Any) -> None:
+        with self._optimizer_view():  # hooks and clipping see what the optimizer will see
+            super()._after_closure(model, optimizer)
+
+    @override
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        assert self.engine is not None
+        clip_grad_norm(list(self.main_params(optimizer)), float(clip_val), self.engine)
+
+    @override
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        assert self.engine is not None
+        clip_grad_value(list(self.main_params(optimizer)), float(clip_val), self.engine)
+
+
+class ShardedHalfPrecision(ShardedPrecision, HalfPrecision):
+    """bf16-true and 16-true."""
+
+
+class ShardedDoublePrecision(ShardedPrecision, DoublePrecision):
+    """64-true."""
+
+
+class ShardedMixedPrecision(ShardedPrecision, MixedPrecision):
+    """bf16-mixed and 16-mixed: compute in 16 bits, master copies in fp32."""
+
+    @override
+    def attach(self, engine: DataParallelEngine) -> None:
+        super().attach(engine)
+        if self.scaler is not None:
+            device = engine.flats[0].full.device
+            self.scaler = ShardedGradScaler(
+                self.scaler, engine.optimizer_view, engine.collectives, device
+            )
+
+
+def sharded_twin(plugin: Precision | None) -> Precision | None:
+    """The plugin of ours that does what one of Lightning's does.
+
+    Raises:
+        ConfigError: A plugin that has no twin here.
+    """
+    if plugin is None or isinstance(plugin, ShardedPrecision):
+        return plugin
+    twin = _TWINS.get(type(plugin))
+    if twin is None:
+        raise ConfigError(
+            f"The precision plugin {type(plugin).__name__} does not work on sharded models; use "
+            f"Trainer(precision=...) with 32-true, 64-true, bf16-true, bf16-mixed, 16-true or "
+            f"16-mixed."
+        )
+    return twin(plugin)
+
+
+_TWINS: dict[type[Precision], Callable[[Any], ShardedPrecision]] = {
+    Precision: lambda _: ShardedPrecision(),
+    HalfPrecision: lambda plugin: ShardedHalfPrecision(plugin.precision),
+    DoublePrecision: lambda _: ShardedDoublePrecision(),
+    MixedPrecision: lambda plugin: ShardedMixedPrecision(
+        plugin.precision, plugin.device, plugin.scaler
+    ),
+}

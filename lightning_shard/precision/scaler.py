@@ -1,0 +1,43 @@
+"""Loss scaling over pieces: all ranks see the same overflow, and take or skip the same step."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_shard.backends.collectives import Collectives
+
+
+class ShardedGradScaler(torch.amp.GradScaler):
+    """`torch.amp.GradScaler` for gradients that lie in pieces on the ranks.
+
+    Args:
+        scaler: The user's scaler (or Lightning's default), whose settings and state are taken.
+        view: Shows the optimizer's pieces while it is open.
+        collectives: The group over which the pieces lie.
+        device: This rank's device.
+    """
+
+    def __init__(
+        self,
+        scaler: torch.amp.GradScaler,
+        view: Callable[[], AbstractContextManager[None]],
+        collectives: Collectives,
+        device: torch.device,
+    ) -> None:
+        super().__init__(device.type, enabled=scaler.is_enabled())
+        self.load_state_dict(scaler.state_dict())
+        self._view = view
+        self._collectives = collectives
+        self._shard_device = device
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide this rank's gradients by the scale, and look for overflow on any rank."""
+        with self._view():
+            super().unscale_(optimizer)
+        found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        if not found:  # a rank without a piece of these parameters
+            found[self._shard_device] = torch.zeros((), device=self._shard_device)
+        for flag in found.values():
+            self._collectives.all_reduce(flag, "max").wait()

@@ -1,0 +1,121 @@
+"""Show what sharding saves: the bytes that each rank holds beside what replication would hold.
+
+The table is taken inside an optimizer's second step, the first moment at which parameters,
+gradients and optimizer state all exist:
+
+    rank          parameters   gradients   optimizer state       total
+    0               0.83 MiB    0.83 MiB          1.65 MiB    3.31 MiB
+    1               0.83 MiB    0.83 MiB          1.65 MiB    3.31 MiB
+    replicated      3.31 MiB    3.31 MiB          6.62 MiB   13.24 MiB
+    most / repl.         25%         25%               25%         25%
+"""
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+from rich.console import Console
+from rich.table import Table
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_shard.data_parallel.held_bytes import HeldBytes
+from lightning_shard.errors import ConfigError
+from lightning_shard.strategies.data_parallel import DataParallelStrategy
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+class HeldBytesTable(Callback):
+    """Print, once per fit and on rank zero, the bytes that each rank holds.
+
+    Every rank must have this callback, since the figures are gathered over all of them.
+
+    Raises:
+        ConfigError: At set-up, when the Trainer's strategy is not one of this package's.
+    """
+
+    def __init__(self) -> None:
+        self._stepped_optimizers: set[int] = set()
+        self._is_printed = False
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        _counting_strategy(trainer)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._stepped_optimizers.clear()
+        self._is_printed = False
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+    ) -> None:
+        if self._is_printed:
+            return
+        if id(optimizer) not in self._stepped_optimizers:
+            self._stepped_optimizers.add(id(optimizer))
+            return
+        strategy = _counting_strategy(trainer)
+        held = strategy.collectives.all_gather_object(strategy.held_bytes())
+        pl_module.print(render_held_bytes(held, strategy.replicated_bytes()))
+        self._is_printed = True
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not self._is_printed:
+            rank_zero_warn(
+                "HeldBytesTable printed nothing: it counts in an optimizer's second step, and this "
+                "run ended before one."
+            )
+
+
+def render_held_bytes(held: list[HeldBytes], replicated: HeldBytes) -> str:
+    """Lay the figures out as a table, a row for each rank.
+
+    Args:
+        held: What each rank holds, in order of rank; not empty.
+        replicated: What a rank would hold if nothing were sharded.
+
+    Returns:
+        Lines of plain text, without colours.
+    """
+    table = Table("rank", title="Bytes held by each rank")
+    for heading in ("parameters", "gradients", "optimizer state", "total"):
+        table.add_column(heading, justify="right")
+    for rank, rank_held in enumerate(held):
+        table.add_row(str(rank), *map(format_bytes, _columns(rank_held)))
+    table.add_section()
+    table.add_row("replicated", *map(format_bytes, _columns(replicated)))
+    most = [max(column) for column in zip(*map(_columns, held), strict=True)]
+    shares = [_share(*pair) for pair in zip(most, _columns(replicated), strict=True)]
+    table.add_row("most / replicated", *shares)
+    console = Console(width=100)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get().rstrip()
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Write a size in the largest binary unit of which it has at least one, to two decimals."""
+    size, unit = float(num_bytes), 0
+    while size >= 1024 and unit < len(_UNITS) - 1:
+        size, unit = size / 1024, unit + 1
+    return f"{size:.2f} {_UNITS[unit]}" if unit else f"{num_bytes} B"
+
+
+def _columns(held: HeldBytes) -> tuple[int, int, int, int]:
+    return held.parameters, held.gradients, held.optimizer_state, held.total
+
+
+def _share(num_bytes: int, replicated_bytes: int) -> str:
+    return f"{num_bytes / replicated_bytes:.1%}" if replicated_bytes else "-"
+
+
+def _counting_strategy(trainer: Trainer) -> DataParallelStrategy:
+    if not isinstance(trainer.strategy, DataParallelStrategy):
+        raise ConfigError(
+            f"HeldBytesTable counts what shard_ddp, zero1, zero2 and zero3 hold, but the Trainer's "
+            f"strategy is {type(trainer.strategy).__name__}. Pass one of those names as "
+            f"Trainer(strategy=...), or leave the callback out."
+        )
+    return trainer.strategy

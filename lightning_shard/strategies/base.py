@@ -1,0 +1,214 @@
+"""What every strategy of this package shares: backend, ranks, processes, small collectives."""
+
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_shard import settings
+from lightning_shard.backends.base import DEFAULT_TIMEOUT, Backend
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.backends.registry import auto_backend, get_backend
+from lightning_shard.environments.in_process import InProcessEnvironment
+from lightning_shard.errors import ConfigError
+from lightning_shard.launchers.in_process import InProcessLauncher
+from lightning_shard.precision.plugins import sharded_twin
+from lightning_shard.strategies.option_names import OptionNames
+from lightning_shard.strategies.reduce_ops import reduce_op_name, reduced
+
+T = TypeVar("T")
+
+
+class ShardStrategy(ParallelStrategy, metaclass=OptionNames):
+    """Starts the ranks, makes the process group, and answers Lightning's questions about them.
+
+    Args:
+        accelerator: Lightning's.
+        parallel_devices: One device per local rank.
+        cluster_environment: Lightning's; found by the Trainer when left out.
+        checkpoint_io: Lightning's.
+        precision_plugin: Lightning's; exchanged for a twin that works on pieces.
+        backend: "auto" (NCCL on GPUs, Gloo on CPUs) or a backend's name.
+        num_ranks: Ranks to run inside this process, with backend "in_process" only; by default the
+            number of devices.
+        timeout: Seconds (or a timedelta) after which a silent peer is an error.
+
+    Raises:
+        ConfigError: An unknown backend, or options that contradict each other.
+    """
+
+    def __init__(
+        self,
+        accelerator: "pl.accelerators.Accelerator | None" = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        backend: str = "auto",
+        num_ranks: int | None = None,
+        timeout: float | timedelta = DEFAULT_TIMEOUT,
+    ) -> None:
+        self._backend: Backend | None = None if backend == "auto" else get_backend(backend)
+        self._timeout = _as_timedelta(timeout)
+        self._num_ranks = num_ranks
+        self._num_nodes = 1
+        self._collectives: Collectives | None = None
+        if num_ranks is not None and not self.is_in_process:
+            raise ConfigError(
+                f"num_ranks={num_ranks} sets the ranks of the backend 'in_process', but the "
+                f"backend is {backend!r}. Pass Trainer(devices={num_ranks}), or a strategy name "
+                f"that ends in '_in_process'."
+            )
+        if num_ranks is not None and num_ranks < 1:
+            raise ConfigError(f"num_ranks must be at least 1, got {num_ranks}.")
+        super().__init__(
+            accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
+        )
+
+    @property
+    def is_in_process(self) -> bool:
+        """Whether all ranks run inside this process."""
+        return self._backend is not None and self._backend.name == "in_process"
+
+    @property
+    def is_distributed(self) -> bool:
+        """Tells the Trainer to shard the data over ranks."""
+        return True
+
+    @property
+    def backend(self) -> Backend:
+        """The communication backend in use."""
+        return self._backend or auto_backend(self.root_device)
+
+    @property
+    def collectives(self) -> Collectives:
+        """Collectives over all ranks; there once the environment is set up."""
+        if self._collectives is None:
+            raise ConfigError("There are no collectives before trainer.fit (or validate ...) runs.")
+        return self._collectives
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = sharded_twin(plugin)
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        if not self.parallel_devices:
+            raise ConfigError("The strategy has no devices yet; pass it to a Trainer first.")
+        return self.parallel_devices[self.local_rank % len(self.parallel_devices)]
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of hosts."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        if num_nodes > 1 and self.is_in_process:
+            raise ConfigError(
+                f"The backend 'in_process' runs every rank on this host, got num_nodes={num_nodes}."
+            )
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this host."""
+        if self._num_ranks is not None:
+            return self._num_ranks
+        return len(self.parallel_devices or ())
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment and Lightning's logging which rank this is."""
+        if self.is_in_process and not isinstance(self.cluster_environment, InProcessEnvironment):
+            self.cluster_environment = InProcessEnvironment(self.num_processes)
+        environment = self.cluster_environment
+        assert environment is not None
+        environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = utilities_rank_zero_only.rank = self.global_rank
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        self.backend.check(self.root_device)
+        if self.is_in_process:
+            self._launcher = InProcessLauncher(self.num_processes)
+        else:
+            self._launcher = _SubprocessScriptLauncher(
+                self.cluster_environment, self.num_processes, self.num_nodes
+            )
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        if not dist.is_initialized():
+            self._join()
+        group = dist.group.WORLD
+        assert group is not None
+        self._collectives = self.backend.collectives(group)
+
+    def _join(self) -> None:
+        environment = self.cluster_environment
+        assert environment is not None
+        if not self.is_in_process:
+            settings.set_rendezvous(environment.main_address, environment.main_port)
+        self.backend.init_process_group(
+            rank=self.global_rank,
+            world_size=self.world_size,
+            device=self.root_device,
+            timeout=self._timeout,
+        )
+
+    @override
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        if not isinstance(tensor, Tensor) or self._collectives is None:
+            return tensor
+        collectives = self._collectives if group is None else self.backend.collectives(group)
+        return reduced(tensor, reduce_op_name(reduce_op), collectives)
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if self._collectives is not None and dist.is_initialized():
+            self._collectives.barrier()
+
+    @override
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        if self._collectives is None or not dist.is_initialized():
+            return obj
+        return self._collectives.broadcast_object(obj, src=src)
+
+
+def _as_timedelta(timeout: float | timedelta) -> timedelta:
+    value = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    if value <= timedelta(0):
+        raise ConfigError(f"timeout must be positive seconds, got {timeout!r}.")
+    return value

@@ -1,0 +1,82 @@
+"""Ranks must take the same number of steps: checked before training, or batch by batch.
+
+A rank that runs out of data while the others go on would leave them waiting for ever. Loaders
+that know their length are compared once; streams are asked before every batch.
+"""
+
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any
+
+import torch
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.errors import ConfigError
+
+
+def agree_on_batches(loader: Any, collectives: Collectives, device: torch.device) -> Any:
+    """Compare a loader's length over the ranks; wrap one that has none. Each rank must call.
+
+    Raises:
+        ConfigError: On every rank, when lengths differ or some rank has nothing.
+    """
+    lengths = collectives.all_gather_object(_length(loader))
+    if None in lengths:
+        return loader if collectives.size == 1 else AgreedBatches(loader, collectives, device)
+    if len(set(lengths)) > 1:
+        shortest = lengths.index(min(lengths))
+        raise ConfigError(
+            f"Rank {collectives.rank}: the ranks have different numbers of batches, "
+            f"{dict(enumerate(lengths))}; rank {shortest} has {lengths[shortest]}, expected the "
+            f"same on all. Give every rank the same dataset and let the Trainer's sampler split "
+            f"it, or drop the surplus in your own sampler."
+        )
+    return loader
+
+
+def _length(loader: Any) -> int | None:
+    if not isinstance(loader, Sized):
+        return None
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):  # a DataLoader over a stream
+        return None
+
+
+class AgreedBatches:
+    """A loader of unknown length whose ranks agree before each batch that all have one.
+
+    Args:
+        loader: Any iterable of batches.
+        collectives: Over the ranks that must take the same steps.
+        device: For the one-element message.
+    """
+
+    def __init__(
+        self, loader: Iterable[Any], collectives: Collectives, device: torch.device
+    ) -> None:
+        self._loader = loader
+        self._collectives = collectives
+        self._device = device
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_loader" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        for index, batch in enumerate(self._loader):
+            self._agree(index, has_batch=True)
+            yield batch
+        self._agree(index=None, has_batch=False)
+
+    def _agree(self, index: int | None, *, has_batch: bool) -> None:
+        counts = torch.tensor([int(has_batch)], device=self._device)
+        self._collectives.all_reduce(counts).wait()
+        total = int(counts)
+        if total not in (0, self._collectives.size):
+            mine = f"has batch {index}" if has_batch else "has run out of data"
+            raise ConfigError(
+                f"Rank {self._collectives.rank} {mine}, but only {total} of "
+                f"{self._collectives.size} ranks have one more batch. Every rank must yield the "
+                f"same number: shard the stream by rank and cut it to equal lengths."
+            )

@@ -1,0 +1,260 @@
+"""Replicated data parallel and ZeRO stages 1 to 3 as Lightning strategies: the engine's adapter."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, ClassVar, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_shard.backends.base import DEFAULT_TIMEOUT
+from lightning_shard.checkpoint.full import full_module_state
+from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.data_parallel.held_bytes import HeldBytes, replicated, storage_bytes
+from lightning_shard.data_parallel.options import EngineOptions
+from lightning_shard.errors import ConfigError
+from lightning_shard.optim.clipping import global_grad_norm
+from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
+from lightning_shard.optim.state import full_state_dict, local_state_dict
+from lightning_shard.precision.plugins import ShardedPrecision
+from lightning_shard.precision.policy import dtype_policy
+from lightning_shard.strategies.base import ShardStrategy
+from lightning_shard.strategies.batches import agree_on_batches
+from lightning_shard.strategies.layer_sync import SyncBatchNormOnCpu
+
+
+class DataParallelStrategy(ShardStrategy):
+    """One model on every rank, each with its own part of the batch.
+
+    Args:
+        accelerator: See `ShardStrategy`, as for the next seven.
+        parallel_devices: One device per local rank.
+        cluster_environment: Lightning's.
+        checkpoint_io: Lightning's.
+        precision_plugin: Lightning's.
+        backend: "auto" or a backend's name.
+        num_ranks: With backend "in_process": ranks to run here.
+        timeout: Seconds after which a silent peer is an error.
+        units: Class names of the modules that are communicated as one; found when left out.
+        bucket_mb: Neighbouring small blocks are joined up to this many MB.
+        reduce_dtype: Format in which gradients travel; that of backward when left out.
+    """
+
+    stage: ClassVar[int]
+
+    def __init__(
+        self,
+        accelerator: "pl.accelerators.Accelerator | None" = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        backend: str = "auto",
+        num_ranks: int | None = None,
+        timeout: float | timedelta = DEFAULT_TIMEOUT,
+        units: list[str] | None = None,
+        bucket_mb: float = 25.0,
+        reduce_dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            backend=backend,
+            num_ranks=num_ranks,
+            timeout=timeout,
+        )
+        self._reduce_dtype = reduce_dtype
+        self._options = EngineOptions(
+            stage=self.stage,
+            units=units,
+            bucket_mb=bucket_mb,
+            dtypes=dtype_policy("32-true", reduce_dtype),
+        )
+        self._engine: DataParallelEngine | None = None
+        self._sharded: list[ShardedOptimizer] = []
+        self._failed = False
+
+    @property
+    def engine(self) -> DataParallelEngine:
+        """The engine; there from `setup` to `teardown`."""
+        if self._engine is None:
+            raise ConfigError("There is no engine before the strategy's setup or after teardown.")
+        return self._engine
+
+    @override
+    def setup(self, trainer: "pl.Trainer") -> None:
+        assert self.accelerator is not None
+        assert self.model is not None
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            self._apply_layer_sync()
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        if fitting:
+            self._check_trainable()
+            self.setup_optimizers(trainer)  # while parameters have their full shapes
+        self._start_engine()
+        if fitting:
+            self._sharded = [ShardedOptimizer(opt, self.engine) for opt in self.optimizers]
+        self.setup_precision_plugin()
+
+    def _check_trainable(self) -> None:
+        assert self.lightning_module is not None
+        if not any(param.requires_grad for param in self.lightning_module.parameters()):
+            raise ConfigError(
+                f"{type(self.lightning_module).__name__} has no parameter that requires a "
+                f"gradient, expected at least one to train. Unfreeze some, or call "
+                f"trainer.validate, test or predict instead of fit."
+            )
+
+    def _apply_layer_sync(self) -> None:
+        assert self.model is not None
+        if isinstance(self._layer_sync, TorchSyncBatchNorm) and self.root_device.type == "cpu":
+            self._layer_sync = SyncBatchNormOnCpu(self.collectives)  # torch's refuses the CPU
+        if self._layer_sync is not None:
+            self.model = self._layer_sync.apply(self.model)
+
+    def _start_engine(self) -> None:
+        assert self.model is not None
+        plugin = self.precision_plugin
+        assert isinstance(plugin, ShardedPrecision)
+        options = EngineOptions(
+            stage=self._options.stage,
+            units=self._options.units,
+            bucket_mb=self._options.bucket_mb,
+            dtypes=dtype_policy(str(plugin.precision), self._reduce_dtype),
+        )
+        self._engine = DataParallelEngine(self.model, self.collectives, options)
+        plugin.attach(self._engine)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.engine.step():
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.engine.step():
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.engine.step():
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.engine.step():
+            return super().predict_step(*args, **kwargs)
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Iterator[None]:
+        with self.engine.no_sync():
+            yield
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        return agree_on_batches(dataloader, self.collectives, self.root_device)
+
+    def gradient_norm(self, optimizer: Optimizer | None = None, norm_type: float = 2.0) -> Tensor:
+        """The norm of the averaged gradient over whole parameters; each rank must call.
+
+        Args:
+            optimizer: Counts its parameters; None counts all of the model's.
+            norm_type: p of the p-norm, or infinity.
+
+        Returns:
+            Shape (), the same on every rank.
+        """
+        if optimizer is None:
+            params = [p for flat in self.engine.flats for p in flat.params]
+        else:
+            params = [p for group in optimizer.param_groups for p in group["params"]]
+        return global_grad_norm(params, self.engine, norm_type)
+
+    def held_bytes(self) -> HeldBytes:
+        """What this rank holds now, counted by storage."""
+        states = [s for opt in self.optimizers for s in opt.state.values()]
+        flats = self.engine.flats
+        return HeldBytes(
+            parameters=storage_bytes(t for flat in flats for t in (flat.full, flat.shard)),
+            gradients=storage_bytes(t for g in self.engine.gradients for t in g.buffers()),
+            optimizer_state=storage_bytes(
+                v for state in states for v in state.values() if isinstance(v, Tensor)
+            ),
+        )
+
+    def replicated_bytes(self) -> HeldBytes:
+        """What each rank would hold if every rank held everything; each rank must call."""
+        return replicated(self.held_bytes(), self.engine)
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        return full_module_state(self.lightning_module, self.engine)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        raw = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return full_state_dict(raw, self.engine)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        states = checkpoint["optimizer_states"]
+        for optimizer, state in zip(self.optimizers, states, strict=False):
+            local = local_state_dict(state, optimizer, self.engine)
+            with self.engine.optimizer_view():
+                optimizer.load_state_dict(local)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._failed = True
+
+    @override
+    def teardown(self) -> None:
+        if self._engine is not None:
+            self._engine.detach(restore=not self._failed)
+        for sharded in self._sharded:
+            sharded.detach()
+        self._engine, self._sharded, self._failed = None, [], False
+        if self._layer_sync is not None and self.model is not None:
+            self.model = self._layer_sync.revert(self.model)
+        super().teardown()
+
+
+class DDPStrategy(DataParallelStrategy):
+    """Everything replicated; gradients are averaged. `strategy="shard_ddp"`."""
+
+    stage = 0
+
+
+class ZeRO1Strategy(DataParallelStrategy):
+    """Optimizer state in shards. `strategy="zero1"`."""
+
+    stage = 1
+
+
+class ZeRO2Strategy(DataParallelStrategy):
+    """Optimizer state and gradients in shards. `strategy="zero2"`."""
+
+    stage = 2
+
+
+class ZeRO3Strategy(DataParallelStrategy):
+    """Parameters, gradients and optimizer state in shards. `strategy="zero3"`, "shard_fsdp"."""
+
+    stage = 3

@@ -1,0 +1,52 @@
+"""`Trainer(sync_batchnorm=True)` on CPU ranks."""
+
+from lightning.pytorch.plugins.layer_sync import LayerSync
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from typing_extensions import override
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.data_parallel.sync_batch_norm import sync_batch_norm
+
+
+class SyncBatchNormOnCpu(LayerSync):
+    """Gives every batch norm a forward over all ranks; the modules themselves stay.
+
+    Args:
+        collectives: The ranks whose batches count.
+    """
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+
+    @override
+    def apply(self, model: nn.Module) -> nn.Module:
+        for module in _batch_norms(model):
+            module.forward = self._forward_of(module)  # type: ignore[method-assign]
+        return model
+
+    def _forward_of(self, module: _BatchNorm) -> "_Forward":
+        return _Forward(module, self._collectives)
+
+    @override
+    def revert(self, model: nn.Module) -> nn.Module:
+        for module in _batch_norms(model):
+            module.__dict__.pop("forward", None)
+        return model
+
+
+class _Forward:
+    """The forward of one batch norm while ranks are synchronised."""
+
+    def __init__(self, module: _BatchNorm, collectives: Collectives) -> None:
+        self._module = module
+        self._collectives = collectives
+
+    def __call__(self, batch: Tensor) -> Tensor:
+        if not self._module.training:
+            return type(self._module).forward(self._module, batch)
+        return sync_batch_norm(self._module, batch, self._collectives)
+
+
+def _batch_norms(model: nn.Module) -> list[_BatchNorm]:
+    return [module for module in model.modules() if isinstance(module, _BatchNorm)]

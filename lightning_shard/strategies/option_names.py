@@ -1,0 +1,24 @@
+"""A misspelt constructor option is one clear error, with the name that was probably meant."""
+
+import difflib
+import inspect
+from abc import ABCMeta
+from typing import Any
+
+from lightning_shard.errors import ConfigError
+
+
+class OptionNames(ABCMeta):
+    """Checks keyword arguments against the constructor's signature before calling it."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Construct, or raise ConfigError for an option that the class does not have."""
+        known = [name for name in inspect.signature(cls.__init__).parameters if name != "self"]
+        for name in kwargs:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f" Did you mean {near[0]!r}?" if near else ""
+                raise ConfigError(
+                    f"{cls.__name__} has no option {name!r}; it has {', '.join(known)}.{hint}"
+                )
+        return super().__call__(*args, **kwargs)

@@ -1,0 +1,49 @@
+"""Reducing what users log: Lightning's `strategy.reduce` on any backend."""
+
+from typing import get_args
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.backends.reduction import ReduceOpName
+from lightning_shard.errors import ConfigError
+
+_NAMES: dict[str, ReduceOpName] = {
+    "mean": "avg",
+    **{name: name for name in get_args(ReduceOpName)},
+}
+_BY_OP: list[tuple[ReduceOp, ReduceOpName]] = [
+    (ReduceOp.SUM, "sum"),
+    (ReduceOp.AVG, "avg"),
+    (ReduceOp.MAX, "max"),
+    (ReduceOp.MIN, "min"),
+]
+
+
+def reduce_op_name(op: ReduceOp | str | None) -> ReduceOpName:
+    """The facade's name for what Lightning calls a reduction.
+
+    Raises:
+        ConfigError: Not a mean, sum, maximum or minimum.
+    """
+    if op is None:
+        return "sum"
+    if isinstance(op, str):
+        if op.lower() in _NAMES:
+            return _NAMES[op.lower()]
+    else:
+        for known, name in _BY_OP:
+            if op == known:
+                return name
+    raise ConfigError(f"Cannot reduce by {op!r}; expected one of {', '.join(_NAMES)}.")
+
+
+def reduced(tensor: Tensor, op: ReduceOpName, collectives: Collectives) -> Tensor:
+    """A reduced copy; averages of integers are floats. Each rank must call."""
+    result = tensor.detach().clone(memory_format=torch.contiguous_format)
+    if op == "avg" and not (result.is_floating_point() or result.is_complex()):
+        result = result.float()
+    collectives.all_reduce(result, op).wait()
+    return result

@@ -1,0 +1,34 @@
+"""The strategy names: each scheme alone and with each backend as a suffix."""
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_shard.backends.registry import backend_names
+from lightning_shard.strategies.data_parallel import (
+    DataParallelStrategy,
+    DDPStrategy,
+    ZeRO1Strategy,
+    ZeRO2Strategy,
+    ZeRO3Strategy,
+)
+
+SCHEMES: dict[str, type[DataParallelStrategy]] = {
+    "shard_ddp": DDPStrategy,
+    "zero1": ZeRO1Strategy,
+    "zero2": ZeRO2Strategy,
+    "zero3": ZeRO3Strategy,
+    "shard_fsdp": ZeRO3Strategy,
+}
+
+
+def register_strategies() -> None:
+    """Make every name usable as `Trainer(strategy=name)`; a second call changes nothing."""
+    for scheme, strategy in SCHEMES.items():
+        for name, backend in _names(scheme):
+            if name not in StrategyRegistry:
+                StrategyRegistry.register(
+                    name, strategy, description=strategy.__doc__ or "", backend=backend
+                )
+
+
+def _names(scheme: str) -> list[tuple[str, str]]:
+    return [(scheme, "auto"), *((f"{scheme}_{backend}", backend) for backend in backend_names())]

@@ -1,0 +1,47 @@
+"""The private names of torch that the in-process world needs; a failure says what has changed."""
+
+import inspect
+
+import torch
+from torch.distributed import distributed_c10d as c10d
+
+from lightning_shard.backends.in_process import _c10d
+
+
+def test_the_module_globals_are_there() -> None:
+    assert isinstance(c10d._world, c10d._World)
+    assert callable(c10d.rendezvous)
+    for name in (
+        "_set_thread_isolation_mode",
+        "_unregister_all_process_groups",
+        "_set_global_rank",
+    ):
+        assert callable(getattr(torch._C._distributed_c10d, name))
+
+
+def test_rank_groups_cover_every_property_of_a_world() -> None:
+    properties = {n for n, v in vars(c10d._World).items() if isinstance(v, property)}
+    own = {n for n, v in vars(_c10d.RankGroups).items() if isinstance(v, property)}
+    # These four keep their state in the instance, or only read the others.
+    assert properties - own <= {"default_pg", "pg_coalesce_state", "comms", "pg_config_info"}
+
+
+def test_new_groups_are_made_by_the_helper_that_is_replaced() -> None:
+    parameters = list(inspect.signature(c10d._new_process_group_helper).parameters)
+    assert parameters[:7] == [
+        "group_size",
+        "group_rank",
+        "global_ranks_in_group",
+        "backend",
+        "store",
+        "group_name",
+        "backend_options",
+    ]
+    assert "_new_process_group_helper(" in inspect.getsource(c10d._new_group_with_tag)
+    assert "rendezvous(" in inspect.getsource(c10d.init_process_group)
+
+
+def test_the_random_state_tracker_of_dtensor() -> None:
+    import torch.distributed.tensor._random as tensor_random
+
+    assert hasattr(tensor_random, "_rng_tracker")

@@ -1,0 +1,112 @@
+"""What is global to a process is each rank's own, and the caller's afterwards."""
+
+import os
+import random
+import sys
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_only
+
+from lightning_shard.backends.in_process import current_rank
+from lightning_shard.testing import run_ranks
+
+
+def draw() -> list[float]:
+    """Draw from every stream; an odd number of numpy normals, as it keeps a spare one."""
+    return [torch.rand(()).item(), random.random(), *np.random.randn(3), np.random.rand()]
+
+
+def test_each_rank_has_the_random_streams_of_a_process_of_its_own() -> None:
+    def fn(rank: int) -> list[float]:
+        drawn = draw()
+        for _ in range(3):
+            dist.barrier()
+            drawn += draw()
+        return drawn
+
+    expected = []
+    for rank in range(3):
+        torch.manual_seed(7 + rank)
+        random.seed(7 + rank)
+        np.random.seed(7 + rank)
+        expected.append([number for _ in range(4) for number in draw()])
+    assert run_ranks(fn, 3, seed=7) == expected
+
+
+def snapshot() -> list[Any]:
+    return [
+        torch.get_rng_state().tolist(),
+        random.getstate(),
+        [str(part) for part in np.random.get_state()],
+        torch.get_default_dtype(),
+        getattr(rank_zero_only, "rank", None),
+        dict(os.environ),
+        dist.distributed_c10d._world,
+        dist.is_initialized(),
+        dist.distributed_c10d._new_process_group_helper,
+        dist.distributed_c10d.rendezvous,
+        sys.excepthook,
+        warnings.filters,
+        torch.is_grad_enabled(),
+        torch.autograd.is_multithreading_enabled()
+        if hasattr(torch.autograd, "is_multithreading_enabled")
+        else None,
+    ]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_callers_globals_are_as_before(fails: bool) -> None:
+    np.random.seed(3)
+    np.random.randn(1)
+    before = snapshot()
+
+    def fn(rank: int) -> None:
+        draw()
+        torch.set_default_dtype(torch.float64)
+        os.environ["MASTER_PORT"] = "12345"
+        os.environ.pop("LOCAL_RANK")
+        warnings.filters = []
+        dist.barrier()
+        if fails and rank == 1:
+            raise ValueError
+
+    if fails:
+        with pytest.raises(ValueError):  # noqa: PT011 - it has no text
+            run_ranks(fn, 2)
+    else:
+        run_ranks(fn, 2)
+    assert snapshot() == before
+
+
+def test_a_rank_keeps_its_globals_over_a_switch() -> None:
+    def fn(rank: int) -> None:
+        torch.set_default_dtype([torch.float32, torch.float64][rank])
+        os.environ["MASTER_PORT"] = str(rank)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning if rank else UserWarning)
+            mine = list(warnings.filters)
+            dist.barrier()
+            assert warnings.filters == mine
+        assert torch.get_default_dtype() == [torch.float32, torch.float64][rank]
+        assert os.environ["MASTER_PORT"] == str(rank)
+        assert os.environ["RANK"] == os.environ["LOCAL_RANK"] == str(rank)
+        assert os.environ["WORLD_SIZE"] == "2"
+        assert rank_zero_only.rank == rank == current_rank() == dist.get_rank()
+
+    run_ranks(fn, 2)
+
+
+def test_a_group_that_was_there_before_is_there_afterwards() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        outer = dist.group.WORLD
+        run_ranks(lambda rank: dist.barrier(), 2)
+        assert dist.group.WORLD is outer
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,77 @@
+"""Collectives over real Gloo processes: the conformance suite, and what a lost peer looks like."""
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_shard import settings
+from lightning_shard.backends import exchange
+from lightning_shard.backends.base import Backend
+from lightning_shard.backends.exchange import ExchangeCollectives
+from lightning_shard.backends.gloo import GlooBackend
+from lightning_shard.errors import RankFailedError
+from tests.backends import conformance
+from tests.processes import run_processes
+
+
+def join(backend: Backend) -> ExchangeCollectives:
+    rank, world_size = settings.rank_and_world_size()
+    cpu = torch.device("cpu")
+    backend.check(cpu)
+    backend.init_process_group(
+        rank=rank, world_size=world_size, device=cpu, timeout=timedelta(seconds=30)
+    )
+    assert dist.group.WORLD is not None
+    collectives = backend.collectives(dist.group.WORLD)
+    assert isinstance(collectives, ExchangeCollectives)
+    return collectives
+
+
+def conform(*, direct: bool) -> dict[str, str]:
+    if not direct:  # all-reduce as large tensors are
+        exchange._DIRECT_BYTES = exchange._DIRECT_BYTES_OF_TWO = 0
+    collectives = join(GlooBackend())
+    failures = conformance.run_checks(collectives)
+    dist.destroy_process_group()
+    return failures
+
+
+@pytest.mark.parametrize(("num_processes", "direct"), [(1, True), (2, True), (2, False), (3, True)])
+def test_conformance(num_processes: int, direct: bool) -> None:
+    for failures in run_processes(conform, num_processes, direct=direct):
+        assert not failures, "\n".join(failures.values())
+
+
+def lose_a_peer() -> dict[str, str]:
+    collectives = join(GlooBackend())
+    collectives.barrier()
+    if collectives.rank == 1:
+        os._exit(0)
+    full, large, local = torch.zeros(6), torch.zeros(100_000), torch.zeros(2)
+    calls: dict[str, Callable[[], object]] = {
+        "reduce_scatter": lambda: collectives.reduce_scatter(local, full, async_op=True).wait(),
+        "all_gather": lambda: collectives.all_gather(full, local),
+        "all_reduce": lambda: collectives.all_reduce(large),
+        "recv": lambda: collectives.recv(local, 1),
+        "barrier": collectives.barrier,
+        "all_gather_object": lambda: collectives.all_gather_object(1),
+    }
+    messages = {}
+    for operation, call in calls.items():
+        with pytest.raises(RankFailedError) as caught:
+            call()
+        assert isinstance(caught.value.__cause__, RuntimeError)
+        messages[operation] = str(caught.value)
+    return messages
+
+
+def test_a_lost_peer_is_named_by_operation() -> None:
+    results = run_processes(lose_a_peer, 3, vanishing_ranks={1})
+    for rank in (0, 2):
+        for operation, message in results[rank].items():
+            assert f"Rank {rank} of 3 lost a peer in {operation}:" in message
+            assert "closed by peer" in message or "reset by peer" in message, message

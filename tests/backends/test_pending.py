@@ -1,0 +1,72 @@
+"""Handles, and which transport errors are about a lost peer."""
+
+import pytest
+import torch.distributed as dist
+
+from lightning_shard.backends.pending import Pending, Place, Transfer, peer_failures
+from lightning_shard.backends.traffic import Traffic
+from lightning_shard.errors import DeadlockError, RankFailedError
+
+
+def place() -> Place:
+    return Place(operation="all_gather", rank=1, size=4, traffic=Traffic())
+
+
+def test_finish_runs_once() -> None:
+    finished: list[str] = []
+    pending = Pending(Transfer(finish=lambda: finished.append("once")), place())
+    assert not pending.done
+    pending.wait()
+    pending.wait()
+    assert pending.done
+    assert finished == ["once"]
+
+
+def test_waiting_is_charged_to_the_operation() -> None:
+    here = place()
+    Pending(Transfer(), here).wait()
+    assert here.traffic["all_gather"].seconds > 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer "
+        "[127.0.0.1]:4242",
+        "Read error [127.0.0.1]:1: Connection reset by peer",
+        "Timed out waiting 1000ms for recv operation to complete",
+        "Application timeout caused pair closure",
+        "NCCL error in: ProcessGroupNCCL.cpp:1, remote process exited or there was a network error",
+    ],
+)
+def test_a_lost_peer(text: str) -> None:
+    with pytest.raises(RankFailedError) as caught, peer_failures(place()):
+        raise RuntimeError(text)
+    assert str(caught.value).startswith("Rank 1 of 4 lost a peer in all_gather")
+    assert text in str(caught.value)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_errors_of_c10d_itself_are_about_peers() -> None:
+    with pytest.raises(RankFailedError), peer_failures(place()):
+        raise dist.DistBackendError("anything")
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("Invalid scalar type"), DeadlockError("timed out"), ValueError("x")]
+)
+def test_other_errors_pass(error: Exception) -> None:
+    with pytest.raises(type(error)) as caught, peer_failures(place()):
+        raise error
+    assert caught.value is error
+
+
+def test_a_failed_wait_stays_undone() -> None:
+    def lose() -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    pending = Pending(Transfer(finish=lose), place())
+    for _ in range(2):
+        with pytest.raises(RankFailedError):
+            pending.wait()
+        assert not pending.done

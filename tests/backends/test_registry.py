@@ -1,0 +1,62 @@
+"""Backends by name, and what they say when they cannot run."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_shard.backends.nccl import NCCLBackend
+from lightning_shard.backends.registry import auto_backend, backend_names, get_backend
+from lightning_shard.errors import BackendUnavailableError, ConfigError
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def test_every_name_gives_its_backend() -> None:
+    assert {"nccl", "gloo", "in_process"} <= set(backend_names())
+    for name in backend_names():
+        assert get_backend(name).name == name
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("glo", "Did you mean 'gloo'?"), ("inprocess", "Did you mean 'in_process'?"), ("ucc", "")],
+)
+def test_an_unknown_name(name: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        get_backend(name)
+    message = str(caught.value)
+    assert f"Unknown backend {name!r}; expected one of" in message
+    assert all(known in message for known in backend_names())
+    assert message.endswith(hint or "'auto'.")
+
+
+def test_auto() -> None:
+    assert auto_backend(CPU).name == "gloo"
+    assert auto_backend(CUDA).name == "nccl"
+    with pytest.raises(ConfigError, match="No backend for tensors on mps"):
+        auto_backend(torch.device("mps"))
+
+
+def test_gloo_moves_cpu_tensors_only() -> None:
+    get_backend("gloo").check(CPU)
+    with pytest.raises(ConfigError, match="moves tensors on cpu, but this rank's device is cuda"):
+        get_backend("gloo").check(CUDA)
+
+
+def test_nccl_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(BackendUnavailableError, match="no CUDA device is visible"):
+        NCCLBackend().check(CUDA)
+
+
+def test_nccl_not_built_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    with pytest.raises(BackendUnavailableError, match="Install a CUDA wheel"):
+        NCCLBackend().check(CUDA)
+
+
+def test_gloo_not_built_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
+    with pytest.raises(BackendUnavailableError, match="built without Gloo"):
+        get_backend("gloo").check(CPU)

@@ -1,0 +1,1 @@
+"""Step time and memory of every scheme beside what it replaces; `python -m tests.benchmarks`."""

@@ -1,0 +1,208 @@
+"""Every way of training the same model that the benchmark compares, behind one `step`.
+
+A step has Lightning's order: forward, `zero_grad`, backward, `optimizer.step`. All contenders use
+fused AdamW with the same options and start from the same weights, so their losses must agree.
+
+| name                     | what                                                             |
+|--------------------------|------------------------------------------------------------------|
+| `ddp`, `ddp_again`       | torch DDP, twice: the difference of the two is the noise         |
+| `ddp_bucket_view`        | torch DDP with `gradient_as_bucket_view=True`                    |
+| `zero_redundancy`        | torch DDP and ZeroRedundancyOptimizer, parameters as bucket view |
+| `fsdp2`, `fsdp2_reshard` | FSDP2 per block, without and with resharding after forward       |
+| `local`                  | no communication: the floor (its losses differ, and may)         |
+| `shard_ddp`, `zero1-3`   | ours, stages 0 to 3                                              |
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_shard.backends.registry import get_backend
+from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.data_parallel.options import EngineOptions
+from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
+
+from .model import Batch, LanguageModel
+
+Phase = Callable[[str], AbstractContextManager[object]]
+
+ADAMW: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
+
+
+class Contender(ABC):
+    """One model with its optimizer under one scheme."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self.module: nn.Module = model
+        self.optimizer = self.shard(model)
+
+    @abstractmethod
+    def shard(self, model: LanguageModel) -> torch.optim.Optimizer:
+        """Put `model` under the scheme and return its optimizer; every rank calls."""
+
+    def computing(self) -> AbstractContextManager[object]:
+        """Enclose forward and backward."""
+        return nullcontext()
+
+    def reducing(self) -> AbstractContextManager[object]:
+        """Enclose backward."""
+        return nullcontext()
+
+    def parameters(self) -> Iterable[Tensor]:
+        """Yield what holds this rank's parameters; the same storage may come twice."""
+        return self.module.parameters()
+
+    def gradients(self) -> Iterable[Tensor]:
+        """Yield what holds this rank's gradients."""
+        return (param.grad for param in self.module.parameters() if param.grad is not None)
+
+    def states(self) -> Iterable[Tensor]:
+        """Yield what holds this rank's optimizer state."""
+        values = chain.from_iterable(state.values() for state in self.optimizer.state.values())
+        return filter(torch.is_tensor, values)
+
+    def step(self, batch: Batch, phase: Phase = nullcontext) -> Tensor:
+        """Train on this rank's `batch`; every rank calls.
+
+        Args:
+            batch: Different on every rank.
+            phase: Encloses each named part of the step; what it leaves out is `computing`'s own.
+
+        Returns:
+            This rank's loss, a detached scalar.
+        """
+        with self.computing():
+            with phase("forward"):
+                loss: Tensor = self.module(*batch)
+            with phase("zero_grad"):
+                self.optimizer.zero_grad()
+            with phase("backward"), self.reducing():
+                loss.backward()  # type: ignore[no-untyped-call]
+        with phase("optimizer"):
+            self.optimizer.step()
+        return loss.detach()
+
+
+class Local(Contender):
+    """Each rank trains alone."""
+
+    def shard(self, model: LanguageModel) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), **ADAMW)
+
+
+class TorchDDP(Contender):
+    """torch's DistributedDataParallel."""
+
+    def __init__(self, model: LanguageModel, *, bucket_view: bool = False) -> None:
+        self.bucket_view = bucket_view
+        super().__init__(model)
+
+    def shard(self, model: LanguageModel) -> torch.optim.Optimizer:
+        self.module = DistributedDataParallel(model, gradient_as_bucket_view=self.bucket_view)
+        return torch.optim.AdamW(model.parameters(), **ADAMW)
+
+
+class TorchZeroRedundancy(Contender):
+    """torch's DistributedDataParallel with its optimizer state sharded."""
+
+    def shard(self, model: LanguageModel) -> torch.optim.Optimizer:
+        self.module = DistributedDataParallel(model)
+        return ZeroRedundancyOptimizer(
+            model.parameters(),
+            optimizer_class=torch.optim.AdamW,
+            parameters_as_bucket_view=True,
+            **ADAMW,
+        )
+
+    def states(self) -> Iterable[Tensor]:
+        assert isinstance(self.optimizer, ZeroRedundancyOptimizer)
+        local_optimizer: torch.optim.Optimizer = self.optimizer.optim
+        values = chain.from_iterable(state.values() for state in local_optimizer.state.values())
+        return filter(torch.is_tensor, values)
+
+
+class TorchFSDP2(Contender):
+    """torch's `fully_shard` on every block and on the root."""
+
+    def __init__(self, model: LanguageModel, *, reshard: bool) -> None:
+        self.reshard = reshard
+        super().__init__(model)
+
+    def shard(self, model: LanguageModel) -> torch.optim.Optimizer:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard)
+        fully_shard(model, mesh=mesh, reshard_after_forward=self.reshard)
+        return torch.optim.AdamW(model.parameters(), **ADAMW)
+
+
+class Sharded(Contender):
+    """Our data-parallel engine over Gloo."""
+
+    def __init__(self, model: LanguageModel, *, stage: int) -> None:
+        self.stage = stage
+        super().__init__(model)
+
+    def shard(self, model: LanguageModel) -> torch.optim.Optimizer:
+        assert dist.group.WORLD is not None
+        collectives = get_backend("gloo").collectives(dist.group.WORLD)
+        self.engine = DataParallelEngine(model, collectives, EngineOptions(stage=self.stage))
+        optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+        self.sharded_optimizer = ShardedOptimizer(optimizer, self.engine)
+        return optimizer
+
+    def parameters(self) -> Iterable[Tensor]:
+        return chain.from_iterable((flat.full, flat.shard) for flat in self.engine.flats)
+
+    def gradients(self) -> Iterable[Tensor]:
+        return chain.from_iterable(gradients.buffers() for gradients in self.engine.gradients)
+
+    def computing(self) -> AbstractContextManager[object]:
+        return self.engine.step()
+
+    def reducing(self) -> AbstractContextManager[object]:
+        return self.engine.backward()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """How to make a contender, and what to say of it."""
+
+    make: Callable[[LanguageModel], Contender]
+    label: str
+    in_default_run: bool = True
+    same_losses: bool = True
+
+
+CONTENDERS: dict[str, Entry] = {
+    "ddp": Entry(make=TorchDDP, label="torch DDP"),
+    "ddp_again": Entry(make=TorchDDP, label="torch DDP again (noise)"),
+    "ddp_bucket_view": Entry(
+        make=lambda model: TorchDDP(model, bucket_view=True),
+        label="torch DDP, bucket view",
+        in_default_run=False,
+    ),
+    "zero_redundancy": Entry(make=TorchZeroRedundancy, label="torch ZeroRedundancyOptimizer"),
+    "fsdp2": Entry(
+        make=lambda model: TorchFSDP2(model, reshard=False), label="FSDP2, no resharding"
+    ),
+    "fsdp2_reshard": Entry(
+        make=lambda model: TorchFSDP2(model, reshard=True), label="FSDP2, resharding"
+    ),
+    "local": Entry(make=Local, label="no communication", same_losses=False),
+    "shard_ddp": Entry(make=lambda model: Sharded(model, stage=0), label="shard_ddp"),
+    "zero1": Entry(make=lambda model: Sharded(model, stage=1), label="zero1"),
+    "zero2": Entry(make=lambda model: Sharded(model, stage=2), label="zero2"),
+    "zero3": Entry(make=lambda model: Sharded(model, stage=3), label="zero3"),
+}

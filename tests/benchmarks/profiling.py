@@ -1,0 +1,109 @@
+"""Where a contender's step goes: its phases, torch's operators, Python's functions.
+
+The phases are timed without a profiler, in interleaved rounds of all contenders asked for; "rest"
+is what entering and leaving the engine's step costs. The operators and functions are of the first
+contender and of rank 0, each from steps of its own: a profiler slows what it watches, so read them
+for shares, not for seconds.
+"""
+
+import cProfile
+import io
+import pstats
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from .contenders import CONTENDERS, Contender
+from .model import build_model, make_batch
+from .timing import NUM_WARMUP_STEPS, turn_order
+
+PHASES = ("forward", "zero_grad", "backward", "optimizer", "rest")
+NUM_ROWS = 25
+
+
+@dataclass
+class Stopwatch:
+    """Seconds of each phase, one entry per step."""
+
+    seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time what runs inside."""
+        begin = time.perf_counter()
+        yield
+        self.seconds[name].append(time.perf_counter() - begin)
+
+    def medians(self) -> dict[str, float]:
+        """Return each phase's median, and the step's as "total"."""
+        named = zip(*(self.seconds[name] for name in PHASES[:-1]), strict=True)
+        rests = [
+            total - sum(parts) for total, parts in zip(self.seconds["total"], named, strict=True)
+        ]
+        every = {**self.seconds, "rest": rests}
+        return {name: median(every[name]) for name in (*PHASES, "total")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """What rank 0 saw.
+
+    Attributes:
+        phase_seconds: Median seconds of each of `PHASES` and of "total", by contender.
+        operators: torch.profiler's table of the first contender.
+        functions: cProfile's table of the first contender.
+    """
+
+    phase_seconds: dict[str, dict[str, float]]
+    operators: str
+    functions: str
+
+
+def profile_contenders(
+    rank: int, model_name: str, names: Sequence[str], num_rounds: int, num_steps: int
+) -> Profile:
+    """Time the phases of `names` and profile the first of them; each rank calls."""
+    contenders = {name: CONTENDERS[name].make(build_model(model_name)) for name in names}
+    for contender in contenders.values():
+        _train(rank, contender, Stopwatch(), NUM_WARMUP_STEPS)
+    watches = {name: Stopwatch() for name in names}
+    for round_index in range(num_rounds):
+        for name in turn_order(names, round_index):
+            _train(rank, contenders[name], watches[name], num_steps)
+    first = contenders[names[0]]
+    return Profile(
+        phase_seconds={name: watch.medians() for name, watch in watches.items()},
+        operators=_operators(rank, first, num_steps),
+        functions=_functions(rank, first, num_steps),
+    )
+
+
+def _train(rank: int, contender: Contender, watch: Stopwatch, num_steps: int) -> None:
+    dist.barrier()
+    for step in range(num_steps):
+        batch = make_batch(step, rank)
+        with watch.phase("total"):
+            contender.step(batch, watch.phase)
+
+
+def _operators(rank: int, contender: Contender, num_steps: int) -> str:
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        _train(rank, contender, Stopwatch(), num_steps)
+    averages = profiler.key_averages()
+    return str(averages.table(sort_by="self_cpu_time_total", row_limit=NUM_ROWS))
+
+
+def _functions(rank: int, contender: Contender, num_steps: int) -> str:
+    profiler = cProfile.Profile()
+    profiler.enable()
+    _train(rank, contender, Stopwatch(), num_steps)
+    profiler.disable()
+    text = io.StringIO()
+    pstats.Stats(profiler, stream=text).sort_stats("tottime").print_stats(NUM_ROWS)
+    return text.getvalue()

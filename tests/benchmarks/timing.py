@@ -1,0 +1,138 @@
+"""Step time: all contenders live in the same processes and take turns, so noise hits all alike.
+
+    round 0   | A A A | B B B | C C C |
+    round 1   | B B B | C C C | A A A |      rotated, and backwards in every other pair of rounds
+    round 2   | B B B | A A A | C C C |
+
+Each turn is a few steps between two barriers, so a turn lasts as long as its slowest rank. Step i
+of every contender sees the same batch, and every loss is compared with torch DDP's.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median, quantiles
+
+import torch
+import torch.distributed as dist
+
+from .contenders import CONTENDERS, Contender
+from .model import build_model, make_batch
+
+REFERENCE = "ddp"
+LOSS_TOLERANCE = 1e-4
+NUM_WARMUP_STEPS = 2
+
+
+class LossMismatchError(Exception):
+    """A contender trained something else than torch DDP did: its times mean nothing."""
+
+
+@dataclass(kw_only=True)
+class Record:
+    """What one contender did.
+
+    Attributes:
+        step_seconds: One per round, the mean over the steps of the turn.
+        losses: One per step, the mean over the ranks; the warm-up's come first.
+    """
+
+    step_seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ratio:
+    """Step time over another contender's: median and quartiles of the ratios of each round."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, record: Record, other: Record) -> "Ratio":
+        """Pair the rounds, so that what slows a whole round cancels."""
+        pairs = zip(record.step_seconds, other.step_seconds, strict=True)
+        ratios = [mine / theirs for mine, theirs in pairs]
+        low, _, high = quantiles(ratios, n=4) if len(ratios) > 1 else (ratios[0],) * 3
+        return cls(median=median(ratios), low=low, high=high)
+
+
+def turn_order(names: Sequence[str], round_index: int) -> list[str]:
+    """Rotate `names` by one each round, reversed in rounds 2, 3, 6, 7 and so on."""
+    shift = round_index % len(names)
+    order = [*names[shift:], *names[:shift]]
+    return order[::-1] if round_index // 2 % 2 else order
+
+
+def time_contenders(
+    rank: int,
+    model_name: str,
+    names: Sequence[str],
+    num_rounds: int,
+    num_steps: int,
+    report: Callable[[str], None] = print,
+) -> dict[str, Record]:
+    """Train every contender in interleaved rounds; each rank calls.
+
+    Args:
+        rank: This rank; rank 0 reports.
+        model_name: A model of `model.MODELS`.
+        names: Keys of `CONTENDERS`.
+        num_rounds: Turns of each contender.
+        num_steps: Steps of a turn.
+        report: Takes a line on the progress.
+
+    Raises:
+        LossMismatchError: A loss is further than `LOSS_TOLERANCE` from torch DDP's.
+    """
+    contenders = {name: CONTENDERS[name].make(build_model(model_name)) for name in names}
+    records = {name: Record() for name in names}
+    for name, contender in contenders.items():
+        _take_turn(rank, contender, records[name], NUM_WARMUP_STEPS)
+        records[name].step_seconds.clear()
+    check_losses(records)
+    for round_index in range(num_rounds):
+        begin = time.perf_counter()
+        for name in turn_order(names, round_index):
+            _take_turn(rank, contenders[name], records[name], num_steps)
+        if rank == 0:
+            seconds = time.perf_counter() - begin
+            report(f"round {round_index + 1} of {num_rounds}: {seconds:.1f} s")
+    check_losses(records)
+    return records
+
+
+def _take_turn(rank: int, contender: Contender, record: Record, num_steps: int) -> None:
+    first_step = len(record.losses)
+    batches = [make_batch(step, rank) for step in range(first_step, first_step + num_steps)]
+    losses = torch.empty(num_steps)
+    dist.barrier()
+    begin = time.perf_counter()
+    for index, batch in enumerate(batches):
+        losses[index] = contender.step(batch)
+    dist.barrier()
+    record.step_seconds.append((time.perf_counter() - begin) / num_steps)
+    dist.all_reduce(losses)
+    record.losses.extend((losses / dist.get_world_size()).tolist())
+
+
+def check_losses(records: dict[str, Record]) -> None:
+    """Raise unless every contender that trains the same thing has torch DDP's losses.
+
+    Raises:
+        LossMismatchError: Names the contender, the step and both losses.
+    """
+    if REFERENCE not in records:
+        return
+    expected_losses = records[REFERENCE].losses
+    for name, record in records.items():
+        if not CONTENDERS[name].same_losses:
+            continue
+        for step, (loss, expected) in enumerate(zip(record.losses, expected_losses, strict=True)):
+            if not math.isclose(loss, expected, rel_tol=LOSS_TOLERANCE):
+                raise LossMismatchError(
+                    f"Step {step} of {name!r} has the loss {loss:.7f}, but torch DDP's is "
+                    f"{expected:.7f}: further than rtol {LOSS_TOLERANCE} away."
+                )

@@ -1,0 +1,156 @@
+"""Real processes on this host for tests: start them, wait for them, collect what they return.
+
+    run_processes(fn, 2, n=5)   ->   2 x  python -m tests.processes module:fn ...
+                                          fn(n=5), RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT set
+
+Each process has one thread and its warnings are errors. Only processes started here are ended, by
+their own handles.
+"""
+
+import importlib
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """How a process ended; `output` is its standard output and error together."""
+
+    rank: int
+    returncode: int
+    output: str
+
+
+class ProcessesFailedError(AssertionError):
+    """A process failed or ran out of time; the message holds every process's output."""
+
+
+def free_port() -> int:
+    """Return a port that nothing listened on a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_processes(
+    function: Callable[..., Any],
+    num_processes: int,
+    *,
+    timeout_seconds: float = 60,
+    vanishing_ranks: Collection[int] = (),
+    **arguments: Any,
+) -> list[Any]:
+    """Run `function(**arguments)` in each of `num_processes` processes; return what they return.
+
+    Args:
+        function: A module-level function of an importable module; arguments and results are
+            pickled.
+        num_processes: The world size that each process is told.
+        timeout_seconds: For all of them together.
+        vanishing_ranks: These end on purpose without a result (`os._exit(0)`); theirs is None.
+        **arguments: Passed on.
+
+    Raises:
+        ProcessesFailedError: One ended with another status than 0, or the time ran out.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        call = Path(folder) / "call.pickle"
+        call.write_bytes(pickle.dumps((function.__module__, function.__qualname__, arguments)))
+        files = [Path(folder) / f"result_{rank}.pickle" for rank in range(num_processes)]
+        commands = [
+            [sys.executable, "-W", "error", "-m", "tests.processes", str(call), str(file)]
+            for file in files
+        ]
+        check(run_commands(commands, timeout_seconds=timeout_seconds))
+        return [
+            None if rank in vanishing_ranks else pickle.loads(file.read_bytes())
+            for rank, file in enumerate(files)
+        ]
+
+
+def run_script(
+    script: Path, num_processes: int, *arguments: str, timeout_seconds: float = 60
+) -> list[Finished]:
+    """Run a Python script in each of `num_processes` processes; return how each ended."""
+    command = [sys.executable, str(script), *arguments]
+    return run_commands([command] * num_processes, timeout_seconds=timeout_seconds)
+
+
+def run_commands(commands: Sequence[Sequence[str]], *, timeout_seconds: float) -> list[Finished]:
+    """Run one command per rank, together; end those that outlive the time, with status -9."""
+    port = free_port()
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder) / f"rank_{rank}.log" for rank in range(len(commands))]
+        processes = [
+            _start(command, rank, len(commands), port, log)
+            for rank, (command, log) in enumerate(zip(commands, logs, strict=True))
+        ]
+        deadline = time.monotonic() + timeout_seconds
+        try:
+            for process in processes:
+                _wait_until(process, deadline)
+        finally:
+            for process in processes:
+                process.kill()  # does nothing to one that has ended
+                process.wait()
+        return [
+            Finished(
+                rank=rank, returncode=process.returncode, output=log.read_text(errors="replace")
+            )
+            for rank, (process, log) in enumerate(zip(processes, logs, strict=True))
+        ]
+
+
+def check(finished: Sequence[Finished]) -> None:
+    """Raise ProcessesFailedError, with all output, unless every process ended with status 0."""
+    if any(one.returncode for one in finished):
+        report = "\n".join(
+            f"--- rank {one.rank} ended with {one.returncode}\n{one.output}" for one in finished
+        )
+        raise ProcessesFailedError(report)
+
+
+def _start(
+    command: Sequence[str], rank: int, world_size: int, port: int, log: Path
+) -> subprocess.Popen[bytes]:
+    environment = os.environ | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+    with log.open("wb") as stream:
+        return subprocess.Popen(
+            command, env=environment, cwd=REPOSITORY, stdout=stream, stderr=subprocess.STDOUT
+        )
+
+
+def _wait_until(process: subprocess.Popen[bytes], deadline: float) -> None:
+    try:
+        process.wait(timeout=max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _main(call: str, result: str) -> None:
+    module, name, arguments = pickle.loads(Path(call).read_bytes())
+    value = getattr(importlib.import_module(module), name)(**arguments)
+    Path(result).write_bytes(pickle.dumps(value))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,0 +1,48 @@
+"""The harness itself: environment, failures, time-outs."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.processes import ProcessesFailedError, run_processes, run_script
+
+
+def describe(*, word: str) -> tuple[str, ...]:
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS")
+    return (word, *(os.environ[name] for name in names))
+
+
+def fail_on_rank_one() -> None:
+    if os.environ["RANK"] == "1":
+        raise ValueError("rank one had enough")
+
+
+def sleep_long() -> None:
+    time.sleep(600)
+
+
+def test_each_process_knows_its_rank() -> None:
+    assert run_processes(describe, 2, word="hi") == [
+        ("hi", "0", "2", "127.0.0.1", "1"),
+        ("hi", "1", "2", "127.0.0.1", "1"),
+    ]
+
+
+def test_a_failure_shows_the_output() -> None:
+    with pytest.raises(ProcessesFailedError, match=r"(?s)rank 1 ended with 1.*rank one had enough"):
+        run_processes(fail_on_rank_one, 2)
+
+
+def test_a_process_that_takes_too_long_is_ended() -> None:
+    with pytest.raises(ProcessesFailedError, match="rank 0 ended with -9"):
+        run_processes(sleep_long, 1, timeout_seconds=2)
+
+
+def test_a_script(tmp_path: Path) -> None:
+    script = tmp_path / "hello.py"
+    script.write_text("import os, sys; print(sys.argv[1], os.environ['RANK']); sys.exit(3)")
+    finished = run_script(script, 2, "hello")
+    assert [one.returncode for one in finished] == [3, 3]
+    assert [one.output for one in finished] == ["hello 0\n", "hello 1\n"]

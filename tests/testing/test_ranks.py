@@ -1,0 +1,155 @@
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_shard.errors import ConfigError, DeadlockError, RankFailedError
+from lightning_shard.testing import Fault, run_ranks
+
+
+def test_results_come_in_rank_order() -> None:
+    def fn(rank: int) -> tuple[int, int]:
+        return rank, dist.get_world_size()
+
+    assert run_ranks(fn, 3) == [(0, 3), (1, 3), (2, 3)]
+
+
+def test_each_rank_has_its_own_seed() -> None:
+    def fn(rank: int) -> float:
+        return torch.rand(()).item()
+
+    first = run_ranks(fn, 3, seed=5)
+    assert first == run_ranks(fn, 3, seed=5)
+    assert len(set(first)) == 3
+    torch.manual_seed(6)
+    assert first[1] == torch.rand(()).item()
+
+
+def test_ranks_run_in_the_same_order_on_every_run() -> None:
+    def order() -> list[tuple[int, int]]:
+        seen = []
+
+        def fn(rank: int) -> None:
+            for step in range(4):
+                seen.append((step, rank))
+                dist.barrier()
+
+        run_ranks(fn, 3)
+        return seen
+
+    assert order() == order()
+
+
+@pytest.mark.parametrize("num_ranks", [0, -1, 1.5, True, "2"])
+def test_wrong_number_of_ranks(num_ranks: Any) -> None:
+    with pytest.raises(ConfigError, match="num_ranks"):
+        run_ranks(lambda rank: None, num_ranks)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, 1.5, True])
+def test_wrong_seed(seed: Any) -> None:
+    with pytest.raises(ConfigError, match="seed"):
+        run_ranks(lambda rank: None, 2, seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"rank": -1}, "rank"),
+        ({"at_collective": 0}, "at_collective"),
+        ({"kind": "explode"}, "kind"),
+        ({"kind": "delay", "seconds": -1.0}, "seconds"),
+        ({"kind": "delay", "seconds": float("inf")}, "seconds"),
+        ({"kind": "fail", "seconds": 1.0}, "delay"),
+    ],
+)
+def test_wrong_faults(fields: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        Fault(**({"rank": 0, "at_collective": 1, "kind": "fail"} | fields))
+
+
+def test_fault_of_a_rank_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match="below 2"):
+        run_ranks(lambda rank: None, 2, faults=[Fault(2, 1, "fail")])
+
+
+def count_barriers(seen: list[int], swallow: bool = False) -> Any:
+    def fn(rank: int) -> int:
+        for _ in range(4):
+            try:
+                dist.barrier()
+            except RankFailedError:
+                if swallow:
+                    return -1
+                raise
+            seen[rank] += 1
+        return seen[rank]
+
+    return fn
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_fail(rank: int) -> None:
+    seen = [0, 0]
+    with pytest.raises(RankFailedError, match=rf"Rank {rank} fails on purpose at its operation 3"):
+        run_ranks(count_barriers(seen), 2, faults=[Fault(rank, 3, "fail")])
+    assert seen == [2, 2]
+
+
+def test_delay_keeps_a_rank_from_running() -> None:
+    order = []
+
+    def fn(rank: int) -> None:
+        dist.all_reduce(torch.ones(1), group=groups[rank] if rank < 2 else None)
+
+    def staged(rank: int) -> None:
+        pair = dist.new_group([0, 1])
+        if rank == 2:
+            order.append(rank)
+        else:
+            dist.all_reduce(torch.ones(1), group=pair)
+            order.append(rank)
+
+    groups: dict[int, Any] = {}
+    del fn
+    run_ranks(staged, 3, faults=[Fault(0, 1, "delay", 0.05)])
+    assert order[0] == 2
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_drop_is_noticed_by_the_peers(rank: int) -> None:
+    seen = [0, 0, 0]
+    with pytest.raises(RankFailedError, match=f"rank {rank} is gone"):
+        run_ranks(count_barriers(seen), 3, faults=[Fault(rank, 3, "drop")])
+    assert seen == [2, 2, 2]
+
+
+def test_survivors_of_a_drop_can_go_on() -> None:
+    def fn(rank: int) -> float:
+        survivors = dist.new_group([0, 2])
+        try:
+            dist.barrier()
+        except RankFailedError:
+            tensor = torch.ones(1)
+            dist.all_reduce(tensor, group=survivors)
+            return tensor.item()
+        return 0.0
+
+    assert run_ranks(fn, 3, faults=[Fault(1, 1, "drop")]) == [2.0, None, 2.0]
+
+
+def test_drop_while_peers_wait_on_it_elsewhere() -> None:
+    def fn(rank: int) -> None:
+        if rank == 0:
+            dist.recv(torch.zeros(1), src=1)
+        else:
+            dist.send(torch.zeros(1), dst=0)
+
+    with pytest.raises(RankFailedError, match="Rank 0 cannot go on with recv"):
+        run_ranks(fn, 2, faults=[Fault(1, 1, "drop")])
+
+
+def test_a_rank_that_has_finished_is_named() -> None:
+    with pytest.raises(DeadlockError, match="rank 1: finished"):
+        run_ranks(lambda rank: None if rank else dist.barrier(), 2)
