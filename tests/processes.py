@@ -7,6 +7,7 @@ Each process has one thread and its warnings are errors. Only processes started 
 their own handles.
 """
 
+import gc
 import importlib
 import os
 import pickle
@@ -47,7 +48,7 @@ def run_processes(
     function: Callable[..., Any],
     num_processes: int,
     *,
-    timeout_seconds: float = 60,
+    timeout_seconds: float = 100,
     vanishing_ranks: Collection[int] = (),
     **arguments: Any,
 ) -> list[Any]:
@@ -80,7 +81,7 @@ def run_processes(
 
 
 def run_script(
-    script: Path, num_processes: int, *arguments: str, timeout_seconds: float = 60
+    script: Path, num_processes: int, *arguments: str, timeout_seconds: float = 100
 ) -> list[Finished]:
     """Run a Python script in each of `num_processes` processes; return how each ended."""
     command = [sys.executable, str(script), *arguments]
@@ -150,6 +151,9 @@ def _main(call: str, result: str) -> None:
     module, name, arguments = pickle.loads(Path(call).read_bytes())
     value = getattr(importlib.import_module(module), name)(**arguments)
     Path(result).write_bytes(pickle.dumps(value))
+    # A group in a reference cycle (a caught exception) would live on into the interpreter's
+    # end, where a Gloo worker that still drops a tensor aborts the process (pytorch#190489).
+    gc.collect()
 
 
 if __name__ == "__main__":

@@ -32,6 +32,8 @@ from lightning_shard.data_parallel.units import UnitSpec, find_units
 from lightning_shard.data_parallel.usage import UsageAgreement
 from lightning_shard.errors import ConfigError
 
+_LEFTOVER = "_lightning_shard_piece"  # set on parameters that a failed run leaves cut
+
 
 class DataParallelEngine:
     """Keeps one model in step over the ranks of a group.
@@ -52,6 +54,7 @@ class DataParallelEngine:
             raise ConfigError(
                 f"{type(model).__name__} has no parameters, expected at least one to train."
             )
+        _refuse_leftover_pieces(model)
         check_same_model(model, collectives)
         self.model = model
         self.collectives = collectives
@@ -80,8 +83,6 @@ class DataParallelEngine:
         self._outer_grads: dict[nn.Parameter, Tensor | None] = {}
         self._views_differ = options.stage > 0 or any(flat.has_master for flat in self.flats)
         self.hook_trainable()
-        if self._gatherer is not None:
-            self._gatherer.free_all()
 
     def _build_unit(self, spec: UnitSpec) -> Unit:
         policy = self.options.dtypes
@@ -224,3 +225,15 @@ class DataParallelEngine:
                 param.data = value
         for param in self.model.parameters():
             param.grad = None
+            if self._gatherer is not None and not restore:
+                setattr(param, _LEFTOVER, True)
+
+
+def _refuse_leftover_pieces(model: nn.Module) -> None:
+    for name, param in model.named_parameters():
+        if hasattr(param, _LEFTOVER):
+            raise ConfigError(
+                f"The parameter {name!r} of {type(model).__name__} is only one rank's piece, left "
+                f"by a run of ZeRO stage 3 that failed; expected a whole model. Build a new one, "
+                f"or load a checkpoint into a new one."
+            )

@@ -44,6 +44,7 @@ class FlatGradients:
         self._in_place = flat.stage < 2 and not flat.has_master  # local is a part of full
         self._fresh = [False] * len(flat.params)  # in full, not yet reduced
         self._seen: set[int] = set()  # arrived in this backward
+        self._expected = 0  # of _seen; a lower bound while backward runs
         self._held = [False] * len(flat.params)  # in local, since the last zero_grad
         self.used = [False] * len(flat.params)  # by this rank, since the last zero_grad
         self.valid = [False] * len(flat.params)  # used by any rank: the optimizer sees a gradient
@@ -59,7 +60,10 @@ class FlatGradients:
     @property
     def is_complete(self) -> bool:
         """Whether every parameter that can has had its gradient in this backward."""
-        return len(self._seen) == sum(param.requires_grad for param in self.flat.params)
+        if len(self._seen) < self._expected:
+            return False
+        self._expected = sum(param.requires_grad for param in self.flat.params)
+        return len(self._seen) >= self._expected
 
     @property
     def must_reduce(self) -> bool:
@@ -206,7 +210,7 @@ class FlatGradients:
 
     def settle(self) -> None:
         """Under stage 0, give the average to parameters that only other ranks have used."""
-        if self.flat.stage == 0 and self._in_place:
+        if self.flat.stage == 0 and self._in_place and self._views:  # a frozen buffer has none
             for param, view, valid in zip(self.flat.params, self._views, self.valid, strict=True):
                 if valid and param.grad is None:
                     param.grad = view
@@ -214,6 +218,7 @@ class FlatGradients:
     def end_backward(self) -> None:
         """Forget which gradients this backward has brought."""
         self._seen.clear()
+        self._expected = sum(param.requires_grad for param in self.flat.params)
         self.was_reduced = False
 
     def zero(self, index: int) -> None:

@@ -11,7 +11,7 @@ Resident parameters stay from the start of a step to the end of its backward; ou
 as long as any module that holds one is in its forward.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -23,6 +23,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.data_parallel.torch_private import in_backward
 from lightning_shard.data_parallel.unit import Unit
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
 class Gatherer:
@@ -41,6 +43,7 @@ class Gatherer:
         self._trace: list[Unit] = []
         self._depth = 0
         self._in_step = False
+        self._has_stepped = False
         self._handles: list[RemovableHandle] = []
         self._install(model)
 
@@ -84,6 +87,9 @@ class Gatherer:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Keep resident parameters here from now until their backward is over."""
+        if not self._has_stepped:  # until now, whole parameters: model summaries count them
+            self.free_all()
+            self._has_stepped = True
         self._follow_trace()
         self._in_step = True
         try:
@@ -104,14 +110,14 @@ class Gatherer:
     def end_backward(self) -> None:
         """Free what backward has finished with; inside a step residents stay, for the next one."""
         for unit in self._units:
-            unit.open_calls, unit.kept = 0, False
+            unit.forget_calls()
             if not (unit.resident and self._in_step):
                 unit.free()
 
     def free_all(self) -> None:
         """Free every unit: the optimizer, or the world outside a step, wants the pieces."""
         for unit in self._units:
-            unit.open_calls, unit.kept = 0, False
+            unit.forget_calls()
             unit.free()
 
     def after_update(self) -> None:
@@ -147,9 +153,8 @@ class Gatherer:
         if in_backward():
             return
         if torch.is_grad_enabled():
-            tensors = _tensors(output)
-            unit.kept = unit.kept or not tensors  # we cannot see its backward coming
-            if tensors := [tensor for tensor in tensors if tensor.requires_grad]:
+            unit.kept = unit.kept or _hides_tensors(output)  # we cannot see its backward coming
+            if tensors := [tensor for tensor in _tensors(output) if tensor.requires_grad]:
 
                 def entered(_: Any) -> None:
                     self._before_backward(unit)
@@ -159,14 +164,16 @@ class Gatherer:
             unit.free()
 
     def _before_backward(self, unit: Unit) -> None:
+        unit.open_backwards += 1
         unit.ensure_full()
         self._prefetch(self._previous.get(unit))
 
     def _after_backward(self, unit: Unit) -> None:
-        unit.open_calls -= 1
+        unit.open_calls = max(unit.open_calls - 1, 0)
+        unit.open_backwards = max(unit.open_backwards - 1, 0)
         if torch.is_grad_enabled():
             unit.kept = True  # create_graph: a second backward reads the parameters again
-        elif unit.open_calls <= 0 and not unit.kept:
+        elif not (unit.open_calls or unit.open_backwards or unit.kept):
             unit.free()
 
     def _prefetch(self, unit: Unit | None) -> None:
@@ -186,14 +193,23 @@ class Gatherer:
 
 def _tensors(collection: Any) -> list[Tensor]:
     """Every tensor in nested mappings, sequences and dataclasses."""
-    if isinstance(collection, Tensor):
-        return [collection]
+    return [leaf for leaf in _leaves(collection) if isinstance(leaf, Tensor)]
+
+
+def _hides_tensors(collection: Any) -> bool:
+    """Whether an object that we do not know may carry tensors out of a block."""
+    return any(not isinstance(leaf, (Tensor, *_PLAIN)) for leaf in _leaves(collection))
+
+
+def _leaves(collection: Any) -> Iterator[Any]:
     if isinstance(collection, Mapping):
-        children = list(collection.values())
+        children: Iterable[Any] = collection.values()
     elif isinstance(collection, (list, tuple)):
-        children = list(collection)
+        children = collection
     elif is_dataclass(collection):
         children = [getattr(collection, field.name) for field in fields(collection)]
     else:
-        return []
-    return [tensor for child in children for tensor in _tensors(child)]
+        yield collection
+        return
+    for child in children:
+        yield from _leaves(child)

@@ -27,6 +27,11 @@ class _SumOverRanks(torch.autograd.Function):
         return _summed(grads[0], ctx.collectives), None
 
 
+def _sum_over_ranks(tensor: Tensor, collectives: Collectives) -> Tensor:
+    result: Tensor = _SumOverRanks.apply(tensor, collectives)  # type: ignore[no-untyped-call]
+    return result
+
+
 def _summed(tensor: Tensor, collectives: Collectives) -> Tensor:
     result = tensor.contiguous().clone()
     collectives.all_reduce(result).wait()
@@ -51,11 +56,11 @@ def sync_batch_norm(module: _BatchNorm, batch: Tensor, collectives: Collectives)
     shape = [1, -1] + [1] * (batch.ndim - 2)
     wide = batch.float() if batch.dtype in (torch.float16, torch.bfloat16) else batch
     count = wide.new_tensor([wide.numel() / wide.shape[1]])
-    sums = _SumOverRanks.apply(torch.cat([wide.sum(dims), count]), collectives)
+    sums = _sum_over_ranks(torch.cat([wide.sum(dims), count]), collectives)
     total = sums[-1].detach()
     mean = sums[:-1] / total
     centered = wide - mean.view(shape)
-    variance = _SumOverRanks.apply(centered.square().sum(dims), collectives) / total
+    variance = _sum_over_ranks(centered.square().sum(dims), collectives) / total
     _update_running(module, mean.detach(), variance.detach(), float(total))
     result = centered * torch.rsqrt(variance + module.eps).view(shape)
     if module.affine:

@@ -20,6 +20,8 @@ class Unit:
         modules: The blocks whose forward needs the parameters; empty when resident.
         flats: One flat buffer per format and `requires_grad`.
         open_calls: Forwards whose backward has not reached the module's inputs yet.
+        open_backwards: Backwards that have entered a module and not reached its inputs yet; a
+            second backward through a retained graph has no open call.
         kept: Not to be freed before the step ends: its backward may need it unannounced.
     """
 
@@ -30,6 +32,7 @@ class Unit:
         self.modules = tuple(modules)
         self.flats = tuple(flats)
         self.open_calls = 0
+        self.open_backwards = 0
         self.kept = False
         self._forwarded: set[nn.Module] = set()
         self._pending: list[Pending] | None = None
@@ -67,6 +70,11 @@ class Unit:
                 flat.free()
         self._pending, self.is_full = None, False
         self._forwarded.clear()
+
+    def forget_calls(self) -> None:
+        """Forget open calls and what they keep: no backward of theirs is to come."""
+        self.open_calls = self.open_backwards = 0
+        self.kept = False
 
     def note_forward(self, module: nn.Module) -> bool:
         """Note that a module's forward is over; True when it was the unit's last one."""

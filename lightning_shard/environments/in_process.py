@@ -1,6 +1,6 @@
 """The cluster environment of ranks that are threads of this process."""
 
-from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from typing_extensions import override
 
 from lightning_shard.backends.in_process import current_rank, current_world

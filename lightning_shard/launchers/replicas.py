@@ -108,8 +108,9 @@ def _make_memo(
         memo[id(dataset)] = dataset
     if trainer is not None:
         memo.update({id(logger): logger for logger in trainer.loggers})
-        if not isinstance(trainer.profiler, PassThroughProfiler):
-            memo[id(trainer.profiler)] = PassThroughProfiler()
+        profiler = vars(trainer).get("profiler")
+        if profiler is not None and not isinstance(profiler, PassThroughProfiler):
+            memo[id(profiler)] = PassThroughProfiler()
     for owner in owners.values():
         for part in owner.modules() if isinstance(owner, nn.Module) else [owner]:
             for tensor in _find_graph_tensors(_own_attributes(part)):

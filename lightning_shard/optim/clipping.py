@@ -28,9 +28,10 @@ def global_grad_norm(
     """
     with engine.optimizer_view():
         grads = [param.grad for param in params if param.grad is not None]
-        grads = grads or [torch.zeros((), dtype=params[0].dtype)]
+    # the same format on every rank, whichever pieces it has
+    wide = any(param.dtype in (torch.float64, torch.complex128) for param in params)
     local = nn.utils.get_total_norm([_wide(grad) for grad in grads], norm_type)
-    local = local.to(engine.flats[0].full.device)
+    local = local.to(engine.flats[0].full.device, torch.float64 if wide else torch.float32)
     if engine.options.stage == 0:
         return local
     if norm_type == float("inf"):
@@ -42,7 +43,8 @@ def global_grad_norm(
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
+    narrow = tensor.dtype in (torch.float16, torch.bfloat16)
+    return tensor.float() if narrow else tensor
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """What every strategy of this package shares: backend, ranks, processes, small collectives."""
 
+import atexit
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -11,8 +12,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
 
@@ -147,7 +147,7 @@ class ShardStrategy(ParallelStrategy, metaclass=OptionNames):
         assert environment is not None
         environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
         environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = utilities_rank_zero_only.rank = self.global_rank
+        setattr(rank_zero_only, "rank", self.global_rank)  # noqa: B010  (a function attribute)
 
     @override
     def _configure_launcher(self) -> None:
@@ -167,6 +167,8 @@ class ShardStrategy(ParallelStrategy, metaclass=OptionNames):
         self.set_world_ranks()
         if not dist.is_initialized():
             self._join()
+            if not self.is_in_process:
+                atexit.register(self._leave)
         group = dist.group.WORLD
         assert group is not None
         self._collectives = self.backend.collectives(group)
@@ -182,6 +184,12 @@ class ShardStrategy(ParallelStrategy, metaclass=OptionNames):
             device=self.root_device,
             timeout=self._timeout,
         )
+
+    def _leave(self) -> None:
+        """At exit. Gloo aborts when somebody still refers to a group that is being destroyed."""
+        self._collectives = None
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
     @override
     def model_to_device(self) -> None:

@@ -19,8 +19,9 @@ def agree_on_batches(loader: Any, collectives: Collectives, device: torch.device
     Raises:
         ConfigError: On every rank, when lengths differ or some rank has nothing.
     """
-    lengths = collectives.all_gather_object(_length(loader))
-    if None in lengths:
+    answers = collectives.all_gather_object(_length(loader))
+    lengths = [length for length in answers if length is not None]
+    if len(lengths) < len(answers):
         return loader if collectives.size == 1 else AgreedBatches(loader, collectives, device)
     if len(set(lengths)) > 1:
         shortest = lengths.index(min(lengths))

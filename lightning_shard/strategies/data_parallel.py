@@ -205,12 +205,16 @@ class DataParallelStrategy(ShardStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
-        return full_module_state(self.lightning_module, self.engine)
+        if self._engine is None:  # after teardown everything is whole again
+            return self.lightning_module.state_dict() if self.is_global_zero else {}
+        return full_module_state(self.lightning_module, self._engine)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         raw = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return full_state_dict(raw, self.engine)
+        if self._engine is None:
+            return raw.state_dict() if self.is_global_zero else {}
+        return full_state_dict(raw, self._engine)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
@@ -227,13 +231,24 @@ class DataParallelStrategy(ShardStrategy):
     @override
     def teardown(self) -> None:
         if self._engine is not None:
-            self._engine.detach(restore=not self._failed)
-        for sharded in self._sharded:
-            sharded.detach()
+            self._detach(self._engine)
         self._engine, self._sharded, self._failed = None, [], False
         if self._layer_sync is not None and self.model is not None:
             self.model = self._layer_sync.revert(self.model)
         super().teardown()
+
+    def _detach(self, engine: DataParallelEngine) -> None:
+        """Make the module whole on every rank, the optimizers' state on rank 0."""
+        states = []
+        if not self._failed and engine.options.stage > 0:
+            states = [full_state_dict(sharded.optimizer, engine) for sharded in self._sharded]
+        engine.detach(restore=not self._failed)
+        for sharded in self._sharded:
+            sharded.detach()
+        for sharded, state in zip(self._sharded, states, strict=False):
+            sharded.optimizer.state.clear()
+            if state:
+                sharded.optimizer.load_state_dict(state)
 
 
 class DDPStrategy(DataParallelStrategy):

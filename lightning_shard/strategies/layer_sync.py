@@ -22,7 +22,7 @@ class SyncBatchNormOnCpu(LayerSync):
     @override
     def apply(self, model: nn.Module) -> nn.Module:
         for module in _batch_norms(model):
-            module.forward = self._forward_of(module)  # type: ignore[method-assign]
+            module.forward = self._forward_of(module)  # type: ignore[assignment, method-assign]
         return model
 
     def _forward_of(self, module: _BatchNorm) -> "_Forward":

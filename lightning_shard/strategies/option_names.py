@@ -13,7 +13,8 @@ class OptionNames(ABCMeta):
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         """Construct, or raise ConfigError for an option that the class does not have."""
-        known = [name for name in inspect.signature(cls.__init__).parameters if name != "self"]
+        constructor = getattr(cls, "__init__")  # noqa: B009  (mypy sees an instance attribute)
+        known = [name for name in inspect.signature(constructor).parameters if name != "self"]
         for name in kwargs:
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1)

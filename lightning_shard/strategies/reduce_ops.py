@@ -1,6 +1,6 @@
 """Reducing what users log: Lightning's `strategy.reduce` on any backend."""
 
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ _NAMES: dict[str, ReduceOpName] = {
     "mean": "avg",
     **{name: name for name in get_args(ReduceOpName)},
 }
-_BY_OP: list[tuple[ReduceOp, ReduceOpName]] = [
+_BY_OP: list[tuple[Any, ReduceOpName]] = [
     (ReduceOp.SUM, "sum"),
     (ReduceOp.AVG, "avg"),
     (ReduceOp.MAX, "max"),

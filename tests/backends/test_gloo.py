@@ -66,6 +66,7 @@ def lose_a_peer() -> dict[str, str]:
             call()
         assert isinstance(caught.value.__cause__, RuntimeError)
         messages[operation] = str(caught.value)
+    dist.destroy_process_group()
     return messages
 
 

@@ -3,7 +3,7 @@
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -17,7 +17,7 @@ from .memory import Footprint
 from .profiling import PHASES, Profile
 from .timing import REFERENCE, Ratio, Record
 
-MIN_WIDTH = 132  # of a table that goes to a file
+FILE_WIDTH = 110  # columns of a table that goes to a file
 
 
 @dataclass(frozen=True)
@@ -60,17 +60,19 @@ def make_console() -> Console:
     """Make a console that does not fold tables when the output is a file."""
     console = Console()
     if not console.is_terminal:
-        console = Console(width=MIN_WIDTH)
+        console = Console(width=FILE_WIDTH)
     return console
 
 
 def print_results(console: Console, results: Results) -> None:
-    """Print the table of contenders, then the targets."""
-    console.print(_contender_table(results))
+    """Print times, bytes and targets."""
+    console.print(_time_table(results))
     console.print(
         f"Losses agree with torch DDP's. Load average {results.load[0]:.1f} before and "
         f"{results.load[1]:.1f} after (the benchmark itself makes 2)."
     )
+    if results.footprints:
+        console.print(_memory_table(results))
     targets = _target_table(results)
     if targets.row_count > 0:
         console.print(targets)
@@ -78,10 +80,7 @@ def print_results(console: Console, results: Results) -> None:
 
 def print_profile(console: Console, profile: Profile) -> None:
     """Print the phases of every contender and the two profiles of the first."""
-    table = Table(title="ms per phase, medians")
-    table.add_column("contender")
-    for phase in (*PHASES, "total"):
-        table.add_column(phase, justify="right")
+    table = _table("ms per phase, medians", (*PHASES, "total"))
     for name, seconds in profile.phase_seconds.items():
         table.add_row(name, *(f"{1e3 * seconds[phase]:.1f}" for phase in (*PHASES, "total")))
     console.print(table)
@@ -95,6 +94,7 @@ def write_json(path: Path, results: Results) -> None:
         name: {
             "label": CONTENDERS[name].label,
             "median_step_seconds": median(record.step_seconds),
+            "median_cpu_seconds": median(record.cpu_seconds),
             "ratio_to_ddp": asdict(Ratio.of(record, results.records[REFERENCE])),
             **asdict(record),
             **({"footprint": asdict(results.footprints[name])} if results.footprints else {}),
@@ -121,45 +121,56 @@ def write_json(path: Path, results: Results) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def _contender_table(results: Results) -> Table:
+def _time_table(results: Results) -> Table:
     settings = ", ".join(f"{key} {value}" for key, value in results.settings.items())
-    table = Table(title=f"Two Gloo ranks of one thread: {settings}", caption=_CAPTION)
-    table.add_column("contender")
-    for heading in ("ms/step", "of DDP", "quartiles"):
-        table.add_column(heading, justify="right")
-    if results.footprints:
-        for heading in ("parameters", "gradients", "state", "held", "of DDP", "peak", "of DDP"):
-            table.add_column(heading, justify="right")
+    table = _table(
+        f"Step time, two Gloo ranks of one thread: {settings}",
+        ("ms", "of DDP", "quartiles", "CPU ms", "of DDP"),
+        "Medians over the rounds; a ratio is the median of the rounds' ratios.\nCPU: processor "
+        "time per rank, all threads; it tells more than the clock on a busy machine.",
+    )
+    ddp = results.records[REFERENCE]
     for name, record in results.records.items():
-        ratio = Ratio.of(record, results.records[REFERENCE])
+        ratio = Ratio.of(record, ddp)
+        cpu_seconds = median(record.cpu_seconds)
         table.add_row(
             CONTENDERS[name].label,
             f"{1e3 * median(record.step_seconds):.1f}",
             f"{ratio.median:.3f}",
             f"{ratio.low:.2f}-{ratio.high:.2f}",
-            *_footprint_cells(results, name),
+            f"{1e3 * cpu_seconds:.1f}",
+            f"{cpu_seconds / median(ddp.cpu_seconds):.3f}",
         )
     return table
 
 
-_CAPTION = (
-    "Medians over the rounds; a ratio is the median of the rounds' ratios. Memory in MB of the "
-    "rank that has most: parameters, gradients and state by storage, held and peak as resident."
-)
+def _memory_table(results: Results) -> Table:
+    table = _table(
+        "MB of the rank that has most, each contender alone",
+        ("parameters", "gradients", "state", "held", "of DDP", "peak", "of DDP"),
+        "Parameters, gradients and state by storage; held and peak as resident memory.",
+    )
+    ddp = results.footprints[REFERENCE]
+    for name, own in results.footprints.items():
+        table.add_row(
+            CONTENDERS[name].label,
+            f"{own.parameter_bytes / 1e6:.1f}",
+            f"{own.gradient_bytes / 1e6:.1f}",
+            f"{own.state_bytes / 1e6:.1f}",
+            f"{own.held_bytes / 1e6:.1f}",
+            f"{own.held_bytes / ddp.held_bytes:.2f}",
+            f"{own.peak_bytes / 1e6:.1f}",
+            f"{own.peak_bytes / ddp.peak_bytes:.2f}",
+        )
+    return table
 
 
-def _footprint_cells(results: Results, name: str) -> list[str]:
-    if not results.footprints:
-        return []
-    own, ddp = results.footprints[name], results.footprints[REFERENCE]
-    return [
-        *(f"{count / 1e6:.1f}" for count in (own.parameter_bytes, own.gradient_bytes)),
-        f"{own.state_bytes / 1e6:.1f}",
-        f"{own.held_bytes / 1e6:.1f}",
-        f"{own.held_bytes / ddp.held_bytes:.2f}",
-        f"{own.peak_bytes / 1e6:.1f}",
-        f"{own.peak_bytes / ddp.peak_bytes:.2f}",
-    ]
+def _table(title: str, headings: Iterable[str], caption: str | None = None) -> Table:
+    table = Table(title=title, caption=caption)
+    table.add_column("contender")
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    return table
 
 
 def _measured_targets(results: Results) -> list[tuple[Target, Ratio]]:
@@ -171,11 +182,7 @@ def _measured_targets(results: Results) -> list[tuple[Target, Ratio]]:
 
 
 def _target_table(results: Results) -> Table:
-    table = Table(title="Targets for step time")
-    for heading in ("ours", "over"):
-        table.add_column(heading)
-    for heading in ("ratio", "quartiles", "target", ""):
-        table.add_column(heading, justify="right")
+    table = _table("Targets for step time", ("over", "ratio", "quartiles", "target", ""))
     for target, ratio in _measured_targets(results):
         met = ratio.median <= target.limit
         table.add_row(

@@ -35,10 +35,13 @@ class Record:
 
     Attributes:
         step_seconds: One per round, the mean over the steps of the turn.
+        cpu_seconds: The same of the processor's time, all threads, the mean over the ranks: what
+            a step costs when others use the machine, too.
         losses: One per step, the mean over the ranks; the warm-up's come first.
     """
 
     step_seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
 
 
@@ -92,6 +95,7 @@ def time_contenders(
     for name, contender in contenders.items():
         _take_turn(rank, contender, records[name], NUM_WARMUP_STEPS)
         records[name].step_seconds.clear()
+        records[name].cpu_seconds.clear()
     check_losses(records)
     for round_index in range(num_rounds):
         begin = time.perf_counter()
@@ -107,15 +111,18 @@ def time_contenders(
 def _take_turn(rank: int, contender: Contender, record: Record, num_steps: int) -> None:
     first_step = len(record.losses)
     batches = [make_batch(step, rank) for step in range(first_step, first_step + num_steps)]
-    losses = torch.empty(num_steps)
+    sums = torch.empty(num_steps + 1, dtype=torch.float64)
     dist.barrier()
-    begin = time.perf_counter()
+    begin, cpu_begin = time.perf_counter(), time.process_time()
     for index, batch in enumerate(batches):
-        losses[index] = contender.step(batch)
+        sums[index] = contender.step(batch)
     dist.barrier()
     record.step_seconds.append((time.perf_counter() - begin) / num_steps)
-    dist.all_reduce(losses)
-    record.losses.extend((losses / dist.get_world_size()).tolist())
+    sums[-1] = (time.process_time() - cpu_begin) / num_steps
+    dist.all_reduce(sums)
+    *losses, cpu_seconds = (sums / dist.get_world_size()).tolist()
+    record.losses.extend(losses)
+    record.cpu_seconds.append(cpu_seconds)
 
 
 def check_losses(records: dict[str, Record]) -> None:

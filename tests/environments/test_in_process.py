@@ -1,3 +1,5 @@
+"""Who the environment says that it is, inside and outside a world."""
+
 import pytest
 
 from lightning_shard.environments import InProcessEnvironment

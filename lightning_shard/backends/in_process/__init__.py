@@ -1,9 +1,9 @@
 """Ranks as threads of one process, one running at a time, switched at collectives.
 
-    run_ranks / launcher ─► World.run ─► Scheduler (the token, deadlocks)
-                                │             └─ RankGlobals (swapped at each switch)
-    torch.distributed ─► InProcessGroup ─► World.post ─► Channel ─► SEMANTICS (the arithmetic)
-                                └─ InProcessWork.wait ─► Scheduler.wait
+run_ranks / launcher ─► World.run ─► Scheduler (the token, deadlocks)
+                            │             └─ RankGlobals (swapped at each switch)
+torch.distributed ─► InProcessGroup ─► World.post ─► Channel ─► SEMANTICS (the arithmetic)
+                            └─ InProcessWork.wait ─► Scheduler.wait
 """
 
 from lightning_shard.backends.in_process.backend import InProcessBackend

@@ -10,13 +10,29 @@ out the world's store, so that no socket is opened.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 
+__all__ = ["PrefixStore", "ProcessGroupBase", "Store", "StoreBase"]
+
 BACKEND_NAME = "in_process"
+
+if TYPE_CHECKING:
+
+    class ProcessGroupBase:
+        """`ProcessGroup` as Python sees it; the stubs tell of C++ overloads only."""
+
+        def __init__(self, rank: int, size: int) -> None: ...
+        def size(self) -> int: ...
+
+    class StoreBase:
+        """`Store` as Python sees it."""
+else:
+    ProcessGroupBase, StoreBase = dist.ProcessGroup, Store
 
 
 class RankGroups(c10d._World):
@@ -88,7 +104,7 @@ def forget_groups() -> None:
     torch._C._distributed_c10d._unregister_all_process_groups()
 
 
-def register_backend(make_group: Callable[[Any, Any], dist.ProcessGroup]) -> None:
+def register_backend(make_group: Callable[[Any, Any], Any]) -> None:
     """Tell c10d about the backend; `make_group` takes its `_DistributedBackendOptions`."""
     if BACKEND_NAME.upper() not in c10d.Backend._plugins:
         c10d.Backend.register_backend(
@@ -96,7 +112,7 @@ def register_backend(make_group: Callable[[Any, Any], dist.ProcessGroup]) -> Non
         )
 
 
-Rendezvous = Callable[[int, int], tuple[dist.Store, int, int]]
+Rendezvous = Callable[[int, int], tuple[Store, int, int]]
 
 
 @contextmanager
@@ -107,8 +123,9 @@ def in_process_c10d(rendezvous: Rendezvous) -> Iterator[None]:
         rendezvous: Called with the rank and world size that the user gave (-1 for none); returns
             the store, the rank and the world size.
     """
-    original_helper, original_rendezvous = c10d._new_process_group_helper, c10d.rendezvous
-    groups = c10d._world
+    patched, private = cast(Any, c10d), cast(Any, torch._C._distributed_c10d)
+    original_helper, original_rendezvous = patched._new_process_group_helper, patched.rendezvous
+    groups = patched._world
 
     def new_group(size: Any, rank: Any, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs.pop("backend_options", None)  # another backend's options mean nothing here
@@ -123,19 +140,17 @@ def in_process_c10d(rendezvous: Rendezvous) -> Iterator[None]:
     def meet(url: str, rank: int = -1, world_size: int = -1, **_: Any) -> Iterator[Any]:
         yield rendezvous(rank, world_size)
 
-    private_c10d = torch._C._distributed_c10d
-    patched = cast(Any, c10d)
     patched._new_process_group_helper, patched.rendezvous = new_group, meet
-    private_c10d._set_thread_isolation_mode(True)
+    private._set_thread_isolation_mode(True)
     try:
         yield
     finally:
-        private_c10d._set_thread_isolation_mode(False)
+        private._set_thread_isolation_mode(False)
         patched._new_process_group_helper = original_helper
         patched.rendezvous = original_rendezvous
         patched._world = groups
         outer = groups.default_pg
-        private_c10d._set_global_rank(-1 if outer is None else outer.rank())
+        private._set_global_rank(-1 if outer is None else outer.rank())
 
 
 class BackendStandIn:

@@ -45,7 +45,9 @@ class Call:
         if len(self.inputs or self.outputs) > 4:
             details.append(f"and {len(self.inputs or self.outputs) - 4} more")
         if self.root >= 0:
-            details.append(f"peer {self.root}" if self.op in ("send", "recv") else f"root {self.root}")
+            details.append(
+                f"peer {self.root}" if self.op in ("send", "recv") else f"root {self.root}"
+            )
         return f"{self.op}({', '.join(details)})"
 
 

@@ -47,10 +47,12 @@ class Fault:
         if not (math.isfinite(self.seconds) and self.seconds >= 0):
             raise ConfigError(f"Fault: got seconds={self.seconds}, expected a finite number >= 0.")
         if self.seconds and self.kind != "delay":
-            raise ConfigError(f"Fault: seconds={self.seconds} goes with 'delay', not {self.kind!r}.")
+            raise ConfigError(
+                f"Fault: seconds={self.seconds} needs kind='delay', got {self.kind!r}."
+            )
 
 
-class RankDropped(BaseException):  # noqa: N818 - not an error: the rank's way out
+class RankDropped(BaseException):
     """Unwinds a dropped rank; no `except Exception` of the user's stops it."""
 
 

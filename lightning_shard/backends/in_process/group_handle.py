@@ -5,7 +5,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_shard.backends.in_process import _c10d
@@ -18,7 +17,7 @@ from lightning_shard.backends.in_process.world import World, current_world
 from lightning_shard.errors import ConfigError
 
 
-class GroupHandle(dist.ProcessGroup):
+class GroupHandle(_c10d.ProcessGroupBase):
     """One rank's handle of one group.
 
     Args:
@@ -78,10 +77,7 @@ class GroupHandle(dist.ProcessGroup):
     def _check_sizes(self, op: str, small: Sequence[Tensor], large: Sequence[Tensor]) -> None:
         """Raise unless each large tensor holds one small one of each rank."""
         for one, all_of_them in zip(small, large, strict=True):
-            if (
-                one.numel() * self.size() != all_of_them.numel()
-                or one.dtype != all_of_them.dtype
-            ):
+            if one.numel() * self.size() != all_of_them.numel() or one.dtype != all_of_them.dtype:
                 raise ConfigError(
                     f"Rank {self._group_rank} of {self._channel}: {op} got "
                     f"{describe_tensor(one)} and {describe_tensor(all_of_them)}, expected the "
@@ -96,7 +92,7 @@ class GroupHandle(dist.ProcessGroup):
                     f"{tensor.shape[0]} rows, expected a multiple of {self.size()}, or split sizes."
                 )
             sizes = [tensor.shape[0] // self.size()] * self.size()
-        return list(tensor.detach().split(list(sizes)))
+        return list(torch.split(tensor.detach(), list(sizes)))
 
     # --- what c10d asks of a group ----------------------------------------------------------------
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+_np_random: Any = np.random  # its stubs leave out `get_bit_generator`
+
 _MT19937_BYTES = 624 * 4 + 4  # the key and the position in it
 
 
@@ -25,19 +27,25 @@ def _has_spare_normal(state: dict[str, Any]) -> bool:
 
 
 class NumpyRng:
-    """One rank's numpy stream; starts as a copy of the process's."""
+    """One rank's numpy stream, or the caller's: the process's as it is now."""
 
     def __init__(self) -> None:
+        self._raw: bytes | None = None
+        self._spare: dict[str, Any] | None = None
+        self.save()
+
+    @classmethod
+    def fork(cls) -> "NumpyRng":
+        """Make a stream that begins as the process's, and then is another."""
+        own = cls()
         state = np.random.get_state(legacy=False)
-        generator = type(np.random.get_bit_generator())()
-        generator.state = {key: state[key] for key in ("bit_generator", "state")}
-        self._generator: Any = generator
-        self._raw = _raw_state(generator)
-        self._spare: dict[str, Any] | None = state if _has_spare_normal(state) else None
+        own._generator = type(own._generator)()
+        own._generator.state = {key: state[key] for key in ("bit_generator", "state")}
+        return own
 
     def save(self) -> None:
         """Take the process's stream as this rank's."""
-        self._generator = np.random.get_bit_generator()
+        self._generator: Any = _np_random.get_bit_generator()
         raw = _raw_state(self._generator)
         if raw is not None and raw == self._raw and self._spare is None:
             return
@@ -47,6 +55,6 @@ class NumpyRng:
 
     def load(self) -> None:
         """Make this rank's stream the process's."""
-        np.random.set_bit_generator(self._generator)
+        _np_random.set_bit_generator(self._generator)
         if self._spare is not None:
             np.random.set_state(self._spare)

@@ -70,7 +70,10 @@ class InProcessGroup(GroupHandle):
         )
 
     def reduce_scatter_single(
-        self, output: Tensor, input: Tensor, opts: Any = None  # noqa: A002 - c10d's name
+        self,
+        output: Tensor,
+        input: Tensor,  # noqa: A002 - c10d's name
+        opts: Any = None,
     ) -> InProcessWork:
         """Reduce one tensor (W * N) and keep this rank's N elements."""
         return self.reduce_scatter_single_coalesced([output], [input], opts)
@@ -80,9 +83,7 @@ class InProcessGroup(GroupHandle):
     ) -> InProcessWork:
         """Reduce several tensors (W * N) and keep this rank's N elements of each."""
         self._check_sizes("reduce_scatter_tensor", outputs, inputs)
-        return self._post(
-            "reduce_scatter_single", inputs, outputs, reduce_op=_reduce_op(opts)
-        )
+        return self._post("reduce_scatter_single", inputs, outputs, reduce_op=_reduce_op(opts))
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -112,7 +113,10 @@ class InProcessGroup(GroupHandle):
         return CoalescedWork([self.allgather([slots], [part], opts) for slots, part in pairs])
 
     def all_gather_single(
-        self, output: Tensor, input: Tensor, opts: Any = None  # noqa: A002 - c10d's name
+        self,
+        output: Tensor,
+        input: Tensor,  # noqa: A002 - c10d's name
+        opts: Any = None,
     ) -> InProcessWork:
         """Concatenate the ranks' tensors (N) into one (W * N) on every rank."""
         return self.all_gather_single_coalesced([output], [input], opts)
@@ -128,9 +132,7 @@ class InProcessGroup(GroupHandle):
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    def gather(
-        self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any
-    ) -> InProcessWork:
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> InProcessWork:
         """Copy rank r's tensor to the root's r-th output."""
         return self._post("gather", _listed(inputs), _one_list(outputs), root=_root(opts))
 

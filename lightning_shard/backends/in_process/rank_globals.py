@@ -34,6 +34,7 @@ RANK_VARIABLES = (
 _MODULE_GLOBALS = (("torch.distributed.tensor._random", "_rng_tracker"),)
 _ABSENT = object()
 _rank_zero = cast(Any, rank_zero_only)
+_cuda = cast(Any, torch.cuda)
 
 
 class RankGlobals:
@@ -49,6 +50,7 @@ class RankGlobals:
     def for_rank(cls, rank: int, num_ranks: int) -> "RankGlobals":
         """Make the globals with which `rank` begins: the process's, with its own identity."""
         own = cls()
+        own._numpy = NumpyRng.fork()
         own._groups = _c10d.RankGroups()
         own._rank_zero = rank
         own.environment.update(
@@ -69,7 +71,7 @@ class RankGlobals:
         self._torch_rng = torch.get_rng_state()
         self._python_rng = random.getstate()
         self._numpy.save()
-        if torch.cuda.is_initialized():
+        if _cuda.is_initialized():
             self._cuda_rng = torch.cuda.get_rng_state_all()
         self._dtype = torch.get_default_dtype()
         self._rank_zero: Any = getattr(_rank_zero, "rank", _ABSENT)
@@ -105,7 +107,7 @@ class RankGlobals:
         torch.set_rng_state(self._torch_rng)
         random.setstate(self._python_rng)
         self._numpy.load()
-        if not torch.cuda.is_initialized():
+        if not _cuda.is_initialized():
             return
         if self._cuda_rng is None:  # CUDA came up while another rank ran
             torch.cuda.manual_seed_all(torch.initial_seed())

@@ -67,16 +67,13 @@ def reduce_tensors(tensors: Sequence[Tensor], op: Any = ReduceOp.SUM) -> Tensor:
 def _fold(tensors: Sequence[Tensor], name: str, op: Any, dtype: torch.dtype) -> Tensor:
     factor = op.factor if name == "PREMUL_SUM" else None
     fold = _FOLDS[name]
-    total: Tensor | None = None
-    for tensor in tensors:
-        part = tensor if tensor.dtype is dtype else tensor.to(dtype)
-        if factor is not None:
-            part = part * factor
-        if total is None:
-            total = part.clone() if part is tensor else part
-        else:
-            total = fold(total, part)
-    assert total is not None
+    parts = (
+        tensor.to(dtype) if factor is None else tensor.to(dtype) * factor for tensor in tensors
+    )
+    first = next(parts)
+    total = first.clone() if first is tensors[0] else first
+    for part in parts:
+        total = fold(total, part)
     return total
 
 

@@ -15,9 +15,11 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 
+from lightning_shard.backends.in_process.faults import RankDropped
 from lightning_shard.backends.in_process.rank_globals import RankGlobals
 from lightning_shard.backends.in_process.verdicts import (
     Verdict,
@@ -71,7 +73,7 @@ class Rank:
 
     def wake(self) -> None:
         """Let a thread that sleeps in `sleep` go on; called with the token already handed over."""
-        if self._wake.locked():
+        with suppress(RuntimeError):  # awake already
             self._wake.release()
 
     def sleep(self, timeout: float = -1) -> None:
@@ -142,6 +144,8 @@ class Scheduler:
 
     def raise_if_condemned(self, rank: Rank, describe: Callable[[], str]) -> None:
         """Raise the error that waits for this rank, if any."""
+        if rank.status is Status.GONE:
+            raise RankDropped
         if rank.verdict is not None:
             raise rank.verdict(rank.index, describe())
 
@@ -177,15 +181,24 @@ class Scheduler:
     def drain(self, rank: Rank) -> None:
         """Let the other ranks run until all have ended; for rank 0, which has ended itself."""
         while any(other.status is Status.ALIVE for other in self.ranks):
-            self._hand_over(rank)
+            try:
+                self._hand_over(rank)
+            except BaseException as error:
+                self.fail(rank, error)
 
     # --- the token -----------------------------------------------------------------------------
 
     def _hand_over(self, rank: Rank) -> None:
-        following = self._choose(rank)
-        if following is not rank:
-            self._give_token(rank, following)
-            self.sleep_until_running(rank)
+        """Give the token to the next runnable rank and sleep until it is back."""
+        try:
+            following = self._choose(rank)
+            if following is not rank:
+                self._give_token(rank, following)
+                self.sleep_until_running(rank)
+        except BaseException as error:
+            # Ctrl-C or a test's alarm: only the caller's thread, rank 0, ever gets here.
+            self._recover_token(rank, error)
+            raise
 
     def _give_token(self, rank: Rank, following: Rank) -> None:
         rank.globals.save()
@@ -194,33 +207,32 @@ class Scheduler:
         following.wake()
 
     def sleep_until_running(self, rank: Rank) -> None:
-        """Sleep until this rank has the token.
-
-        Only the caller's thread, rank 0, is ever interrupted here: by Ctrl-C or a test's alarm.
-        Then the world ends, and the interruption goes on once the token is back.
-        """
-        interruption: BaseException | None = None
+        """Sleep until this rank has the token."""
         while self.running is not rank:
-            try:
-                rank.sleep(-1 if interruption is None else _STOP_GRACE_SECONDS)
-                if interruption is not None and self.running is not rank:
-                    self._abandon_running(rank)
-            except BaseException as error:
-                if interruption is None:
-                    interruption = error
-                    self.fail(rank, error)
-        if interruption is not None:
-            raise interruption
+            rank.sleep()
 
-    def _abandon_running(self, rank: Rank) -> None:
-        """Take the token from a rank that does not come back: its thread is a daemon."""
-        stuck = self.running
+    def _recover_token(self, rank: Rank, error: BaseException) -> None:
+        """End the world and get the token back, wherever the interruption struck."""
+        if self.running is rank:  # not given away, or just come back
+            rank.globals.load()
+            return
+        self.fail(rank, error)
+        rank.verdict = peer_failed_verdict(rank.index, error)
+        self.running.wake()  # the interruption may have come just before
+        while (running := self.running) is not rank:
+            with suppress(BaseException):  # more of the same
+                rank.sleep(_STOP_GRACE_SECONDS)
+                if self.running is running and running is not rank:
+                    self._abandon(running, rank)
+
+    def _abandon(self, stuck: Rank, rank: Rank) -> None:
+        """Take the token from a rank that does not come back, and end its thread if possible."""
         stuck.status = Status.FAILED
+        self.running = rank
+        rank.globals.load()
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
             ctypes.c_ulong(stuck.thread_id), ctypes.py_object(SystemExit)
         )
-        self.running = rank
-        rank.globals.load()
 
     def _choose(self, after: Rank) -> Rank:
         """Pick the rank to run next: the first after `after` whose wait is over."""

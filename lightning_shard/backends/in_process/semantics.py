@@ -69,8 +69,8 @@ def _all_gather(calls: Calls) -> None:
     targets = [slot for call in calls for slot in call.outputs]
     sources = unaliased([call.inputs[0] for call in calls], targets)
     for call in calls:
-        for slot, source in zip(call.outputs, sources, strict=True):
-            write(slot, source)
+        for slot, part in zip(call.outputs, sources, strict=True):
+            write(slot, part)
 
 
 def _all_gather_single(calls: Calls) -> None:
@@ -106,8 +106,8 @@ def _gather(calls: Calls) -> None:
     for slot, source in zip(root.outputs, calls, strict=True):
         _check_numel(root, slot, source, source.inputs[0])
     sources = unaliased([call.inputs[0] for call in calls], root.outputs)
-    for slot, source in zip(root.outputs, sources, strict=True):
-        write(slot, source)
+    for slot, part in zip(root.outputs, sources, strict=True):
+        write(slot, part)
 
 
 def _scatter(calls: Calls) -> None:
@@ -115,8 +115,8 @@ def _scatter(calls: Calls) -> None:
     for call, source in zip(calls, root.inputs, strict=True):
         _check_numel(call, call.outputs[0], root, source)
     sources = unaliased(root.inputs, [call.outputs[0] for call in calls])
-    for call, source in zip(calls, sources, strict=True):
-        write(call.outputs[0], source)
+    for call, part in zip(calls, sources, strict=True):
+        write(call.outputs[0], part)
 
 
 def _all_to_all(calls: Calls) -> None:

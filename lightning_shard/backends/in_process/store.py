@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
+from lightning_shard.backends.in_process._c10d import StoreBase
 from lightning_shard.backends.in_process.call_site import CallSite, find_call_site
 
 if TYPE_CHECKING:
@@ -16,7 +15,7 @@ def _as_bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
 
 
-class InProcessStore(dist.Store):
+class InProcessStore(StoreBase):
     """The store of one world.
 
     c10d's C++ (`PrefixStore`, its own barriers) calls these methods too, some by camel-case names.
@@ -69,9 +68,7 @@ class InProcessStore(dist.Store):
         del timeout
         if not self._has(keys):
             site = find_call_site()
-            self._world.wait_until(
-                lambda: self._has(keys), lambda: _describe("wait", keys, site)
-            )
+            self._world.wait_until(lambda: self._has(keys), lambda: _describe("wait", keys, site))
 
     def delete_key(self, key: str) -> bool:
         """Forget a key; return whether it was set."""

@@ -14,7 +14,7 @@ def mark_stream(tensors: Sequence[Tensor]) -> torch.cuda.Event | None:
     """Record an event on the current stream, if the tensors are CUDA's."""
     if not tensors or not tensors[0].is_cuda:
         return None
-    event = torch.cuda.Event()
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(tensors[0].device))
     return event
 

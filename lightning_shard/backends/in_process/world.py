@@ -5,10 +5,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 
 from lightning_shard.backends.in_process import _c10d
 from lightning_shard.backends.in_process.calls import Call, Disagreement
@@ -93,12 +92,12 @@ class World:
             sys.excepthook = excepthook
         return results
 
-    def new_init_store(self) -> dist.Store:
+    def new_init_store(self) -> _c10d.Store:
         """Return a store for this rank's next default group; its peers get the same."""
         self._num_inits[self.rank] += 1
-        return dist.PrefixStore(f"init{self._num_inits[self.rank]}", self.store)
+        return _c10d.PrefixStore(f"init{self._num_inits[self.rank]}", cast(_c10d.Store, self.store))
 
-    def _rendezvous(self, rank: int, world_size: int) -> tuple[dist.Store, int, int]:
+    def _rendezvous(self, rank: int, world_size: int) -> tuple[_c10d.Store, int, int]:
         if rank not in (-1, self.rank) or world_size not in (-1, self.num_ranks):
             raise ConfigError(
                 f"init_process_group: got rank={rank}, world_size={world_size}, expected "
@@ -131,8 +130,7 @@ class World:
         def describe() -> str:
             return f"{call} of {channel} at {call.site}"
 
-        if rank.status is Status.GONE:
-            raise RankDropped
+        self.scheduler.raise_if_condemned(rank, describe)
         self._suffer(rank, call, describe)
         self.scheduler.raise_if_condemned(rank, describe)
         members = channel.global_ranks
@@ -256,5 +254,3 @@ def _describe_disagreement(channel: Channel, disagreement: Disagreement) -> str:
         f"  rank {ranks[got.rank]}: got {got} at {got.site}\n"
         f"  rank {ranks[expected.rank]}: expected {expected} at {expected.site}"
     )
-
-

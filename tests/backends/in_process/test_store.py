@@ -1,3 +1,5 @@
+"""The store of a world, called through c10d's C++ `PrefixStore`."""
+
 import torch.distributed as dist
 
 from lightning_shard.backends.in_process import current_world

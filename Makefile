@@ -1,0 +1,35 @@
+# Each target makes its own environment: a fresh machine needs Python 3.11 or 3.12, git and make.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test test-all lint types bench clean
+
+demo: $(STAMP)
+	$(BIN)/python examples/train_gpt.py --config configs/gpt_demo.yaml
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -m "not slow and not gpu and not benchmark"
+
+test-all: $(STAMP)
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	$(BIN)/python -m tests.benchmarks
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

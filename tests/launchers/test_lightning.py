@@ -1,0 +1,22 @@
+"""The private names of Lightning that the launchers need; a failure says what has changed."""
+
+import inspect
+
+import lightning.pytorch as pl
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from lightning.pytorch.trainer.call import _call_and_handle_interrupt
+
+
+def test_launcher_is_an_abstract_class_with_these_methods() -> None:
+    assert _Launcher.__abstractmethods__ == {"is_interactive_compatible", "kill", "launch"}
+
+
+def test_call_and_handle_interrupt_takes_a_trainer_and_a_function() -> None:
+    parameters = list(inspect.signature(_call_and_handle_interrupt).parameters)
+    assert parameters == ["trainer", "trainer_fn", "args", "kwargs"]
+
+
+def test_the_strategys_launcher_and_the_modules_table_of_metrics() -> None:
+    trainer = pl.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
+    assert trainer.strategy._launcher is None
+    assert pl.LightningModule()._metric_attributes is None

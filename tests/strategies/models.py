@@ -1,0 +1,269 @@
+"""The models of the parity tests: ordinary LightningModules that know nothing of ranks.
+
+Each has two AdamW groups, one of them without weight decay, and a warm-up. `data(num_samples)` is
+its training set, the same on every call. What the models use of an engine:
+
+    gpt         repeated blocks, two embeddings; the module of `examples/train_gpt.py`
+    conv        batch norms (buffers), each rank with its own statistics; a frozen layer
+    sync_conv   the same, the ranks with common statistics
+    lstm        fused weights of `nn.LSTM`, one matrix as embedding and head
+    llama       Hugging Face, grouped-query attention
+    gpt2        Hugging Face, tied embeddings
+    mixture     experts that only some samples, so only some ranks, use; an unused parameter
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L  # noqa: N812
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import TensorDataset
+
+from examples.train_gpt import GPT
+
+VOCABULARY = 64
+CONTEXT = 16
+# Adam divides by the root of the mean square + eps. The bias of attention's keys has no effect on
+# the loss, so its gradient is rounding noise (about 1e-9); with the usual eps of 1e-8 Adam would
+# make whole steps of it, in another direction for every order of summation.
+EPS = 1e-6
+WARMUP_STEPS = 5
+
+
+def warm_up(step: int) -> float:
+    """Return the factor of the learning rate; a function, so that it can be pickled."""
+    return min(1.0, (step + 1) / WARMUP_STEPS)
+
+
+class Trained(L.LightningModule):
+    """A loss and how it is minimised."""
+
+    def loss(self, batch: Any) -> Tensor:
+        raise NotImplementedError
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        trainable = [param for param in self.parameters() if param.requires_grad]
+        groups = [
+            {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": 0.1},
+            {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0, "lr": 2e-3},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=EPS)
+        schedule = LambdaLR(optimizer, warm_up)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+        }
+
+
+class ExampleGPT(Trained, GPT):
+    """The example's module; only its optimizer is set up for comparisons."""
+
+    training_step = Trained.training_step
+    loss = GPT.loss
+
+    def __init__(self, width: int = 32, num_layers: int = 3) -> None:
+        GPT.__init__(self, context=CONTEXT, num_layers=num_layers, num_heads=2, width=width)
+
+    @staticmethod
+    def data(num_samples: int) -> TensorDataset:
+        return TensorDataset(*_text(num_samples, 256))
+
+
+class ConvNet(Trained):
+    """A classifier of images with batch norms; its first layer is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, 4, 3, padding=1)
+        self.stem.requires_grad_(False)
+        self.body = nn.Sequential(
+            nn.Conv2d(4, 8, 3, padding=1, bias=False),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.Conv2d(8, 8, 3, stride=2, padding=1, bias=False),
+            nn.BatchNorm2d(8, momentum=None),
+            nn.ReLU(),
+        )
+        self.head = nn.Linear(8 * 4 * 4, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.body(self.stem(images)).flatten(1))
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        images, labels = batch
+        return F.cross_entropy(self(images), labels)
+
+    @staticmethod
+    def data(num_samples: int) -> TensorDataset:
+        generator = torch.Generator().manual_seed(1)
+        images = torch.randn(num_samples, 1, 8, 8, generator=generator)
+        return TensorDataset(images, torch.randint(10, (num_samples,), generator=generator))
+
+
+class ConvNetOfRanks(ConvNet):
+    """What a `ConvNet` with plain batch norms computes on `num_ranks` ranks, on one device.
+
+    Each rank's part of the batch has its own statistics. The running ones are rank 0's.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        super().__init__()
+        self.num_ranks = num_ranks
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        ranks = range(self.num_ranks)
+        losses = [
+            self._loss_of_rank(r, *(part[r :: self.num_ranks] for part in batch)) for r in ranks
+        ]
+        return torch.stack(losses).mean()
+
+    def _loss_of_rank(self, rank: int, images: Tensor, labels: Tensor) -> Tensor:
+        if rank == 0:
+            return F.cross_entropy(self(images), labels)
+        copies = {name: buffer.clone() for name, buffer in self.named_buffers()}
+        return F.cross_entropy(functional_call(self, copies, images), labels)
+
+
+class TiedLSTM(Trained):
+    """A language model; one matrix is both embedding and head."""
+
+    def __init__(self, width: int = 24) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.lstm = nn.LSTM(width, width, num_layers=2, batch_first=True)
+        self.head = nn.Linear(width, VOCABULARY)
+        self.head.weight = self.embedding.weight
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        text, following = batch  # each (B, T)
+        output, _ = self.lstm(self.embedding(text))
+        return F.cross_entropy(self.head(output).flatten(0, 1), following.flatten())
+
+    @staticmethod
+    def data(num_samples: int) -> TensorDataset:
+        return TensorDataset(*_text(num_samples))
+
+
+class HuggingFaceLM(Trained):
+    """Any causal language model of `transformers`."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        (text,) = batch
+        return self.network(input_ids=text, labels=text).loss
+
+    @staticmethod
+    def data(num_samples: int) -> TensorDataset:
+        return TensorDataset(_text(num_samples)[0])
+
+
+def llama() -> HuggingFaceLM:
+    """Four query heads share two key and value heads; embedding and head are separate."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=False,
+    )
+    return HuggingFaceLM(LlamaForCausalLM(config))
+
+
+def gpt2() -> HuggingFaceLM:
+    """Embedding and head are one matrix; no dropout."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=CONTEXT,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return HuggingFaceLM(GPT2LMHeadModel(config))
+
+
+class MixtureBlock(nn.Module):
+    """Adds to each sample what its expert makes of it; leaves other experts alone."""
+
+    def __init__(self, width: int, num_experts: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(num_experts))
+
+    def forward(self, x: Tensor, route: Tensor) -> Tensor:
+        added = torch.zeros_like(x)  # (B, width)
+        for number, expert in enumerate(self.experts):
+            chosen = (route == number).nonzero().flatten()
+            if len(chosen):
+                added = added.index_add(0, chosen, torch.tanh(expert(self.norm(x[chosen]))))
+        return x + added
+
+
+class Mixture(Trained):
+    """Experts by sample: one for all, one on a single rank, one now and then, one never."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(8, width)
+        self.blocks = nn.ModuleList(MixtureBlock(width, num_experts=4) for _ in range(2))
+        self.unused = nn.Parameter(torch.ones(5))
+        self.scale = nn.Parameter(torch.ones(()))
+        self.outlet = nn.Linear(width, 1)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        x, route, target = batch
+        x = self.inlet(x)
+        for block in self.blocks:
+            x = block(x, route)
+        return F.mse_loss(self.outlet(x * self.scale), target)
+
+    @staticmethod
+    def data(num_samples: int) -> TensorDataset:
+        generator = torch.Generator().manual_seed(2)
+        x, target = (torch.randn(num_samples, width, generator=generator) for width in (8, 1))
+        index = torch.arange(num_samples)
+        route = torch.zeros(num_samples, dtype=torch.long)
+        route[index % 12 == 1] = 1  # in every batch of twelve on rank 1 of 2, 3 or 4
+        route[index % 60 == 14] = 2  # in every fifth batch on rank 2 of 3 or 4, on rank 0 of 2
+        return TensorDataset(x, route, target)
+
+
+def _text(num_samples: int, vocabulary: int = VOCABULARY) -> tuple[Tensor, Tensor]:
+    """Random walks over the vocabulary, which can be learnt; (S, T) tokens and those after."""
+    generator = torch.Generator().manual_seed(3)
+    strides = torch.randint(1, 4, (num_samples, CONTEXT + 1), generator=generator)
+    starts = torch.randint(vocabulary, (num_samples, 1), generator=generator)
+    walk = (starts + strides.cumsum(1)) % vocabulary
+    return walk[:, :-1].clone(), walk[:, 1:].clone()
+
+
+MODELS: dict[str, Callable[[], Trained]] = {
+    "gpt": ExampleGPT,
+    "conv": ConvNet,
+    "sync_conv": ConvNet,
+    "lstm": TiedLSTM,
+    "llama": llama,
+    "gpt2": gpt2,
+    "mixture": Mixture,
+}

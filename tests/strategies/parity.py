@@ -1,0 +1,202 @@
+"""Train one model on one device or on many, on the same global batches, and compare.
+
+global batch k   samples  12k ... 12k + 11     one device takes all of it
+rank r of N                r, r + N, ...       a DistributedSampler that does not shuffle
+"""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import lightning as L  # noqa: N812
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_shard import DDPStrategy, ZeRO1Strategy, ZeRO2Strategy, ZeRO3Strategy
+from lightning_shard.strategies.data_parallel import DataParallelStrategy
+from tests.strategies.models import MODELS, ConvNetOfRanks, Trained
+
+STRATEGIES: dict[str, type[DataParallelStrategy]] = {
+    "shard_ddp": DDPStrategy,
+    "zero1": ZeRO1Strategy,
+    "zero2": ZeRO2Strategy,
+    "zero3": ZeRO3Strategy,
+}
+GLOBAL_BATCH = 12  # divisible by 2, 3 and 4
+NUM_STEPS = 20
+ACCUMULATE = 2
+CLIP = 0.1  # below every norm of these models, so always active
+SMALL_BUCKET_MB = 0.001  # each block of these small models is a unit of its own
+# Of weights near zero: a weight is a sum of steps of about the learning rate, 3e-3, each rounded
+# to fp32's 6e-8 of it or of the weight before. Measured: at most 8e-8.
+ATOL = 2e-7
+UPSTREAM_WARNINGS = (
+    r".*`isinstance\(treespec, LeafSpec\)` is deprecated",  # lightning 2.6 with torch 2.13
+    r".*does not have many workers",  # advice about speed, on hosts with many cores
+    r".*You defined a `validation_step` but have no `val_dataloader`",  # the example's GPT
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One training run on several ranks."""
+
+    model: str
+    strategy: str
+    num_ranks: int
+    precision: str = "32-true"
+
+    def __str__(self) -> str:
+        return f"{self.model}-{self.strategy}-{self.num_ranks}-{self.precision}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a training run leaves: the curve, and the whole weights and buffers.
+
+    Attributes:
+        losses: Of each micro-batch, averaged over ranks.
+        norms: Of each step's gradient before clipping.
+        weights: The `state_dict`.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, Tensor]
+
+
+@dataclass
+class Curve(L.Callback):
+    """Records losses and norms."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+
+    def on_before_optimizer_step(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        if isinstance(trainer.strategy, SingleDeviceStrategy):
+            grads = [param.grad for param in pl_module.parameters() if param.grad is not None]
+            norm = torch.nn.utils.get_total_norm(
+                [grad.to(torch.promote_types(grad.dtype, torch.float32)) for grad in grads]
+            )
+        else:
+            norm = trainer.strategy.gradient_norm(optimizer)
+        self.norms.append(norm.item())
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any
+    ) -> None:
+        self.losses.append(outputs["loss"].item())
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not isinstance(trainer.strategy, SingleDeviceStrategy):
+            ranks = trainer.strategy.collectives.all_gather_object(self.losses)
+            self.losses = [sum(losses) / len(losses) for losses in zip(*ranks, strict=True)]
+
+
+class GlobalBatches(L.LightningDataModule):
+    """A model's data, such that the ranks' batches together are the single device's batch."""
+
+    def __init__(self, model: Trained, num_steps: int = NUM_STEPS) -> None:
+        super().__init__()
+        self.dataset = model.data(GLOBAL_BATCH * ACCUMULATE * num_steps)
+
+    def train_dataloader(self) -> DataLoader:
+        assert self.trainer is not None
+        num_ranks, rank = self.trainer.world_size, self.trainer.global_rank
+        sampler = DistributedSampler(self.dataset, num_ranks, rank, shuffle=False)
+        return DataLoader(self.dataset, GLOBAL_BATCH // num_ranks, sampler=sampler)
+
+
+def build(name: str) -> Trained:
+    """Return the model, with the same values every time."""
+    L.seed_everything(7, verbose=False)
+    return MODELS[name]()
+
+
+def quiet_trainer(**options: Any) -> L.Trainer:
+    """Return a Trainer on CPU ranks that clips and accumulates; a single device by default."""
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_steps": NUM_STEPS,
+        "accumulate_grad_batches": ACCUMULATE,
+        "gradient_clip_val": CLIP,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return L.Trainer(**(defaults | options))
+
+
+def train(model: Trained, **options: Any) -> Run:
+    """Train `model` for `NUM_STEPS` steps; on several processes each must call."""
+    curve = Curve()
+    quiet_trainer(callbacks=[curve], **options).fit(model, datamodule=GlobalBatches(model))
+    weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    return Run(losses=curve.losses, norms=curve.norms, weights=weights)
+
+
+def train_ranks(case: Case, backend: str = "in_process") -> Run:
+    """Train on several ranks: of this process, or of processes that each call this."""
+    return train(
+        build(case.model),
+        strategy=STRATEGIES[case.strategy](backend=backend, bucket_mb=SMALL_BUCKET_MB),
+        devices=case.num_ranks,
+        precision=case.precision,
+        sync_batchnorm=case.model == "sync_conv",
+    )
+
+
+def train_cases(cases: Sequence[Case]) -> list[Run]:
+    """Train one case after the other over Gloo; for `run_processes`."""
+    for message in UPSTREAM_WARNINGS:
+        warnings.filterwarnings("ignore", message)
+    return [train_ranks(case, "gloo") for case in cases]
+
+
+@cache
+def single_device(case: Case) -> Run:
+    """Return what a single device makes of the same global batches, in the same precision."""
+    if case.model == "conv":  # its statistics depend on the number of ranks
+        L.seed_everything(7, verbose=False)
+        return train(ConvNetOfRanks(case.num_ranks), precision=case.precision)
+    return _common_single_device(case.model, case.precision)
+
+
+@cache
+def _common_single_device(model: str, precision: str) -> Run:
+    return train(build(model), precision=precision)
+
+
+def assert_parity(run: Run, expected: Run, *, rtol: float = 1e-5, atol: float = ATOL) -> None:
+    """Compare losses and norms by `rtol`, and the weights by `rtol` and `atol`."""
+    assert len(run.losses) == len(expected.losses) == NUM_STEPS * ACCUMULATE
+    assert len(run.norms) == len(expected.norms) == NUM_STEPS
+    assert min(expected.norms) > CLIP
+    _assert_close("losses", torch.tensor(run.losses), torch.tensor(expected.losses), rtol, 0.0)
+    _assert_close("norms", torch.tensor(run.norms), torch.tensor(expected.norms), rtol, 0.0)
+    assert run.weights.keys() == expected.weights.keys()
+    for name, weight in run.weights.items():
+        _assert_close(name, weight, expected.weights[name], rtol, atol)
+
+
+def assert_bitwise_equal(run: Run, again: Run) -> None:
+    """Compare two runs bit for bit."""
+    assert run.losses == again.losses
+    assert run.norms == again.norms
+    for name, weight in run.weights.items():
+        assert torch.equal(weight, again.weights[name]), name
+
+
+def _assert_close(name: str, got: Tensor, expected: Tensor, rtol: float, atol: float) -> None:
+    def message(found: str) -> str:
+        return f"{name}: {found}"
+
+    torch.testing.assert_close(got, expected, rtol=rtol, atol=atol, msg=message)
