@@ -65,7 +65,8 @@ def reduce_tensors(tensors: Sequence[Tensor], op: Any = ReduceOp.SUM) -> Tensor:
 
 
 def _fold(tensors: Sequence[Tensor], name: str, op: Any, dtype: torch.dtype) -> Tensor:
-    factor = op.factor if name == "PREMUL_SUM" else None
+    # torch 2.11 tells the factor nowhere else.
+    factor = op.__getstate__()[1] if name == "PREMUL_SUM" else None
     fold = _FOLDS[name]
     parts = (
         tensor.to(dtype) if factor is None else tensor.to(dtype) * factor for tensor in tensors

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from lightning_shard.backends.in_process.reductions import reduce_tensors
@@ -54,7 +55,7 @@ def test_integer_average_is_cut_off() -> None:
 
 
 def test_premultiplied_sum() -> None:
-    op = ReduceOp.PREMUL_SUM(0.5)
+    op = dist._make_nccl_premul_sum(0.5)
     assert reduce_tensors([torch.tensor([2.0]), torch.tensor([4.0])], op).tolist() == [3.0]
 
 
