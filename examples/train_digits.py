@@ -106,15 +106,15 @@ class Digits(L.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader:
         """Iterate over the training images in random order."""
-        return DataLoader(self.train, self.batch_size, shuffle=True)
+        return DataLoader(self.train, batch_size=self.batch_size, shuffle=True)
 
     def val_dataloader(self) -> DataLoader:
         """Iterate over the validation images."""
-        return DataLoader(self.val, self.batch_size)
+        return DataLoader(self.val, batch_size=self.batch_size)
 
     def test_dataloader(self) -> DataLoader:
         """Iterate over the test images."""
-        return DataLoader(self.test, self.batch_size)
+        return DataLoader(self.test, batch_size=self.batch_size)
 
     def predict_dataloader(self) -> DataLoader:
         """Iterate over the test images."""

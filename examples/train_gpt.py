@@ -133,14 +133,10 @@ class GPT(L.LightningModule):
             {"params": matrices, "weight_decay": self.hparams["weight_decay"]},
             {"params": vectors, "weight_decay": 0.0},
         ]
-        optimizer = torch.optim.AdamW(
-            groups, lr=self.hparams["learning_rate"], betas=(0.9, 0.95), fused=True
-        )
+        peak = self.hparams["learning_rate"]
+        optimizer = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), fused=True)
         schedule = LambdaLR(optimizer, self.learning_rate_factor)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
-        }
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def learning_rate_factor(self, step: int) -> float:
         """Return the learning rate of `step` as a fraction of the peak."""
@@ -196,11 +192,11 @@ class Text(L.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader:
         """Iterate over the training blocks in random order."""
-        return DataLoader(self.train_blocks, self.batch_size, shuffle=True, drop_last=True)
+        return DataLoader(self.train_blocks, batch_size=self.batch_size, shuffle=True)
 
     def val_dataloader(self) -> DataLoader:
         """Iterate over the validation blocks in order."""
-        return DataLoader(self.val_blocks, self.batch_size)
+        return DataLoader(self.val_blocks, batch_size=self.batch_size)
 
 
 def bigram_loss(before: Tensor, after: Tensor, val_before: Tensor, val_after: Tensor) -> float:
@@ -240,21 +236,10 @@ def main() -> None:
     # Worker processes would have nothing to do, a few blocks validated twice do no harm, and
     # Lightning 2.6 uses a name that torch 2.13 deprecates.
     warnings.filterwarnings("ignore", ".*(many workers|`DistributedSampler`|LeafSpec)")
-    defaults = {
-        "max_steps": 300,
-        "gradient_clip_val": 1.0,
-        "logger": False,
-        "enable_checkpointing": False,
-        "callbacks": [Report()],
-    }
-    cli = TextCLI(
-        GPT,
-        Text,
-        run=False,
-        seed_everything_default=0,
-        save_config_callback=None,
-        trainer_defaults=defaults,
-    )
+    defaults = {"max_steps": 300, "gradient_clip_val": 1.0, "callbacks": [Report()]}
+    defaults |= {"logger": False, "enable_checkpointing": False}
+    options = {"run": False, "seed_everything_default": 0, "save_config_callback": None}
+    cli = TextCLI(GPT, Text, trainer_defaults=defaults, **options)
     cli.trainer.fit(cli.model, datamodule=cli.datamodule)
     cli.trainer.validate(cli.model, datamodule=cli.datamodule, verbose=False)
 

@@ -12,8 +12,10 @@ by `python -m`. An error of this package ends the command with one message and e
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
 from lightning_shard.errors import ShardError
@@ -25,6 +27,7 @@ class ShardCLI(LightningCLI):
     """LightningCLI with any model and any data module, and `--debug`."""
 
     def __init__(self) -> None:
+        self._refusal: ShardError | None = None
         super().__init__(
             subclass_mode_model=True,
             subclass_mode_data=True,
@@ -38,6 +41,29 @@ class ShardCLI(LightningCLI):
             action="store_true",
             help="Show the traceback of an error of lightning_shard, not only its message.",
         )
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        self.parser.add_instantiator(self._instantiate_strategy, Strategy, subclasses=True)
+
+    @override
+    def instantiate_classes(self) -> None:
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            if self._refusal is None:
+                raise
+            raise self._refusal from error
+
+    def _instantiate_strategy(
+        self, strategy_class: type[Strategy], *args: Any, **kwargs: Any
+    ) -> Strategy:
+        """Remember why a strategy refused its options: jsonargparse buries it in its own error."""
+        try:
+            return strategy_class(*args, **kwargs)
+        except ShardError as error:
+            self._refusal = error
+            raise
 
 
 def main() -> int:

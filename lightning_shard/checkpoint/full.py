@@ -27,7 +27,9 @@ def full_module_state(module: nn.Module, engine: DataParallelEngine) -> dict[str
     if not is_first:
         return {}
     state = module.state_dict(keep_vars=True)
-    return {name: whole.get(id(value), _plain(value)) for name, value in state.items()}
+    for name, value in state.items():  # in place: torch's own mapping knows module versions
+        state[name] = whole[id(value)] if id(value) in whole else _plain(value)
+    return state
 
 
 def _plain(value: Any) -> Any:

@@ -1,7 +1,8 @@
 """Buffers (running statistics, codebooks ...) follow rank 0 during training.
 
-As torch DDP does, ranks take over rank 0's values at the start of a training step; unlike it, only
-those of floating point that belong to the `state_dict`, so constant masks and caches cost nothing.
+As torch DDP does, ranks take over rank 0's values at the start of a training step and of the first
+evaluation step after one; unlike it, only those of floating point that belong to the `state_dict`,
+so constant masks and caches cost nothing.
 """
 
 import torch
@@ -21,10 +22,22 @@ class BufferSync:
     def __init__(self, model: nn.Module, collectives: Collectives) -> None:
         self._model = model
         self._collectives = collectives
+        self._may_differ = False
 
     def broadcast_all(self) -> None:
         """Take over every buffer of rank 0; each rank must call."""
         self._broadcast([buffer for buffer in self._model.buffers() if buffer.numel()])
+
+    def follow(self, *, training: bool) -> None:
+        """At the start of a step, take over what training may have changed; each rank must call.
+
+        Args:
+            training: Whether this step may change buffers; of other steps in a row only the first
+                finds something to take over.
+        """
+        if training or self._may_differ:
+            self.broadcast_changing()
+        self._may_differ = training
 
     def broadcast_changing(self) -> None:
         """Take over what training may have changed; each rank must call."""

@@ -121,14 +121,14 @@ class DataParallelEngine:
     def step(self) -> Iterator[None]:
         """Run one training, validation, test or predict step inside; each rank must."""
         self.hook_trainable()
-        if self.model.training and torch.is_grad_enabled():
-            self._buffers.broadcast_changing()
+        self._buffers.follow(training=self.model.training and torch.is_grad_enabled())
         with nullcontext() if self._gatherer is None else self._gatherer.step():
             yield
 
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Run one backward inside; on leaving it the gradients are averaged (unless `no_sync`)."""
+        self.hook_trainable()  # what the step itself has unfrozen
         if self._gatherer is not None:
             self._gatherer.gather_residents()
         with self.reducer.backward():
@@ -219,6 +219,8 @@ class DataParallelEngine:
         if self._gatherer is not None:
             self._gatherer.free_all() if restore else None
             self._gatherer.remove()
+        if restore:
+            self._buffers.follow(training=False)
         for flat in self.flats if restore else ():
             full = flat.gather_shards(flat.shard)
             for param, value in zip(flat.params, full, strict=True):

@@ -58,6 +58,11 @@ class FlatGradients:
         return self.flat.stage < 2
 
     @property
+    def is_trained(self) -> bool:
+        """Whether any parameter requires a gradient now; frozen buffers cost nothing."""
+        return any(param.requires_grad for param in self.flat.params)
+
+    @property
     def is_complete(self) -> bool:
         """Whether every parameter that can has had its gradient in this backward."""
         if len(self._seen) < self._expected:
@@ -69,9 +74,7 @@ class FlatGradients:
     def must_reduce(self) -> bool:
         """Whether the end of a backward still owes a reduction, whatever this rank's graph used."""
         late = self.was_reduced and any(self._fresh) and not self.keeps_views
-        return late or (
-            not self.was_reduced and any(param.requires_grad for param in self.flat.params)
-        )
+        return late or (not self.was_reduced and self.is_trained)
 
     def accept(self, index: int) -> None:
         """Take the gradient that autograd has just put on a parameter.

@@ -142,7 +142,9 @@ class Gatherer:
         if not torch.is_grad_enabled():
             return
         unit.open_calls += 1
-        if tensors := [tensor for tensor in _tensors(inputs) if tensor.requires_grad]:
+        tensors = [tensor for tensor in _tensors(inputs) if tensor.requires_grad]
+        # a leaf's hook runs before what else is ready, such as the backward of a weight norm
+        if tensors and not any(tensor.is_leaf for tensor in tensors):
 
             def left(_: Any) -> None:
                 self._after_backward(unit)

@@ -81,9 +81,10 @@ class Reducer:
     def _reduce_ready(self) -> None:
         while self._cursor < len(self._order):
             gradients = self._gradients[self._order[self._cursor]]
-            if not gradients.is_complete or not self._reduces_now(gradients):
-                return
-            self._begin(gradients)
+            if gradients.is_trained:
+                if not gradients.is_complete or not self._reduces_now(gradients):
+                    return
+                self._begin(gradients)
             self._cursor += 1
 
     def _reduces_now(self, gradients: FlatGradients) -> bool:

@@ -119,15 +119,24 @@ def _has_params(module: nn.Module) -> bool:
 
 def _owners(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> dict[int, int | None]:
     """Map the id of each parameter to its block, or None when several places use it."""
-    inside = {id(m) for _, block in blocks for m in block.modules()}
     owner: dict[int, int | None] = {}
     for index, (_, block) in enumerate(blocks):
         for param in block.parameters():
             owner[id(param)] = None if owner.get(id(param), index) != index else index
-    for module in model.modules():
-        if id(module) not in inside:
-            owner.update((id(param), None) for param in module.parameters(recurse=False))
+    seen = {id(block) for _, block in blocks}
+    for module in _reachable(model, seen):
+        owner.update((id(param), None) for param in module.parameters(recurse=False))
     return owner
+
+
+def _reachable(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
+    """Every module that some path leads to without passing one of `seen`, which grows."""
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    yield module
+    for child in module.children():
+        yield from _reachable(child, seen)
 
 
 def _extends(

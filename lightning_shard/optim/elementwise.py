@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 _SHAPE = (4, 6)
 _CUT = 10  # inside a row
+_LR = 1e-2
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
@@ -51,6 +52,8 @@ def _steps(
     twin = copy.copy(optimizer)
     twin.state = defaultdict(dict)
     settings = {key: copy.copy(value) for key, value in group.items() if key != "params"}
+    if "lr" in settings:  # a warm-up may begin at zero, where every optimizer does the same
+        settings["lr"] = _LR
     twin.param_groups = []
     twin.add_param_group({**settings, "params": params})
     for step in grads:

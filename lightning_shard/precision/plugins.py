@@ -85,6 +85,16 @@ class ShardedMixedPrecision(ShardedPrecision, MixedPrecision):
                 self.scaler, engine.optimizer_view, engine.collectives, device
             )
 
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if (state := checkpoint.pop(type(self).__qualname__, None)) is not None:
+            checkpoint[MixedPrecision.__qualname__] = state  # where plain Lightning looks for it
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if (state := checkpoint.get(MixedPrecision.__qualname__)) is not None:
+            self.load_state_dict(state)
+
 
 def sharded_twin(plugin: Precision | None) -> Precision | None:
     """The plugin of ours that does what one of Lightning's does.

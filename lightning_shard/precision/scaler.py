@@ -2,8 +2,10 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_shard.backends.collectives import Collectives
@@ -36,8 +38,19 @@ class ShardedGradScaler(torch.amp.GradScaler):
         """Divide this rank's gradients by the scale, and look for overflow on any rank."""
         with self._view():
             super().unscale_(optimizer)
+        self._agree_on_overflow(optimizer)
+
+    def _check_inf_per_device(self, optimizer: Optimizer) -> Any:
+        # the other way in: fused optimizers divide by the scale themselves
+        with self._view():
+            super()._check_inf_per_device(optimizer)
+        return self._agree_on_overflow(optimizer)
+
+    def _agree_on_overflow(self, optimizer: Optimizer) -> dict[torch.device, Tensor]:
+        found: dict[torch.device, Tensor]
         found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         if not found:  # a rank without a piece of these parameters
             found[self._shard_device] = torch.zeros((), device=self._shard_device)
         for flag in found.values():
             self._collectives.all_reduce(flag, "max").wait()
+        return found

@@ -46,7 +46,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model", choices=MODELS, default="gpt")
-    add("--rounds", type=_positive, default=10, help="turns of each contender")
+    add("--rounds", type=_positive, default=12, help="turns of each contender")
     add("--steps", type=_positive, default=2, help="steps of a turn")
     add("--only", nargs="+", choices=names, metavar="NAME", help=f"some of {', '.join(names)}")
     add("--no-memory", action="store_true", help="time only")

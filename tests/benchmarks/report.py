@@ -80,10 +80,11 @@ def print_results(console: Console, results: Results) -> None:
 
 def print_profile(console: Console, profile: Profile) -> None:
     """Print the phases of every contender and the two profiles of the first."""
-    table = _table("ms per phase, medians", (*PHASES, "total"))
-    for name, seconds in profile.phase_seconds.items():
-        table.add_row(name, *(f"{1e3 * seconds[phase]:.1f}" for phase in (*PHASES, "total")))
-    console.print(table)
+    for clock, by_name in (("ms", profile.wall_seconds), ("CPU ms", profile.cpu_seconds)):
+        table = _table(f"{clock} per phase, medians", (*PHASES, "total"))
+        for name, seconds in by_name.items():
+            table.add_row(name, *(f"{1e3 * seconds[phase]:.1f}" for phase in (*PHASES, "total")))
+        console.print(table)
     console.out(profile.operators, highlight=False)
     console.out(profile.functions, highlight=False)
 
@@ -109,7 +110,12 @@ def write_json(path: Path, results: Results) -> None:
         "load_before_and_after": results.load,
     }
     targets = [
-        {**asdict(target), "ratio": ratio.median, "met": ratio.median <= target.limit}
+        {
+            **asdict(target),
+            "ratio": ratio.median,
+            "met": ratio.median <= target.limit,
+            "cpu_ratio": _cpu_ratio(results, target),
+        }
         for target, ratio in _measured_targets(results)
     ]
     content = {
@@ -181,8 +187,15 @@ def _measured_targets(results: Results) -> list[tuple[Target, Ratio]]:
     ]
 
 
+def _cpu_ratio(results: Results, target: Target) -> float:
+    own, other = (results.records[name].cpu_seconds for name in (target.name, target.other))
+    return median(own) / median(other)
+
+
 def _target_table(results: Results) -> Table:
-    table = _table("Targets for step time", ("over", "ratio", "quartiles", "target", ""))
+    table = _table(
+        "Targets for step time", ("over", "ratio", "quartiles", "target", "", "CPU ratio")
+    )
     for target, ratio in _measured_targets(results):
         met = ratio.median <= target.limit
         table.add_row(
@@ -192,5 +205,6 @@ def _target_table(results: Results) -> Table:
             f"{ratio.low:.2f}-{ratio.high:.2f}",
             f"≤ {target.limit:.2f}",
             "[green]met[/]" if met else "[red]missed[/]",
+            f"{_cpu_ratio(results, target):.3f}",
         )
     return table

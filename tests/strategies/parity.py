@@ -110,7 +110,7 @@ class GlobalBatches(L.LightningDataModule):
         assert self.trainer is not None
         num_ranks, rank = self.trainer.world_size, self.trainer.global_rank
         sampler = DistributedSampler(self.dataset, num_ranks, rank, shuffle=False)
-        return DataLoader(self.dataset, GLOBAL_BATCH // num_ranks, sampler=sampler)
+        return DataLoader(self.dataset, batch_size=GLOBAL_BATCH // num_ranks, sampler=sampler)
 
 
 def build(name: str) -> Trained:
@@ -154,10 +154,15 @@ def train_ranks(case: Case, backend: str = "in_process") -> Run:
     )
 
 
-def train_cases(cases: Sequence[Case]) -> list[Run]:
-    """Train one case after the other over Gloo; for `run_processes`."""
+def ignore_upstream_warnings() -> None:
+    """In a process that a test has started, where warnings are errors."""
     for message in UPSTREAM_WARNINGS:
         warnings.filterwarnings("ignore", message)
+
+
+def train_cases(cases: Sequence[Case]) -> list[Run]:
+    """Train one case after the other over Gloo; for `run_processes`."""
+    ignore_upstream_warnings()
     return [train_ranks(case, "gloo") for case in cases]
 
 
@@ -180,8 +185,8 @@ def assert_parity(run: Run, expected: Run, *, rtol: float = 1e-5, atol: float = 
     assert len(run.losses) == len(expected.losses) == NUM_STEPS * ACCUMULATE
     assert len(run.norms) == len(expected.norms) == NUM_STEPS
     assert min(expected.norms) > CLIP
-    _assert_close("losses", torch.tensor(run.losses), torch.tensor(expected.losses), rtol, 0.0)
-    _assert_close("norms", torch.tensor(run.norms), torch.tensor(expected.norms), rtol, 0.0)
+    _assert_close("losses", _double(run.losses), _double(expected.losses), rtol, 0.0)
+    _assert_close("norms", _double(run.norms), _double(expected.norms), rtol, 0.0)
     assert run.weights.keys() == expected.weights.keys()
     for name, weight in run.weights.items():
         _assert_close(name, weight, expected.weights[name], rtol, atol)
@@ -200,3 +205,7 @@ def _assert_close(name: str, got: Tensor, expected: Tensor, rtol: float, atol: f
         return f"{name}: {found}"
 
     torch.testing.assert_close(got, expected, rtol=rtol, atol=atol, msg=message)
+
+
+def _double(values: Sequence[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)

@@ -21,7 +21,6 @@ from tests.strategies.parity import (
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
 
-STAGES = {"shard_ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 # Bytes per parameter with fp32 Adam: parameters, gradients, optimizer state; each is the sum of
 # what is replicated and what is divided by N.
 BYTES_PER_PARAMETER = {
@@ -170,20 +169,30 @@ def test_traffic_of_stage_3_is_3p_when_every_parameter_lies_in_a_block() -> None
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_accumulation(strategy: str) -> None:
+def test_traffic_of_accumulation(strategy: str) -> None:
     """Stages 0 and 1 send no gradients until the boundary; 2 and 3 have nowhere to keep them."""
     census = count(ExampleGPT(), strategy, 2, accumulate_grad_batches=3, max_steps=2)
     padded = census.blocks + census.resident
+    at_boundary = census.agreement + (padded if strategy == "shard_ddp" else 0)
     for batches in census.sent:
-        for number, batch in enumerate(batches, start=1):
-            is_boundary = number % 3 == 2  # batches 2 and 5; 0 is not in the list
-            reduced = batch["reduce_scatter"].elements if strategy != "shard_ddp" else 0
-            summed = batch["all_reduce"].elements
-            if is_boundary or strategy in ("zero2", "zero3"):
-                assert reduced + summed >= padded // 2
-            elif strategy != "shard_ddp":
-                assert (reduced, summed) == (0, 0)
-            assert summed == 0 or is_boundary
+        reduced = [_elements(batch, "reduce_scatter") for batch in batches]
+        summed = [_elements(batch, "all_reduce") for batch in batches]
+        # batch 0 is warm-up; 2 and 5 are boundaries
+        assert summed == [0, at_boundary, 0, 0, at_boundary]
+        each = padded // 2
+        assert (
+            reduced
+            == {
+                "shard_ddp": [0, 0, 0, 0, 0],
+                "zero1": [0, each, 0, 0, each],
+                "zero2": [each, each, each, each, each],
+                "zero3": [each, each, each, each, each],
+            }[strategy]
+        )
+
+
+def _elements(sent: Snapshot, operation: str) -> int:
+    return sent[operation].elements if operation in sent else 0
 
 
 def test_a_frozen_or_tied_parameter_costs_what_it_must() -> None:

@@ -1,0 +1,324 @@
+"""How blocks are called, what goes in and what comes out: stage 3 must see backward coming.
+
+Each against a single device, as in `test_training`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_shard.errors import ConfigError
+from tests.data_parallel.test_training import (
+    Block,
+    Case,
+    Net,
+    adam,
+    batches_marked_for_rank_one,
+    check,
+    from_leaf_input,
+    mean_square,
+    net_that_calls,
+    weighted_by_gradient,
+)
+
+
+@dataclass
+class Output:
+    hidden: Tensor
+    source: Tensor
+
+
+class Box:
+    """Not a container that anybody knows."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class OutputBlock(Block):
+    def forward(self, x: Tensor) -> Any:
+        return Output(super().forward(x), x.detach())
+
+
+class DictBlock(Block):
+    def forward(self, x: Tensor) -> Any:
+        return {"hidden": super().forward(x), "more": [1, None, "text"]}
+
+
+class TupleBlock(Block):
+    def forward(self, x: Tensor) -> Any:
+        return (super().forward(x), x.mean())
+
+
+class BoxBlock(Block):
+    def forward(self, x: Tensor) -> Any:
+        return Box(super().forward(x))
+
+
+class BoxBesideTensorBlock(Block):
+    def forward(self, x: Tensor) -> Any:
+        return x.detach(), Box(super().forward(x))
+
+
+class BoxedInputBlock(Block):
+    def forward(self, box: Any) -> Tensor:
+        return super().forward(box.value)
+
+
+class KeywordBlock(Block):
+    def forward(self, *, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+class WeightNormBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        nn.utils.parametrizations.weight_norm(self.up)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+class SpectralNormBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        nn.utils.parametrizations.spectral_norm(self.up)
+
+
+class LoraBlock(Block):
+    """A frozen base and a trainable adapter: the base is needed after the adapter's gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.down_projection = nn.Linear(8, 2, bias=False)
+        self.up_projection = nn.Linear(2, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.up_projection(self.down_projection(x))
+
+
+class Twice(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(block(x))
+        return self.head(x)
+
+
+class Looped(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for _ in range(2):
+            for block in self.blocks:
+                x = block(x)
+        return self.head(x)
+
+
+class OneBlockThreeTimes(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block()] * 3)
+
+
+class Siamese(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = self.embed(x), self.embed(2 * x)
+        for block in self.blocks:
+            left, right = block(left), block(right)
+        return self.head(left - right)
+
+
+class CheckpointedWhole(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class SharedSubmodule(Net):
+    """A module inside one block that is also called outside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.input_norm = self.blocks[1].norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.input_norm(self.embed(x))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def checkpointed(use_reentrant: bool) -> Callable[[nn.Module, Tensor], Tensor]:
+    return lambda block, x: checkpoint(block, x, use_reentrant=use_reentrant)
+
+
+CASES = {
+    "boxed_input": Case(model=net_that_calls(lambda b, x: b(Box(x)), BoxedInputBlock)),
+    "boxed_output": Case(model=net_that_calls(lambda b, x: b(x).value, BoxBlock)),
+    "boxed_output_beside_tensor": Case(
+        model=net_that_calls(lambda b, x: b(x)[1].value, BoxBesideTensorBlock)
+    ),
+    "checkpointed": Case(model=net_that_calls(checkpointed(use_reentrant=False))),
+    "checkpointed_reentrant": Case(model=net_that_calls(checkpointed(use_reentrant=True))),
+    "checkpointed_whole": Case(model=CheckpointedWhole),
+    "dataclass": Case(model=net_that_calls(lambda b, x: b(x).hidden, OutputBlock)),
+    "dict": Case(model=net_that_calls(lambda b, x: b(x)["hidden"], DictBlock)),
+    "keywords": Case(model=net_that_calls(lambda b, x: b(x=x), KeywordBlock)),
+    "leaf_input": Case(model=Net, loss=from_leaf_input),
+    "leaf_input_before_weight_norm": Case(
+        model=net_that_calls(lambda b, x: b(x), WeightNormBlock), loss=from_leaf_input
+    ),
+    "looped": Case(model=Looped),
+    "lora": Case(model=net_that_calls(lambda b, x: b(x), LoraBlock)),
+    "one_block_three_times": Case(model=OneBlockThreeTimes),
+    "shared_submodule": Case(model=SharedSubmodule),
+    "siamese": Case(model=Siamese),
+    "siamese_weighted_by_gradient": Case(model=Siamese, loss=weighted_by_gradient),
+    "spectral_norm": Case(model=net_that_calls(lambda b, x: b(x), SpectralNormBlock)),
+    "tuple": Case(model=net_that_calls(lambda b, x: b(x)[0], TupleBlock)),
+    "twice": Case(model=Twice),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("bucket_mb", [1e-4, 25], ids=["unit_each", "one_unit"])
+def test_stage_3(name: str, num_ranks: int, bucket_mb: float) -> None:
+    check(CASES[name], 3, num_ranks, bucket_mb)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("stage", range(3))
+def test_other_stages(name: str, stage: int) -> None:
+    check(CASES[name], stage, num_ranks=2)
+
+
+class ReentrantShared(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for _ in range(2):
+            x = checkpoint(self.blocks[0], x, use_reentrant=True)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_block_in_two_reentrant_checkpoints(stage: int) -> None:
+    check(Case(model=ReentrantShared), stage, num_ranks=2)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_block_in_two_reentrant_checkpoints_is_refused_where_it_cannot_work(stage: int) -> None:
+    with pytest.raises(ConfigError, match=r"blocks\.0\..* arrived again.*use_reentrant=False"):
+        check(Case(model=ReentrantShared), stage, num_ranks=2)
+
+
+class AuxiliaryBlock(Block):
+    """Leaves a loss on itself, as routers of mixtures of experts do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        self.auxiliary = self.up(x).tanh().square().mean()
+        return out
+
+
+def with_auxiliary_losses(model: nn.Module, batch: Tensor) -> Tensor:
+    return mean_square(model, batch) + 0.1 * sum(block.auxiliary for block in model.blocks)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_loss_left_on_the_block(stage: int) -> None:
+    model = net_that_calls(lambda b, x: b(x), AuxiliaryBlock)
+    check(Case(model=model, loss=with_auxiliary_losses), stage, num_ranks=2)
+
+
+class InvertibleBlock(Block):
+    def inverse(self, x: Tensor) -> Tensor:
+        return x - torch.tanh(self.up(x))[:, :8]
+
+
+class Flow(Net):
+    block = InvertibleBlock
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        for block in reversed(self.blocks):
+            x = block.inverse(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_method_of_a_block_other_than_forward(stage: int) -> None:
+    check(Case(model=Flow), stage, num_ranks=2)
+
+
+# --- ranks that use different parameters -----------------------------------------------------
+
+
+def add_where(mask: Tensor, out: Tensor, values: Callable[[], Tensor]) -> Tensor:
+    if not mask.any():
+        return out
+    addition = torch.zeros_like(out)
+    addition[mask] = values()
+    return out + addition
+
+
+class Routed(Net):
+    """An expert outside the blocks that only rank 1's samples need."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expert = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = x[:, 3] > 0.5
+        return add_where(mask, super().forward(x), lambda: self.expert(x[mask]))
+
+
+class RoutedBlock(Block):
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expert = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return add_where(self.mask, super().forward(x), lambda: self.expert(x[self.mask]))
+
+
+class RoutedInBlocks(Net):
+    """An expert inside each block that only rank 1's samples need."""
+
+    block = RoutedBlock
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            block.mask = x[:, 3] > 0.5
+        return super().forward(x)
+
+
+class Unused(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(3, 3)
+        for block in self.blocks:
+            block.extra = nn.Parameter(torch.ones(5))
+
+
+@pytest.mark.parametrize("model", [Routed, RoutedInBlocks])
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_parameter_used_on_one_rank_only(model: type[Net], stage: int, num_ranks: int) -> None:
+    case = Case(model=model, optimizer=adam, data=batches_marked_for_rank_one)
+    check(case, stage, num_ranks)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_parameters_that_nobody_uses(stage: int) -> None:
+    check(Case(model=Unused, optimizer=adam), stage, num_ranks=2)

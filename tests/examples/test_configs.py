@@ -1,0 +1,63 @@
+"""Every file in configs/ runs, briefly, as its first lines say."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.examples.commands import (
+    REPOSITORY,
+    ignore_upstream_warnings,
+    last_losses,
+    run_command,
+    run_example,
+)
+
+pytestmark = ignore_upstream_warnings
+
+
+def test_no_config_is_forgotten_here() -> None:
+    found = {path.name for path in (REPOSITORY / "configs").iterdir()}
+    assert found == {"gpt_demo.yaml", "gpt_zero3.yaml", "digits_zero2.yaml"}
+
+
+def test_the_demo_prints_the_table_the_losses_and_a_sample(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = f"--config={REPOSITORY / 'configs' / 'gpt_demo.yaml'}"
+    run_example(
+        monkeypatch,
+        "train_gpt",
+        config,
+        "--trainer.max_steps=3",
+        "--trainer.limit_val_batches=2",
+    )
+    output = capsys.readouterr().out
+    assert "most / replicated │      25.0% │      25.0% │           25.0% │     25.0%" in output
+    assert "bigram model" in output
+    assert "a sample:\n\nThe " in output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_whole_demo_ends_far_below_the_bigram_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_example(monkeypatch, "train_gpt", f"--config={REPOSITORY / 'configs' / 'gpt_demo.yaml'}")
+    loss, bigram = last_losses(capsys.readouterr().out)
+    assert loss < 0.8 * bigram
+
+
+def test_gpt_zero3_over_gloo_prints_the_table(tmp_path: Path) -> None:
+    run = run_command(tmp_path, "fit", "--config=configs/gpt_zero3.yaml", "--trainer.max_steps=3")
+    assert run.returncode == 0, run.stderr
+    assert "most / replicated │      50.0% │     50.0% │           50.0% │     50.0%" in run.stdout
+
+
+def test_digits_zero2_over_gloo_is_tested_from_its_own_checkpoint(tmp_path: Path) -> None:
+    config = "--config=configs/digits_zero2.yaml"
+    fit = run_command(tmp_path, "fit", config, "--trainer.max_epochs=3")
+    assert fit.returncode == 0, fit.stderr
+    (checkpoint,) = tmp_path.rglob("*.ckpt")
+    test = run_command(tmp_path, "test", config, f"--ckpt_path={checkpoint}")
+    assert test.returncode == 0, test.stderr
+    assert "test_accuracy" in test.stdout

@@ -1,0 +1,17 @@
+"""The digits example reaches its accuracy under every stage."""
+
+import pytest
+
+from tests.examples.commands import ignore_upstream_warnings, run_example
+
+pytestmark = ignore_upstream_warnings
+
+
+@pytest.mark.parametrize("stage", ["shard_ddp", "zero1", "zero2", "zero3"])
+def test_more_than_95_percent_of_the_test_images_are_read_right(
+    stage: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    strategy = f"--trainer.strategy={stage}_in_process"
+    run_example(monkeypatch, "train_digits", strategy, "--trainer.devices=2")
+    row = next(r for r in capsys.readouterr().out.splitlines() if "test_accuracy" in r)
+    assert float(row.split()[-2]) > 0.95

@@ -1,0 +1,150 @@
+"""Validation, test and prediction on sharded models: during a fit, after it, and without one."""
+
+from typing import Any
+
+import lightning as L  # noqa: N812
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from tests.strategies.models import ConvNet, ConvNetOfRanks, ExampleGPT, Trained
+from tests.strategies.parity import (
+    SMALL_BUCKET_MB,
+    STRATEGIES,
+    UPSTREAM_WARNINGS,
+    GlobalBatches,
+    quiet_trainer,
+)
+
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+
+NUM_STEPS = 4
+
+
+class Evaluated(Trained):
+    """Logs its loss in each kind of step."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", self.loss(batch), sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0])
+
+
+class EvaluatedGPT(Evaluated, ExampleGPT):
+    pass
+
+
+class EvaluatedConvNet(Evaluated, ConvNet):
+    pass
+
+
+class EvaluatedConvNetOfRanks(Evaluated, ConvNetOfRanks):
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val_loss", F.cross_entropy(self(batch[0]), batch[1]))
+
+
+class EvaluationBatches(GlobalBatches):
+    """The training set serves every purpose; each rank takes its part of each batch."""
+
+    def val_dataloader(self) -> DataLoader:
+        return self.train_dataloader()
+
+    def test_dataloader(self) -> DataLoader:
+        return self.train_dataloader()
+
+    def predict_dataloader(self) -> DataLoader:
+        return self.train_dataloader()
+
+
+def seeded(cls: type[Trained], *args: int) -> Trained:
+    L.seed_everything(7, verbose=False)
+    return cls(*args)
+
+
+def trainer(strategy: str | None = None, num_ranks: int = 1, **options: Any) -> L.Trainer:
+    if strategy is not None:
+        options["strategy"] = STRATEGIES[strategy](backend="in_process", bucket_mb=SMALL_BUCKET_MB)
+    return quiet_trainer(devices=num_ranks, max_steps=NUM_STEPS, **options)
+
+
+def batches(model: Trained) -> EvaluationBatches:
+    return EvaluationBatches(model, NUM_STEPS)
+
+
+def results(fitted: L.Trainer, model: Trained) -> tuple[float, float, list[Tensor]]:
+    """Validate, test and predict on the Trainer that has fitted the model."""
+    data = batches(model)
+    (validated,) = fitted.validate(model, datamodule=data, verbose=False)
+    (tested,) = fitted.test(model, datamodule=data, verbose=False)
+    return validated["val_loss"], tested["test_loss"], fitted.predict(model, datamodule=data)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_fit_then_validate_test_predict_and_fit_again(strategy: str) -> None:
+    num_ranks = 3
+    whole, single = seeded(EvaluatedGPT), trainer()
+    single.fit(whole, datamodule=batches(whole))
+    model, ranks = seeded(EvaluatedGPT), trainer(strategy, num_ranks)
+    ranks.fit(model, datamodule=batches(model))
+    assert ranks.callback_metrics["val_loss"].item() == pytest.approx(
+        single.callback_metrics["val_loss"].item(), rel=1e-5
+    )
+    got, expected = results(ranks, model), results(single, whole)
+    assert got[:2] == pytest.approx(expected[:2], rel=1e-5)
+    for ours, theirs in zip(got[2], expected[2], strict=True):
+        torch.testing.assert_close(ours, theirs[::num_ranks], rtol=1e-5, atol=1e-5)
+    for fitted, its_model in ((ranks, model), (single, whole)):
+        fitted.fit_loop.max_epochs, fitted.fit_loop.epoch_loop.max_steps = -1, 2 * NUM_STEPS
+        fitted.fit(its_model, datamodule=batches(its_model))
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, whole.state_dict()[name], rtol=1e-5, atol=2e-7)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_callers_module_is_whole_and_free_after_a_fit(strategy: str) -> None:
+    model = seeded(EvaluatedGPT)
+    shapes = {name: param.shape for name, param in model.named_parameters()}
+    ours = trainer(strategy, 4)
+    ours.fit(model, datamodule=batches(model))
+    assert {name: param.shape for name, param in model.named_parameters()} == shapes
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+    for param in model.parameters():
+        assert param.is_leaf
+        assert param.requires_grad
+        assert param.grad is None
+        assert not param._post_accumulate_grad_hooks
+        state = ours.optimizers[0].state[param]
+        assert state["exp_avg"].shape == state["exp_avg_sq"].shape == param.shape
+    before = [param.detach().clone() for param in model.parameters()]
+    trainer().fit(model, datamodule=batches(model))  # plain Lightning goes on with it
+    assert not any(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_rank_validates_with_rank_zeros_running_statistics(strategy: str) -> None:
+    num_ranks = 2
+    whole, single = seeded(EvaluatedConvNetOfRanks, num_ranks), trainer()
+    single.fit(whole, datamodule=batches(whole))
+    model, ranks = seeded(EvaluatedConvNet), trainer(strategy, num_ranks)
+    ranks.fit(model, datamodule=batches(model))
+    assert ranks.callback_metrics["val_loss"].item() == pytest.approx(
+        single.callback_metrics["val_loss"].item(), rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("strategy", ["shard_ddp", "zero3"])
+def test_evaluation_without_a_fit(strategy: str) -> None:
+    model = seeded(EvaluatedGPT)
+    expected = results(trainer(), model)
+    got = results(trainer(strategy, 3), model)
+    assert got[:2] == pytest.approx(expected[:2], rel=1e-5)
+    for ours, theirs in zip(got[2], expected[2], strict=True):
+        torch.testing.assert_close(ours, theirs[::3], rtol=1e-5, atol=1e-5)

@@ -1,0 +1,116 @@
+"""The `lightning-shard` command, inside this process: its subcommands and its errors."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_shard.cli import main
+from tests.examples.commands import QUIET, REPOSITORY, ignore_upstream_warnings, set_arguments
+
+pytestmark = ignore_upstream_warnings
+
+
+class Command:
+    """The command line of the digits config, on two ranks inside this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        self.monkeypatch = monkeypatch
+        self.outputs = [
+            f"--trainer.default_root_dir={folder}",
+            f"--trainer.logger.init_args.save_dir={folder}",
+        ]
+
+    def __call__(self, subcommand: str, *arguments: str) -> int:
+        config = f"--config={REPOSITORY / 'configs' / 'digits_zero2.yaml'}"
+        strategy = "--trainer.strategy=zero2_in_process"
+        command = ("lightning-shard", subcommand, config, strategy)
+        set_arguments(self.monkeypatch, *command, *self.outputs, *QUIET, *arguments)
+        return main()
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    monkeypatch.chdir(REPOSITORY)
+    return Command(monkeypatch, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")  # each run logs in its own folder
+def test_fit_saves_a_checkpoint_that_the_other_subcommands_load(
+    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("fit", "--trainer.max_epochs=2") == 0
+    (checkpoint,) = tmp_path.rglob("*.ckpt")
+    assert command("validate", f"--ckpt_path={checkpoint}") == 0
+    assert "val_accuracy" in capsys.readouterr().out
+    assert command("test", f"--ckpt_path={checkpoint}") == 0
+    assert "test_accuracy" in capsys.readouterr().out
+    assert command("predict", f"--ckpt_path={checkpoint}") == 0
+
+
+def test_the_config_of_a_run_is_saved_beside_its_log(command: Command, tmp_path: Path) -> None:
+    assert command("fit", "--trainer.limit_train_batches=2", "--trainer.max_epochs=1") == 0
+    (saved,) = tmp_path.rglob("config.yaml")
+    assert "strategy: zero2_in_process" in saved.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("backend=smoke_signals", "smoke_signals"),
+        ("num_ranks=3", "num_ranks=3"),
+    ],
+)
+def test_a_strategy_that_refuses_its_options_is_one_line_and_exit_code_1(
+    option: str, message: str, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    by_class = "--trainer.strategy=lightning_shard.ZeRO2Strategy"
+    assert command("fit", by_class, f"--trainer.strategy.init_args.{option}") == 1
+    error = capsys.readouterr().err
+    (line,) = [line for line in error.splitlines() if line.startswith("lightning-shard: ")]
+    assert line.startswith("lightning-shard: ConfigError: ")
+    assert message in line
+    assert "Traceback" not in error
+
+
+def test_debug_shows_the_traceback(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    by_class = "--trainer.strategy=lightning_shard.ZeRO2Strategy"
+    arguments = (by_class, "--trainer.strategy.init_args.num_ranks=3", "--debug")
+    assert command("fit", *arguments) == 1
+    error = capsys.readouterr().err
+    assert "Traceback" in error
+    assert "ConfigError: num_ranks=3" in error
+
+
+def test_an_error_while_it_runs_is_one_line_too(
+    command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = "--trainer.callbacks=lightning_shard.profiling.HeldBytesTable"
+    assert command("fit", "--trainer.strategy=auto", "--trainer.devices=1", table) == 1
+    assert "lightning-shard: ConfigError: HeldBytesTable" in capsys.readouterr().err
+
+
+def test_an_unknown_option_is_a_usage_error(
+    command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    by_class = "--trainer.strategy=lightning_shard.ZeRO2Strategy"
+    with pytest.raises(SystemExit, match="2"):
+        command("fit", by_class, "--trainer.strategy.init_args.bucket_gb=1")
+    assert "bucket_gb" in capsys.readouterr().err
+
+
+def test_other_errors_pass_through(command: Command) -> None:
+    with pytest.raises(ValueError, match="invalid strategy name"):
+        command("fit", "--trainer.strategy=zero7")
+
+
+def test_classes_of_the_working_directory_are_found(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    source = "from examples.train_digits import DigitClassifier\nclass Mine(DigitClassifier): ...\n"
+    (tmp_path / "my_model_of_test_cli.py").write_text(source, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    model = "--model=my_model_of_test_cli.Mine"
+    assert command("fit", model, "--trainer.fast_dev_run=true") == 0
+    assert sys.path[0] == str(tmp_path)
