@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Several ranks share the cores: an idle OpenMP thread must sleep, not spin.
+export OMP_WAIT_POLICY ?= PASSIVE
 
 .PHONY: demo test test-all lint types bench clean
 

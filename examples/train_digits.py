@@ -134,7 +134,7 @@ def main() -> None:
         run=False,
         seed_everything_default=0,
         save_config_callback=None,
-        trainer_defaults={"max_epochs": 20, "logger": False, "enable_checkpointing": False},
+        trainer_defaults={"max_epochs": 15, "logger": False, "enable_checkpointing": False},
     )
     cli.trainer.fit(cli.model, datamodule=cli.datamodule)
     cli.trainer.test(cli.model, datamodule=cli.datamodule)

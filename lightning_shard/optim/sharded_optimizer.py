@@ -30,7 +30,8 @@ class ShardedOptimizer:
         engine: The engine that holds them.
 
     Raises:
-        ConfigError: The optimizer needs whole parameters and the stage cuts them.
+        ConfigError: The optimizer needs whole parameters and the stage cuts them, or it holds
+            parameters that are not the model's.
     """
 
     def __init__(self, optimizer: Optimizer, engine: DataParallelEngine) -> None:
@@ -41,6 +42,7 @@ class ShardedOptimizer:
                 f"which would make its updates wrong. Use strategy='shard_ddp', or an "
                 f"element-wise optimizer such as AdamW."
             )
+        _check_same_parameters(optimizer, engine)
         self.optimizer = optimizer
         self.engine = engine
         self._in_view = False
@@ -103,3 +105,16 @@ class ShardedOptimizer:
         self._in_view = False
         self.engine.leave_optimizer_view()
         self.engine.publish(self.params)
+
+
+def _check_same_parameters(optimizer: Optimizer, engine: DataParallelEngine) -> None:
+    known = set(engine.model.parameters())
+    for number, group in enumerate(optimizer.param_groups):
+        strangers = sum(param not in known for param in group["params"])
+        if strangers:
+            raise ConfigError(
+                f"Rank {engine.collectives.rank}: {strangers} parameters in group {number} of "
+                f"{type(optimizer).__name__} are not parameters of the model that is trained. Make "
+                f"the optimizer from self.parameters() inside configure_optimizers, not from "
+                f"another module or a copy."
+            )

@@ -81,6 +81,8 @@ def _agree_on_keys(
     mine: dict[int, dict[str, Any]] = {}
     for index, entries in state.items():
         piece = engine.owner(params[index])
+        if _is_elsewhere(*piece):
+            continue  # never stepped here: its counters are stale
         mine[index] = {
             key: ("piece", value.dtype) if _is_piece(value, *piece) else ("common", _plain(value))
             for key, value in entries.items()
@@ -107,6 +109,11 @@ def _params(optimizer: Optimizer) -> list[nn.Parameter]:
 
 def _plain(value: Any) -> Any:
     return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
+def _is_elsewhere(flat: FlatParameters, index: int) -> bool:
+    """Whether all of a parameter's elements lie on other ranks."""
+    return flat.layout.slots[index].numel > 0 and not flat.local_views[index].numel()
 
 
 def _is_piece(value: Any, flat: FlatParameters, index: int) -> bool:

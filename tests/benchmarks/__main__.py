@@ -13,13 +13,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from .contenders import CONTENDERS
-from .memory import Footprint, measure_footprint, unavailable_reason
-from .model import MODELS
-from .profiling import profile_contenders
-from .ranks import on_ranks
-from .report import Results, make_console, print_profile, print_results, write_json
-from .timing import REFERENCE, time_contenders
+from tests.benchmarks.contenders import CONTENDERS
+from tests.benchmarks.memory import Footprint, measure_footprint, unavailable_reason
+from tests.benchmarks.model import MODELS
+from tests.benchmarks.profiling import profile_contenders
+from tests.benchmarks.ranks import on_ranks
+from tests.benchmarks.report import Results, make_console, print_profile, print_results, write_json
+from tests.benchmarks.timing import REFERENCE, time_contenders
 
 
 def main() -> None:

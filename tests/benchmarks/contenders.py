@@ -25,15 +25,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_shard.backends.registry import get_backend
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
-
-from .model import Batch, LanguageModel
+from tests.benchmarks.model import Batch, LanguageModel
 
 Phase = Callable[[str], AbstractContextManager[object]]
 
@@ -69,8 +67,12 @@ class Contender(ABC):
 
     def states(self) -> Iterable[Tensor]:
         """Yield what holds this rank's optimizer state."""
-        values = chain.from_iterable(state.values() for state in self.optimizer.state.values())
-        return filter(torch.is_tensor, values)
+        states = self.stateful_optimizer().state.values()
+        return filter(torch.is_tensor, chain.from_iterable(state.values() for state in states))
+
+    def stateful_optimizer(self) -> torch.optim.Optimizer:
+        """Return the optimizer whose state is this rank's."""
+        return self.optimizer
 
     def step(self, batch: Batch, phase: Phase = nullcontext) -> Tensor:
         """Train on this rank's `batch`; every rank calls.
@@ -117,19 +119,21 @@ class TorchZeroRedundancy(Contender):
     """torch's DistributedDataParallel with its optimizer state sharded."""
 
     def shard(self, model: LanguageModel) -> torch.optim.Optimizer:
+        # Here, because importing it warns of torch's own use of torch.jit (torch 2.13).
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
         self.module = DistributedDataParallel(model)
-        return ZeroRedundancyOptimizer(
+        optimizer = ZeroRedundancyOptimizer(
             model.parameters(),
             optimizer_class=torch.optim.AdamW,
             parameters_as_bucket_view=True,
             **ADAMW,
         )
+        self.local_optimizer: torch.optim.Optimizer = optimizer.optim
+        return optimizer
 
-    def states(self) -> Iterable[Tensor]:
-        assert isinstance(self.optimizer, ZeroRedundancyOptimizer)
-        local_optimizer: torch.optim.Optimizer = self.optimizer.optim
-        values = chain.from_iterable(state.values() for state in local_optimizer.state.values())
-        return filter(torch.is_tensor, values)
+    def stateful_optimizer(self) -> torch.optim.Optimizer:
+        return self.local_optimizer
 
 
 class TorchFSDP2(Contender):

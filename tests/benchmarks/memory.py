@@ -30,9 +30,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .contenders import CONTENDERS, Contender
-from .model import build_model, make_batch
-from .ranks import environment, on_ranks
+from tests.benchmarks.contenders import CONTENDERS, Contender
+from tests.benchmarks.model import build_model, make_batch
+from tests.benchmarks.ranks import environment, on_ranks
 
 EXACT_ALLOCATION = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 NUM_STEPS_BEFORE = 2

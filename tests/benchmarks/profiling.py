@@ -20,9 +20,9 @@ from statistics import median
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from .contenders import CONTENDERS, Contender
-from .model import build_model, make_batch
-from .timing import NUM_WARMUP_STEPS, turn_order
+from tests.benchmarks.contenders import CONTENDERS, Contender
+from tests.benchmarks.model import build_model, make_batch
+from tests.benchmarks.timing import NUM_WARMUP_STEPS, turn_order
 
 PHASES = ("forward", "zero_grad", "backward", "optimizer", "rest")
 NUM_ROWS = 25

@@ -12,10 +12,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from .contenders import CONTENDERS
-from .memory import Footprint
-from .profiling import PHASES, Profile
-from .timing import REFERENCE, Ratio, Record
+from tests.benchmarks.contenders import CONTENDERS
+from tests.benchmarks.memory import Footprint
+from tests.benchmarks.profiling import PHASES, Profile
+from tests.benchmarks.timing import REFERENCE, Ratio, Record
 
 FILE_WIDTH = 110  # columns of a table that goes to a file
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from .memory import unique_storage_bytes
+from tests.benchmarks.memory import unique_storage_bytes
 
 
 def test_views_and_ties_count_once() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from .contenders import CONTENDERS
+from tests.benchmarks.contenders import CONTENDERS
 
 REPOSITORY = Path(__file__).parents[2]
 

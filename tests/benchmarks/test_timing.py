@@ -2,7 +2,7 @@
 
 import pytest
 
-from .timing import LossMismatchError, Ratio, Record, check_losses, turn_order
+from tests.benchmarks.timing import LossMismatchError, Ratio, Record, check_losses, turn_order
 
 
 @pytest.mark.parametrize(

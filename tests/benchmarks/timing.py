@@ -17,8 +17,8 @@ from statistics import median, quantiles
 import torch
 import torch.distributed as dist
 
-from .contenders import CONTENDERS, Contender
-from .model import build_model, make_batch
+from tests.benchmarks.contenders import CONTENDERS, Contender
+from tests.benchmarks.model import build_model, make_batch
 
 REFERENCE = "ddp"
 LOSS_TOLERANCE = 1e-4

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_shard.errors import ConfigError
 from tests.data_parallel.test_training import (
+    NUM_RANKS,
     Block,
     Case,
     Net,
@@ -186,7 +187,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
 @pytest.mark.parametrize("bucket_mb", [1e-4, 25], ids=["unit_each", "one_unit"])
 def test_stage_3(name: str, num_ranks: int, bucket_mb: float) -> None:
     check(CASES[name], 3, num_ranks, bucket_mb)
@@ -313,7 +314,7 @@ class Unused(Net):
 
 @pytest.mark.parametrize("model", [Routed, RoutedInBlocks])
 @pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
 def test_a_parameter_used_on_one_rank_only(model: type[Net], stage: int, num_ranks: int) -> None:
     case = Case(model=model, optimizer=adam, data=batches_marked_for_rank_one)
     check(case, stage, num_ranks)

@@ -12,6 +12,7 @@ from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.options import DTypePolicy, EngineOptions
 from lightning_shard.testing import run_ranks
 from tests.data_parallel.test_training import (
+    NUM_RANKS,
     Block,
     Case,
     Loss,
@@ -162,7 +163,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
 def test_kinds(name: str, stage: int, num_ranks: int) -> None:
     check(CASES[name], stage, num_ranks)
 

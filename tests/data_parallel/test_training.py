@@ -25,6 +25,7 @@ from lightning_shard.testing import run_ranks
 
 GLOBAL_BATCH = 12
 NUM_STEPS = 4
+NUM_RANKS = [2, pytest.param(3, marks=pytest.mark.slow)]
 SMALL_BUCKET_MB = 1e-4  # no two blocks are joined
 
 
@@ -419,7 +420,7 @@ UPDATES = {
 
 @pytest.mark.parametrize("name", UPDATES)
 @pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
 def test_updates(name: str, stage: int, num_ranks: int) -> None:
     check(UPDATES[name], stage, num_ranks)
 

@@ -64,3 +64,9 @@ def last_losses(output: str) -> tuple[float, float]:
     lines = [line for line in output.splitlines() if line.startswith("validation loss")]
     words = lines[-1].split()
     return float(words[2]), float(words[-1].rstrip(")"))
+
+
+def largest_shares(output: str) -> list[str]:
+    """Read the one table of held bytes: what the fullest rank holds of what replication would."""
+    (row,) = [line for line in output.splitlines() if "most / replicated" in line]
+    return [cell.strip() for cell in row.strip("│").split("│")][1:]

@@ -7,6 +7,7 @@ import pytest
 from tests.examples.commands import (
     REPOSITORY,
     ignore_upstream_warnings,
+    largest_shares,
     last_losses,
     run_command,
     run_example,
@@ -32,7 +33,7 @@ def test_the_demo_prints_the_table_the_losses_and_a_sample(
         "--trainer.limit_val_batches=2",
     )
     output = capsys.readouterr().out
-    assert "most / replicated │      25.0% │      25.0% │           25.0% │     25.0%" in output
+    assert largest_shares(output) == ["25.0%"] * 4
     assert "bigram model" in output
     assert "a sample:\n\nThe " in output
 
@@ -50,9 +51,10 @@ def test_the_whole_demo_ends_far_below_the_bigram_model(
 def test_gpt_zero3_over_gloo_prints_the_table(tmp_path: Path) -> None:
     run = run_command(tmp_path, "fit", "--config=configs/gpt_zero3.yaml", "--trainer.max_steps=3")
     assert run.returncode == 0, run.stderr
-    assert "most / replicated │      50.0% │     50.0% │           50.0% │     50.0%" in run.stdout
+    assert largest_shares(run.stdout) == ["50.0%"] * 4
 
 
+@pytest.mark.timeout(240)  # two commands of two processes each
 def test_digits_zero2_over_gloo_is_tested_from_its_own_checkpoint(tmp_path: Path) -> None:
     config = "--config=configs/digits_zero2.yaml"
     fit = run_command(tmp_path, "fit", config, "--trainer.max_epochs=3")

@@ -1,0 +1,71 @@
+"""Against one batch norm over the whole batch, uneven batches included."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_shard.backends.registry import get_backend
+from lightning_shard.data_parallel.sync_batch_norm import sync_batch_norm
+from lightning_shard.testing import run_ranks
+
+SHAPES = {"1d": (7, 3), "sequence": (7, 3, 5), "2d": (7, 3, 4, 2)}
+CUTS = [(0, 4), (4, 6), (6, 7)]
+
+
+def norm(momentum: float | None = 0.1, affine: bool = True) -> nn.BatchNorm2d:
+    module = nn.BatchNorm2d(3, momentum=momentum, affine=affine)
+    if affine:
+        with torch.no_grad():
+            module.weight.copy_(torch.tensor([0.5, 1.0, 2.0]))
+    return module
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("affine", [True, False])
+def test_equals_the_whole_batch(shape: str, momentum: float | None, affine: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    batch = torch.randn(SHAPES[shape], generator=generator) * 3 + 50
+    weights = torch.randn(SHAPES[shape], generator=generator)
+
+    whole, expected_in = norm(momentum, affine), batch.clone().requires_grad_()
+    expected = nn.functional.batch_norm(
+        expected_in, None, None, whole.weight, whole.bias, training=True
+    )
+    (expected * weights).sum().backward()
+
+    def fn(rank: int) -> tuple[Tensor, Tensor, nn.BatchNorm2d]:
+        assert dist.group.WORLD is not None
+        collectives = get_backend("in_process").collectives(dist.group.WORLD)
+        module, part = norm(momentum, affine), slice(*CUTS[rank])
+        mine = batch[part].clone().requires_grad_()
+        out = sync_batch_norm(module, mine, collectives)
+        (out * weights[part]).sum().backward()
+        assert mine.grad is not None
+        return out.detach(), mine.grad, module
+
+    results = [result for result in run_ranks(fn, 3) if result is not None]
+    torch.testing.assert_close(torch.cat([out for out, _, _ in results]), expected.detach())
+    torch.testing.assert_close(
+        torch.cat([grad for _, grad, _ in results]), expected_in.grad, rtol=1e-3, atol=1e-4
+    )
+    running = nn.BatchNorm1d(3, momentum=momentum)
+    running(batch.movedim(1, -1).reshape(-1, 3))
+    for _, _, module in results:
+        torch.testing.assert_close(module.running_mean, running.running_mean)
+        torch.testing.assert_close(module.running_var, running.running_var)
+    if affine:
+        assert whole.weight.grad is not None
+        summed = sum(module.weight.grad for _, _, module in results)
+        torch.testing.assert_close(summed, whole.weight.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_narrow_types_keep_theirs() -> None:
+    def fn(rank: int) -> torch.dtype:
+        assert dist.group.WORLD is not None
+        collectives = get_backend("in_process").collectives(dist.group.WORLD)
+        batch = torch.randn(4, 3, 2, 2, dtype=torch.bfloat16)
+        return sync_batch_norm(norm(), batch, collectives).dtype
+
+    assert run_ranks(fn, 2) == [torch.bfloat16] * 2

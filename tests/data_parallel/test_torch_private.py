@@ -1,0 +1,52 @@
+"""Fails when torch changes what we use of its insides."""
+
+import torch
+
+from lightning_shard.data_parallel.torch_private import in_backward, queue_after_backward
+
+
+def test_in_backward() -> None:
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda grad: seen.append(in_backward()))
+    assert not in_backward()
+    y.sum().backward()
+    assert seen == [True]
+    assert not in_backward()
+
+
+def test_queued_callbacks_run_after_every_gradient_and_once() -> None:
+    events = []
+    a, b = (torch.ones(2, requires_grad=True) for _ in range(2))
+
+    def arrived(_: torch.Tensor) -> None:
+        if not events:
+            queue_after_backward(lambda: events.append("end"))
+        events.append("gradient")
+
+    for param in (a, b):
+        param.register_post_accumulate_grad_hook(arrived)
+    (a * b).sum().backward()
+    assert events == ["gradient", "gradient", "end"]
+    a.sum()
+    assert events[-1] == "end"
+
+
+def test_a_leaf_saved_by_autograd_shows_what_it_points_at_in_backward() -> None:
+    """Why a unit must stay full until its last backward node has run."""
+    param = torch.nn.Parameter(torch.ones(3))
+    out = (torch.ones(3, requires_grad=True) * 2 * param).sum()
+    param.data = torch.full((3,), 5.0)
+    grads = torch.autograd.grad(out, param)
+    assert grads[0].tolist() == [2.0] * 3
+
+
+def test_a_freed_storage_comes_back_under_the_same_views() -> None:
+    full = torch.arange(4.0)
+    view = full[1:3]
+    full.untyped_storage().resize_(0)
+    assert view.untyped_storage().nbytes() == 0
+    full.untyped_storage().resize_(16)
+    full.copy_(torch.arange(4.0))
+    assert view.tolist() == [1.0, 2.0]

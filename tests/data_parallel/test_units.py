@@ -1,0 +1,136 @@
+"""Units as literal tables: name, number of modules, parameters."""
+
+from collections.abc import Callable
+
+import pytest
+from torch import nn
+
+from lightning_shard.data_parallel.units import find_units
+from lightning_shard.errors import ConfigError
+
+TINY = 1e-9
+Table = list[tuple[str, int, list[str]]]
+
+
+def table(model: nn.Module, classes: list[str] | None = None, bucket_mb: float = TINY) -> Table:
+    return [
+        (spec.name, len(spec.modules), [name for name, _ in spec.params])
+        for spec in find_units(model, classes=classes, bucket_mb=bucket_mb)
+    ]
+
+
+def linear() -> nn.Module:
+    return nn.Linear(2, 2, bias=False)
+
+
+class Net(nn.Module):
+    def __init__(self, blocks: nn.Module) -> None:
+        super().__init__()
+        self.embed = linear()
+        self.blocks = blocks
+        self.head = linear()
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = linear(), linear()
+
+
+def test_repeated_blocks() -> None:
+    assert table(Net(nn.ModuleList([Pair(), Pair()]))) == [
+        ("resident", 0, ["embed.weight"]),
+        ("blocks.0", 1, ["blocks.0.a.weight", "blocks.0.b.weight"]),
+        ("blocks.1", 1, ["blocks.1.a.weight", "blocks.1.b.weight"]),
+        ("resident", 0, ["head.weight"]),
+    ]
+
+
+def test_containers_inside_containers() -> None:
+    inner = nn.Sequential(nn.Sequential(linear(), nn.ReLU(), linear()), nn.Tanh(), linear())
+    assert table(nn.Sequential(inner)) == [
+        ("0.0.0", 1, ["0.0.0.weight"]),
+        ("0.0.2", 1, ["0.0.2.weight"]),
+        ("resident", 0, ["0.2.weight"]),
+    ]
+
+
+def test_one_of_a_kind_is_no_block() -> None:
+    assert table(Net(nn.ModuleList([Pair()])))[1][0] == "resident"
+
+
+def test_blocks_without_parameters_do_not_count() -> None:
+    assert [row[0] for row in table(nn.Sequential(nn.ReLU(), linear(), nn.ReLU()))] == ["resident"]
+
+
+def test_classes() -> None:
+    assert table(Net(nn.ModuleList([Pair()])), classes=["Pair"])[1] == (
+        "blocks.0",
+        1,
+        ["blocks.0.a.weight", "blocks.0.b.weight"],
+    )
+
+
+def test_classes_take_the_outermost() -> None:
+    rows = table(Net(nn.ModuleList([Pair()])), classes=["Pair", "Linear"])
+    assert [row[0] for row in rows] == ["embed", "blocks.0", "head"]
+
+
+@pytest.mark.parametrize("wrong", ["Pari", "pair"])
+def test_a_wrong_class_names_the_nearest(wrong: str) -> None:
+    with pytest.raises(ConfigError, match=rf"'{wrong}'.*Pair"):
+        table(Net(nn.ModuleList([Pair()])), classes=[wrong])
+
+
+def test_tied_across_blocks_is_resident() -> None:
+    model = Net(nn.ModuleList([Pair(), Pair()]))
+    model.blocks[1].a.weight = model.blocks[0].a.weight
+    assert table(model) == [
+        ("resident", 0, ["embed.weight"]),
+        ("resident", 0, ["blocks.0.a.weight"]),
+        ("blocks.0", 1, ["blocks.0.b.weight"]),
+        ("blocks.1", 1, ["blocks.1.b.weight"]),
+        ("resident", 0, ["head.weight"]),
+    ]
+
+
+def tied_to_the_head(model: Net) -> None:
+    model.head.weight = model.blocks[0].a.weight
+
+
+def module_shared_with_the_root(model: Net) -> None:
+    model.first = model.blocks[0].a
+
+
+@pytest.mark.parametrize("tie", [tied_to_the_head, module_shared_with_the_root])
+def test_used_outside_its_block_is_resident(tie: Callable[[Net], None]) -> None:
+    model = Net(nn.ModuleList([Pair(), Pair()]))
+    tie(model)
+    owner = {name: row[0] for row in table(model) for name in row[2]}
+    assert owner["blocks.0.a.weight"] == "resident"
+    assert owner["blocks.0.b.weight"] == "blocks.0"
+
+
+def test_a_block_listed_twice_is_one_block() -> None:
+    twice, other = Pair(), Pair()
+    rows = table(Net(nn.ModuleList([twice, other, twice])))
+    assert [row[:2] for row in rows] == [
+        ("resident", 0),
+        ("blocks.0", 1),
+        ("blocks.1", 1),
+        ("resident", 0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("num_elements", "sizes"), [(0, [1, 1, 1, 1, 1]), (8, [2, 2, 1]), (12, [3, 2]), (100, [5])]
+)
+def test_neighbours_are_joined_up_to_the_bucket(num_elements: int, sizes: list[int]) -> None:
+    model = nn.Sequential(*(linear() for _ in range(5)))  # 4 elements each
+    bucket_mb = max(4 * num_elements / 2**20, TINY)
+    assert [row[1] for row in table(model, bucket_mb=bucket_mb)] == sizes
+
+
+def test_a_block_is_never_cut() -> None:
+    model = nn.Sequential(Pair(), Pair())  # 8 elements each
+    assert [len(row[2]) for row in table(model, bucket_mb=4 * 12 / 2**20)] == [2, 2]

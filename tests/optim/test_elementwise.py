@@ -1,0 +1,123 @@
+"""Which of torch's optimizers may update pieces; asking leaves no trace."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from lightning_shard.optim.elementwise import is_elementwise
+
+ELEMENTWISE: dict[str, Callable[[Any], Optimizer]] = {
+    "SGD": lambda p: optim.SGD(p, lr=0.1),
+    "SGD momentum": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "Adam": lambda p: optim.Adam(p),
+    "Adam amsgrad": lambda p: optim.Adam(p, amsgrad=True),
+    "Adam fused": lambda p: optim.Adam(p, fused=True),
+    "Adam foreach": lambda p: optim.Adam(p, foreach=True),
+    "Adam tensor lr": lambda p: optim.Adam(p, lr=torch.tensor(0.1)),
+    "AdamW": lambda p: optim.AdamW(p, weight_decay=0.5),
+    "Adamax": lambda p: optim.Adamax(p),
+    "NAdam": lambda p: optim.NAdam(p),
+    "RAdam": lambda p: optim.RAdam(p),
+    "RMSprop": lambda p: optim.RMSprop(p, momentum=0.5, centered=True),
+    "Rprop": lambda p: optim.Rprop(p),
+    "Adagrad": lambda p: optim.Adagrad(p),
+    "Adadelta": lambda p: optim.Adadelta(p),
+    "ASGD": lambda p: optim.ASGD(p),
+}
+WHOLE: dict[str, Callable[[Any], Optimizer]] = {
+    "Adafactor": lambda p: optim.Adafactor(p),
+    "LBFGS": lambda p: optim.LBFGS(p),
+    "Muon": lambda p: optim.Muon(p),
+    "SparseAdam": lambda p: optim.SparseAdam(p),
+}
+
+
+class Normalised(Optimizer):
+    """Divides by the norm of the whole gradient, as LARS does."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad / param.grad.norm(), alpha=group["lr"])
+
+
+def make(kind: Callable[[Any], Optimizer]) -> Optimizer:
+    torch.manual_seed(0)
+    return kind([nn.Parameter(torch.randn(3, 5)), nn.Parameter(torch.randn(2, 2))])
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_elementwise(name: str) -> None:
+    assert is_elementwise(make(ELEMENTWISE[name]))
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_whole_matrices(name: str) -> None:
+    assert not is_elementwise(make(WHOLE[name]))
+
+
+def test_an_optimizer_of_the_users() -> None:
+    assert not is_elementwise(make(Normalised))
+
+
+@pytest.mark.parametrize("kind", [optim.Adafactor, optim.Muon, Normalised])
+def test_a_warm_up_from_zero_does_not_hide_the_need_for_whole_matrices(
+    kind: Callable[[Any], Optimizer],
+) -> None:
+    optimizer = make(kind)
+    LambdaLR(optimizer, lambda step: step / 10)
+    assert optimizer.param_groups[0]["lr"] == 0
+    assert not is_elementwise(optimizer)
+
+
+def test_each_group_is_asked() -> None:
+    class SecondGroupIsOdd(optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for param in group["params"]:
+                    if group["odd"] and param.grad is not None:
+                        param.grad.div_(param.grad.norm())
+            return super().step(closure)
+
+    groups = [
+        {"params": [nn.Parameter(torch.ones(2))], "odd": odd, "lr": 0.1} for odd in (False, True)
+    ]
+    assert not is_elementwise(SecondGroupIsOdd(groups))
+    assert is_elementwise(SecondGroupIsOdd(groups[:1]))
+
+
+@pytest.mark.parametrize("name", [*ELEMENTWISE, *WHOLE])
+def test_asking_leaves_no_trace(name: str) -> None:
+    optimizer = make({**ELEMENTWISE, **WHOLE}[name])
+    steps: list[str] = []
+    optimizer.register_step_post_hook(lambda *_: steps.append("hook"))
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    values = [param.detach().clone() for param in params]
+    options = [
+        {key: repr(value) for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+    state, rng = {p: dict(s) for p, s in optimizer.state.items()}, torch.get_rng_state()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        is_elementwise(optimizer)
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert all(torch.equal(a, b) for a, b in zip(params, values, strict=True))
+    assert all(param.grad is None for param in params)
+    assert {p: dict(s) for p, s in optimizer.state.items()} == state or name == "Adagrad"
+    assert [
+        {key: repr(value) for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ] == options
+    assert steps == []
