@@ -10,7 +10,8 @@ ranks and peers are ranks *within the group*.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar, cast
+from datetime import timedelta
+from typing import Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -50,6 +51,21 @@ class Collectives(C10dTransfers):
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
         self.traffic = Traffic()
+
+    def twin(self, timeout: timedelta | None = None) -> Self:
+        """The same ranks over a group of their own: its operations keep an order of their own.
+
+        Args:
+            timeout: Of the new group; c10d's default when left out.
+
+        Returns:
+            Counts into the same `traffic`. Each rank of the group must call.
+        """
+        ranks = dist.get_process_group_ranks(self.group)
+        group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+        twin = type(self)(group)
+        twin.traffic = self.traffic
+        return twin
 
     def all_reduce(
         self, tensor: torch.Tensor, op: ReduceOpName = "sum", *, async_op: bool = False

@@ -20,7 +20,7 @@ def full_module_state(module: nn.Module, engine: DataParallelEngine) -> dict[str
     is_first = engine.collectives.rank == 0
     whole: dict[int, Tensor] = {}
     for flat in engine.flats:
-        views = flat.gather_shards(flat.shard)
+        views = flat.whole_values()
         if is_first:
             for param, view in zip(flat.params, views, strict=True):
                 whole[id(param)] = view.detach().to("cpu", copy=True)

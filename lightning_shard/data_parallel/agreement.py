@@ -1,23 +1,57 @@
 """Before training: do all ranks hold the same model?"""
 
+from collections.abc import Sequence
 from itertools import zip_longest
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+from torch.optim import Optimizer
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.errors import ConfigError
 
 
 def check_same_model(model: nn.Module, collectives: Collectives) -> None:
-    """Compare names, shapes and formats of all parameters over the ranks; each must call.
+    """Compare all parameters and buffers over the ranks by name, shape and format; each must call.
 
     Raises:
-        ConfigError: On every rank, with the first parameter that differs.
+        ConfigError: On every rank, with the first one that differs.
     """
+    mine = [_signature(name, param) for name, param in model.named_parameters()]
+    mine += [_signature(name, buffer) for name, buffer in model.named_buffers()]
+    _compare(mine, collectives, "models", "Build the model from the same arguments on every rank.")
+
+
+def check_same_optimizers(
+    optimizers: Sequence[Optimizer], model: nn.Module, collectives: Collectives
+) -> None:
+    """Compare the optimizers' classes and the parameters of their groups; each rank must call.
+
+    Raises:
+        ConfigError: On every rank, with the first group that differs.
+    """
+    names = {param: name for name, param in model.named_parameters()}
     mine = [
-        f"{name} {tuple(param.shape)} {param.dtype} requires_grad={param.requires_grad}"
-        for name, param in model.named_parameters()
+        f"group {number} of {type(optimizer).__name__}: "
+        + ", ".join(names.get(param, "a stranger") for param in group["params"])
+        for optimizer in optimizers
+        for number, group in enumerate(optimizer.param_groups)
     ]
+    _compare(
+        mine, collectives, "optimizers", "Make configure_optimizers return the same on every rank."
+    )
+
+
+def _signature(name: str, tensor: Tensor) -> str:
+    if isinstance(tensor, UninitializedParameter):
+        raise ConfigError(
+            f"The parameter {name!r} is lazy and has no shape yet, expected a materialised one. "
+            f"Run one batch through the model before training."
+        )
+    return f"{name} {tuple(tensor.shape)} {tensor.dtype} requires_grad={tensor.requires_grad}"
+
+
+def _compare(mine: list[str], collectives: Collectives, what: str, advice: str) -> None:
     everyone = collectives.all_gather_object(mine)
     for rank, theirs in enumerate(everyone):
         if theirs != everyone[0]:
@@ -25,7 +59,6 @@ def check_same_model(model: nn.Module, collectives: Collectives) -> None:
                 (a, b) for a, b in zip_longest(everyone[0], theirs, fillvalue="none") if a != b
             )
             raise ConfigError(
-                f"Rank {collectives.rank}: the ranks hold different models. Rank {rank} has the "
-                f"parameter [{got}] where rank 0 has [{expected}]. Build the model from the same "
-                f"arguments on every rank."
+                f"Rank {collectives.rank}: the ranks have different {what}. Rank {rank} has "
+                f"[{got}] where rank 0 has [{expected}]. {advice}"
             )

@@ -25,6 +25,7 @@ from lightning_shard.data_parallel.buffers import BufferSync
 from lightning_shard.data_parallel.flat_gradients import FlatGradients
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.gathering import Gatherer
+from lightning_shard.data_parallel.optimizer_view import OptimizerView
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.data_parallel.reducer import Reducer
 from lightning_shard.data_parallel.unit import Unit
@@ -44,27 +45,39 @@ class DataParallelEngine:
         collectives: The data-parallel group; each rank must construct this, and the model must be
             the same.
         options: Stage, units, formats.
+        reducing: The same ranks over another group, for gradients: ranks that use different parts
+            of the model may start them at other moments than gathers. Made here when left out.
 
     Raises:
-        ConfigError: The ranks' models differ, or the model has no parameters.
+        ConfigError: The ranks' models differ.
     """
 
-    def __init__(self, model: nn.Module, collectives: Collectives, options: EngineOptions) -> None:
-        if next(model.parameters(), None) is None:
-            raise ConfigError(
-                f"{type(model).__name__} has no parameters, expected at least one to train."
-            )
+    def __init__(
+        self,
+        model: nn.Module,
+        collectives: Collectives,
+        options: EngineOptions,
+        reducing: Collectives | None = None,
+    ) -> None:
         _refuse_leftover_pieces(model)
         check_same_model(model, collectives)
         self.model = model
         self.collectives = collectives
         self.options = options
+        self.device = next((param.device for param in model.parameters()), torch.device("cpu"))
+        reducing = reducing or collectives.twin()
         specs = find_units(model, classes=options.units, bucket_mb=options.bucket_mb)
         self.units = [self._build_unit(spec) for spec in specs]
         self.flats = [flat for unit in self.units for flat in unit.flats]
         self.gradients = [
-            FlatGradients(flat, collectives, options.dtypes.reduce)
-            for flat in self.flats
+            FlatGradients(
+                flat,
+                reducing,
+                options.dtypes.reduce,
+                waits_for_end=unit.resident and options.stage == 3,
+            )
+            for unit in self.units
+            for flat in unit.flats
             if flat.full.is_floating_point() or flat.full.is_complex()
         ]
         self._positions = {
@@ -72,16 +85,13 @@ class DataParallelEngine:
             for position, gradients in enumerate(self.gradients)
             for index, param in enumerate(gradients.flat.params)
         }
-        device = self.flats[0].full.device
-        usage = UsageAgreement(self.gradients, collectives, device)
-        self.reducer = Reducer(self.gradients, collectives, usage)
+        usage = UsageAgreement(self.gradients, reducing, self.device)
+        self.reducer = Reducer(self.gradients, reducing, usage)
         self._hooks: dict[nn.Parameter, RemovableHandle] = {}
-        self._gatherer = Gatherer(model, self.units) if options.stage == 3 else None
+        self._gatherer = Gatherer(model, self.units, self._close) if options.stage == 3 else None
         self._buffers = BufferSync(model, collectives)
         self._buffers.broadcast_all()
-        self._view_depth = 0
-        self._outer_grads: dict[nn.Parameter, Tensor | None] = {}
-        self._views_differ = options.stage > 0 or any(flat.has_master for flat in self.flats)
+        self.view = OptimizerView(self.gradients, self.reducer, self._gatherer)
         self.hook_trainable()
 
     def _build_unit(self, spec: UnitSpec) -> Unit:
@@ -103,6 +113,9 @@ class DataParallelEngine:
             )
         ]
         return Unit(spec.name, spec.modules, flats)
+
+    def _close(self, unit: Unit) -> None:
+        self.reducer.close(g for g in self.gradients if g.flat in unit.flats)
 
     def hook_trainable(self) -> None:
         """Watch parameters that have come to require gradients (unfrozen ones, too)."""
@@ -131,7 +144,7 @@ class DataParallelEngine:
         self.hook_trainable()  # what the step itself has unfrozen
         if self._gatherer is not None:
             self._gatherer.gather_residents()
-        with self.reducer.backward():
+        with self.reducer.backward(), _explain_misfits(self.options.stage):
             yield
         if self._gatherer is not None:
             self._gatherer.end_backward()
@@ -143,57 +156,15 @@ class DataParallelEngine:
     @contextmanager
     def optimizer_view(self) -> Iterator[None]:
         """Let every parameter and its `.grad` show the piece that this rank updates."""
-        self.enter_optimizer_view()
+        self.view.enter()
         try:
             yield
         finally:
-            self.leave_optimizer_view()
-
-    def enter_optimizer_view(self) -> None:
-        """Begin `optimizer_view`; may be nested."""
-        self._view_depth += 1
-        if self._view_depth > 1 or not self._views_differ:
-            return
-        if self._gatherer is not None:
-            self._gatherer.free_all()
-        for gradients in self.gradients:
-            for param in gradients.flat.params:
-                self._outer_grads[param], param.grad = param.grad, None
-            gradients.flat.present_local()
-            for index, param in enumerate(gradients.flat.params):
-                param.grad = gradients.present(index)
-
-    def leave_optimizer_view(self) -> None:
-        """End `optimizer_view`."""
-        self._view_depth -= 1
-        if self._view_depth > 0 or not self._views_differ:
-            return
-        for gradients in self.gradients:
-            for index, param in enumerate(gradients.flat.params):
-                gradients.take_back(index, param.grad)
-                param.grad = None
-            if self._gatherer is None:
-                gradients.flat.present_full()
-            for param in gradients.flat.params:
-                param.grad = self._outer_grads.pop(param, None)
-
-    def zero_grad(self, params: Iterable[nn.Parameter], *, set_to_none: bool = True) -> None:
-        """Forget (or zero) the reduced gradients of `params`."""
-        for param in params:
-            if param in self._positions:
-                position, index = self._positions[param]
-                gradients = self.gradients[position]
-                if not set_to_none and (grad := gradients.present(index)) is not None:
-                    grad.zero_()
-                else:
-                    gradients.zero(index)
+            self.view.leave()
 
     def publish(self, params: Iterable[nn.Parameter]) -> None:
         """After an update of `params`, bring everybody's full parameters up to date."""
-        if self._gatherer is not None:
-            self._gatherer.after_update()
-            return
-        if not self._views_differ:
+        if self._gatherer is not None or not self.view.differs:
             return
         touched = {self._positions[param][0] for param in params if param in self._positions}
         flats = [self.gradients[position].flat for position in sorted(touched)]
@@ -222,13 +193,31 @@ class DataParallelEngine:
         if restore:
             self._buffers.follow(training=False)
         for flat in self.flats if restore else ():
-            full = flat.gather_shards(flat.shard)
-            for param, value in zip(flat.params, full, strict=True):
-                param.data = value
+            for param, value in zip(flat.params, flat.whole_values(), strict=True):
+                param.data = value.clone()
+        if self._gatherer is None and not restore:
+            for flat in self.flats:
+                flat.present_full()
         for param in self.model.parameters():
             param.grad = None
             if self._gatherer is not None and not restore:
                 setattr(param, _LEFTOVER, True)
+
+
+@contextmanager
+def _explain_misfits(stage: int) -> Iterator[None]:
+    """Say what is behind torch's complaint that a gradient does not fit a piece."""
+    try:
+        yield
+    except RuntimeError as error:
+        if stage < 3 or "invalid gradient" not in str(error):
+            raise
+        raise ConfigError(
+            "Under ZeRO stage 3 a block's parameters are whole only inside the block's forward, "
+            "but training_step has computed with them outside (a penalty over self.parameters(), "
+            "say). Use the optimizer's weight_decay, compute inside the block's forward, or use "
+            "strategy='zero2'."
+        ) from error
 
 
 def _refuse_leftover_pieces(model: nn.Module) -> None:

@@ -10,7 +10,8 @@
     With a master copy `local` is always memory of its own, in the master's format.
 
 A parameter's gradient is copied into its view once, when autograd hands it over; while the view
-is the parameter's `.grad`, later micro-batches accumulate into it in place.
+is the parameter's `.grad`, later micro-batches accumulate into it in place. Once it is reduced, a
+`ReducedGradient` stands in `.grad`, by which we learn of `zero_grad`.
 """
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.pending import Pending
 from lightning_shard.data_parallel.flat_parameters import FlatParameters, full_views
+from lightning_shard.data_parallel.reduced_gradient import ReducedGradient
 from lightning_shard.errors import ConfigError
 
 
@@ -29,12 +31,19 @@ class FlatGradients:
         flat: The parameters.
         collectives: The data-parallel group.
         reduce_dtype: Format in which gradients travel; None for that of `full`.
+        waits_for_end: Reduce at the end of backward only.
     """
 
     def __init__(
-        self, flat: FlatParameters, collectives: Collectives, reduce_dtype: torch.dtype | None
+        self,
+        flat: FlatParameters,
+        collectives: Collectives,
+        reduce_dtype: torch.dtype | None,
+        *,
+        waits_for_end: bool = False,
     ) -> None:
         self.flat = flat
+        self.waits_for_end = waits_for_end
         self._collectives = collectives
         self._reduce_dtype = reduce_dtype or flat.full.dtype
         self._full: Tensor | None = None
@@ -42,6 +51,7 @@ class FlatGradients:
         self._local: Tensor | None = None
         self.local_views: list[Tensor] = []
         self._in_place = flat.stage < 2 and not flat.has_master  # local is a part of full
+        self._is_plain = flat.stage == 0 and self._in_place  # `.grad` stays a whole gradient
         self._fresh = [False] * len(flat.params)  # in full, not yet reduced
         self._seen: set[int] = set()  # arrived in this backward
         self._expected = 0  # of _seen; a lower bound while backward runs
@@ -51,6 +61,7 @@ class FlatGradients:
         self._stash: Tensor | None = None
         self._pending: tuple[Pending, Tensor] | None = None
         self.was_reduced = False  # in this backward
+        self.is_closed = False  # backward has left its modules: nothing more will come
 
     @property
     def keeps_views(self) -> bool:
@@ -65,6 +76,8 @@ class FlatGradients:
     @property
     def is_complete(self) -> bool:
         """Whether every parameter that can has had its gradient in this backward."""
+        if self.is_closed:
+            return True
         if len(self._seen) < self._expected:
             return False
         self._expected = sum(param.requires_grad for param in self.flat.params)
@@ -90,11 +103,34 @@ class FlatGradients:
         assert grad is not None
         self._check_not_reducing(index)
         if grad is not view:
-            self._store(view, grad.to_dense() if grad.is_sparse else grad, index)
-            param.grad = view if self.keeps_views else None
+            self._store(view, self._arrived(index, grad), index)
+            param.grad = view if self.keeps_views else self.flat.stand_in(index)
         self._fresh[index] = True
         self._seen.add(index)
         self.used[index] = True
+
+    def _arrived(self, index: int, grad: Tensor) -> Tensor:
+        """The gradient that has just come, out of what stands in `.grad` now."""
+        if isinstance(grad, ReducedGradient):
+            self.observe(index)
+            grad = grad.note.take_arrival()
+        else:
+            self._forget(index)  # `.grad` was None
+        return grad.to_dense() if grad.is_sparse else grad
+
+    def observe(self, index: int) -> None:
+        """Learn from `.grad` whether user code has zeroed the gradient."""
+        grad = self.flat.params[index].grad
+        if grad is None:
+            self._forget(index)
+        elif isinstance(grad, ReducedGradient) and grad.note.zeroed:
+            grad.note.zeroed = False
+            if self._held[index]:
+                kept = None if self._stash is None else self.flat.shard_views(self._stash)
+                (kept or self.local_views)[index].zero_()
+
+    def _forget(self, index: int) -> None:
+        self._held[index] = self.used[index] = self.valid[index] = False
 
     def _store(self, view: Tensor, grad: Tensor, index: int) -> None:
         with torch.no_grad():
@@ -142,6 +178,7 @@ class FlatGradients:
             self._allocate()
         assert self._full is not None
         for index, view in enumerate(self._views):
+            self.observe(index)
             if not self._has_contribution(index):
                 self._keep_reduced_part()
                 view.zero_()
@@ -156,7 +193,7 @@ class FlatGradients:
         self._pending = self._collectives.reduce_scatter(out, send, "avg", async_op=True), out
 
     def _has_contribution(self, index: int) -> bool:
-        if self.flat.stage == 0 and self._in_place:
+        if self._is_plain:
             return self.flat.params[index].grad is self._views[index]
         if self.keeps_views and self.flat.params[index].grad is None:
             return False  # zero_grad between micro-batches
@@ -180,7 +217,7 @@ class FlatGradients:
         pending, out = self._pending
         pending.wait()
         self._pending = None
-        if self.flat.stage == 0 and self._in_place:
+        if self._is_plain:
             assert self._full is not None
             if out is not self._full:
                 self._full.copy_(out)
@@ -205,28 +242,27 @@ class FlatGradients:
                 local.add_(piece)
 
     def _release_grads(self) -> None:
-        """After a reduction `.grad` no longer means a full gradient, except under stage 0."""
-        if self.keeps_views and not (self.flat.stage == 0 and self._in_place):
-            for param, view in zip(self.flat.params, self._views, strict=True):
-                if param.grad is view:
-                    param.grad = None
+        """After a reduction, `.grad` stands for what lies in pieces."""
+        if self._is_plain:
+            return
+        for index, param in enumerate(self.flat.params):
+            if not isinstance(param.grad, ReducedGradient):
+                param.grad = self.flat.stand_in(index)
 
     def settle(self) -> None:
-        """Under stage 0, give the average to parameters that only other ranks have used."""
-        if self.flat.stage == 0 and self._in_place and self._views:  # a frozen buffer has none
-            for param, view, valid in zip(self.flat.params, self._views, self.valid, strict=True):
-                if valid and param.grad is None:
-                    param.grad = view
+        """Once ranks agree on what was used, let `.grad` be there or not, the same on all."""
+        for index, param in enumerate(self.flat.params):
+            if not self.valid[index] and isinstance(param.grad, ReducedGradient):
+                param.grad = None
+                self._forget(index)
+            elif self.valid[index] and param.grad is None and self._is_plain:
+                param.grad = self._views[index]
 
     def end_backward(self) -> None:
         """Forget which gradients this backward has brought."""
         self._seen.clear()
         self._expected = sum(param.requires_grad for param in self.flat.params)
-        self.was_reduced = False
-
-    def zero(self, index: int) -> None:
-        """Forget one parameter's gradient, as `zero_grad(set_to_none=True)` does."""
-        self._held[index] = self.used[index] = self.valid[index] = False
+        self.was_reduced = self.is_closed = False
 
     def present(self, index: int) -> Tensor | None:
         """The local gradient that the optimizer sees, or None when no rank used the parameter."""
@@ -235,15 +271,43 @@ class FlatGradients:
         local = self.local_views[index]
         return local if local.numel() or self.flat.stage == 0 else None
 
-    def take_back(self, index: int, grad: Tensor | None) -> None:
-        """Keep what user code made of a presented gradient (replaced, or set to None)."""
-        presented = self.present(index)
-        if presented is None or grad is presented:
+    def check_outer(self, index: int, outer: Tensor | None) -> None:
+        """See to what stands in `.grad` before the optimizer's view of it.
+
+        Raises:
+            ConfigError: User code has put a gradient of its own there.
+        """
+        self.observe(index)
+        view = self._views[index] if self._views else None
+        if outer is None or outer is view or isinstance(outer, ReducedGradient):
             return
-        if grad is None:
-            self.zero(index)
-        else:
+        raise ConfigError(
+            f"Rank {self._collectives.rank}: .grad of {self.flat.layout.slots[index].name!r} was "
+            f"set by hand, expected gradients to come from backward, which averages them over the "
+            f"ranks. Call self.manual_backward(loss), or use strategy='shard_ddp'."
+        )
+
+    def take_back(self, index: int, outer: Tensor | None) -> Tensor | None:
+        """End the optimizer's view of one gradient: keep what user code made of it.
+
+        Args:
+            index: The parameter; its `.grad` is what was presented, or what replaced it.
+            outer: What stood in `.grad` before.
+
+        Returns:
+            What is to stand there again.
+        """
+        presented, grad = self.present(index), self.flat.params[index].grad
+        if presented is not None and grad is None:
+            self._forget(index)
+        elif presented is not None and grad is not None and grad is not presented:
             presented.copy_(grad)
+        return outer if self._held[index] or not isinstance(outer, ReducedGradient) else None
+
+    def restore(self, index: int, outer: Tensor | None) -> None:
+        """Put back what `take_back` returned; the parameter may have another shape by now."""
+        stand_in = isinstance(outer, ReducedGradient)
+        self.flat.params[index].grad = self.flat.stand_in(index) if stand_in else outer
 
     def buffers(self) -> list[Tensor]:
         """The gradient memory held now, for accounting."""

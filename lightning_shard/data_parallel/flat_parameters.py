@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.pending import Pending
+from lightning_shard.data_parallel.reduced_gradient import GradientNote, ReducedGradient
 from lightning_shard.layout.flat import FlatLayout, build_layout
 
 _ALIGN_BYTES = 16  # vectorised kernels want it
@@ -59,12 +60,19 @@ class FlatParameters:
         self.full, self.shard = self._fill(master_dtype, compute_dtype)
         self.full_views = full_views(self.full, self.layout)
         self.local_views = self.shard_views(self.shard)
+        self._notes = [GradientNote(name) for name, _ in named_params]
+        self._stand_ins: dict[tuple[int, torch.Size, torch.dtype], ReducedGradient] = {}
         self.present_full()
 
     @property
     def frees_full(self) -> bool:
         """Whether the full parameters exist only while a forward or backward needs them."""
         return self.stage == 3
+
+    @property
+    def has_local_form(self) -> bool:
+        """Whether the optimizer works on something else than the full parameters."""
+        return self.stage > 0 or self.has_master
 
     @property
     def is_gathered(self) -> bool:
@@ -98,14 +106,29 @@ class FlatParameters:
     @torch.no_grad()
     def present_full(self) -> None:
         """Let every parameter show its full shape; `full` must be gathered."""
-        for param, view in zip(self.params, self.full_views, strict=True):
-            param.data = view
+        self._present(self.full_views)
+
+    def _present(self, views: Sequence[Tensor]) -> None:
+        for index, (param, view) in enumerate(zip(self.params, views, strict=True)):
+            if isinstance(param.grad, ReducedGradient):  # must have the parameter's shape
+                param.grad = None
+                param.data = view
+                param.grad = self.stand_in(index)
+            else:
+                param.data = view
+
+    def stand_in(self, index: int) -> ReducedGradient:
+        """What stands in the `.grad` of a parameter, as it shows itself now, once it is reduced."""
+        param = self.params[index]
+        key = index, param.shape, param.dtype
+        if key not in self._stand_ins:
+            self._stand_ins[key] = ReducedGradient(param, self._notes[index])
+        return self._stand_ins[key]
 
     @torch.no_grad()
     def present_local(self) -> None:
         """Let every parameter show this rank's piece, in the optimizer's format."""
-        for param, view in zip(self.params, self.local_views, strict=True):
-            param.data = view
+        self._present(self.local_views)
 
     @torch.no_grad()
     def begin_gather(self) -> Pending | None:
@@ -119,10 +142,31 @@ class FlatParameters:
             return None
         return self._collectives.all_gather(self.full, own, async_op=True)
 
+    @torch.no_grad()
+    def take_in_edits(self) -> None:
+        """Carry what user code has changed in the full parameters over to the shard.
+
+        A master keeps its digits wherever the full parameter still is what it was rounded to.
+        """
+        own = self.full[slice(*self.layout.shard_bounds(self.shard_index))]
+        if own.data_ptr() == self.shard.data_ptr():
+            return
+        if not self.has_master:
+            self.shard.copy_(own)
+            return
+        edited = own != self.shard.to(own.dtype)
+        self.shard.copy_(torch.where(edited, own.to(self.shard.dtype), self.shard))
+
     def free(self) -> None:
         """Point the parameters at their pieces and give the full memory back."""
         self.present_local()
         self.full.untyped_storage().resize_(0)
+
+    def whole_values(self) -> list[Tensor]:
+        """Each parameter in its own shape and the optimizer's format; each rank must call."""
+        if self.has_master or self.frees_full:
+            return self.gather_shards(self.shard)
+        return self.full_views
 
     @torch.no_grad()
     def gather_shards(self, shard: Tensor) -> list[Tensor]:

@@ -11,7 +11,7 @@ Resident parameters stay from the start of a step to the end of its backward; ou
 as long as any module that holds one is in its forward.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -33,10 +33,14 @@ class Gatherer:
     Args:
         model: The module whose forward, or whose children's, the units serve.
         units: All units, in registration order.
+        on_left: Called when backward has left a unit's modules for good.
     """
 
-    def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
+    def __init__(
+        self, model: nn.Module, units: Sequence[Unit], on_left: Callable[[Unit], None]
+    ) -> None:
         self._units = units
+        self._on_left = on_left
         self._residents = [unit for unit in units if unit.resident]
         self._next: dict[Unit, Unit] = {}
         self._previous: dict[Unit, Unit] = {}
@@ -53,6 +57,12 @@ class Gatherer:
             for module in unit.modules:
                 inside.update(module.modules())
                 self._hook_block(unit, module)
+                for part in module.modules():
+                    if (
+                        part is not module
+                        and next(part.parameters(recurse=False), None) is not None
+                    ):
+                        self._hook_part(unit, part)
         resident = {id(p) for unit in self._residents for flat in unit.flats for p in flat.params}
         for module in model.modules():
             if module not in inside and any(id(p) in resident for p in module.parameters()):
@@ -68,6 +78,16 @@ class Gatherer:
 
         self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         self._handles.append(module.register_forward_hook(after))
+
+    def _hook_part(self, unit: Unit, part: nn.Module) -> None:
+        """A block may be used by another method than its forward (a flow's inverse)."""
+
+        def before(_: nn.Module, __: Any) -> None:
+            if not unit.is_full:
+                unit.ensure_full()
+                unit.kept = True
+
+        self._handles.append(part.register_forward_pre_hook(before))
 
     def _hook_holder(self, module: nn.Module) -> None:
         def before(_: nn.Module, __: Any) -> None:
@@ -112,13 +132,13 @@ class Gatherer:
         for unit in self._units:
             unit.forget_calls()
             if not (unit.resident and self._in_step):
-                unit.free()
+                unit.free(edited=unit.resident)
 
     def free_all(self) -> None:
         """Free every unit: the optimizer, or the world outside a step, wants the pieces."""
         for unit in self._units:
             unit.forget_calls()
-            unit.free()
+            unit.free(edited=unit.resident or not self._has_stepped)
 
     def after_update(self) -> None:
         """Inside a step (manual optimization) residents must be gathered anew."""
@@ -155,7 +175,8 @@ class Gatherer:
         if in_backward():
             return
         if torch.is_grad_enabled():
-            unit.kept = unit.kept or _hides_tensors(output)  # we cannot see its backward coming
+            if _hides_tensors(output) or _leaves_graph_on(module):
+                unit.kept = True  # we cannot see its backward coming
             if tensors := [tensor for tensor in _tensors(output) if tensor.requires_grad]:
 
                 def entered(_: Any) -> None:
@@ -176,6 +197,7 @@ class Gatherer:
         if torch.is_grad_enabled():
             unit.kept = True  # create_graph: a second backward reads the parameters again
         elif not (unit.open_calls or unit.open_backwards or unit.kept):
+            self._on_left(unit)
             unit.free()
 
     def _prefetch(self, unit: Unit | None) -> None:
@@ -201,6 +223,15 @@ def _tensors(collection: Any) -> list[Tensor]:
 def _hides_tensors(collection: Any) -> bool:
     """Whether an object that we do not know may carry tensors out of a block."""
     return any(not isinstance(leaf, (Tensor, *_PLAIN)) for leaf in _leaves(collection))
+
+
+def _leaves_graph_on(block: nn.Module) -> bool:
+    """Whether forward has left a tensor with a graph on some module, as MoE routers do."""
+    return any(
+        isinstance(value, Tensor) and value.grad_fn is not None
+        for module in block.modules()
+        for value in vars(module).values()
+    )
 
 
 def _leaves(collection: Any) -> Iterator[Any]:

@@ -7,10 +7,14 @@
 Collectives of one group must start in the same order everywhere, even when ranks touch different
 parts of the model. So a unit starts only after those before it in a fixed order: at first the
 reverse of registration, then the order in which rank 0's first backward completed them.
+
+Under stage 3 backward gathers, too. A rank that waits for a reduction while another waits for a
+gather would wait for ever; so a block is reduced when backward has left it, whatever it used, and
+residents, of which some rank may use less, at the end.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from lightning_shard.backends.collectives import Collectives
@@ -44,6 +48,7 @@ class Reducer:
         self._awaiting_end = False
         self._inside = False
         self._synchronize = True
+        self._owed = False  # accumulated, but not reduced
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -78,10 +83,16 @@ class Reducer:
             self._completed.append(position)
             self._reduce_ready()
 
+    def close(self, closed: Iterable[FlatGradients]) -> None:
+        """Backward has left these buffers' modules: what has not come will not come."""
+        for gradients in closed:
+            gradients.is_closed = True
+        self._reduce_ready()
+
     def _reduce_ready(self) -> None:
         while self._cursor < len(self._order):
             gradients = self._gradients[self._order[self._cursor]]
-            if gradients.is_trained:
+            if gradients.is_trained and not gradients.waits_for_end:
                 if not gradients.is_complete or not self._reduces_now(gradients):
                     return
                 self._begin(gradients)
@@ -107,10 +118,19 @@ class Reducer:
         while self._in_flight:
             self._in_flight.popleft().finish_reduce()
         self._usage.finish()
-        for gradients in self._gradients:
-            gradients.settle()
+        if self._synchronize:
+            for gradients in self._gradients:
+                gradients.settle()
+        self._owed = not self._synchronize
         self._learn_order()
         self._reset()
+
+    def reduce_owed(self) -> None:
+        """Reduce what `no_sync` has only accumulated: an optimizer is about to use it."""
+        if self._owed:
+            before, self._synchronize = self._synchronize, True
+            self.flush()
+            self._synchronize = before
 
     def _learn_order(self) -> None:
         if self._order_is_learned or not self._synchronize:

@@ -61,10 +61,17 @@ class Unit:
             flat.present_full()
         self.is_full = True
 
-    def free(self) -> None:
-        """Let the parameters show this rank's pieces and give the full memory back."""
+    def free(self, *, edited: bool = False) -> None:
+        """Let the parameters show this rank's pieces and give the full memory back.
+
+        Args:
+            edited: User code may have changed the full parameters; what it changed is kept.
+        """
         for handle in self._pending or ():
             handle.wait()
+        if edited and self.is_full:
+            for flat in self.flats:
+                flat.take_in_edits()
         if self.is_full or self._pending is not None:
             for flat in self.flats:
                 flat.free()

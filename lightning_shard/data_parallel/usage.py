@@ -38,8 +38,13 @@ class UsageAgreement:
             return
         self._pending.wait()
         self._pending = None
-        complete = all(all(gradients.used) for gradients in self._gradients)
-        flags = [True] * len(self._flags) if complete else self._flags.bool().tolist()
+        complete = all(
+            used or not param.requires_grad
+            for gradients in self._gradients
+            for used, param in zip(gradients.used, gradients.flat.params, strict=True)
+        )
+        used = [flag for gradients in self._gradients for flag in gradients.used]
+        flags = used if complete else self._flags.bool().tolist()
         start = 0
         for gradients in self._gradients:
             stop = start + len(gradients.used)

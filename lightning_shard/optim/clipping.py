@@ -31,7 +31,7 @@ def global_grad_norm(
     # the same format on every rank, whichever pieces it has
     wide = any(param.dtype in (torch.float64, torch.complex128) for param in params)
     local = nn.utils.get_total_norm([_wide(grad) for grad in grads], norm_type)
-    local = local.to(engine.flats[0].full.device, torch.float64 if wide else torch.float32)
+    local = local.to(engine.device, torch.float64 if wide else torch.float32)
     if engine.options.stage == 0:
         return local
     if norm_type == float("inf"):
@@ -62,9 +62,9 @@ def clip_grad_norm(
     Source:
         `torch.nn.utils.clip_grad_norm_`, whose 1e-6 is kept.
     """
-    norm = global_grad_norm(params, engine, norm_type)
-    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     with engine.optimizer_view():
+        norm = global_grad_norm(params, engine, norm_type)
+        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for grad in (param.grad for param in params if param.grad is not None):
             grad.mul_(scale.to(grad.device))
     return norm

@@ -51,24 +51,16 @@ class ShardedOptimizer:
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
-        self._zero_grad = optimizer.zero_grad
-        optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
 
     @property
     def params(self) -> list[nn.Parameter]:
         """Every parameter of every group."""
         return [param for group in self.optimizer.param_groups for param in group["params"]]
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of the optimizer's parameters, reduced or not."""
-        self._zero_grad(set_to_none=set_to_none)
-        self.engine.zero_grad(self.params, set_to_none=set_to_none)
-
     def detach(self) -> None:
         """Give the optimizer back as it was, state in pieces."""
         for handle in self._handles:
             handle.remove()
-        self.optimizer.__dict__.pop("zero_grad", None)
 
     def _before_step(
         self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -99,11 +91,11 @@ class ShardedOptimizer:
 
     def _enter(self) -> None:
         self._in_view = True
-        self.engine.enter_optimizer_view()
+        self.engine.view.enter()
 
     def _leave(self) -> None:
         self._in_view = False
-        self.engine.leave_optimizer_view()
+        self.engine.view.leave()
         self.engine.publish(self.params)
 
 

@@ -15,6 +15,7 @@ from lightning.pytorch.plugins.precision import (
     MixedPrecision,
     Precision,
 )
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -51,8 +52,18 @@ class ShardedPrecision(Precision):
 
     @override
     def _after_closure(self, model: "pl.LightningModule", optimizer: Any) -> None:
-        with self._optimizer_view():  # hooks and clipping see what the optimizer will see
+        watched = any(
+            is_overridden("on_before_optimizer_step", hooked)
+            for hooked in (model, *model.trainer.callbacks)  # type: ignore[attr-defined]
+        )
+        with self._optimizer_view() if watched else nullcontext():  # what the optimizer will see
             super()._after_closure(model, optimizer)
+
+    @override
+    def _clip_gradients(self, *args: Any, **kwargs: Any) -> None:
+        """Clip outside the view: there, torch's own clipping by the norm of a piece is refused."""
+        with nullcontext() if self.engine is None else self.engine.view.suspended():
+            super()._clip_gradients(*args, **kwargs)
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
@@ -80,7 +91,7 @@ class ShardedMixedPrecision(ShardedPrecision, MixedPrecision):
     def attach(self, engine: DataParallelEngine) -> None:
         super().attach(engine)
         if self.scaler is not None:
-            device = engine.flats[0].full.device
+            device = engine.device
             self.scaler = ShardedGradScaler(
                 self.scaler, engine.optimizer_view, engine.collectives, device
             )

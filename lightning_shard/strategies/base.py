@@ -64,6 +64,7 @@ class ShardStrategy(ParallelStrategy, metaclass=OptionNames):
         self._num_ranks = num_ranks
         self._num_nodes = 1
         self._collectives: Collectives | None = None
+        self._reducing: Collectives | None = None
         if num_ranks is not None and not self.is_in_process:
             raise ConfigError(
                 f"num_ranks={num_ranks} sets the ranks of the backend 'in_process', but the "
@@ -172,6 +173,7 @@ class ShardStrategy(ParallelStrategy, metaclass=OptionNames):
         group = dist.group.WORLD
         assert group is not None
         self._collectives = self.backend.collectives(group)
+        self._reducing = self._collectives.twin(self._timeout)
 
     def _join(self) -> None:
         environment = self.cluster_environment
@@ -187,7 +189,7 @@ class ShardStrategy(ParallelStrategy, metaclass=OptionNames):
 
     def _leave(self) -> None:
         """At exit. Gloo aborts when somebody still refers to a group that is being destroyed."""
-        self._collectives = None
+        self._collectives = self._reducing = None
         if dist.is_initialized():
             dist.destroy_process_group()
 

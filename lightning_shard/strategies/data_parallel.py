@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
@@ -18,6 +19,7 @@ from typing_extensions import override
 
 from lightning_shard.backends.base import DEFAULT_TIMEOUT
 from lightning_shard.checkpoint.full import full_module_state
+from lightning_shard.data_parallel.agreement import check_same_optimizers
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.held_bytes import HeldBytes, replicated, storage_bytes
 from lightning_shard.data_parallel.options import EngineOptions
@@ -105,9 +107,11 @@ class DataParallelStrategy(ShardStrategy):
         self.model_to_device()
         if fitting:
             self._check_trainable()
+            self._check_callbacks(trainer)
             self.setup_optimizers(trainer)  # while parameters have their full shapes
         self._start_engine()
         if fitting:
+            check_same_optimizers(self.optimizers, self.model, self.collectives)
             self._sharded = [ShardedOptimizer(opt, self.engine) for opt in self.optimizers]
         self.setup_precision_plugin()
 
@@ -119,6 +123,17 @@ class DataParallelStrategy(ShardStrategy):
                 f"gradient, expected at least one to train. Unfreeze some, or call "
                 f"trainer.validate, test or predict instead of fit."
             )
+
+    def _check_callbacks(self, trainer: "pl.Trainer") -> None:
+        """Callbacks that copy weights parameter by parameter need whole parameters."""
+        averaging = (StochasticWeightAveraging, WeightAveraging)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if self.stage == 3 and isinstance(callback, averaging):
+                raise ConfigError(
+                    f"{type(callback).__name__} averages whole parameters, but under ZeRO stage 3 "
+                    f"each rank has pieces of them between the steps. Use strategy='zero2', which "
+                    f"keeps parameters whole."
+                )
 
     def _apply_layer_sync(self) -> None:
         assert self.model is not None
@@ -137,7 +152,7 @@ class DataParallelStrategy(ShardStrategy):
             bucket_mb=self._options.bucket_mb,
             dtypes=dtype_policy(str(plugin.precision), self._reduce_dtype),
         )
-        self._engine = DataParallelEngine(self.model, self.collectives, options)
+        self._engine = DataParallelEngine(self.model, self.collectives, options, self._reducing)
         plugin.attach(self._engine)
 
     @override

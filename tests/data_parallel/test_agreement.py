@@ -21,8 +21,8 @@ MODELS = {
     "frozen": lambda rank: nn.Linear(1, 1).requires_grad_(rank == 0),
 }
 MESSAGES = {
-    "shape": "Rank 1 has the parameter [weight (3, 2)",
-    "name": "Rank 1 has the parameter [layer1.weight",
+    "shape": "Rank 1 has [weight (3, 2)",
+    "name": "Rank 1 has [layer1.weight",
     "more": "[1.weight (1, 1) torch.float32 requires_grad=True] where rank 0 has [none]",
     "fewer": "[none] where rank 0 has [2.weight",
     "dtype": "torch.float64 requires_grad=True] where rank 0 has [weight (1, 1) torch.float32",
@@ -37,6 +37,6 @@ def test_every_rank_names_the_first_difference(kind: str) -> None:
         collectives = get_backend("in_process").collectives(dist.group.WORLD)
         with pytest.raises(ConfigError, match=re.escape(MESSAGES[kind])) as caught:
             check_same_model(MODELS[kind](rank), collectives)
-        return str(caught.value).startswith(f"Rank {rank}: the ranks hold different models.")
+        return str(caught.value).startswith(f"Rank {rank}: the ranks have different models.")
 
     assert run_ranks(fn, 3) == [True] * 3

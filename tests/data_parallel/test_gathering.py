@@ -111,10 +111,10 @@ def recorded(engine: DataParallelEngine) -> Iterator[list[str]]:
             if not was_full:
                 events.append(f"use {unit.name[-1]}")
 
-        def freed() -> None:
+        def freed(**options: bool) -> None:
             if unit.is_full:
                 events.append(f"free {unit.name[-1]}")
-            free()
+            free(**options)
 
         unit.begin_gather, unit.ensure_full, unit.free = begin_gather, ensure_full, freed  # type: ignore[method-assign]
 

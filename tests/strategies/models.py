@@ -134,10 +134,10 @@ class ConvNetOfRanks(ConvNet):
 class TiedLSTM(Trained):
     """A language model; one matrix is both embedding and head."""
 
-    def __init__(self, width: int = 24) -> None:
+    def __init__(self, width: int = 24, dropout: float = 0.0) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
-        self.lstm = nn.LSTM(width, width, num_layers=2, batch_first=True)
+        self.lstm = nn.LSTM(width, width, num_layers=2, dropout=dropout, batch_first=True)
         self.head = nn.Linear(width, VOCABULARY)
         self.head.weight = self.embedding.weight
 

@@ -115,7 +115,7 @@ class GlobalBatches(L.LightningDataModule):
 
 def build(name: str) -> Trained:
     """Return the model, with the same values every time."""
-    L.seed_everything(7, verbose=False)
+    torch.manual_seed(7)
     return MODELS[name]()
 
 
@@ -170,7 +170,7 @@ def train_cases(cases: Sequence[Case]) -> list[Run]:
 def single_device(case: Case) -> Run:
     """Return what a single device makes of the same global batches, in the same precision."""
     if case.model == "conv":  # its statistics depend on the number of ranks
-        L.seed_everything(7, verbose=False)
+        torch.manual_seed(7)
         return train(ConvNetOfRanks(case.num_ranks), precision=case.precision)
     return _common_single_device(case.model, case.precision)
 

@@ -63,7 +63,7 @@ class EvaluationBatches(GlobalBatches):
 
 
 def seeded(cls: type[Trained], *args: int) -> Trained:
-    L.seed_everything(7, verbose=False)
+    torch.manual_seed(7)
     return cls(*args)
 
 

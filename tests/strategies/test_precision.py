@@ -147,11 +147,11 @@ def test_bf16_mixed_sends_bf16_over_gloo() -> None:
             assert formats.matrices > 0
             assert formats.vectors > 0
             once = (2 * formats.matrices + 4 * formats.vectors) // 2  # half of it, on two ranks
-            usage = ring_share(2 * formats.num_params, 2)
+            summed = formats.sent_bytes("all_reduce")
             if strategy == "shard_ddp":
-                assert formats.sent_bytes("all_reduce") == 2 * once + usage
+                assert summed == 2 * once + ring_share(2 * formats.num_params, 2)
             else:
-                assert formats.sent_bytes("all_reduce") == usage
+                assert summed < 2 * formats.num_params  # only the agreement on usage
                 assert formats.sent_bytes("reduce_scatter") == once
             if strategy in ("zero1", "zero2"):
                 assert formats.sent_bytes("all_gather") == once
@@ -197,7 +197,7 @@ class Scales(L.Callback):
 
 
 def _train_scaled(strategy: str, num_ranks: int, *, fused: bool, **options: Any) -> tuple[Any, ...]:
-    L.seed_everything(7, verbose=False)
+    torch.manual_seed(7)
     model, scales = Overflowing(fused), Scales()
     trainer = quiet_trainer(
         strategy=strategy,

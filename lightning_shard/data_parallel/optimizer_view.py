@@ -1,0 +1,97 @@
+"""The optimizer's view: each parameter and its `.grad` show the piece that this rank updates.
+
+outside                          inside
+param.data    full shape (stage 3: a piece)    this rank's piece, in the master's format
+param.grad    None, a stand-in, or             the averaged gradient of that piece, or None
+(stage 0) the average            when no rank used the parameter
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from lightning_shard.data_parallel.flat_gradients import FlatGradients
+from lightning_shard.data_parallel.gathering import Gatherer
+from lightning_shard.data_parallel.reducer import Reducer
+
+
+class OptimizerView:
+    """Enters and leaves the view of one engine; entering again inside changes nothing.
+
+    Args:
+        gradients: Every buffer; those whose parameters have no local form stay as they are.
+        reducer: Asked to reduce what was only accumulated.
+        gatherer: Under stage 3, frees the units first.
+    """
+
+    def __init__(
+        self, gradients: Sequence[FlatGradients], reducer: Reducer, gatherer: Gatherer | None
+    ) -> None:
+        self._gradients = [g for g in gradients if g.flat.has_local_form]
+        self._reducer = reducer
+        self._gatherer = gatherer
+        self._depth = 0
+        self._outer: list[list[Tensor | None]] = []
+
+    @property
+    def differs(self) -> bool:
+        """Whether inside and outside differ at all: not under stage 0 without master copies."""
+        return bool(self._gradients)
+
+    def enter(self) -> None:
+        """Show pieces; each rank must call."""
+        self._depth += 1
+        if self._depth > 1:
+            return
+        self._reducer.reduce_owed()
+        if not self.differs:
+            return
+        if self._gatherer is not None:
+            self._gatherer.free_all()
+        self._outer = [self._show_pieces(gradients) for gradients in self._gradients]
+
+    def _show_pieces(self, gradients: FlatGradients) -> list[Tensor | None]:
+        params = gradients.flat.params
+        outer = [param.grad for param in params]
+        for index, grad in enumerate(outer):
+            gradients.check_outer(index, grad)
+        if self._gatherer is None:
+            gradients.flat.take_in_edits()
+        for param in params:
+            param.grad = None
+        gradients.flat.present_local()
+        for index, param in enumerate(params):
+            param.grad = gradients.present(index)
+        return outer
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Leave the view for a while, if it is entered."""
+        depth, was_entered = self._depth, self._depth > 0
+        if was_entered:
+            self._depth = 1
+            self.leave()
+        try:
+            yield
+        finally:
+            if was_entered:
+                self.enter()
+                self._depth = depth
+
+    def leave(self) -> None:
+        """Show what was there before; each rank must call."""
+        self._depth -= 1
+        if self._depth > 0 or not self._outer:
+            return
+        for gradients, outer in zip(self._gradients, self._outer, strict=True):
+            kept = [gradients.take_back(index, grad) for index, grad in enumerate(outer)]
+            for param in gradients.flat.params:
+                param.grad = None
+            if self._gatherer is None:
+                gradients.flat.present_full()
+            for index, grad in enumerate(kept):
+                gradients.restore(index, grad)
+        self._outer = []
+        if self._gatherer is not None:
+            self._gatherer.after_update()
