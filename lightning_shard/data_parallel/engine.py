@@ -85,10 +85,11 @@ class DataParallelEngine:
             for position, gradients in enumerate(self.gradients)
             for index, param in enumerate(gradients.flat.params)
         }
-        usage = UsageAgreement(self.gradients, reducing, self.device)
+        self._gatherer = Gatherer(model, self.units, self._close) if options.stage == 3 else None
+        record = None if self._gatherer is None else self._gatherer.record
+        usage = UsageAgreement(self.gradients, reducing, self.device, record)
         self.reducer = Reducer(self.gradients, reducing, usage)
         self._hooks: dict[nn.Parameter, RemovableHandle] = {}
-        self._gatherer = Gatherer(model, self.units, self._close) if options.stage == 3 else None
         self._buffers = BufferSync(model, collectives)
         self._buffers.broadcast_all()
         self.view = OptimizerView(self.gradients, self.reducer, self._gatherer)

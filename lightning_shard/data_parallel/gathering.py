@@ -14,6 +14,7 @@ as long as any module that holds one is in its forward.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
+from lightning_shard.data_parallel.gather_record import GatherRecord
 from lightning_shard.data_parallel.torch_private import in_backward
 from lightning_shard.data_parallel.unit import Unit
 
@@ -34,6 +36,9 @@ class Gatherer:
         model: The module whose forward, or whose children's, the units serve.
         units: All units, in registration order.
         on_left: Called when backward has left a unit's modules for good.
+
+    Attributes:
+        record: What has been gathered.
     """
 
     def __init__(
@@ -49,6 +54,9 @@ class Gatherer:
         self._in_step = False
         self._has_stepped = False
         self._handles: list[RemovableHandle] = []
+        self.record = GatherRecord()
+        for index, unit in enumerate(units):
+            unit.on_gather = partial(self.record.note, index, unit.name)
         self._install(model)
 
     def _install(self, model: nn.Module) -> None:

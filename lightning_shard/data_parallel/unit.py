@@ -4,7 +4,7 @@ begin_gather            ensure_full                 free
 FREED ─────────────> GATHERING ───────────> FULL ─────────────────> FREED
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import nn
 
@@ -22,6 +22,7 @@ class Unit:
         open_calls: Forwards whose backward has not reached the module's inputs yet.
         open_backwards: Backwards that have entered a module and not reached its inputs yet; a
             second backward through a retained graph has no open call.
+        on_gather: Called when a gather begins.
         kept: Not to be freed before the step ends: its backward may need it unannounced.
     """
 
@@ -37,6 +38,7 @@ class Unit:
         self._forwarded: set[nn.Module] = set()
         self._pending: list[Pending] | None = None
         self.is_full = True
+        self.on_gather: Callable[[], None] = lambda: None
 
     @property
     def resident(self) -> bool:
@@ -46,6 +48,7 @@ class Unit:
     def begin_gather(self) -> None:
         """Start the all-gathers unless the parameters are here or on their way."""
         if not self.is_full and self._pending is None:
+            self.on_gather()
             pending = [flat.begin_gather() for flat in self.flats]
             self._pending = [handle for handle in pending if handle is not None]
 

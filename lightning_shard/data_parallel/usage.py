@@ -3,6 +3,11 @@
 A parameter that no rank used has no gradient on a single device, and an optimizer leaves it
 alone; one that any rank used has. After the gradients, ranks take the maximum of one byte per
 parameter. Only a rank that did not use some parameter itself has to read the answer.
+
+Under stage 3 a digest of the units that this rank gathered, in order, travels along: ranks that
+gather different units of one size would mix their pieces without a word. Its complement travels
+too, so that the maximum of both is one's own only where all ranks have the same. A rank reads it
+when its own digest is not the one last read, as in every first step.
 """
 
 from collections.abc import Sequence
@@ -12,24 +17,42 @@ import torch
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.pending import Pending
 from lightning_shard.data_parallel.flat_gradients import FlatGradients
+from lightning_shard.data_parallel.gather_record import GatherRecord
+from lightning_shard.errors import ConfigError
 
 
 class UsageAgreement:
-    """One agreement per optimizer step over all parameters of an engine."""
+    """One agreement per optimizer step over all parameters of an engine.
+
+    Args:
+        gradients: The buffers, in registration order.
+        collectives: The data-parallel group.
+        device: Where the messages lie.
+        gathers: What has been gathered; None below stage 3.
+    """
 
     def __init__(
-        self, gradients: Sequence[FlatGradients], collectives: Collectives, device: torch.device
+        self,
+        gradients: Sequence[FlatGradients],
+        collectives: Collectives,
+        device: torch.device,
+        gathers: GatherRecord | None = None,
     ) -> None:
         self._gradients = gradients
         self._collectives = collectives
         self._device = device
+        self._gathers = gathers
+        self._digest = self._known_digest = b""
         self._pending: Pending | None = None
         self._flags = torch.empty(0)
 
     def begin(self) -> None:
         """Start the exchange; each rank must call, after its last reduction has started."""
-        used = [flag for gradients in self._gradients for flag in gradients.used]
-        self._flags = torch.tensor(used, dtype=torch.uint8, device=self._device)
+        used = [int(flag) for gradients in self._gradients for flag in gradients.used]
+        if self._gathers is not None:
+            self._digest = self._gathers.digest()
+        message = [*used, *self._digest]
+        self._flags = torch.tensor(message, dtype=torch.uint8, device=self._device)
         self._pending = self._collectives.all_reduce(self._flags, "max", async_op=True)
 
     def finish(self) -> None:
@@ -38,6 +61,7 @@ class UsageAgreement:
             return
         self._pending.wait()
         self._pending = None
+        self._check_digest()
         complete = all(
             used or not param.requires_grad
             for gradients in self._gradients
@@ -51,3 +75,17 @@ class UsageAgreement:
             new = flags[start:stop]
             gradients.valid = [a or b for a, b in zip(gradients.valid, new, strict=True)]
             start = stop
+
+    def _check_digest(self) -> None:
+        names = [] if self._gathers is None else self._gathers.take()
+        if self._digest == self._known_digest:
+            return
+        if bytes(self._flags[-len(self._digest) :].tolist()) != self._digest:
+            raise ConfigError(
+                f"Rank {self._collectives.rank}: the ranks used different blocks in this step, "
+                f"expected the same ones in the same order; this rank used {', '.join(names)}. "
+                f"ZeRO stage 3 gathers each block from all ranks. Name the class of a module "
+                f"around the blocks that ranks may skip, as units=['MixtureOfExperts'], or use "
+                f"stage 2."
+            )
+        self._known_digest = self._digest
