@@ -1,5 +1,7 @@
 # Each target makes its own environment: a fresh machine needs Python 3.11 or 3.12, git and make.
-PYTHON ?= python3
+FITS := import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))
+PYTHON ?= $(shell for p in python3 python3.11 python3.12; do \
+	$$p -c "$(FITS)" 2>/dev/null && echo $$p && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -15,7 +17,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow and not gpu and not benchmark"
 
 test-all: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not gpu"
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -66,7 +66,7 @@ class DataParallelEngine:
         self.options = options
         self.device = next((param.device for param in model.parameters()), torch.device("cpu"))
         reducing = reducing or collectives.twin()
-        specs = find_units(model, classes=options.units, bucket_mb=options.bucket_mb)
+        specs = find_units(model, classes=options.units, bucket_mb=options.unit_mb)
         self.units = [self._build_unit(spec) for spec in specs]
         self.flats = [flat for unit in self.units for flat in unit.flats]
         self.gradients = [
@@ -150,6 +150,14 @@ class DataParallelEngine:
         if self._gatherer is not None:
             self._gatherer.end_backward()
 
+    def hold_parameters(self) -> None:
+        """Keep whole parameters from now on, for ranks that take different numbers of steps.
+
+        Only for prediction. Under stage 3 each rank must call, and needs the memory.
+        """
+        if self._gatherer is not None:
+            self._gatherer.hold()
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Backwards inside only accumulate; stages 2 and 3 reduce all the same."""
         return self.reducer.no_sync()
@@ -189,20 +197,28 @@ class DataParallelEngine:
         while self._hooks:
             self._hooks.popitem()[1].remove()
         if self._gatherer is not None:
-            self._gatherer.free_all() if restore else None
             self._gatherer.remove()
         if restore:
             self._buffers.follow(training=False)
+            if self._gatherer is not None:
+                self._gatherer.free_all()
         for flat in self.flats if restore else ():
             for param, value in zip(flat.params, flat.whole_values(), strict=True):
                 param.data = value.clone()
-        if self._gatherer is None and not restore:
-            for flat in self.flats:
-                flat.present_full()
+        for unit in self.units if not restore else ():
+            self._leave_as_is(unit)
         for param in self.model.parameters():
             param.grad = None
-            if self._gatherer is not None and not restore:
-                setattr(param, _LEFTOVER, True)
+
+    def _leave_as_is(self, unit: Unit) -> None:
+        """After a failure: whole parameters in their own format where they are here."""
+        for flat in unit.flats:
+            for param, view in zip(flat.params, flat.full_views, strict=True):
+                if unit.is_full:
+                    param.grad = None
+                    param.data = view.to(flat.shard.dtype, copy=True)
+                else:
+                    setattr(param, _LEFTOVER, True)
 
 
 @contextmanager

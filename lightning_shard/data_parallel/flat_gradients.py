@@ -7,7 +7,7 @@
     1       kept; reduced into own part   this rank's part of `full`
     2, 3    from the first gradient of a  memory of its own (1/N), reduced gradients are added
             backward to its reduction     to it at every backward
-    With a master copy `local` is always memory of its own, in the master's format.
+    With a master copy, stages 0 and 1 keep `full` in its format: micro-batches add up there.
 
 A parameter's gradient is copied into its view once, when autograd hands it over; while the view
 is the parameter's `.grad`, later micro-batches accumulate into it in place. Once it is reduced, a
@@ -50,8 +50,9 @@ class FlatGradients:
         self._views: list[Tensor] = []
         self._local: Tensor | None = None
         self.local_views: list[Tensor] = []
-        self._in_place = flat.stage < 2 and not flat.has_master  # local is a part of full
-        self._is_plain = flat.stage == 0 and self._in_place  # `.grad` stays a whole gradient
+        self.accumulates = flat.stage < 2  # in full, until a backward that synchronises
+        self._keeps_views = self.accumulates and not flat.has_master  # `.grad` is a view of full
+        self._is_plain = flat.stage == 0 and not flat.has_master  # `.grad` stays a whole gradient
         self._fresh = [False] * len(flat.params)  # in full, not yet reduced
         self._seen: set[int] = set()  # arrived in this backward
         self._expected = 0  # of _seen; a lower bound while backward runs
@@ -62,11 +63,6 @@ class FlatGradients:
         self._pending: tuple[Pending, Tensor] | None = None
         self.was_reduced = False  # in this backward
         self.is_closed = False  # backward has left its modules: nothing more will come
-
-    @property
-    def keeps_views(self) -> bool:
-        """Whether `.grad` stays a view of `full`, so that micro-batches add up in place."""
-        return self.flat.stage < 2
 
     @property
     def is_trained(self) -> bool:
@@ -86,7 +82,7 @@ class FlatGradients:
     @property
     def must_reduce(self) -> bool:
         """Whether the end of a backward still owes a reduction, whatever this rank's graph used."""
-        late = self.was_reduced and any(self._fresh) and not self.keeps_views
+        late = self.was_reduced and any(self._fresh) and not self.accumulates
         return late or (not self.was_reduced and self.is_trained)
 
     def accept(self, index: int) -> None:
@@ -104,7 +100,7 @@ class FlatGradients:
         self._check_not_reducing(index)
         if grad is not view:
             self._store(view, self._arrived(index, grad), index)
-            param.grad = view if self.keeps_views else self.flat.stand_in(index)
+            param.grad = view if self._keeps_views else self.flat.stand_in(index)
         self._fresh[index] = True
         self._seen.add(index)
         self.used[index] = True
@@ -124,24 +120,24 @@ class FlatGradients:
         if grad is None:
             self._forget(index)
         elif isinstance(grad, ReducedGradient) and grad.note.zeroed:
-            grad.note.zeroed = False
+            grad.note.zeroed = self._fresh[index] = False
             if self._held[index]:
                 kept = None if self._stash is None else self.flat.shard_views(self._stash)
                 (kept or self.local_views)[index].zero_()
 
     def _forget(self, index: int) -> None:
-        self._held[index] = self.used[index] = self.valid[index] = False
+        self._held[index] = self.used[index] = self.valid[index] = self._fresh[index] = False
 
     def _store(self, view: Tensor, grad: Tensor, index: int) -> None:
         with torch.no_grad():
-            if self._fresh[index] and not self.keeps_views:
-                view.add_(grad)  # a second arrival in one backward (reentrant checkpointing)
+            if self._fresh[index]:  # an earlier micro-batch, or reentrant checkpointing
+                view.add_(grad)
             else:
                 self._keep_reduced_part()
                 view.copy_(grad)
 
     def _check_not_reducing(self, index: int) -> None:
-        if self.was_reduced and self.keeps_views:
+        if self.was_reduced and self.accumulates:
             name = self.flat.layout.slots[index].name
             raise ConfigError(
                 f"Rank {self._collectives.rank}: the gradient of {name!r} arrived again after its "
@@ -151,20 +147,22 @@ class FlatGradients:
 
     def _keep_reduced_part(self) -> None:
         """Before new gradients overwrite `full`, set aside what was reduced into part of it."""
-        if self.flat.stage == 1 and self._in_place and any(self._held) and self._stash is None:
+        in_full = self.accumulates and not self._is_plain
+        if in_full and any(self._held) and self._stash is None:
             assert self._local is not None
             self._stash = self._local.clone()
 
     @torch.no_grad()
     def _allocate(self) -> None:
-        self._full = torch.empty_like(self.flat.full)
+        kind = self.flat.shard.dtype if self.accumulates else self.flat.full.dtype
+        self._full = torch.empty_like(self.flat.full, dtype=kind)
         self._views = full_views(self._full, self.flat.layout)
         end = 0
         for slot in self.flat.layout.slots:  # padding travels too: keep it zero
             self._full[end : slot.offset].zero_()
             end = slot.stop
         self._full[end:].zero_()
-        if self._in_place and self._local is None:
+        if self.accumulates and self._local is None:
             bounds = self.flat.layout.shard_bounds(self.flat.shard_index)
             self._local = self._full[slice(*bounds)]
             self.local_views = self.flat.shard_views(self._local)
@@ -184,7 +182,7 @@ class FlatGradients:
                 view.zero_()
         send = self._full.to(self._reduce_dtype)
         self._fresh = [False] * len(self._fresh)
-        if not self.keeps_views:
+        if not self.accumulates:
             self._full, self._views = None, []
         if self.flat.stage == 0:
             self._pending = self._collectives.all_reduce(send, "avg", async_op=True), send
@@ -195,8 +193,6 @@ class FlatGradients:
     def _has_contribution(self, index: int) -> bool:
         if self._is_plain:
             return self.flat.params[index].grad is self._views[index]
-        if self.keeps_views and self.flat.params[index].grad is None:
-            return False  # zero_grad between micro-batches
         return self._fresh[index]
 
     def _reduce_target(self, dtype: torch.dtype) -> Tensor:
@@ -204,9 +200,9 @@ class FlatGradients:
         if self._local is None:
             self._local = torch.empty_like(self.flat.shard)
             self.local_views = self.flat.shard_views(self._local)
-        wider = dtype.itemsize > self._local.dtype.itemsize
-        if wider or (any(self._held) and not self._in_place):
-            return torch.empty_like(self._local, dtype=dtype if wider else None)
+        fits = dtype == self._local.dtype or self._local.dtype == torch.float32
+        if not fits or (any(self._held) and not self.accumulates):
+            return torch.empty_like(self._local, dtype=None if fits else dtype)
         return self._local
 
     @torch.no_grad()
@@ -217,7 +213,7 @@ class FlatGradients:
         pending, out = self._pending
         pending.wait()
         self._pending = None
-        if self._is_plain:
+        if self.flat.stage == 0:
             assert self._full is not None
             if out is not self._full:
                 self._full.copy_(out)
@@ -234,7 +230,7 @@ class FlatGradients:
     def _merge(self, pieces: list[Tensor]) -> None:
         """Add new pieces to those held; where nothing is held (or it was set aside) start anew."""
         for held, local, piece in zip(self._held, self.local_views, pieces, strict=True):
-            local.add_(piece) if held and not self._in_place else local.copy_(piece)
+            local.add_(piece) if held and not self.accumulates else local.copy_(piece)
 
     def _add_held(self, pieces: list[Tensor]) -> None:
         for held, local, piece in zip(self._held, self.local_views, pieces, strict=True):

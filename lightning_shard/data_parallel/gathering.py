@@ -30,7 +30,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 
 
 class Gatherer:
-    """Gathers and frees the units of a model; does nothing until `install`.
+    """Gathers and frees the units of a model.
 
     Args:
         model: The module whose forward, or whose children's, the units serve.
@@ -53,6 +53,7 @@ class Gatherer:
         self._depth = 0
         self._in_step = False
         self._has_stepped = False
+        self._holds = False
         self._handles: list[RemovableHandle] = []
         self.record = GatherRecord()
         for index, unit in enumerate(units):
@@ -125,8 +126,18 @@ class Gatherer:
             yield
         finally:
             self._in_step = False
-        if not torch.is_grad_enabled():
+        if not (torch.is_grad_enabled() or self._holds):
             self.free_all()
+
+    def hold(self) -> None:
+        """Gather everything and free nothing any more: ranks may take different numbers of steps.
+
+        Each rank must call.
+        """
+        self.free_all()
+        for unit in self._units:
+            unit.ensure_full()
+        self._holds = self._has_stepped = True
 
     def gather_residents(self) -> None:
         """Gather what any module may use at any time; all of it at once."""
@@ -191,7 +202,7 @@ class Gatherer:
                     self._before_backward(unit)
 
                 register_multi_grad_hook(tensors, entered, mode="any")
-        if unit.note_forward(module) and not unit.kept:
+        if unit.note_forward(module) and not (unit.kept or self._holds):
             unit.free()
 
     def _before_backward(self, unit: Unit) -> None:
@@ -219,7 +230,8 @@ class Gatherer:
 
     def _leave_holder(self) -> None:
         self._depth -= 1
-        if self._depth == 0 and not (self._in_step or in_backward() or torch.is_grad_enabled()):
+        in_use = self._in_step or self._holds or in_backward() or torch.is_grad_enabled()
+        if self._depth == 0 and not in_use:
             self.free_all()
 
 

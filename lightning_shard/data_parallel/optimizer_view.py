@@ -1,9 +1,12 @@
 """The optimizer's view: each parameter and its `.grad` show the piece that this rank updates.
 
-outside                          inside
-param.data    full shape (stage 3: a piece)    this rank's piece, in the master's format
-param.grad    None, a stand-in, or             the averaged gradient of that piece, or None
-(stage 0) the average            when no rank used the parameter
+                  outside                          inside
+    param.data    full shape (stage 3: a piece)    this rank's piece, in the master's format
+    param.grad    None, a stand-in, or             the averaged gradient of that piece, or None
+                  (stage 0) the average            when no rank used the parameter
+
+What user code does to the full parameters outside is carried over; what it does to gradients
+inside is kept.
 """
 
 from collections.abc import Iterator, Sequence

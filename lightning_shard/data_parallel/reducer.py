@@ -99,7 +99,7 @@ class Reducer:
             self._cursor += 1
 
     def _reduces_now(self, gradients: FlatGradients) -> bool:
-        return self._synchronize or not gradients.keeps_views
+        return self._synchronize or not gradients.accumulates
 
     def _begin(self, gradients: FlatGradients) -> None:
         while len(self._in_flight) >= _MAX_IN_FLIGHT:
@@ -129,8 +129,10 @@ class Reducer:
         """Reduce what `no_sync` has only accumulated: an optimizer is about to use it."""
         if self._owed:
             before, self._synchronize = self._synchronize, True
-            self.flush()
-            self._synchronize = before
+            try:
+                self.flush()
+            finally:
+                self._synchronize = before
 
     def _learn_order(self) -> None:
         if self._order_is_learned or not self._synchronize:
@@ -141,5 +143,6 @@ class Reducer:
 
     def _reset(self) -> None:
         self._cursor, self._completed, self._awaiting_end = 0, [], False
+        self._in_flight.clear()
         for gradients in self._gradients:
             gradients.end_backward()

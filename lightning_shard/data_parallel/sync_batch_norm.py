@@ -52,6 +52,7 @@ def sync_batch_norm(module: _BatchNorm, batch: Tensor, collectives: Collectives)
     Source:
         Chan, Golub, LeVeque 1979, "Updating formulae and a pairwise algorithm".
     """
+    module._check_input_dim(batch)  # type: ignore[no-untyped-call]
     dims = [dim for dim in range(batch.ndim) if dim != 1]
     shape = [1, -1] + [1] * (batch.ndim - 2)
     wide = batch.float() if batch.dtype in (torch.float16, torch.bfloat16) else batch

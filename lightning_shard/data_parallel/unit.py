@@ -1,7 +1,8 @@
 """A unit at work: its flat buffers and, under stage 3, whether its parameters are gathered.
 
-begin_gather            ensure_full                 free
-FREED ─────────────> GATHERING ───────────> FULL ─────────────────> FREED
+    FREED ── begin_gather ──> GATHERING ── ensure_full ──> FULL ── free ──> FREED
+
+Below stage 3 a unit is always FULL.
 """
 
 from collections.abc import Callable, Sequence

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
+from lightning_shard.errors import CheckpointError
 
 
 def shard_state(optimizer: Optimizer, engine: DataParallelEngine) -> None:
@@ -32,7 +33,11 @@ def local_state_dict(
         full: As torch's `Optimizer.state_dict` gives it on a single device.
         optimizer: Its parameters in the same order.
         engine: Holds them.
+
+    Raises:
+        CheckpointError: Its groups are not those of the optimizer.
     """
+    _check_groups(full, optimizer)
     params = _params(optimizer)
     state = {
         index: {
@@ -41,6 +46,17 @@ def local_state_dict(
         for index, entries in full["state"].items()
     }
     return {**full, "state": state}
+
+
+def _check_groups(full: Mapping[str, Any], optimizer: Optimizer) -> None:
+    saved = [len(group["params"]) for group in full["param_groups"]]
+    expected = [len(group["params"]) for group in optimizer.param_groups]
+    if saved != expected:
+        raise CheckpointError(
+            f"The checkpoint's state of {type(optimizer).__name__} has groups of {saved} "
+            f"parameters, expected {expected}. Resume with the model and the groups that it was "
+            f"saved with, or load only the weights."
+        )
 
 
 def full_state_dict(optimizer: Optimizer, engine: DataParallelEngine) -> dict[str, Any]:

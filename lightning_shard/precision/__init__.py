@@ -1,7 +1,7 @@
 """What Lightning's precision strings mean for parameters, gradients, traffic and the optimizer.
 
-Bytes per parameter are for Adam, `N` ranks; "matrices" are parameters of two or more dimensions,
-vectors (norms, biases) stay in fp32 under the mixed formats, as under autocast.
+Matrices are parameters of two or more dimensions; vectors (norms, biases) stay in fp32 under the
+mixed formats, as under autocast. N is the number of ranks.
 
     string        full parameters   gradients in backward,   gradients the        optimizer state
                   (compute)         gradient traffic         optimizer sees       and master copy
@@ -14,8 +14,17 @@ vectors (norms, biases) stay in fp32 under the mixed formats, as under autocast.
     16-mixed      fp16 matrices,    fp16, summed in fp32,    fp32, unscaled       fp32 with master
                   autocast          loss scaled
 
-Parameter traffic has the compute format. `reduce_dtype` sends gradients in another format. Master
-copies, optimizer state and the gradients the optimizer sees are 1/N under stages 1 to 3. Where the
-backend sums by itself (NCCL), sums of 16-bit gradients go over the wire in fp32 when averaged into
-fp32. 16-bit floats with 5 exponent bits ("16-...") are meant for GPUs.
+Parameter traffic has the compute format; `reduce_dtype` sends gradients in another one. Master
+copies, optimizer state and the gradients that the optimizer sees are 1/N from stage 1 on (stage 1
+accumulates in a full buffer). Micro-batches add up in the format that the optimizer sees, so in
+fp32 under the mixed formats. Over Gloo, 16-bit gradients travel in 16 bits and are summed in fp32;
+where the backend itself sums (NCCL, in process) an average of them travels in fp32.
+
+Bytes per parameter with Adam, in fp32 and in the mixed formats (matrices):
+
+    stage       fp32          mixed
+    0           16            2 + 16
+    1           8 + 8/N       6 + 12/N
+    2           4 + 12/N      2 + 16/N
+    3           16/N          16/N, and 2 for the units in use
 """

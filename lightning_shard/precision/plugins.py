@@ -97,6 +97,12 @@ class ShardedMixedPrecision(ShardedPrecision, MixedPrecision):
             )
 
     @override
+    def teardown(self) -> None:
+        if isinstance(self.scaler, ShardedGradScaler):
+            self.scaler = self.scaler.plain()  # ours would keep the engine's buffers alive
+        super().teardown()
+
+    @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if (state := checkpoint.pop(type(self).__qualname__, None)) is not None:
             checkpoint[MixedPrecision.__qualname__] = state  # where plain Lightning looks for it

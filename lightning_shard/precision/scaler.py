@@ -34,6 +34,12 @@ class ShardedGradScaler(torch.amp.GradScaler):
         self._collectives = collectives
         self._shard_device = device
 
+    def plain(self) -> torch.amp.GradScaler:
+        """A torch scaler with this one's settings and state."""
+        scaler = torch.amp.GradScaler(self._shard_device.type, enabled=self.is_enabled())
+        scaler.load_state_dict(self.state_dict())
+        return scaler
+
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide this rank's gradients by the scale, and look for overflow on any rank."""
         with self._view():

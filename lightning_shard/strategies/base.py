@@ -64,7 +64,8 @@ class ShardStrategy(ParallelStrategy, metaclass=OptionNames):
         self._num_ranks = num_ranks
         self._num_nodes = 1
         self._collectives: Collectives | None = None
-        self._reducing: Collectives | None = None
+        self._reducing: Collectives | None = None  # for gradients
+        self._twin_of: dist.ProcessGroup | None = None  # the default group that it was made beside
         if num_ranks is not None and not self.is_in_process:
             raise ConfigError(
                 f"num_ranks={num_ranks} sets the ranks of the backend 'in_process', but the "
@@ -142,6 +143,12 @@ class ShardStrategy(ParallelStrategy, metaclass=OptionNames):
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment and Lightning's logging which rank this is."""
+        num_devices = len(self.parallel_devices or ())
+        if self._num_ranks is not None and num_devices not in (1, self._num_ranks):
+            raise ConfigError(
+                f"num_ranks={self._num_ranks} and Trainer(devices={num_devices}) contradict each "
+                f"other; pass one of them, or devices=1 to put all ranks on it."
+            )
         if self.is_in_process and not isinstance(self.cluster_environment, InProcessEnvironment):
             self.cluster_environment = InProcessEnvironment(self.num_processes)
         environment = self.cluster_environment
@@ -173,7 +180,8 @@ class ShardStrategy(ParallelStrategy, metaclass=OptionNames):
         group = dist.group.WORLD
         assert group is not None
         self._collectives = self.backend.collectives(group)
-        self._reducing = self._collectives.twin(self._timeout)
+        if self._reducing is None or self._twin_of is not group:
+            self._reducing, self._twin_of = self._collectives.twin(self._timeout), group
 
     def _join(self) -> None:
         environment = self.cluster_environment
@@ -189,7 +197,7 @@ class ShardStrategy(ParallelStrategy, metaclass=OptionNames):
 
     def _leave(self) -> None:
         """At exit. Gloo aborts when somebody still refers to a group that is being destroyed."""
-        self._collectives = self._reducing = None
+        self._collectives = self._reducing = self._twin_of = None
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -200,7 +208,8 @@ class ShardStrategy(ParallelStrategy, metaclass=OptionNames):
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        if not isinstance(tensor, Tensor) or self._collectives is None:
+        ready = self._collectives is not None and dist.is_initialized()
+        if self._collectives is None or not ready or not isinstance(tensor, Tensor):
             return tensor
         collectives = self._collectives if group is None else self.backend.collectives(group)
         return reduced(tensor, reduce_op_name(reduce_op), collectives)

@@ -13,14 +13,31 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.errors import ConfigError
 
 
-def agree_on_batches(loader: Any, collectives: Collectives, device: torch.device) -> Any:
-    """Compare a loader's length over the ranks; wrap one that has none. Each rank must call.
+def lengths_on_ranks(loader: Any, collectives: Collectives) -> list[int | None]:
+    """Each rank's number of batches, None for a stream. Each rank must call."""
+    return collectives.all_gather_object(_length(loader))
+
+
+def agree_on_batches(
+    loader: Any, answers: list[int | None], collectives: Collectives, device: torch.device
+) -> Any:
+    """Compare a loader's length over the ranks; wrap one that has none.
+
+    Args:
+        loader: This rank's.
+        answers: What `lengths_on_ranks` says of it.
+        collectives: Over the ranks that must take the same steps.
+        device: For messages of streams.
 
     Raises:
-        ConfigError: On every rank, when lengths differ or some rank has nothing.
+        ConfigError: On every rank, when lengths differ or no rank has anything.
     """
-    answers = collectives.all_gather_object(_length(loader))
     lengths = [length for length in answers if length is not None]
+    if lengths and max(lengths) == 0:
+        raise ConfigError(
+            f"Rank {collectives.rank}: the data loader has no batch on any rank, expected at least "
+            f"one. Is the dataset empty, or smaller than a batch with drop_last=True?"
+        )
     if len(lengths) < len(answers):
         return loader if collectives.size == 1 else AgreedBatches(loader, collectives, device)
     if len(set(lengths)) > 1:
@@ -65,10 +82,16 @@ class AgreedBatches:
         return getattr(self._loader, name)
 
     def __iter__(self) -> Iterator[Any]:
+        index = -1
         for index, batch in enumerate(self._loader):
             self._agree(index, has_batch=True)
             yield batch
         self._agree(index=None, has_batch=False)
+        if index < 0:
+            raise ConfigError(
+                f"Rank {self._collectives.rank}: the stream of data yielded no batch on any rank, "
+                f"expected at least one. Is it exhausted, or its source empty?"
+            )
 
     def _agree(self, index: int | None, *, has_batch: bool) -> None:
         counts = torch.tensor([int(has_batch)], device=self._device)

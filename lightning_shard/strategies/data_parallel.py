@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar, Literal
 
@@ -23,14 +24,14 @@ from lightning_shard.data_parallel.agreement import check_same_optimizers
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.held_bytes import HeldBytes, replicated, storage_bytes
 from lightning_shard.data_parallel.options import EngineOptions
-from lightning_shard.errors import ConfigError
+from lightning_shard.errors import CheckpointError, ConfigError
 from lightning_shard.optim.clipping import global_grad_norm
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
 from lightning_shard.optim.state import full_state_dict, local_state_dict
 from lightning_shard.precision.plugins import ShardedPrecision
 from lightning_shard.precision.policy import dtype_policy
 from lightning_shard.strategies.base import ShardStrategy
-from lightning_shard.strategies.batches import agree_on_batches
+from lightning_shard.strategies.batches import agree_on_batches, lengths_on_ranks
 from lightning_shard.strategies.layer_sync import SyncBatchNormOnCpu
 
 
@@ -47,7 +48,8 @@ class DataParallelStrategy(ShardStrategy):
         num_ranks: With backend "in_process": ranks to run here.
         timeout: Seconds after which a silent peer is an error.
         units: Class names of the modules that are communicated as one; found when left out.
-        bucket_mb: Neighbouring small blocks are joined up to this many MB.
+        bucket_mb: Neighbouring small blocks are joined up to this many MB; by default 25, under
+            stage 3 12.5.
         reduce_dtype: Format in which gradients travel; that of backward when left out.
     """
 
@@ -64,7 +66,7 @@ class DataParallelStrategy(ShardStrategy):
         num_ranks: int | None = None,
         timeout: float | timedelta = DEFAULT_TIMEOUT,
         units: list[str] | None = None,
-        bucket_mb: float = 25.0,
+        bucket_mb: float | None = None,
         reduce_dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     ) -> None:
         super().__init__(
@@ -87,6 +89,8 @@ class DataParallelStrategy(ShardStrategy):
         self._engine: DataParallelEngine | None = None
         self._sharded: list[ShardedOptimizer] = []
         self._failed = False
+        self._cpu_layer_sync: SyncBatchNormOnCpu | None = None
+        self._may_differ_in_batches = False  # of prediction
 
     @property
     def engine(self) -> DataParallelEngine:
@@ -138,20 +142,26 @@ class DataParallelStrategy(ShardStrategy):
     def _apply_layer_sync(self) -> None:
         assert self.model is not None
         if isinstance(self._layer_sync, TorchSyncBatchNorm) and self.root_device.type == "cpu":
-            self._layer_sync = SyncBatchNormOnCpu(self.collectives)  # torch's refuses the CPU
-        if self._layer_sync is not None:
+            self._cpu_layer_sync = SyncBatchNormOnCpu(self.collectives)  # torch's refuses the CPU
+            self.model = self._cpu_layer_sync.apply(self.model)
+        elif self._layer_sync is not None:
             self.model = self._layer_sync.apply(self.model)
+
+    def _revert_layer_sync(self) -> None:
+        if self.model is None:
+            return
+        if self._cpu_layer_sync is not None:
+            self.model = self._cpu_layer_sync.revert(self.model)
+            self._cpu_layer_sync = None
+        elif self._layer_sync is not None:
+            self.model = self._layer_sync.revert(self.model)
 
     def _start_engine(self) -> None:
         assert self.model is not None
         plugin = self.precision_plugin
         assert isinstance(plugin, ShardedPrecision)
-        options = EngineOptions(
-            stage=self._options.stage,
-            units=self._options.units,
-            bucket_mb=self._options.bucket_mb,
-            dtypes=dtype_policy(str(plugin.precision), self._reduce_dtype),
-        )
+        dtypes = dtype_policy(str(plugin.precision), self._reduce_dtype)
+        options = replace(self._options, dtypes=dtypes)
         self._engine = DataParallelEngine(self.model, self.collectives, options, self._reducing)
         plugin.attach(self._engine)
 
@@ -183,7 +193,22 @@ class DataParallelStrategy(ShardStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        return agree_on_batches(dataloader, self.collectives, self.root_device)
+        lengths = lengths_on_ranks(dataloader, self.collectives)
+        if self._is_predicting:  # Lightning gives each rank its own samples, none twice
+            self._may_differ_in_batches |= len(set(lengths)) > 1 or None in lengths
+            return dataloader
+        return agree_on_batches(dataloader, lengths, self.collectives, self.root_device)
+
+    @property
+    def _is_predicting(self) -> bool:
+        module = self.lightning_module
+        return module is not None and module.trainer.predicting
+
+    @override
+    def on_predict_start(self) -> None:
+        if self._may_differ_in_batches:
+            self.engine.hold_parameters()
+        super().on_predict_start()
 
     def gradient_norm(self, optimizer: Optimizer | None = None, norm_type: float = 2.0) -> Tensor:
         """The norm of the averaged gradient over whole parameters; each rank must call.
@@ -234,7 +259,13 @@ class DataParallelStrategy(ShardStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         states = checkpoint["optimizer_states"]
-        for optimizer, state in zip(self.optimizers, states, strict=False):
+        if len(states) != len(self.optimizers):
+            raise CheckpointError(
+                f"The checkpoint holds the state of {len(states)} optimizers, expected "
+                f"{len(self.optimizers)} as configure_optimizers returns. Resume with the "
+                f"optimizers that it was saved with, or load only the weights."
+            )
+        for optimizer, state in zip(self.optimizers, states, strict=True):
             local = local_state_dict(state, optimizer, self.engine)
             with self.engine.optimizer_view():
                 optimizer.load_state_dict(local)
@@ -248,8 +279,8 @@ class DataParallelStrategy(ShardStrategy):
         if self._engine is not None:
             self._detach(self._engine)
         self._engine, self._sharded, self._failed = None, [], False
-        if self._layer_sync is not None and self.model is not None:
-            self.model = self._layer_sync.revert(self.model)
+        self._may_differ_in_batches = False
+        self._revert_layer_sync()
         super().teardown()
 
     def _detach(self, engine: DataParallelEngine) -> None:

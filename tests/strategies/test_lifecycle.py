@@ -1,0 +1,214 @@
+"""Before, between and after fits: what is left of a run, and what the next one finds."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+import lightning_shard
+from lightning_shard import CheckpointError, ConfigError
+from lightning_shard.precision.scaler import ShardedGradScaler
+
+STRATEGIES = ["shard_ddp", "zero1", "zero2", "zero3"]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*`isinstance.treespec, LeafSpec.` is deprecated"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
+]
+
+
+def make_trainer(strategy: Any, **options: Any) -> pl.Trainer:
+    name = f"{strategy}_in_process" if isinstance(strategy, str) else strategy
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 2,
+        "max_epochs": 1,
+        "limit_train_batches": 4,
+        "limit_val_batches": 0,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return pl.Trainer(strategy=name, **{**defaults, **options})
+
+
+class Deep(BoringModel):
+    """Three blocks, so that stage 3 has something to free."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.layer(x)
+
+
+class FailsInTheThirdStep(Deep):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        if batch_idx == 2:
+            raise ValueError("on purpose")
+        return super().training_step(batch, batch_idx)
+
+
+class Normalised(BoringModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.norm(x))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_prediction_of_samples_that_do_not_divide_by_the_ranks_was_refused(strategy: str) -> None:
+    model = Deep()
+    trainer = make_trainer(strategy)
+    predictions = trainer.predict(model, DataLoader(RandomDataset(32, 5)))
+    assert predictions is not None
+    assert len(predictions) == 3  # of rank 0; rank 1 has two
+    assert [tuple(param.shape) for param in model.blocks.parameters()] == [(32, 32), (32,)] * 3
+
+
+def test_a_second_fit_with_sync_batchnorm_used_the_groups_of_the_first() -> None:
+    trainer = make_trainer("zero2", sync_batchnorm=True)
+    model = Normalised()
+    loader = DataLoader(RandomDataset(32, 32), batch_size=4)
+    trainer.fit(model, loader)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, loader)
+    assert trainer.global_step == 8
+    assert "forward" not in vars(model.norm)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[:3])
+def test_a_failed_mixed_precision_fit_left_bf16_parameters(strategy: str) -> None:
+    model = FailsInTheThirdStep()
+    with pytest.raises(ValueError, match="on purpose"):
+        make_trainer(strategy, precision="bf16-mixed").fit(model)
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
+    make_trainer(strategy).validate(model, verbose=False)
+
+
+def test_pieces_that_a_failed_stage_3_leaves_are_refused() -> None:
+    model = FailsInTheThirdStep()
+    strategy = lightning_shard.ZeRO3Strategy(backend="in_process", bucket_mb=1e-3)
+    with pytest.raises(ValueError, match="on purpose"):
+        make_trainer(strategy).fit(model)
+    with pytest.raises(ConfigError, match="only one rank's piece"):
+        make_trainer("zero3").fit(model)
+    make_trainer("zero3").fit(Deep())
+
+
+def test_a_stage_3_that_fails_before_its_first_step_leaves_the_model_whole() -> None:
+    class WithAdafactor(Deep):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adafactor(self.parameters())
+
+    model = WithAdafactor()
+    with pytest.raises(ConfigError, match="Adafactor does not update each element by itself"):
+        make_trainer("zero3").fit(model)
+    make_trainer("shard_ddp").fit(model)
+
+
+def test_sixteen_bit_formats_of_two_kinds_did_not_fit_together() -> None:
+    strategy = lightning_shard.ZeRO2Strategy(backend="in_process", reduce_dtype="float16")
+    trainer = make_trainer(strategy, precision="bf16-true")
+    trainer.fit(Deep())
+    assert trainer.global_step == 4
+
+
+@pytest.mark.parametrize("strategy", ["shard_ddp", "zero1"])
+def test_micro_batches_were_summed_in_bf16(strategy: str) -> None:
+    num_micro_batches = 512
+
+    class Small(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8, bias=False)
+            nn.init.constant_(self.layer.weight, 0.0)
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return self.layer(torch.ones(1, 8)).sum()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=1.0)
+
+    model = Small()
+    trainer = make_trainer(
+        strategy,
+        precision="bf16-mixed",
+        limit_train_batches=num_micro_batches,
+        accumulate_grad_batches=num_micro_batches,
+    )
+    trainer.fit(model, DataLoader(RandomDataset(8, 2 * num_micro_batches)))
+    # each brings 1/512, which a running sum in bf16 no longer takes in from 0.5 on
+    torch.testing.assert_close(model.layer.weight, torch.full((8, 8), -1.0), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("stage_2", [False, True])
+def test_a_checkpoint_of_other_optimizers_is_refused(tmp_path: Path, stage_2: bool) -> None:
+    class TwoGroups(Deep):
+        def configure_optimizers(self) -> Any:
+            groups = [{"params": self.layer.parameters()}, {"params": self.blocks.parameters()}]
+            return torch.optim.SGD(groups, lr=0.1)
+
+    trainer = make_trainer("zero2", max_epochs=1)
+    trainer.fit(TwoGroups())
+    path = tmp_path / "two.ckpt"
+    trainer.save_checkpoint(path)
+    if stage_2:
+        checkpoint = torch.load(path)
+        checkpoint["optimizer_states"] = []
+        torch.save(checkpoint, path)
+    message = "state of 0 optimizers, expected 1" if stage_2 else r"groups of \[2, 6\] parameters"
+    with pytest.raises(CheckpointError, match=message):
+        make_trainer("zero2", max_epochs=2).fit(Deep(), ckpt_path=path)
+
+
+def test_an_empty_dataset_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no batch on any rank"):
+        make_trainer("zero1").fit(Deep(), DataLoader(RandomDataset(32, 0)))
+
+
+def test_an_empty_stream_is_refused() -> None:
+    class Nothing(IterableDataset[Tensor]):
+        def __iter__(self) -> Iterator[Tensor]:
+            return iter(())
+
+    with pytest.raises(ConfigError, match="yielded no batch on any rank"):
+        make_trainer("zero1", limit_train_batches=None).fit(Deep(), DataLoader(Nothing()))
+
+
+def test_num_ranks_and_devices_that_contradict_each_other_are_refused() -> None:
+    strategy = lightning_shard.ZeRO1Strategy(backend="in_process", num_ranks=3)
+    with pytest.raises(ConfigError, match=r"num_ranks=3 and Trainer\(devices=2\) contradict"):
+        make_trainer(strategy)
+    trainer = make_trainer(
+        lightning_shard.ZeRO1Strategy(backend="in_process", num_ranks=3), devices=1
+    )
+    assert trainer.world_size == 3
+
+
+def test_reduce_after_a_fit_used_a_world_that_had_ended() -> None:
+    trainer = make_trainer("zero1")
+    trainer.fit(Deep())
+    assert trainer.strategy.reduce(torch.tensor(2.0)) == 2.0
+
+
+def test_the_loss_scaler_kept_the_engine_alive() -> None:
+    plugin = MixedPrecision("16-mixed", device="cpu")
+    trainer = make_trainer("zero2", plugins=plugin)
+    trainer.fit(Deep())
+    scaler = trainer.precision_plugin.scaler  # type: ignore[attr-defined]
+    assert isinstance(scaler, torch.amp.GradScaler)
+    assert not isinstance(scaler, ShardedGradScaler)
