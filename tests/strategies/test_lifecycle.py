@@ -205,6 +205,7 @@ def test_reduce_after_a_fit_used_a_world_that_had_ended() -> None:
     assert trainer.strategy.reduce(torch.tensor(2.0)) == 2.0
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step..`")  # a skipped step
 def test_the_loss_scaler_kept_the_engine_alive() -> None:
     plugin = MixedPrecision("16-mixed", device="cpu")
     trainer = make_trainer("zero2", plugins=plugin)
