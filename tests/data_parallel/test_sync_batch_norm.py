@@ -13,8 +13,13 @@ SHAPES = {"1d": (7, 3), "sequence": (7, 3, 5), "2d": (7, 3, 4, 2)}
 CUTS = [(0, 4), (4, 6), (6, 7)]
 
 
-def norm(momentum: float | None = 0.1, affine: bool = True) -> nn.BatchNorm2d:
-    module = nn.BatchNorm2d(3, momentum=momentum, affine=affine)
+KINDS = {"1d": nn.BatchNorm1d, "sequence": nn.BatchNorm1d, "2d": nn.BatchNorm2d}
+
+
+def norm(
+    momentum: float | None = 0.1, affine: bool = True, shape: str = "2d"
+) -> nn.BatchNorm1d | nn.BatchNorm2d:
+    module = KINDS[shape](3, momentum=momentum, affine=affine)
     if affine:
         with torch.no_grad():
             module.weight.copy_(torch.tensor([0.5, 1.0, 2.0]))
@@ -29,16 +34,16 @@ def test_equals_the_whole_batch(shape: str, momentum: float | None, affine: bool
     batch = torch.randn(SHAPES[shape], generator=generator) * 3 + 50
     weights = torch.randn(SHAPES[shape], generator=generator)
 
-    whole, expected_in = norm(momentum, affine), batch.clone().requires_grad_()
+    whole, expected_in = norm(momentum, affine, shape), batch.clone().requires_grad_()
     expected = nn.functional.batch_norm(
         expected_in, None, None, whole.weight, whole.bias, training=True
     )
     (expected * weights).sum().backward()
 
-    def fn(rank: int) -> tuple[Tensor, Tensor, nn.BatchNorm2d]:
+    def fn(rank: int) -> tuple[Tensor, Tensor, nn.Module]:
         assert dist.group.WORLD is not None
         collectives = get_backend("in_process").collectives(dist.group.WORLD)
-        module, part = norm(momentum, affine), slice(*CUTS[rank])
+        module, part = norm(momentum, affine, shape), slice(*CUTS[rank])
         mine = batch[part].clone().requires_grad_()
         out = sync_batch_norm(module, mine, collectives)
         (out * weights[part]).sum().backward()
@@ -69,3 +74,13 @@ def test_narrow_types_keep_theirs() -> None:
         return sync_batch_norm(norm(), batch, collectives).dtype
 
     assert run_ranks(fn, 2) == [torch.bfloat16] * 2
+
+
+def test_a_batch_of_the_wrong_shape_was_normalised() -> None:
+    def fn(rank: int) -> None:
+        assert dist.group.WORLD is not None
+        collectives = get_backend("in_process").collectives(dist.group.WORLD)
+        sync_batch_norm(norm(shape="2d"), torch.randn(4, 3), collectives)
+
+    with pytest.raises(ValueError, match="expected 4D input"):
+        run_ranks(fn, 2)
