@@ -49,15 +49,24 @@ def _steps(
 ) -> list[Tensor]:
     """Take one step per gradient with a twin of the optimizer; returns the updated values."""
     params = [torch.nn.Parameter(value.clone()) for value in values]
-    twin = copy.copy(optimizer)
-    twin.state = defaultdict(dict)
     settings = {key: copy.copy(value) for key, value in group.items() if key != "params"}
     if "lr" in settings:  # a warm-up may begin at zero, where every optimizer does the same
         settings["lr"] = _LR
-    twin.param_groups = []
-    twin.add_param_group({**settings, "params": params})
+    twin = _twin(optimizer, {**settings, "params": params})
     for step in grads:
         for param, grad in zip(params, step, strict=True):
             param.grad = grad.clone()
         type(optimizer).step(twin)
     return [param.detach() for param in params]
+
+
+def _twin(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
+    """An optimizer of the same class on one group, with state of its own."""
+    try:  # some make their state in the constructor
+        return type(optimizer)([group], **optimizer.defaults)
+    except TypeError:  # its defaults are not its constructor's arguments
+        twin = copy.copy(optimizer)
+        twin.state = defaultdict(dict)
+        twin.param_groups = []
+        twin.add_param_group(group)
+        return twin
