@@ -1,0 +1,53 @@
+"""What the README shows is what there is."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import lightning_shard
+from lightning_shard import RankFailedError
+from lightning_shard.strategies.data_parallel import DataParallelStrategy
+from lightning_shard.strategies.registry import SCHEMES
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+def test_the_yaml_is_the_config_file() -> None:
+    shown = yaml.safe_load(blocks("yaml")[0])
+    assert shown == yaml.safe_load((ROOT / "configs/gpt_zero3.yaml").read_text())
+
+
+def test_the_example_of_several_ranks_runs() -> None:
+    (source,) = [block for block in blocks("python") if "run_ranks" in block]
+    names: dict[str, Any] = {}
+    with pytest.raises(RankFailedError):
+        exec(compile(source, "README.md", "exec"), names)
+    assert names["mean_of_ranks"] is not None
+
+
+@pytest.mark.parametrize("name", [n for n in lightning_shard.__all__ if n.endswith("Error")])
+def test_every_error_is_explained(name: str) -> None:
+    assert f"`{name}`" in README or name == "ShardError"
+
+
+def test_every_scheme_and_option_is_listed() -> None:
+    for scheme in SCHEMES:
+        assert f"`{scheme}`" in README
+    options = DataParallelStrategy.__init__.__annotations__
+    ours = ["backend", "num_ranks", "timeout", "units", "bucket_mb", "reduce_dtype"]
+    for option in ours:
+        assert option in options
+        assert f"| `{option}" in README
+
+
+@pytest.mark.parametrize("path", re.findall(r"\]\((?!http|#)([^)]+)\)", README))
+def test_every_link_leads_somewhere(path: str) -> None:
+    assert (ROOT / path).exists()
