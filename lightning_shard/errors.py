@@ -30,4 +30,4 @@ class RankFailedError(ShardError):
 
 
 class CheckpointError(ShardError):
-    """A checkpoint that cannot be written, read or applied to this model."""
+    """A checkpoint that does not fit this run, or a run that has nothing whole to save."""

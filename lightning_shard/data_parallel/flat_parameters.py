@@ -164,6 +164,8 @@ class FlatParameters:
 
     def whole_values(self) -> list[Tensor]:
         """Each parameter in its own shape and the optimizer's format; each rank must call."""
+        if self.is_gathered:
+            self.take_in_edits()
         if self.has_master or self.frees_full:
             return self.gather_shards(self.shard)
         return self.full_views

@@ -21,11 +21,17 @@ _LR = 1e-2
 
 def is_elementwise(optimizer: Optimizer) -> bool:
     """Whether updating 1-D pieces equals updating the whole, for every group's settings."""
+    return why_not_elementwise(optimizer) is None
+
+
+def why_not_elementwise(optimizer: Optimizer) -> str | None:
+    """What the trial has shown of the first group that fails it; None when all pass."""
     with torch.random.fork_rng(devices=[]):
-        return all(_group_is_elementwise(optimizer, group) for group in optimizer.param_groups)
+        reasons = [_try_group(optimizer, group) for group in optimizer.param_groups]
+    return next((reason for reason in reasons if reason is not None), None)
 
 
-def _group_is_elementwise(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+def _try_group(optimizer: Optimizer, group: dict[str, Any]) -> str | None:
     device = next((param.device for param in group["params"]), torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(_SHAPE, generator=generator).to(device)
@@ -39,9 +45,11 @@ def _group_is_elementwise(optimizer: Optimizer, group: dict[str, Any]) -> bool:
             [flat[:_CUT], flat[_CUT:]],
             [[grad.flatten()[:_CUT], grad.flatten()[_CUT:]] for grad in grads],
         )
-    except Exception:
-        return False
-    return torch.allclose(whole.flatten(), torch.cat(pieces), rtol=1e-5, atol=1e-7)
+    except Exception as error:  # whatever a foreign optimizer raises, it says why
+        return f"a trial step raised {type(error).__name__}: {error}"
+    if torch.allclose(whole.flatten(), torch.cat(pieces), rtol=1e-5, atol=1e-7):
+        return None
+    return "in a trial, pieces of a matrix came out differently from the matrix"
 
 
 def _steps(

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.errors import ConfigError
-from lightning_shard.optim.elementwise import is_elementwise
+from lightning_shard.optim.elementwise import why_not_elementwise
 from lightning_shard.optim.state import shard_state
 
 
@@ -35,11 +35,11 @@ class ShardedOptimizer:
     """
 
     def __init__(self, optimizer: Optimizer, engine: DataParallelEngine) -> None:
-        if engine.options.stage > 0 and not is_elementwise(optimizer):
+        if engine.options.stage > 0 and (reason := why_not_elementwise(optimizer)) is not None:
             raise ConfigError(
                 f"{type(optimizer).__name__} does not update each element by itself, but ZeRO "
                 f"stage {engine.options.stage} gives each rank 1-D pieces of the parameters, "
-                f"which would make its updates wrong. Use strategy='shard_ddp', or an "
+                f"which would make its updates wrong ({reason}). Use strategy='shard_ddp', or an "
                 f"element-wise optimizer such as AdamW."
             )
         _check_same_parameters(optimizer, engine)

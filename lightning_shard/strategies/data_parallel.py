@@ -89,6 +89,7 @@ class DataParallelStrategy(ShardStrategy):
         self._engine: DataParallelEngine | None = None
         self._sharded: list[ShardedOptimizer] = []
         self._failed = False
+        self._left_in_pieces = False  # by a failed run: there is nothing whole to save
         self._cpu_layer_sync: SyncBatchNormOnCpu | None = None
         self._may_differ_in_batches = False  # of prediction
 
@@ -246,6 +247,7 @@ class DataParallelStrategy(ShardStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
         if self._engine is None:  # after teardown everything is whole again
+            self._check_whole()
             return self.lightning_module.state_dict() if self.is_global_zero else {}
         return full_module_state(self.lightning_module, self._engine)
 
@@ -253,8 +255,16 @@ class DataParallelStrategy(ShardStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         raw = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if self._engine is None:
+            self._check_whole()
             return raw.state_dict() if self.is_global_zero else {}
         return full_state_dict(raw, self._engine)
+
+    def _check_whole(self) -> None:
+        if self._left_in_pieces:
+            raise CheckpointError(
+                f"Rank {self.global_rank}: the last run failed and left pieces of its state on the "
+                f"ranks, expected whole tensors to save. Resume from an earlier checkpoint."
+            )
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
@@ -278,6 +288,7 @@ class DataParallelStrategy(ShardStrategy):
     def teardown(self) -> None:
         if self._engine is not None:
             self._detach(self._engine)
+            self._left_in_pieces = self._failed and self.stage > 0
         self._engine, self._sharded, self._failed = None, [], False
         self._may_differ_in_batches = False
         self._revert_layer_sync()

@@ -213,3 +213,33 @@ def test_the_loss_scaler_kept_the_engine_alive() -> None:
     scaler = trainer.precision_plugin.scaler  # type: ignore[attr-defined]
     assert isinstance(scaler, torch.amp.GradScaler)
     assert not isinstance(scaler, ShardedGradScaler)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+def test_pieces_of_a_failed_run_were_saved_as_if_whole(strategy: str, tmp_path: Path) -> None:
+    trainer = make_trainer(strategy)
+    with pytest.raises(ValueError, match="on purpose"):
+        trainer.fit(FailsInTheThirdStep())
+    with pytest.raises(CheckpointError, match="the last run failed and left pieces"):
+        trainer.save_checkpoint(tmp_path / "broken.ckpt")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_weights_edited_after_the_last_step_were_not_saved(
+    strategy: str, precision: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "edited.ckpt"
+
+    class Clamped(Deep):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            for param in self.parameters():
+                param.data.fill_(0.25)
+            if batch_idx == 3:
+                self.trainer.save_checkpoint(path)
+
+    model = Clamped()
+    make_trainer(strategy, precision=precision).fit(model)
+    state = torch.load(path)["state_dict"]
+    for values in (state, model.state_dict()):
+        assert all(bool((value == 0.25).all()) for value in values.values())
