@@ -6,10 +6,10 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from lightning_shard.backends import _c10d
 from lightning_shard.backends.base import Backend
-from lightning_shard.backends.in_process import _c10d
 from lightning_shard.backends.in_process.process_group import InProcessGroup
-from lightning_shard.backends.in_process.world import World, current_world
+from lightning_shard.backends.in_process.world import BACKEND_NAME, World, current_world
 from lightning_shard.errors import ConfigError
 
 _HOW_TO_USE = (
@@ -35,7 +35,7 @@ def _make_group(options: Any, backend_options: Any) -> InProcessGroup:
 class InProcessBackend(Backend):
     """Ranks as threads, switched at collectives; for tests, notebooks, and many ranks per GPU."""
 
-    name: ClassVar[str] = _c10d.BACKEND_NAME
+    name: ClassVar[str] = BACKEND_NAME
     device_types: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
 
     def unavailable_reason(self) -> str | None:
@@ -66,4 +66,4 @@ class InProcessBackend(Backend):
         )
 
 
-_c10d.register_backend(_make_group)
+_c10d.register_backend(BACKEND_NAME, _make_group, ["cpu", "cuda"])

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lightning_shard.backends.in_process.calls import Call, Disagreement, tensor_key
+from lightning_shard.backends.calls import Call, Disagreement, tensor_key
+from lightning_shard.backends.group_handle import describe_group
 from lightning_shard.backends.in_process.semantics import SEMANTICS, raw, write
 from lightning_shard.backends.in_process.streams import join_streams, mark_stream
-
-ANY_SOURCE = -1
+from lightning_shard.backends.python_group import ANY_SOURCE
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +50,6 @@ class Transfer(Meeting):
     """A send or a receive; `calls` holds the one call."""
 
     peer: int = ANY_SOURCE
-    tag: int = 0
 
     def missing(self) -> tuple[int, ...]:
         """Return the peer's global rank."""
@@ -74,8 +73,7 @@ class Channel:
         self._transfer_counts = [0] * len(self.global_ranks)
 
     def __str__(self) -> str:
-        ranks = ", ".join(map(str, self.global_ranks))
-        return f"group {self.name!r} (ranks {ranks})"
+        return describe_group(self.name, self.global_ranks)
 
     def count(self, rank: int) -> int:
         """Return how many collectives this rank of the group has called."""
@@ -108,7 +106,7 @@ class Channel:
             meeting.done = True
         return meeting
 
-    def transfer(self, call: Call, tag: int) -> Transfer:
+    def transfer(self, call: Call) -> Transfer:
         """Add one rank's send or receive; if its counterpart is there, copy.
 
         Raises:
@@ -116,11 +114,11 @@ class Channel:
         """
         self._transfer_counts[call.rank] += 1
         number = self._transfer_counts[call.rank]
-        mine = Transfer(self, number, [call], peer=call.root, tag=tag)
+        mine = Transfer(self, number, [call], peer=call.root)
         is_send = call.op == "send"
         waiting, queue = (self._recvs, self._sends) if is_send else (self._sends, self._recvs)
         for other in waiting:
-            if other.tag == tag and _are_partners(call, _only_call(other)):
+            if _only_call(other).tag == call.tag and _are_partners(call, _only_call(other)):
                 waiting.remove(other)
                 send, recv = (mine, other) if is_send else (other, mine)
                 _deliver(send, recv, here=call)

@@ -1,196 +1,37 @@
-"""The process group of one rank in an in-process world: `torch.distributed`'s whole interface.
+"""The process group of one rank in an in-process world."""
 
-torch 2.13 renamed some methods and looks for either name, so each has both.
-"""
+from typing import ClassVar
 
-from collections.abc import Sequence
-from datetime import timedelta
-from typing import Any
+from typing_extensions import override
 
-from torch import Tensor
-from torch.distributed import ReduceOp
-
-from lightning_shard.backends.in_process.calls import tensor_key
-from lightning_shard.backends.in_process.channel import ANY_SOURCE
-from lightning_shard.backends.in_process.group_handle import GroupHandle
-from lightning_shard.backends.in_process.work import CoalescedWork, InProcessWork
-
-Tensors = Tensor | Sequence[Tensor]
+from lightning_shard.backends.calls import Call
+from lightning_shard.backends.in_process.streams import mark_stream
+from lightning_shard.backends.in_process.work import InProcessWork
+from lightning_shard.backends.in_process.world import BACKEND_NAME, World, current_world
+from lightning_shard.backends.python_group import PythonGroup
+from lightning_shard.errors import ConfigError
 
 
-def _listed(tensors: Tensors) -> list[Tensor]:
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+class InProcessGroup(PythonGroup):
+    """One rank's handle of one group.
 
+    Args:
+        world: The world that runs.
+        name: c10d's name of the group, the same on each of its ranks.
+        global_ranks: The group's ranks, in its own order.
+        rank: This rank's number in the group.
+    """
 
-def _one_list(lists: Sequence[Tensors]) -> list[Tensor]:
-    """Return the tensors of `[[t0, t1]]`, c10d's form for one device, or of `[t0, t1]`."""
-    if not lists:
-        return []
-    return [tensor for entry in lists for tensor in _listed(entry)]
+    backend_name: ClassVar[str] = BACKEND_NAME
 
+    def __init__(self, world: World, name: str, global_ranks: tuple[int, ...], rank: int) -> None:
+        super().__init__(name, global_ranks, rank)
+        self._world = world
+        self._channel = world.channel(name, global_ranks)
 
-def _reduce_op(opts: Any) -> Any:
-    if opts is None:
-        return ReduceOp.SUM
-    return getattr(opts, "reduceOp", opts)
-
-
-def _root(opts: Any) -> int:
-    root: int = opts if isinstance(opts, int) else opts.rootRank
-    return root
-
-
-class InProcessGroup(GroupHandle):
-    """One rank's handle of one group."""
-
-    # --- reductions ----------------------------------------------------------------------------
-
-    def allreduce(self, tensors: Tensors, opts: Any = None) -> InProcessWork:
-        """Reduce tensors in place, on every rank."""
-        listed = _listed(tensors)
-        return self._post("all_reduce", listed, reduce_op=_reduce_op(opts), results=listed)
-
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> InProcessWork:
-        """Reduce several tensors in place."""
-        return self.allreduce(tensors, opts)
-
-    def reduce(self, tensors: Tensors, opts: Any, op: Any = None) -> InProcessWork:
-        """Reduce tensors in place, on the root."""
-        listed, reduce_op = _listed(tensors), op if op is not None else _reduce_op(opts)
-        if isinstance(opts, int) and op is None:
-            reduce_op = ReduceOp.SUM
-        return self._post("reduce", listed, reduce_op=reduce_op, root=_root(opts), results=listed)
-
-    def reduce_scatter(
-        self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None
-    ) -> InProcessWork:
-        """Reduce the r-th tensor of the ranks' lists into rank r's output."""
-        return self._post(
-            "reduce_scatter", _one_list(inputs), _listed(outputs), reduce_op=_reduce_op(opts)
-        )
-
-    def reduce_scatter_single(
-        self,
-        output: Tensor,
-        input: Tensor,  # noqa: A002 - c10d's name
-        opts: Any = None,
-    ) -> InProcessWork:
-        """Reduce one tensor (W * N) and keep this rank's N elements."""
-        return self.reduce_scatter_single_coalesced([output], [input], opts)
-
-    def reduce_scatter_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
-    ) -> InProcessWork:
-        """Reduce several tensors (W * N) and keep this rank's N elements of each."""
-        self._check_sizes("reduce_scatter_tensor", outputs, inputs)
-        return self._post("reduce_scatter_single", inputs, outputs, reduce_op=_reduce_op(opts))
-
-    _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-
-    # --- copies --------------------------------------------------------------------------------
-
-    def broadcast(self, tensors: Tensors, opts: Any, timeout: Any = None) -> InProcessWork:
-        """Copy the root's tensors to every rank."""
-        del timeout
-        listed = _listed(tensors)
-        return self._post("broadcast", listed, root=_root(opts), results=listed)
-
-    def allgather(
-        self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None
-    ) -> InProcessWork:
-        """Copy rank r's tensor to every rank's r-th output; sizes may differ between ranks."""
-        del opts
-        slots, listed = _one_list(outputs), _listed(inputs)
-        sizes = tuple((slot.dtype, slot.numel()) for slot in slots)
-        return self._post("all_gather", listed, slots, agreed=sizes, results=[slots])
-
-    def allgather_coalesced(
-        self, output_lists: Sequence[list[Tensor]], inputs: list[Tensor], opts: Any = None
-    ) -> CoalescedWork:
-        """All-gather several tensors; `output_lists[k][r]` gets rank r's k-th."""
-        pairs = zip(output_lists, inputs, strict=True)
-        return CoalescedWork([self.allgather([slots], [part], opts) for slots, part in pairs])
-
-    def all_gather_single(
-        self,
-        output: Tensor,
-        input: Tensor,  # noqa: A002 - c10d's name
-        opts: Any = None,
-    ) -> InProcessWork:
-        """Concatenate the ranks' tensors (N) into one (W * N) on every rank."""
-        return self.all_gather_single_coalesced([output], [input], opts)
-
-    def all_gather_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
-    ) -> InProcessWork:
-        """Concatenate several tensors of each rank."""
-        del opts
-        self._check_sizes("all_gather_into_tensor", inputs, outputs)
-        return self._post("all_gather_single", inputs, outputs)
-
-    _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-
-    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> InProcessWork:
-        """Copy rank r's tensor to the root's r-th output."""
-        return self._post("gather", _listed(inputs), _one_list(outputs), root=_root(opts))
-
-    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> InProcessWork:
-        """Copy the root's r-th tensor to rank r."""
-        targets = _listed(outputs)
-        key = tensor_key(targets)
-        return self._post("scatter", _one_list(inputs), targets, agreed=key, root=_root(opts))
-
-    def alltoall(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
-    ) -> InProcessWork:
-        """Copy rank s's r-th tensor to rank r's s-th output; sizes may differ."""
-        del opts
-        return self._post("all_to_all", inputs, outputs, agreed=(inputs[0].dtype,))
-
-    def all_to_all_single(
-        self,
-        output: Tensor,
-        input: Tensor,  # noqa: A002 - c10d's name
-        output_split_sizes: Sequence[int] | None = None,
-        input_split_sizes: Sequence[int] | None = None,
-        opts: Any = None,
-    ) -> InProcessWork:
-        """Copy rows of one tensor to and from each rank; without sizes, equally many."""
-        del opts
-        return self._post(
-            "all_to_all_single",
-            self._split_rows(input, input_split_sizes),
-            self._split_rows(output, output_split_sizes),
-            agreed=(input.dtype, tuple(input.shape[1:])),
-            results=[output],
-        )
-
-    alltoall_base = all_to_all_single
-
-    # --- barriers, sends and receives ----------------------------------------------------------
-
-    def barrier(self, opts: Any = None) -> InProcessWork:
-        """Wait until every rank has come."""
-        del opts
-        return self._post("barrier", [])
-
-    def monitored_barrier(
-        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
-    ) -> None:
-        """Wait until every rank has come; a rank that never comes is named at once."""
-        del wait_all_ranks
-        self._post("monitored_barrier", []).wait(timeout)
-
-    def send(self, tensors: Tensors, dst_rank: int, tag: int = 0) -> InProcessWork:
-        """Send to a rank of the group; done when it has received."""
-        return self._post("send", _listed(tensors), root=dst_rank, tag=tag)
-
-    def recv(self, tensors: Tensors, src_rank: int, tag: int = 0) -> InProcessWork:
-        """Receive from a rank of the group."""
-        return self._post("recv", [], _listed(tensors), root=src_rank, tag=tag)
-
-    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> InProcessWork:
-        """Receive from whichever rank sends first."""
-        return self._post("recv", [], _listed(tensors), root=ANY_SOURCE, tag=tag)
+    @override
+    def _start(self, call: Call) -> InProcessWork:
+        if self._world is not current_world():
+            raise ConfigError(f"{call.op}: {self!r} belongs to an in-process world that has ended.")
+        call.posted = mark_stream(call.inputs or call.outputs)
+        return InProcessWork(self._world, self._world.post(self._channel, call), call)

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from lightning_shard.backends.in_process import _c10d
+from lightning_shard.backends import _c10d
 from lightning_shard.backends.in_process.numpy_rng import NumpyRng
 
 RANK_VARIABLES = (

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from lightning_shard.backends.calls import op_name
 from lightning_shard.errors import ConfigError
 
 _SUMMED_IN_FP32 = frozenset(
@@ -32,12 +33,6 @@ _FOLDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "BXOR": lambda total, part: total.bitwise_xor_(part),
 }
 _BOOL_FOLDS = {"SUM": "BOR", "MAX": "BOR", "PRODUCT": "BAND", "MIN": "BAND"}
-
-
-def op_name(op: Any) -> str:
-    """Return the name of a `ReduceOp`, or of one of its values."""
-    name: str = getattr(op, "op", op).name
-    return name
 
 
 def reduce_tensors(tensors: Sequence[Tensor], op: Any = ReduceOp.SUM) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from lightning_shard.backends.in_process.calls import Call, Disagreement, describe_tensor
+from lightning_shard.backends.calls import Call, Disagreement, describe_tensor
 from lightning_shard.backends.in_process.reductions import reduce_tensors
 
 Calls = Sequence[Call]

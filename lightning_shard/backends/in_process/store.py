@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from lightning_shard.backends.in_process._c10d import StoreBase
-from lightning_shard.backends.in_process.call_site import CallSite, find_call_site
+from lightning_shard.backends._c10d import StoreBase
+from lightning_shard.backends.call_site import CallSite, find_call_site
 
 if TYPE_CHECKING:
     from lightning_shard.backends.in_process.world import World

@@ -1,15 +1,13 @@
 """The handle of an operation; waiting for it lets the other ranks run."""
 
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_shard.backends.in_process.calls import Call
+from lightning_shard.backends.calls import Call
 from lightning_shard.backends.in_process.channel import Meeting
 from lightning_shard.backends.in_process.streams import join_streams
 
@@ -20,10 +18,9 @@ if TYPE_CHECKING:
 class InProcessWork(dist.Work):
     """One rank's side of one operation."""
 
-    def __init__(self, world: "World", meeting: Meeting, call: Call, results: Sequence[Any]):
+    def __init__(self, world: "World", meeting: Meeting, call: Call):
         super().__init__()
         self._world, self._meeting, self._call = world, meeting, call
-        self._results = results
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Let the other ranks run until the results are there.
@@ -64,7 +61,7 @@ class InProcessWork(dist.Work):
     def result(self) -> list[Any]:
         """Wait, and return the tensors that were written."""
         self.wait()
-        return list(self._results)
+        return list(self._call.results)
 
     def source_rank(self) -> int:
         """Return the group rank that sent what a receive got."""
@@ -76,35 +73,7 @@ class InProcessWork(dist.Work):
     def get_future(self) -> Future[Any]:
         """Wait, and return a future that is done; torch's DDP blocks its thread on futures."""
         self.wait()
-        tensors = [t for t in self._results if isinstance(t, Tensor) and t.is_cuda]
+        tensors = [t for t in self._call.results if isinstance(t, Tensor) and t.is_cuda]
         future: Future[Any] = Future(devices=[tensors[0].device] if tensors else None)
-        future.set_result(list(self._results))
-        return future
-
-
-class CoalescedWork(dist.Work):
-    """Several operations as one handle."""
-
-    def __init__(self, works: Sequence[InProcessWork]):
-        super().__init__()
-        self._works = works
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for each."""
-        for work in self._works:
-            work.wait(timeout)
-        return True
-
-    def is_completed(self) -> bool:
-        """Say whether all are done."""
-        return all(work.is_completed() for work in self._works)
-
-    def result(self) -> list[Any]:
-        """Wait, and return what each wrote."""
-        return [tensor for work in self._works for tensor in work.result()]
-
-    def get_future(self) -> Future[Any]:
-        """Wait, and return a future that is done."""
-        future: Future[Any] = torch.futures.Future()
-        future.set_result(self.result())
+        future.set_result(list(self._call.results))
         return future

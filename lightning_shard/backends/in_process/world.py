@@ -9,8 +9,8 @@ from typing import Generic, TypeVar, cast
 
 import torch
 
-from lightning_shard.backends.in_process import _c10d
-from lightning_shard.backends.in_process.calls import Call, Disagreement
+from lightning_shard.backends import _c10d
+from lightning_shard.backends.calls import Call, Disagreement
 from lightning_shard.backends.in_process.channel import Channel, Meeting
 from lightning_shard.backends.in_process.faults import Fault, FaultPlan, RankDropped
 from lightning_shard.backends.in_process.rank_globals import RankGlobals
@@ -20,6 +20,7 @@ from lightning_shard.backends.in_process.verdicts import gone_verdict, mismatch_
 from lightning_shard.errors import ConfigError, RankFailedError
 
 T = TypeVar("T")
+BACKEND_NAME = "in_process"
 _JOIN_SECONDS = 1.0
 _active: list["World"] = []  # the one world that runs, if any
 
@@ -84,7 +85,7 @@ class World:
         )
         _active.append(self)
         try:
-            with _c10d.in_process_c10d(self._rendezvous):
+            with _c10d.in_process_c10d(BACKEND_NAME, self._rendezvous):
                 results = _Run(self.scheduler, function).run()
         finally:
             _active.remove(self)
@@ -118,8 +119,8 @@ class World:
         key = (name, global_ranks, self._generations[mine])
         return self._channels.setdefault(key, Channel(name, global_ranks))
 
-    def post(self, channel: Channel, call: Call, tag: int | None = None) -> Meeting:
-        """Add a call of the running rank to its group's; `tag` makes it a send or receive.
+    def post(self, channel: Channel, call: Call) -> Meeting:
+        """Add a call of the running rank to its group's.
 
         Raises:
             CollectiveMismatchError: It differs from what a peer called.
@@ -134,12 +135,12 @@ class World:
         self._suffer(rank, call, describe)
         self.scheduler.raise_if_condemned(rank, describe)
         members = channel.global_ranks
-        if tag is not None and call.root >= 0:
+        if call.tag is not None and call.root >= 0:
             members = (members[call.root],)
         if gone := self.scheduler.gone_members(members):
             raise gone_verdict(gone)(rank.index, describe())
         try:
-            return channel.join(call) if tag is None else channel.transfer(call, tag)
+            return channel.join(call) if call.tag is None else channel.transfer(call)
         except Disagreement as disagreement:
             problem = _describe_disagreement(channel, disagreement)
             self.scheduler.condemn(mismatch_verdict(problem))

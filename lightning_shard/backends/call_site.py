@@ -7,7 +7,7 @@ from types import FrameType
 
 import torch
 
-_BACKENDS_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_BACKENDS_FOLDER = os.path.dirname(os.path.abspath(__file__))
 _INNER_FOLDERS = (os.path.dirname(torch.__file__) + os.sep, _BACKENDS_FOLDER + os.sep)
 _is_inner: dict[str, bool] = {}  # by file name; only ever a cache
 

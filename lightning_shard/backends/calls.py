@@ -7,11 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_shard.backends.in_process.call_site import CallSite
-from lightning_shard.backends.in_process.reductions import op_name
+from lightning_shard.backends.call_site import CallSite
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Call:
     """One rank's part in one operation.
 
@@ -19,11 +18,13 @@ class Call:
         op: The operation's name.
         rank: The rank's number in the group.
         inputs: Tensors that are read; not copied, so left alone until the work is waited for.
-        outputs: Tensors that are written.
+        outputs: Tensors that are written; empty where the inputs are.
         agreed: What every rank of the group must give alike.
         site: Where the user called.
+        results: What `Work.result` returns.
         reduce_op: A `ReduceOp`, where one is given.
         root: The source or destination; for send and receive the peer; else -1.
+        tag: Of a send or a receive; None makes it a collective.
         posted: CUDA: recorded on the caller's stream when it called.
     """
 
@@ -33,8 +34,10 @@ class Call:
     outputs: Sequence[Tensor]
     agreed: tuple[object, ...]
     site: CallSite
+    results: Sequence[Any]
     reduce_op: Any = None
     root: int = -1
+    tag: int | None = None
     posted: torch.cuda.Event | None = None
 
     def __str__(self) -> str:
@@ -45,9 +48,7 @@ class Call:
         if len(self.inputs or self.outputs) > 4:
             details.append(f"and {len(self.inputs or self.outputs) - 4} more")
         if self.root >= 0:
-            details.append(
-                f"peer {self.root}" if self.op in ("send", "recv") else f"root {self.root}"
-            )
+            details.append(f"{'root' if self.tag is None else 'peer'} {self.root}")
         return f"{self.op}({', '.join(details)})"
 
 
@@ -57,6 +58,12 @@ class Disagreement(Exception):  # noqa: N818 - becomes a CollectiveMismatchError
     def __init__(self, got: Call, expected: Call, what: str) -> None:
         super().__init__(what)
         self.got, self.expected, self.what = got, expected, what
+
+
+def op_name(op: Any) -> str:
+    """Return the name of a `ReduceOp`, or of one of its values."""
+    name: str = getattr(op, "op", op).name
+    return name
 
 
 def tensor_key(tensors: Sequence[Tensor]) -> tuple[object, ...]:

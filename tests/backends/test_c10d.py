@@ -1,11 +1,11 @@
-"""The private names of torch that the in-process world needs; a failure says what has changed."""
+"""The private names of torch that the backends need; a failure says what has changed."""
 
 import inspect
 
 import torch
 from torch.distributed import distributed_c10d as c10d
 
-from lightning_shard.backends.in_process import _c10d
+from lightning_shard.backends import _c10d
 
 
 def test_the_module_globals_are_there() -> None:

@@ -1,6 +1,6 @@
-"""Every private name of `torch.distributed` that the in-process world touches.
+"""Every private name of `torch.distributed` that the backends touch.
 
-Checked with torch 2.11 and 2.13; `tests/backends/in_process/test_c10d.py` fails when one changes.
+Checked with torch 2.11 and 2.13; `tests/backends/test_c10d.py` fails when one changes.
 
 c10d keeps one process's groups in the module global `_world`. A cooperative world gives each rank a
 `RankGroups` of its own and swaps that global whenever another rank runs. For as long as a world
@@ -8,7 +8,7 @@ lives, c10d also makes in-process groups whatever backend is asked for, and its 
 out the world's store, so that no socket is opened.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,8 +18,6 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 
 __all__ = ["PrefixStore", "ProcessGroupBase", "Store", "StoreBase"]
-
-BACKEND_NAME = "in_process"
 
 if TYPE_CHECKING:
 
@@ -104,22 +102,23 @@ def forget_groups() -> None:
     torch._C._distributed_c10d._unregister_all_process_groups()
 
 
-def register_backend(make_group: Callable[[Any, Any], Any]) -> None:
-    """Tell c10d about the backend; `make_group` takes its `_DistributedBackendOptions`."""
-    if BACKEND_NAME.upper() not in c10d.Backend._plugins:
-        c10d.Backend.register_backend(
-            BACKEND_NAME, make_group, extended_api=True, devices=["cpu", "cuda"]
-        )
+def register_backend(
+    name: str, make_group: Callable[[Any, Any], Any], devices: Sequence[str]
+) -> None:
+    """Tell c10d about a backend; `make_group` takes its `_DistributedBackendOptions`."""
+    if name.upper() not in c10d.Backend._plugins:
+        c10d.Backend.register_backend(name, make_group, extended_api=True, devices=list(devices))
 
 
 Rendezvous = Callable[[int, int], tuple[Store, int, int]]
 
 
 @contextmanager
-def in_process_c10d(rendezvous: Rendezvous) -> Iterator[None]:
+def in_process_c10d(backend_name: str, rendezvous: Rendezvous) -> Iterator[None]:
     """Make every new group an in-process one, and every rendezvous the world's.
 
     Args:
+        backend_name: The name under which the in-process backend is registered.
         rendezvous: Called with the rank and world size that the user gave (-1 for none); returns
             the store, the rank and the world size.
     """
@@ -130,7 +129,7 @@ def in_process_c10d(rendezvous: Rendezvous) -> Iterator[None]:
     def new_group(size: Any, rank: Any, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs.pop("backend_options", None)  # another backend's options mean nothing here
         made, store = original_helper(
-            size, rank, ranks, c10d.Backend(BACKEND_NAME), *args[:2], **kwargs
+            size, rank, ranks, c10d.Backend(backend_name), *args[:2], **kwargs
         )
         if backend == c10d.Backend.GLOO and made in c10d._world.pg_map:
             # `monitored_barrier` insists on the name.

@@ -1,0 +1,197 @@
+"""What c10d asks of a process group written in Python, apart from its collectives.
+
+    torch.distributed ─► PythonGroup.allreduce(...) ─► GroupHandle._post ─► _start(Call) ─► Work
+                         one method per c10d form       one Call per op       one per subclass
+
+A subclass says how a `Call` is carried out: between threads, over MPI, or by another group once the
+ranks have agreed on it.
+"""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_shard.backends import _c10d
+from lightning_shard.backends.call_site import find_call_site
+from lightning_shard.backends.calls import Call, describe_tensor, op_name, tensor_key
+from lightning_shard.errors import ConfigError
+
+
+class GroupHandle(_c10d.ProcessGroupBase):
+    """One rank's handle of one group.
+
+    Args:
+        name: c10d's name of the group, the same on each of its ranks.
+        global_ranks: The group's ranks, in its own order.
+        rank: This rank's number in the group.
+    """
+
+    backend_name: ClassVar[str]
+
+    def __init__(self, name: str, global_ranks: tuple[int, ...], rank: int) -> None:
+        super().__init__(rank, len(global_ranks))
+        self.global_ranks = global_ranks
+        self._name, self._group_rank = name, rank
+        self._num_collectives = 0
+        self._coalesced: list[dist.Work] | None = None
+
+    @abstractmethod
+    def _start(self, call: Call) -> dist.Work:
+        """Begin an operation of this rank."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "GroupHandle":
+        """Return itself: a handle holds no state that could be copied."""
+        return self
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(rank {self._group_rank} of {self.group_desc})"
+
+    def _post(
+        self,
+        op: str,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor] = (),
+        *,
+        agreed: tuple[object, ...] | None = None,
+        reduce_op: Any = None,
+        root: int = -1,
+        tag: int | None = None,
+        results: Sequence[Any] | None = None,
+    ) -> dist.Work:
+        """Tell the group what this rank wants; `agreed` is what its peers must give alike."""
+        kind = None if reduce_op is None else op_name(reduce_op)
+        key = tensor_key(inputs) if agreed is None else agreed
+        call = Call(
+            op=op,
+            rank=self._group_rank,
+            inputs=inputs,
+            outputs=outputs,
+            agreed=(op, kind, root, key),
+            site=find_call_site(),
+            results=outputs if results is None else results,
+            reduce_op=reduce_op,
+            root=root,
+            tag=tag,
+        )
+        self._num_collectives += tag is None
+        work = self._start(call)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _check_sizes(self, op: str, small: Sequence[Tensor], large: Sequence[Tensor]) -> None:
+        """Raise unless each large tensor holds one small one of each rank."""
+        for one, all_of_them in zip(small, large, strict=True):
+            if one.numel() * self.size() != all_of_them.numel() or one.dtype != all_of_them.dtype:
+                raise ConfigError(
+                    f"Rank {self._group_rank} of {self.group_desc}: {op} got "
+                    f"{describe_tensor(one)} and {describe_tensor(all_of_them)}, expected the "
+                    f"second to hold {self.size()} of the first, in the same dtype."
+                )
+
+    def _split_rows(self, tensor: Tensor, sizes: Sequence[int] | None) -> list[Tensor]:
+        if not sizes:
+            if tensor.shape[0] % self.size():
+                raise ConfigError(
+                    f"Rank {self._group_rank} of {self.group_desc}: all_to_all_single got "
+                    f"{tensor.shape[0]} rows, expected a multiple of {self.size()}, or split sizes."
+                )
+            sizes = [tensor.shape[0] // self.size()] * self.size()
+        return list(torch.split(tensor.detach(), list(sizes)))
+
+    # --- names --------------------------------------------------------------------------------
+
+    def getBackendName(self) -> str:  # noqa: N802 - c10d's name
+        """Return the backend's name."""
+        return self.backend_name
+
+    def _get_backend_name(self) -> str:
+        return self.backend_name
+
+    @property
+    def group_name(self) -> Any:
+        """c10d's name of the group; torch keeps it in a backend, which a Python group has not."""
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        """What c10d calls the group in its logs."""
+        return describe_group(self._name, self.global_ranks)
+
+    def getGroupName(self) -> str:  # noqa: N802 - what C++ calls
+        """Return c10d's name of the group."""
+        return self._name
+
+    def getGroupDesc(self) -> str:  # noqa: N802 - what C++ calls
+        """Return what c10d calls the group in its logs."""
+        return self.group_desc
+
+    # --- the rest of c10d's questions -----------------------------------------------------------
+
+    def _get_backend(self, device: torch.device) -> _c10d.BackendStandIn:
+        del device
+        return _c10d.BackendStandIn()
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._num_collectives
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Do nothing: numbers start at 1."""
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        del device
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> "CoalescedWork":
+        del device
+        works, self._coalesced = self._coalesced or [], None
+        return CoalescedWork(works)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Do nothing, unless a subclass waits by the clock."""
+
+    def shutdown(self) -> None:
+        """Do nothing, unless a subclass holds something."""
+
+    def abort(self) -> None:
+        """End the group at once, as `shutdown`."""
+        self.shutdown()
+
+
+class CoalescedWork(dist.Work):
+    """Several operations as one handle."""
+
+    def __init__(self, works: Sequence[dist.Work]):
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for each."""
+        for work in self._works:
+            work.wait(*(() if timeout is None else (timeout,)))
+        return True
+
+    def is_completed(self) -> bool:
+        """Say whether all are done."""
+        return all(work.is_completed() for work in self._works)
+
+    def result(self) -> list[Any]:
+        """Wait, and return what each wrote."""
+        return [tensor for work in self._works for tensor in work.result()]
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Wait, and return a future that is done."""
+        self.wait()
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self.result())
+        return future
+
+
+def describe_group(name: str, global_ranks: Sequence[int]) -> str:
+    """Say a group's name and its ranks."""
+    return f"group {name!r} (ranks {', '.join(map(str, global_ranks))})"
