@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.backends.calls import Call, Disagreement, describe_tensor
-from lightning_shard.backends.in_process.reductions import reduce_tensors
+from lightning_shard.backends.c10d_reductions import reduce_tensors
 
 Calls = Sequence[Call]
 

@@ -1,4 +1,4 @@
-"""Reduce one tensor of each rank to one, in rank order, so that every run gives the same bits."""
+"""Every `ReduceOp` of c10d: one tensor of each rank to one, in rank order, so the same bits always."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
