@@ -1,7 +1,14 @@
 """The one module that reads the environment.
 
-Launchers (torchrun, Lightning's own, SLURM's) tell a process by variables where its peers are. Each
-function here reads what one caller needs and says which variable is missing or wrong.
+Launchers (torchrun, Lightning's own, srun, mpirun) tell a process by variables where it is and
+where its peers are, each by names of its own. A table holds the names:
+
+                   rank                  world size            local rank ...
+    torchrun       RANK                  WORLD_SIZE            LOCAL_RANK
+    srun           SLURM_PROCID          SLURM_NTASKS          SLURM_LOCALID
+    mpirun         OMPI_COMM_WORLD_RANK  OMPI_COMM_WORLD_SIZE  OMPI_COMM_WORLD_LOCAL_RANK
+
+Each function reads what one caller needs and says which variable is missing or wrong.
 """
 
 import os
@@ -26,17 +33,166 @@ class Rendezvous:
         return self.host in ("localhost", "::1") or self.host.startswith("127.")
 
 
+@dataclass(frozen=True, kw_only=True)
+class LauncherVariables:
+    """The names by which a launcher tells a process where it is, and the options that set them.
+
+    Attributes:
+        launcher: What the user types.
+        rank: This process's number.
+        world_size: The number of processes.
+        local_rank: This process's number on its host.
+        local_size: The number of processes on this host.
+        node_rank: The host's number; None when the launcher does not tell it.
+        num_nodes: The number of hosts; None when the launcher does not tell it.
+        start: How to start "{}" processes on each host.
+        start_on_nodes: How to start on "{}" hosts.
+        optional: Names that the launcher leaves out at times.
+    """
+
+    launcher: str
+    rank: str
+    world_size: str
+    local_rank: str
+    local_size: str
+    node_rank: str | None = None
+    num_nodes: str | None = None
+    start: str = "mpirun -n {} python ..."
+    start_on_nodes: str = "mpirun on {} host(s)"
+    optional: frozenset[str] = frozenset()
+
+
+TORCHRUN = LauncherVariables(
+    launcher="torchrun",
+    rank="RANK",
+    world_size="WORLD_SIZE",
+    local_rank="LOCAL_RANK",
+    local_size="LOCAL_WORLD_SIZE",
+    node_rank="GROUP_RANK",
+    num_nodes="GROUP_WORLD_SIZE",
+    start="torchrun --nproc-per-node {} ...",
+    start_on_nodes="torchrun --nnodes {} ...",
+)
+# https://slurm.schedmd.com/srun.html, "output environment variables"
+SLURM = LauncherVariables(
+    launcher="srun",
+    rank="SLURM_PROCID",
+    world_size="SLURM_NTASKS",
+    local_rank="SLURM_LOCALID",
+    local_size="SLURM_NTASKS_PER_NODE",
+    node_rank="SLURM_NODEID",
+    num_nodes="SLURM_NNODES",
+    start="srun --ntasks-per-node={} python ...",
+    start_on_nodes="srun --nodes={} ...",
+    optional=frozenset({"SLURM_NTASKS_PER_NODE"}),
+)
+# https://docs.open-mpi.org/en/v5.0.x/tuning-apps/environment-var.html: its NODE_RANK is a rank
+# among the processes of this node, not the node's number.
+OPEN_MPI = LauncherVariables(
+    launcher="mpirun",
+    rank="OMPI_COMM_WORLD_RANK",
+    world_size="OMPI_COMM_WORLD_SIZE",
+    local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+    local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+)
+HYDRA = LauncherVariables(  # MPICH and Intel MPI
+    launcher="mpirun",
+    rank="PMI_RANK",
+    world_size="PMI_SIZE",
+    local_rank="MPI_LOCALRANKID",
+    local_size="MPI_LOCALNRANKS",
+)
+CRAY_PMI = LauncherVariables(
+    launcher="mpiexec",
+    rank="PMI_RANK",
+    world_size="PMI_SIZE",
+    local_rank="PMI_LOCAL_RANK",
+    local_size="PMI_LOCAL_SIZE",
+    start="mpiexec -n {} python ...",
+    start_on_nodes="mpiexec on {} host(s)",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where a process is among its peers; None is what the launcher did not tell."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_size: int | None = None
+    node_rank: int | None = None
+    num_nodes: int | None = None
+
+
+def mpi_variables() -> LauncherVariables | None:
+    """Return the names of the MPI launcher that has started this process, if one has.
+
+    srun can set PMI_RANK as well; only an MPI launcher sets a local rank beside it.
+    """
+    if given(OPEN_MPI.rank) or given(OPEN_MPI.local_rank):
+        return OPEN_MPI
+    for names in (HYDRA, CRAY_PMI):
+        if given(names.rank) and given(names.local_rank):
+            return names
+    return None
+
+
+def placement(names: LauncherVariables) -> Placement:
+    """Read where this process is.
+
+    Raises:
+        ConfigError: A variable is missing, is no whole number, or is out of its range.
+    """
+    rank, world_size = _number_below(names.rank, names.world_size, names)
+    local_size = node_rank = num_nodes = None
+    if given(names.local_size) or names.local_size not in names.optional:
+        local_rank, local_size = _number_below(names.local_rank, names.local_size, names)
+    else:
+        local_rank = integer(names.local_rank, _as_set_by(names))
+    if names.node_rank is not None and names.num_nodes is not None:
+        node_rank, num_nodes = _number_below(names.node_rank, names.num_nodes, names)
+    return Placement(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_size=local_size,
+        node_rank=node_rank,
+        num_nodes=num_nodes,
+    )
+
+
+def check_numbers(names: LauncherVariables) -> None:
+    """Refuse a launcher's variable that is set and no whole number.
+
+    Raises:
+        ConfigError: Naming the variable.
+    """
+    told = (names.rank, names.world_size, names.local_rank, names.local_size)
+    for name in (*told, names.node_rank, names.num_nodes):
+        if name is not None and given(name):
+            integer(name, _as_set_by(names))
+
+
 def rendezvous() -> Rendezvous:
     """Read MASTER_ADDR and MASTER_PORT.
 
     Raises:
         ConfigError: One is missing, or the port is none.
     """
-    host = _required("MASTER_ADDR", "the host of rank 0")
-    port = _integer("MASTER_PORT", "a free port on the host of rank 0")
+    return Rendezvous(host=required("MASTER_ADDR", "the host of rank 0"), port=master_port())
+
+
+def master_port() -> int:
+    """Read MASTER_PORT.
+
+    Raises:
+        ConfigError: It is missing or no port.
+    """
+    port = integer("MASTER_PORT", "a free port on the host of rank 0")
     if not 0 < port <= _LARGEST_PORT:
         raise ConfigError(f"MASTER_PORT is {port}; expected a port, 1 to {_LARGEST_PORT}.")
-    return Rendezvous(host=host, port=port)
+    return port
 
 
 def rank_and_world_size() -> tuple[int, int]:
@@ -45,11 +201,7 @@ def rank_and_world_size() -> tuple[int, int]:
     Raises:
         ConfigError: One is missing or no number, or the rank is not below the size.
     """
-    rank = _integer("RANK", "this process's number")
-    world_size = _integer("WORLD_SIZE", "the number of processes")
-    if not 0 <= rank < world_size:
-        raise ConfigError(f"RANK is {rank} and WORLD_SIZE {world_size}; expected 0 <= RANK < size.")
-    return rank, world_size
+    return _number_below("RANK", "WORLD_SIZE", TORCHRUN)
 
 
 def prefer_loopback_for_gloo() -> None:
@@ -64,18 +216,55 @@ def prefer_loopback_for_gloo() -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
 
 
-def _required(name: str, meaning: str) -> str:
-    value = os.environ.get(name, "")
+def debug() -> bool:
+    """Read LIGHTNING_SHARD_DEBUG: whether ranks compare every call before they make it.
+
+    Raises:
+        ConfigError: It is neither 0 nor 1.
+    """
+    value = given("LIGHTNING_SHARD_DEBUG")
+    if value not in ("", "0", "1"):
+        raise ConfigError(
+            f"The environment variable LIGHTNING_SHARD_DEBUG is {value!r}; expected 1, for ranks "
+            "that compare every collective call before they make it, or 0."
+        )
+    return value == "1"
+
+
+def set_rendezvous(host: str, port: int) -> None:
+    """Set MASTER_ADDR and MASTER_PORT for this process, as the cluster environment found them."""
+    os.environ["MASTER_ADDR"] = host
+    os.environ["MASTER_PORT"] = str(port)
+
+
+def given(name: str) -> str:
+    """Return the variable's value, or "" when it is not set."""
+    return os.environ.get(name, "")
+
+
+def required(name: str, meaning: str) -> str:
+    """Return the variable's value.
+
+    Raises:
+        ConfigError: It is not set.
+    """
+    value = given(name)
     if not value:
         raise ConfigError(
             f"The environment variable {name} is not set; expected {meaning}. Start the processes "
-            "with a launcher that sets it (torchrun, Lightning's own), or set it for every rank."
+            "with a launcher that sets it (torchrun, srun, mpirun, Lightning's own), or set it for "
+            "every rank."
         )
     return value
 
 
-def _integer(name: str, meaning: str) -> int:
-    value = _required(name, meaning)
+def integer(name: str, meaning: str) -> int:
+    """Return the variable's value as a number.
+
+    Raises:
+        ConfigError: It is not set, or no whole number.
+    """
+    value = required(name, meaning)
     try:
         return int(value)
     except ValueError:
@@ -84,7 +273,15 @@ def _integer(name: str, meaning: str) -> int:
         ) from None
 
 
-def set_rendezvous(host: str, port: int) -> None:
-    """Set MASTER_ADDR and MASTER_PORT for this process, as the cluster environment found them."""
-    os.environ["MASTER_ADDR"] = host
-    os.environ["MASTER_PORT"] = str(port)
+def _as_set_by(names: LauncherVariables) -> str:
+    return f"a number, as {names.launcher} sets it"
+
+
+def _number_below(number: str, size: str, names: LauncherVariables) -> tuple[int, int]:
+    meaning = _as_set_by(names)
+    value, limit = integer(number, meaning), integer(size, meaning)
+    if not 0 <= value < limit:
+        raise ConfigError(
+            f"{number} is {value} and {size} is {limit}; expected 0 <= {number} < {size}."
+        )
+    return value, limit

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,18 +67,26 @@ def run_processes(
         ProcessesFailedError: One ended with another status than 0, or the time ran out.
     """
     with tempfile.TemporaryDirectory() as folder:
-        call = Path(folder) / "call.pickle"
-        call.write_bytes(pickle.dumps((function.__module__, function.__qualname__, arguments)))
-        files = [Path(folder) / f"result_{rank}.pickle" for rank in range(num_processes)]
-        commands = [
-            [sys.executable, "-W", "error", "-m", "tests.processes", str(call), str(file)]
-            for file in files
-        ]
-        check(run_commands(commands, timeout_seconds=timeout_seconds))
+        command = calling_command(folder, function, arguments)
+        check(run_commands([command] * num_processes, timeout_seconds=timeout_seconds))
         return [
-            None if rank in vanishing_ranks else pickle.loads(file.read_bytes())
-            for rank, file in enumerate(files)
+            None if rank in vanishing_ranks else read_result(folder, rank)
+            for rank in range(num_processes)
         ]
+
+
+def calling_command(
+    folder: str, function: Callable[..., Any], arguments: dict[str, Any]
+) -> list[str]:
+    """Write the call into `folder`; return what each rank runs to make it."""
+    call = pickle.dumps((function.__module__, function.__qualname__, arguments))
+    Path(folder, "call.pickle").write_bytes(call)
+    return [sys.executable, "-W", "error", "-m", "tests.processes", folder]
+
+
+def read_result(folder: str, rank: int) -> Any:
+    """Return what the function returned on `rank`."""
+    return pickle.loads(Path(folder, f"result_{rank}.pickle").read_bytes())
 
 
 def run_script(
@@ -147,10 +156,20 @@ def _wait_until(process: subprocess.Popen[bytes], deadline: float) -> None:
         process.wait()
 
 
-def _main(call: str, result: str) -> None:
-    module, name, arguments = pickle.loads(Path(call).read_bytes())
-    value = getattr(importlib.import_module(module), name)(**arguments)
-    Path(result).write_bytes(pickle.dumps(value))
+def _main(folder: str) -> None:
+    """Make the call; under mpirun a rank that raises ends at once, since others may wait for it."""
+    mpi_rank = os.environ.get("OMPI_COMM_WORLD_RANK")
+    module, name, arguments = pickle.loads(Path(folder, "call.pickle").read_bytes())
+    try:
+        value = getattr(importlib.import_module(module), name)(**arguments)
+    except BaseException:
+        if mpi_rank is None:
+            raise
+        traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(1)  # the interpreter's end would run MPI_Finalize, which waits for every rank
+    result = Path(folder, f"result_{mpi_rank or os.environ['RANK']}.pickle")
+    result.write_bytes(pickle.dumps(value))
     # A group in a reference cycle (a caught exception) would live on into the interpreter's
     # end, where a Gloo worker that still drops a tensor aborts the process (pytorch#190489).
     gc.collect()

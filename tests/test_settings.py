@@ -7,6 +7,15 @@ import pytest
 
 from lightning_shard import settings
 from lightning_shard.errors import ConfigError
+from tests.environments.variables import (
+    CRAY_PMI,
+    HYDRA,
+    OPEN_MPI,
+    SLURM,
+    TORCHRUN,
+    names_of,
+    set_only,
+)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +60,9 @@ def test_rank_and_world_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert settings.rank_and_world_size() == (2, 3)
     monkeypatch.setenv("RANK", "3")
-    with pytest.raises(ConfigError, match="RANK is 3 and WORLD_SIZE 3"):
+    with pytest.raises(
+        ConfigError, match="RANK is 3 and WORLD_SIZE is 3; expected 0 <= RANK < WORLD_SIZE"
+    ):
         settings.rank_and_world_size()
 
 
@@ -74,3 +85,38 @@ def test_no_loopback_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "eth0")])
     settings.prefer_loopback_for_gloo()
     assert "GLOO_SOCKET_IFNAME" not in os.environ
+
+
+def test_where_a_launcher_says_that_a_process_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_only(monkeypatch, TORCHRUN)
+    assert settings.placement(settings.TORCHRUN) == settings.Placement(
+        rank=1, world_size=4, local_rank=1, local_size=2, node_rank=0, num_nodes=2
+    )
+    set_only(monkeypatch, OPEN_MPI)
+    assert settings.placement(settings.OPEN_MPI) == settings.Placement(
+        rank=1, world_size=2, local_rank=1, local_size=2
+    )
+
+
+@pytest.mark.parametrize("variables", [OPEN_MPI, HYDRA, CRAY_PMI])
+def test_the_launcher_of_mpi_ranks_is_recognised(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_only(monkeypatch, variables)
+    assert settings.mpi_variables() == names_of(variables)
+
+
+@pytest.mark.parametrize("variables", [{}, TORCHRUN, SLURM, {"PMI_RANK": "0"}])
+def test_no_launcher_of_mpi_ranks(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_only(monkeypatch, variables)
+    assert settings.mpi_variables() is None
+
+
+def test_only_what_is_set_must_be_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_only(monkeypatch, {"SLURM_NTASKS": "2", "RANK": "x"})
+    settings.check_numbers(settings.SLURM)
+    monkeypatch.setenv("SLURM_NODEID", "first")
+    with pytest.raises(ConfigError, match="SLURM_NODEID is 'first'; expected a number, as srun"):
+        settings.check_numbers(settings.SLURM)

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
-__all__ = ["PrefixStore", "ProcessGroupBase", "Store", "StoreBase"]
+__all__ = ["PrefixStore", "ProcessGroupBase", "Store", "StoreBase", "TCPStore"]
 
 if TYPE_CHECKING:
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
         def __init__(self, rank: int, size: int) -> None: ...
         def size(self) -> int: ...
+        def rank(self) -> int: ...
 
     class StoreBase:
         """`Store` as Python sees it."""
@@ -100,6 +101,20 @@ def forget_groups() -> None:
     if groups.default_pg is not None:
         dist.destroy_process_group()
     torch._C._distributed_c10d._unregister_all_process_groups()
+
+
+def live_backends() -> list[Any]:
+    """Return what carries out the operations of this process's groups, for each device type.
+
+    A group that is written in Python carries them out itself.
+    """
+    backends: list[Any] = []
+    for group in list(c10d._world.pg_map):
+        if type(group) is dist.ProcessGroup:
+            backends += [group._get_backend(device) for device in group._device_types]
+        else:
+            backends.append(group)
+    return backends
 
 
 def register_backend(

@@ -6,12 +6,14 @@ run here (and if not, what to install), how to start its default process group, 
 """
 
 from abc import ABC, abstractmethod
+from copy import copy
 from datetime import timedelta
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 import torch.distributed as dist
 
+from lightning_shard.backends.checked import checked_name
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.errors import BackendUnavailableError, ConfigError
 
@@ -19,10 +21,26 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 class Backend(ABC):
-    """One way for ranks to exchange tensors."""
+    """One way for ranks to exchange tensors.
+
+    Attributes:
+        debug: Whether the ranks compare what they call before they call it; see `backends.checked`.
+    """
 
     name: ClassVar[str]
     device_types: ClassVar[tuple[str, ...]]
+    debug: bool = False
+
+    def with_debug(self, debug: bool) -> Self:
+        """Return this backend with the check on or off."""
+        backend = copy(self)
+        backend.debug = debug
+        return backend
+
+    @property
+    def c10d_name(self) -> str:
+        """What c10d calls it, or its checked form."""
+        return checked_name(self.name) if self.debug else self.name
 
     @abstractmethod
     def unavailable_reason(self) -> str | None:

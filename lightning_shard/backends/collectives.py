@@ -11,7 +11,9 @@ ranks and peers are ranks *within the group*.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Self, TypeVar, cast
+from itertools import count
+from typing import ClassVar, Self, TypeVar, cast
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -29,7 +31,7 @@ from lightning_shard.backends.shapes import (
     check_sum_dtype,
     checked_splits,
 )
-from lightning_shard.backends.traffic import Traffic, ring_share
+from lightning_shard.backends.traffic import GroupTraffic, Traffic, ring_share
 
 T = TypeVar("T")
 
@@ -48,9 +50,13 @@ class Collectives(C10dTransfers):
         traffic: What this rank has sent through this object.
     """
 
+    _alive: ClassVar["WeakValueDictionary[int, Collectives]"] = WeakValueDictionary()
+    _numbers_made: ClassVar[Iterator[int]] = count()
+
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
         self.traffic = Traffic()
+        self._alive[next(self._numbers_made)] = self
 
     def twin(self, timeout: timedelta | None = None) -> Self:
         """The same ranks over a group of their own: its operations keep an order of their own.
@@ -256,5 +262,33 @@ class Collectives(C10dTransfers):
     @contextmanager
     def _call(self, operation: str) -> Iterator[None]:
         place = self._place(operation)
-        with timed(place), peer_failures(place):
+        with timed(place, waiting=True), peer_failures(place):
             yield
+
+    @classmethod
+    def traffic_by_group(cls) -> list[GroupTraffic]:
+        """Return this rank's counters of each of its groups, in the order of their making.
+
+        Every `Collectives` that lives is counted whose group c10d still has, under its group; a
+        `twin` counts where its original does. In an in-process world each rank sees its own.
+        """
+        groups: dict[dist.ProcessGroup, Traffic] = {}
+        counted: set[int] = set()
+        for one in list(cls._alive.values()):
+            if _global_ranks(one.group) and id(one.traffic) not in counted:
+                counted.add(id(one.traffic))
+                total = groups.setdefault(one.group, Traffic())
+                for operation, traffic in one.traffic.items():
+                    total.add(operation, traffic)
+        return [
+            GroupTraffic(name=group.group_desc, ranks=_global_ranks(group), traffic=traffic)
+            for group, traffic in groups.items()
+        ]
+
+
+def _global_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
+    """Return the group's ranks in the world; none when this rank has no such group (any more)."""
+    try:
+        return tuple(dist.get_process_group_ranks(group))
+    except KeyError:
+        return ()

@@ -11,7 +11,7 @@ result once more. Here every rank sends each peer just the slice that the peer n
 The messages move on Gloo's threads while the caller computes; the local sum, in rank order and in
 float32 for narrow types, is done by `Pending.wait`. Every operation is a single phase: a second
 round of messages begun in `wait` would deadlock two ranks that wait for two operations in
-different order.
+different order. So an all-reduce is either direct, the whole tensor to every peer, or Gloo's ring.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,8 +32,9 @@ from lightning_shard.backends.shapes import FIRST_RESERVED_TAG
 # An all-reduce that sends the whole tensor to every peer beats Gloo's ring up to here on any number
 # of ranks (latency) ...
 _DIRECT_BYTES = 64 << 10
-# ... and up to here on two, where it sends no more than the ring; the buffer is as large again.
-_DIRECT_BYTES_OF_TWO = 64 << 20
+# ... and up to here on so few ranks that it sends no more than the ring; the buffer is as large
+# again for each peer.
+_DIRECT_BYTES_OF_FEW = 64 << 20
 
 
 class ExchangeCollectives(Collectives):
@@ -53,9 +54,7 @@ class ExchangeCollectives(Collectives):
         self._numbers = self._numbers_of_group.setdefault(group, count())
 
     def _all_reduce_dtype(self, tensor: torch.Tensor, op: ReduceOpName) -> torch.dtype:
-        if op in ("sum", "avg") and is_narrow(tensor.dtype) and not self._is_direct(tensor):
-            return torch.float32  # Gloo's ring sums in the type that it sends
-        return tensor.dtype
+        return tensor.dtype if self._is_direct(tensor, op) else _ring_dtype(tensor.dtype, op)
 
     def _reduce_scatter_dtype(
         self, output: torch.Tensor, source: torch.Tensor, op: ReduceOpName
@@ -67,7 +66,7 @@ class ExchangeCollectives(Collectives):
             return Transfer()
         if self._all_reduce_dtype(tensor, op) != tensor.dtype:
             return self._all_reduce_in_float32(tensor, op)
-        if not self._is_direct(tensor):
+        if not self._is_direct(tensor, op):
             return super()._all_reduce(tensor, op)
         return self._exchange_and_combine(tensor, [tensor] * self.size, op)
 
@@ -82,8 +81,9 @@ class ExchangeCollectives(Collectives):
         if self._is_still(output):
             return copy_unless_same(output, source)
         slices = output.view(self.size, -1).unbind()
-        copy_unless_same(slices[self.rank], source)
-        return Transfer(works=self._exchange([source] * self.size, slices))
+        works = self._exchange([source] * self.size, slices)
+        copy_unless_same(slices[self.rank], source)  # while the messages move
+        return Transfer(works=works)
 
     def _all_reduce_in_float32(self, tensor: torch.Tensor, op: ReduceOpName) -> Transfer:
         num_bytes = 4 * tensor.numel()
@@ -125,6 +125,15 @@ class ExchangeCollectives(Collectives):
         sends = [self._isend(outgoing[peer], peer, tag) for peer in peers]
         return receives + sends
 
-    def _is_direct(self, tensor: torch.Tensor) -> bool:
-        limit = _DIRECT_BYTES_OF_TWO if self.size == 2 else _DIRECT_BYTES
+    def _is_direct(self, tensor: torch.Tensor, op: ReduceOpName) -> bool:
+        # Direct sends W - 1 tensors, the ring 2 (W - 1) / W of the type in which it sums: direct
+        # sends the same on two ranks, and with halves less on three.
+        ring_bytes = 2 * _ring_dtype(tensor.dtype, op).itemsize
+        few = self.size == 2 or self.size * tensor.itemsize < ring_bytes
+        limit = _DIRECT_BYTES_OF_FEW if few else _DIRECT_BYTES
         return tensor.numel() * tensor.itemsize <= limit
+
+
+def _ring_dtype(dtype: torch.dtype, op: ReduceOpName) -> torch.dtype:
+    """Return the type that Gloo's ring sends: it sums in that type, so halves travel widened."""
+    return torch.float32 if op in ("sum", "avg") and is_narrow(dtype) else dtype

@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from lightning_shard import settings
 from lightning_shard.backends.base import Backend
+from lightning_shard.backends.checked import exchange_collectives
 from lightning_shard.backends.exchange import ExchangeCollectives
 from lightning_shard.backends.rendezvous import join_world
 
@@ -31,8 +32,8 @@ class GlooBackend(Backend):
     ) -> None:
         if settings.rendezvous().is_loopback:
             settings.prefer_loopback_for_gloo()
-        join_world(self.name, rank=rank, world_size=world_size, device=None, timeout=timeout)
+        join_world(self.c10d_name, rank=rank, world_size=world_size, device=None, timeout=timeout)
 
     @override
     def collectives(self, group: dist.ProcessGroup) -> ExchangeCollectives:
-        return ExchangeCollectives(group)
+        return exchange_collectives(group)

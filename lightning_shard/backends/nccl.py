@@ -32,4 +32,4 @@ class NCCLBackend(Backend):
     def init_process_group(
         self, *, rank: int, world_size: int, device: torch.device, timeout: timedelta
     ) -> None:
-        join_world(self.name, rank=rank, world_size=world_size, device=device, timeout=timeout)
+        join_world(self.c10d_name, rank=rank, world_size=world_size, device=device, timeout=timeout)

@@ -8,6 +8,7 @@ from time import perf_counter
 
 import torch.distributed as dist
 
+from lightning_shard.backends import liveness
 from lightning_shard.backends.traffic import Traffic
 from lightning_shard.errors import RankFailedError
 
@@ -66,34 +67,62 @@ class Pending:
         """
         if self._transfer is None:
             return
-        with timed(self._place), peer_failures(self._place):
-            for work in self._transfer.works:
-                work.wait()
+        with peer_failures(self._place):
+            with timed(self._place, waiting=True):
+                for work in self._transfer.works:
+                    work.wait()
             if self._transfer.finish is not None:
-                self._transfer.finish()
+                with timed(self._place):
+                    self._transfer.finish()
         self._transfer = None
 
 
 @contextmanager
-def timed(place: Place) -> Iterator[None]:
-    """Charge the time spent inside to the operation's counter."""
+def timed(place: Place, *, waiting: bool = False) -> Iterator[None]:
+    """Charge the time spent inside to the operation's counter, as waiting for peers or as work."""
     start = perf_counter()
     try:
         yield
     finally:
-        place.traffic.spend(place.operation, perf_counter() - start)
+        seconds = perf_counter() - start
+        place.traffic.spend(place.operation, seconds, waited=seconds if waiting else 0.0)
 
 
 @contextmanager
 def peer_failures(place: Place) -> Iterator[None]:
-    """Turn what the transport says of a lost peer into a RankFailedError; let the rest pass."""
+    """Turn what the transport says of a lost peer into a RankFailedError; let the rest pass.
+
+    With a lifeline the error says which peer that was, and comes before the operation when the
+    peer is known to have failed already.
+    """
+    lifeline = liveness.current()
+    if lifeline is not None:
+        lifeline.entered(place.operation)
     try:
         yield
     except RuntimeError as error:
-        if not isinstance(error, dist.DistError) and not _PEER_GONE.search(str(error)):
+        if not is_about_a_peer(error):
             raise
-        raise RankFailedError(
+        raise _lost_peer(place, error) from error
+    finally:
+        if lifeline is not None:
+            lifeline.left()
+
+
+def is_about_a_peer(error: BaseException) -> bool:
+    """Say whether an error is what a transport says when a peer has gone."""
+    told = isinstance(error, RuntimeError) and _PEER_GONE.search(str(error)) is not None
+    return told or isinstance(error, dist.DistError)
+
+
+def _lost_peer(place: Place, error: RuntimeError) -> RankFailedError:
+    lifeline = liveness.current()
+    if lifeline is not None:
+        explained = lifeline.explain(place.operation)
+    else:
+        explained = RankFailedError(
             f"Rank {place.rank} of {place.size} lost a peer in {place.operation}: a rank of its "
             "group died, or said nothing for the group's time-out. Look for the first error among "
-            f"the other ranks' output; this rank only noticed. The transport said: {error}"
-        ) from error
+            "the other ranks' output; this rank only noticed."
+        )
+    return RankFailedError(f"{explained} The transport said: {error}")

@@ -7,11 +7,13 @@ import torch
 from lightning_shard.backends.base import Backend
 from lightning_shard.backends.gloo import GlooBackend
 from lightning_shard.backends.in_process import InProcessBackend
+from lightning_shard.backends.mpi import MPIBackend
 from lightning_shard.backends.nccl import NCCLBackend
 from lightning_shard.errors import ConfigError
 
 _BACKENDS: dict[str, Backend] = {
-    backend.name: backend for backend in (NCCLBackend(), GlooBackend(), InProcessBackend())
+    backend.name: backend
+    for backend in (NCCLBackend(), GlooBackend(), MPIBackend(), InProcessBackend())
 }
 _DEFAULT_OF_DEVICE_TYPE = {"cuda": "nccl", "cpu": "gloo"}
 

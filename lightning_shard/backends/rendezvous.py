@@ -4,8 +4,11 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from lightning_shard import settings
+from lightning_shard.backends import liveness
+from lightning_shard.backends._c10d import PrefixStore
 from lightning_shard.errors import RankFailedError
 
 
@@ -18,6 +21,8 @@ def join_world(
     timeout: timedelta,
 ) -> None:
     """Start the default process group at MASTER_ADDR and MASTER_PORT; every rank must call.
+
+    And with it the lifeline, by which the ranks know of each other's end.
 
     Args:
         backend: A name that c10d knows.
@@ -33,9 +38,11 @@ def join_world(
     place = settings.rendezvous()
     try:
         # env:// rather than tcp://: it also joins the store that torchrun's agent keeps.
+        store, rank, world_size = next(rendezvous("env://", rank, world_size, timeout=timeout))
+        store.set_timeout(timeout)
         dist.init_process_group(
             backend,
-            init_method="env://",
+            store=PrefixStore("default_pg", store),  # as c10d does with a store of its own
             rank=rank,
             world_size=world_size,
             timeout=timeout,
@@ -47,3 +54,4 @@ def join_world(
             f"MASTER_PORT={place.port} within {timeout}. Check that every rank was started, that "
             f"the address is rank 0's and that the port is free there. torch said: {error}"
         ) from error
+    liveness.start(store, rank=rank, world_size=world_size, host=place.host, timeout=timeout)

@@ -18,6 +18,7 @@ Each `Collectives` has one `Traffic`; `traffic_table` sets several groups' side 
     mesh_tp    0 1    all_reduce         96  1.2 M     0.08    0.08
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -52,6 +53,21 @@ class OperationTraffic:
 
 
 _NOTHING = OperationTraffic()
+_NUMBER = re.compile(r"[-\d.,]+")
+
+# What `Collectives` counts.
+OPERATIONS = (
+    "all_reduce",
+    "reduce_scatter",
+    "all_gather",
+    "all_to_all",
+    "broadcast",
+    "send",
+    "recv",
+    "barrier",
+    "all_gather_object",
+    "broadcast_object",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,16 +125,17 @@ class Traffic(Mapping[str, OperationTraffic]):
 
     def count(self, operation: str, elements: int, element_bytes: int) -> None:
         """Add one call that sends `elements` of `element_bytes` bytes each."""
-        self._add(
+        self.add(
             operation,
             OperationTraffic(calls=1, elements=elements, bytes=elements * element_bytes),
         )
 
     def spend(self, operation: str, seconds: float, *, waited: float = 0.0) -> None:
         """Add time spent in `operation`, `waited` seconds of it for data to arrive."""
-        self._add(operation, OperationTraffic(seconds=seconds, seconds_waited=waited))
+        self.add(operation, OperationTraffic(seconds=seconds, seconds_waited=waited))
 
-    def _add(self, operation: str, more: OperationTraffic) -> None:
+    def add(self, operation: str, more: OperationTraffic) -> None:
+        """Add to the counters of `operation`."""
         self._operations[operation] = self[operation] + more
 
     def reset(self) -> None:
@@ -165,7 +182,9 @@ def traffic_table(groups: Iterable[GroupTraffic]) -> str:
 def format_table(rows: Sequence[Sequence[str]]) -> str:
     """Align columns, numbers to the right; the first row is the head."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    numeric = [all(cell[:1].isdigit() for cell in column[1:]) for column in zip(*rows, strict=True)]
+    numeric = [
+        all(_NUMBER.fullmatch(cell) for cell in column[1:]) for column in zip(*rows, strict=True)
+    ]
     return "\n".join(
         "  ".join(
             cell.rjust(width) if right else cell.ljust(width)

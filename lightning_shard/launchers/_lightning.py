@@ -9,8 +9,15 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
 from lightning.pytorch.trainer.call import _call_and_handle_interrupt
+from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExit
 
-__all__ = ["Launcher", "call_and_handle_interrupt", "forget_identities", "forget_launcher"]
+__all__ = [
+    "Launcher",
+    "TunerExit",
+    "call_and_handle_interrupt",
+    "forget_identities",
+    "forget_launcher",
+]
 
 
 def call_and_handle_interrupt(

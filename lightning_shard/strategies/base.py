@@ -10,27 +10,33 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_shard import settings
+from lightning_shard.backends import liveness
 from lightning_shard.backends.base import DEFAULT_TIMEOUT, Backend
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.registry import auto_backend, get_backend
-from lightning_shard.environments.in_process import InProcessEnvironment
+from lightning_shard.environments import (
+    InProcessEnvironment,
+    MPIEnvironment,
+    check_environment,
+    fitting_environment,
+)
 from lightning_shard.errors import ConfigError
 from lightning_shard.launchers.in_process import InProcessLauncher
+from lightning_shard.launchers.processes import ProcessLauncher
 from lightning_shard.precision.plugins import sharded_twin
 from lightning_shard.strategies.option_names import OptionNames
 from lightning_shard.strategies.reduce_ops import reduce_op_name, reduced
+from lightning_shard.strategies.termination import StopsTogether
 
 T = TypeVar("T")
 
 
-class ShardStrategy(ParallelStrategy, metaclass=OptionNames):
+class ShardStrategy(StopsTogether, metaclass=OptionNames):
     """Starts the ranks, makes the process group, and answers Lightning's questions about them.
 
     Args:
@@ -43,6 +49,9 @@ class ShardStrategy(ParallelStrategy, metaclass=OptionNames):
         num_ranks: Ranks to run inside this process, with backend "in_process" only; by default the
             number of devices.
         timeout: Seconds (or a timedelta) after which a silent peer is an error.
+        debug: Let ranks compare every collective call before they make it, so that a mistake is an
+            error that names both call sites. Slow. On as well when LIGHTNING_SHARD_DEBUG is 1, and
+            always within one process.
 
     Raises:
         ConfigError: An unknown backend, or options that contradict each other.
@@ -58,9 +67,11 @@ class ShardStrategy(ParallelStrategy, metaclass=OptionNames):
         backend: str = "auto",
         num_ranks: int | None = None,
         timeout: float | timedelta = DEFAULT_TIMEOUT,
+        debug: bool = False,
     ) -> None:
         self._backend: Backend | None = None if backend == "auto" else get_backend(backend)
         self._timeout = _as_timedelta(timeout)
+        self._debug = settings.debug() or debug
         self._num_ranks = num_ranks
         self._num_nodes = 1
         self._collectives: Collectives | None = None
@@ -74,6 +85,9 @@ class ShardStrategy(ParallelStrategy, metaclass=OptionNames):
             )
         if num_ranks is not None and num_ranks < 1:
             raise ConfigError(f"num_ranks must be at least 1, got {num_ranks}.")
+        if not self.is_in_process:
+            # Lightning's environment converts these when the Trainer is made, and names none.
+            settings.check_numbers(settings.SLURM)
         super().__init__(
             accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
         )
@@ -91,7 +105,7 @@ class ShardStrategy(ParallelStrategy, metaclass=OptionNames):
     @property
     def backend(self) -> Backend:
         """The communication backend in use."""
-        return self._backend or auto_backend(self.root_device)
+        return (self._backend or auto_backend(self.root_device)).with_debug(self._debug)
 
     @property
     def collectives(self) -> Collectives:
@@ -134,7 +148,11 @@ class ShardStrategy(ParallelStrategy, metaclass=OptionNames):
         """Ranks on this host."""
         if self._num_ranks is not None:
             return self._num_ranks
-        return len(self.parallel_devices or ())
+        devices = self.parallel_devices or ()
+        started = self.cluster_environment
+        if isinstance(started, MPIEnvironment) and [one.type for one in devices] == ["cpu"]:
+            return started.local_size  # devices="auto" means 1 on CPUs, however many mpirun started
+        return len(devices)
 
     @property
     @override
@@ -149,13 +167,23 @@ class ShardStrategy(ParallelStrategy, metaclass=OptionNames):
                 f"num_ranks={self._num_ranks} and Trainer(devices={num_devices}) contradict each "
                 f"other; pass one of them, or devices=1 to put all ranks on it."
             )
-        if self.is_in_process and not isinstance(self.cluster_environment, InProcessEnvironment):
-            self.cluster_environment = InProcessEnvironment(self.num_processes)
-        environment = self.cluster_environment
-        assert environment is not None
+        environment = self._own_environment()
+        check_environment(environment, self.num_processes, self.num_nodes)
         environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
         environment.set_world_size(self.num_nodes * self.num_processes)
         setattr(rank_zero_only, "rank", self.global_rank)  # noqa: B010  (a function attribute)
+
+    def _own_environment(self) -> ClusterEnvironment:
+        """Exchange the cluster environment that Lightning has found where it does not fit."""
+        found = self.cluster_environment
+        assert found is not None
+        if not self.is_in_process:
+            uses_mpi = self._backend is not None and self._backend.name == "mpi"
+            found = fitting_environment(found, uses_mpi=uses_mpi)
+        elif not isinstance(found, InProcessEnvironment):
+            found = InProcessEnvironment(self.num_processes)
+        self.cluster_environment = found
+        return found
 
     @override
     def _configure_launcher(self) -> None:
@@ -164,7 +192,7 @@ class ShardStrategy(ParallelStrategy, metaclass=OptionNames):
         if self.is_in_process:
             self._launcher = InProcessLauncher(self.num_processes)
         else:
-            self._launcher = _SubprocessScriptLauncher(
+            self._launcher = ProcessLauncher(
                 self.cluster_environment, self.num_processes, self.num_nodes
             )
 
@@ -182,6 +210,8 @@ class ShardStrategy(ParallelStrategy, metaclass=OptionNames):
         self._collectives = self.backend.collectives(group)
         if self._reducing is None or self._twin_of is not group:
             self._reducing, self._twin_of = self._collectives.twin(self._timeout), group
+        if not self.is_in_process and self.lightning_module is not None:
+            self.watch_for_termination(self.lightning_module.trainer)
 
     def _join(self) -> None:
         environment = self.cluster_environment
@@ -197,6 +227,7 @@ class ShardStrategy(ParallelStrategy, metaclass=OptionNames):
 
     def _leave(self) -> None:
         """At exit. Gloo aborts when somebody still refers to a group that is being destroyed."""
+        liveness.stop_at_exit()
         self._collectives = self._reducing = self._twin_of = None
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -39,7 +39,7 @@ class DataParallelStrategy(ShardStrategy):
     """One model on every rank, each with its own part of the batch.
 
     Args:
-        accelerator: See `ShardStrategy`, as for the next seven.
+        accelerator: See `ShardStrategy`, as for all up to `debug`.
         parallel_devices: One device per local rank.
         cluster_environment: Lightning's.
         checkpoint_io: Lightning's.
@@ -47,6 +47,7 @@ class DataParallelStrategy(ShardStrategy):
         backend: "auto" or a backend's name.
         num_ranks: With backend "in_process": ranks to run here.
         timeout: Seconds after which a silent peer is an error.
+        debug: Compare every collective call between the ranks before it is made.
         units: Class names of the modules that are communicated as one; found when left out.
         bucket_mb: Neighbouring small blocks are joined up to this many MB; by default 25, under
             stage 3 12.5.
@@ -65,6 +66,7 @@ class DataParallelStrategy(ShardStrategy):
         backend: str = "auto",
         num_ranks: int | None = None,
         timeout: float | timedelta = DEFAULT_TIMEOUT,
+        debug: bool = False,
         units: list[str] | None = None,
         bucket_mb: float | None = None,
         reduce_dtype: Literal["float32", "bfloat16", "float16"] | None = None,
@@ -78,6 +80,7 @@ class DataParallelStrategy(ShardStrategy):
             backend=backend,
             num_ranks=num_ranks,
             timeout=timeout,
+            debug=debug,
         )
         self._reduce_dtype = reduce_dtype
         self._options = EngineOptions(

@@ -41,14 +41,7 @@ def run_ranks(
         CollectiveMismatchError: Ranks of a group called different operations.
         BaseException: Whatever the first rank to fail raised, with a note that names the rank.
     """
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise ConfigError(f"run_ranks: got seed={seed!r}, expected an integer.")
-    world = World(num_ranks, faults)
-    if not 0 <= seed <= _MAX_SEED - num_ranks:
-        raise ConfigError(
-            f"run_ranks: got seed={seed}, expected 0 to {_MAX_SEED - num_ranks}, so that "
-            "seed + rank is a seed for numpy too."
-        )
+    world = make_world(num_ranks, seed, faults)
 
     def begin(rank: int) -> T:
         torch.manual_seed(seed + rank)
@@ -63,3 +56,20 @@ def run_ranks(
         return fn(rank)
 
     return world.run(begin)
+
+
+def make_world(num_ranks: int, seed: int, faults: Iterable[Fault]) -> World:
+    """Make the world that `run_ranks` runs in.
+
+    Raises:
+        ConfigError: An argument is wrong.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise ConfigError(f"run_ranks: got seed={seed!r}, expected an integer.")
+    world = World(num_ranks, faults)
+    if not 0 <= seed <= _MAX_SEED - num_ranks:
+        raise ConfigError(
+            f"run_ranks: got seed={seed}, expected 0 to {_MAX_SEED - num_ranks}, so that "
+            "seed + rank is a seed for numpy too."
+        )
+    return world

@@ -1,8 +1,10 @@
 """The private names of torch that the backends need; a failure says what has changed."""
 
 import inspect
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from lightning_shard.backends import _c10d
@@ -24,6 +26,18 @@ def test_rank_groups_cover_every_property_of_a_world() -> None:
     own = {n for n, v in vars(_c10d.RankGroups).items() if isinstance(v, property)}
     # These four keep their state in the instance, or only read the others.
     assert properties - own <= {"default_pg", "pg_coalesce_state", "comms", "pg_config_info"}
+
+
+def test_the_backends_of_a_groups_devices(tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        backends = _c10d.live_backends()
+    finally:
+        dist.destroy_process_group()
+    assert backends
+    assert all(isinstance(backend, dist.ProcessGroupGloo) for backend in backends)
+    assert _c10d.live_backends() == []
 
 
 def test_new_groups_are_made_by_the_helper_that_is_replaced() -> None:

@@ -1,5 +1,6 @@
-"""Collectives over in-process ranks: the conformance suite, and groups of one rank."""
+"""Collectives: groups of one rank, counters per group, a lost peer. The rest: test_conformance."""
 
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -10,18 +11,11 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.registry import get_backend
 from lightning_shard.errors import RankFailedError
 from lightning_shard.testing import Fault, run_ranks
-from tests.backends.conformance import CHECKS
 
 
 def world() -> Collectives:
     assert dist.group.WORLD is not None
     return get_backend("in_process").collectives(dist.group.WORLD)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", CHECKS)
-def test_conformance(name: str, num_ranks: int) -> None:
-    run_ranks(lambda rank: CHECKS[name](world()), num_ranks)
 
 
 def test_one_rank_copies_only_what_lies_elsewhere() -> None:
@@ -53,6 +47,61 @@ def test_a_widened_reduction_counts_the_bytes_on_the_wire() -> None:
         return {"same": same, "widened": collectives.traffic.total_bytes - same}
 
     assert run_ranks(body, 2) == [{"same": 8, "widened": 16}] * 2
+
+
+def test_traffic_of_every_group_of_a_rank() -> None:
+    def body(rank: int) -> list[tuple[tuple[int, ...], dict[str, int]]]:
+        everyone = world()
+        pair = Collectives(dist.new_group([0, 1]))
+        everyone.all_reduce(torch.ones(4))
+        twin = everyone.twin()
+        twin.all_reduce(torch.ones(4))
+        also = Collectives(everyone.group)
+        also.barrier()
+        if rank == 0:
+            pair.send(torch.ones(2), 1)
+        else:
+            pair.recv(torch.ones(2), 0)
+        return [
+            (one.ranks, {name: traffic.calls for name, traffic in one.traffic.items()})
+            for one in Collectives.traffic_by_group()
+        ]
+
+    both = ((0, 1), {"all_reduce": 2, "barrier": 1})
+    assert run_ranks(body, 2) == [[both, ((0, 1), {name: 1})] for name in ("send", "recv")]
+
+
+def test_groups_that_have_ended_leave_the_ledger() -> None:
+    def body(rank: int) -> None:
+        kept = world()
+        for _ in range(3):
+            world().barrier()  # dropped at once
+        destroyed = Collectives(dist.new_group([0, 1]))
+        destroyed.barrier()
+        dist.destroy_process_group(destroyed.group)
+        kept.all_reduce(torch.ones(1))
+        gc.collect()
+        assert [list(one.traffic) for one in Collectives.traffic_by_group()] == [["all_reduce"]]
+        assert destroyed.traffic["barrier"].calls == 1
+
+    run_ranks(body, 2)
+    gc.collect()
+    assert Collectives.traffic_by_group() == []
+    assert not Collectives._alive
+
+
+def test_waiting_is_told_from_starting() -> None:
+    def body(rank: int) -> None:
+        collectives = world()
+        pending = collectives.all_reduce(torch.ones(2), async_op=True)
+        assert collectives.traffic["all_reduce"].seconds > 0
+        assert collectives.traffic["all_reduce"].seconds_waited == 0
+        pending.wait()
+        collectives.barrier()
+        for one in collectives.traffic.values():
+            assert 0 < one.seconds_waited <= one.seconds
+
+    run_ranks(body, 2)
 
 
 def test_a_dropped_peer_is_an_error() -> None:

@@ -1,4 +1,4 @@
-"""Collectives over real Gloo processes: the conformance suite, and what a lost peer looks like."""
+"""Collectives over real Gloo processes: what a lost peer looks like."""
 
 import os
 from collections.abc import Callable
@@ -9,12 +9,10 @@ import torch
 import torch.distributed as dist
 
 from lightning_shard import settings
-from lightning_shard.backends import exchange
 from lightning_shard.backends.base import Backend
 from lightning_shard.backends.exchange import ExchangeCollectives
 from lightning_shard.backends.gloo import GlooBackend
 from lightning_shard.errors import RankFailedError
-from tests.backends import conformance
 from tests.processes import run_processes
 
 
@@ -29,21 +27,6 @@ def join(backend: Backend) -> ExchangeCollectives:
     collectives = backend.collectives(dist.group.WORLD)
     assert isinstance(collectives, ExchangeCollectives)
     return collectives
-
-
-def conform(*, direct: bool) -> dict[str, str]:
-    if not direct:  # all-reduce as large tensors are
-        exchange._DIRECT_BYTES = exchange._DIRECT_BYTES_OF_TWO = 0
-    collectives = join(GlooBackend())
-    failures = conformance.run_checks(collectives)
-    dist.destroy_process_group()
-    return failures
-
-
-@pytest.mark.parametrize(("num_processes", "direct"), [(1, True), (2, True), (2, False), (3, True)])
-def test_conformance(num_processes: int, direct: bool) -> None:
-    for failures in run_processes(conform, num_processes, direct=direct):
-        assert not failures, "\n".join(failures.values())
 
 
 def lose_a_peer() -> dict[str, str]:
@@ -64,15 +47,13 @@ def lose_a_peer() -> dict[str, str]:
     for operation, call in calls.items():
         with pytest.raises(RankFailedError) as caught:
             call()
-        assert isinstance(caught.value.__cause__, RuntimeError)
         messages[operation] = str(caught.value)
     dist.destroy_process_group()
     return messages
 
 
-def test_a_lost_peer_is_named_by_operation() -> None:
+def test_a_lost_peer_is_named_by_rank_and_operation() -> None:
     results = run_processes(lose_a_peer, 3, vanishing_ranks={1})
     for rank in (0, 2):
         for operation, message in results[rank].items():
-            assert f"Rank {rank} of 3 lost a peer in {operation}:" in message
-            assert "closed by peer" in message or "reset by peer" in message, message
+            assert f"Rank {rank} of 3 lost a peer in {operation}: rank 1 died" in message

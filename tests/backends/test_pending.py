@@ -1,8 +1,12 @@
 """Handles, and which transport errors are about a lost peer."""
 
+from datetime import timedelta
+from time import monotonic
+
 import pytest
 import torch.distributed as dist
 
+from lightning_shard.backends import liveness
 from lightning_shard.backends.pending import Pending, Place, Transfer, peer_failures
 from lightning_shard.backends.traffic import Traffic
 from lightning_shard.errors import DeadlockError, RankFailedError
@@ -62,11 +66,45 @@ def test_other_errors_pass(error: Exception) -> None:
 
 
 def test_a_failed_wait_stays_undone() -> None:
-    def lose() -> None:
-        raise RuntimeError("Connection closed by peer")
+    class Lost(dist.Work):
+        def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+            raise RuntimeError("Connection closed by peer")
 
-    pending = Pending(Transfer(finish=lose), place())
+    pending = Pending(Transfer(works=[Lost()]), place())
     for _ in range(2):
         with pytest.raises(RankFailedError):
             pending.wait()
         assert not pending.done
+
+
+@pytest.fixture
+def lifeline(monkeypatch: pytest.MonkeyPatch) -> liveness.Lifeline:
+    lifeline = liveness.Lifeline(
+        rank=1,
+        world_size=4,
+        silence_seconds=60.0,
+        send=lambda message: None,
+        interrupt=lambda: None,
+        now=monotonic(),
+    )
+    monkeypatch.setattr(liveness, "current", lambda: lifeline)
+    return lifeline
+
+
+def judge(lifeline: liveness.Lifeline) -> None:
+    verdict = {"kind": "verdict", "rank": 3, "event": "died", "doing": "it was in barrier"}
+    lifeline.heard(verdict, monotonic())
+
+
+def test_no_operation_starts_after_a_verdict(lifeline: liveness.Lifeline) -> None:
+    judge(lifeline)
+    with pytest.raises(RankFailedError, match="in all_gather: rank 3 died"), peer_failures(place()):
+        raise AssertionError("started")
+
+
+def test_a_transports_error_is_explained_by_the_verdict(lifeline: liveness.Lifeline) -> None:
+    with pytest.raises(RankFailedError) as caught, peer_failures(place()):
+        judge(lifeline)
+        raise RuntimeError("Application timeout caused pair closure")
+    assert "lost a peer in all_gather: rank 3 died" in str(caught.value)
+    assert "The transport said: Application timeout" in str(caught.value)

@@ -5,6 +5,7 @@ import inspect
 import lightning.pytorch as pl
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.call import _call_and_handle_interrupt
+from lightning.pytorch.utilities.exceptions import _TunerExitException
 
 
 def test_launcher_is_an_abstract_class_with_these_methods() -> None:
@@ -20,3 +21,8 @@ def test_the_strategys_launcher_and_the_modules_table_of_metrics() -> None:
     trainer = pl.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
     assert trainer.strategy._launcher is None
     assert pl.LightningModule()._metric_attributes is None
+
+
+def test_leaving_a_tuning_run_is_no_failure_there_either() -> None:
+    assert "except _TunerExitException" in inspect.getsource(_call_and_handle_interrupt)
+    assert issubclass(_TunerExitException, Exception)

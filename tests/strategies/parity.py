@@ -160,10 +160,10 @@ def ignore_upstream_warnings() -> None:
         warnings.filterwarnings("ignore", message)
 
 
-def train_cases(cases: Sequence[Case]) -> list[Run]:
-    """Train one case after the other over Gloo; for `run_processes`."""
+def train_cases(cases: Sequence[Case], backend: str = "gloo") -> list[Run]:
+    """Train one case after the other on real processes; for `run_processes` and `run_mpi`."""
     ignore_upstream_warnings()
-    return [train_ranks(case, "gloo") for case in cases]
+    return [train_ranks(case, backend) for case in cases]
 
 
 @cache

@@ -15,17 +15,17 @@ import torch
 
 from lightning_shard.backends.calls import Call, Disagreement, tensor_key
 from lightning_shard.backends.group_handle import describe_group
-from lightning_shard.backends.in_process.semantics import SEMANTICS, raw, write
-from lightning_shard.backends.in_process.streams import join_streams, mark_stream
+from lightning_shard.backends.in_process.semantics import SEMANTICS
+from lightning_shard.backends.packing import raw, write
 from lightning_shard.backends.python_group import ANY_SOURCE
+from lightning_shard.backends.streams import join_streams, mark_stream
 
 
 @dataclass(slots=True, eq=False)
 class Meeting:
     """One operation that some ranks of a group have called and others not yet.
 
-    `number` counts a rank's operations of this kind in this group, from 1. `waited` are the global
-    ranks that have not called; for a receive from anybody, none.
+    `number` counts a rank's operations of this kind in this group, from 1.
     """
 
     channel: "Channel"
@@ -52,7 +52,7 @@ class Transfer(Meeting):
     peer: int = ANY_SOURCE
 
     def missing(self) -> tuple[int, ...]:
-        """Return the peer's global rank."""
+        """Return the peer's global rank; none for a receive from anybody."""
         return () if self.peer == ANY_SOURCE else (self.channel.global_ranks[self.peer],)
 
 

@@ -5,10 +5,10 @@ from typing import ClassVar
 from typing_extensions import override
 
 from lightning_shard.backends.calls import Call
-from lightning_shard.backends.in_process.streams import mark_stream
 from lightning_shard.backends.in_process.work import InProcessWork
 from lightning_shard.backends.in_process.world import BACKEND_NAME, World, current_world
 from lightning_shard.backends.python_group import PythonGroup
+from lightning_shard.backends.streams import mark_stream
 from lightning_shard.errors import ConfigError
 
 

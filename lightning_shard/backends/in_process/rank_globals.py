@@ -3,7 +3,9 @@
     rank 0 runs │ save rank 0 │ load rank 1 │ rank 1 runs
 
 Swapped are c10d's groups, the random streams, torch's default dtype, `rank_zero_only.rank`, the
-environment variables that name a rank, warning filters, and DTensor's random-state tracker.
+environment variables that name a rank, warning filters and where warnings go, the standard
+streams, and DTensor's random-state tracker. So `redirect_stdout`, `pytest.warns` and the like may
+stay open over a collective.
 """
 
 import os
@@ -30,8 +32,15 @@ RANK_VARIABLES = (
     "PL_GLOBAL_SEED",
     "PL_SEED_WORKERS",
 )
-# Module globals of torch that mean "this process's".
-_MODULE_GLOBALS = (("torch.distributed.tensor._random", "_rng_tracker"),)
+# Module globals that mean "this process's".
+_MODULE_GLOBALS = (
+    ("sys", "stdout"),
+    ("sys", "stderr"),
+    ("torch.distributed.tensor._random", "_rng_tracker"),
+    ("warnings", "filters"),
+    ("warnings", "showwarning"),
+    ("warnings", "_showwarnmsg_impl"),  # what `catch_warnings(record=True)` replaces
+)
 _ABSENT = object()
 _rank_zero = cast(Any, rank_zero_only)
 _cuda = cast(Any, torch.cuda)
@@ -53,6 +62,7 @@ class RankGlobals:
         own._numpy = NumpyRng.fork()
         own._groups = _c10d.RankGroups()
         own._rank_zero = rank
+        own._module_globals["warnings", "filters"] = list(warnings.filters)
         own.environment.update(
             RANK=str(rank),
             LOCAL_RANK=str(rank),
@@ -75,12 +85,12 @@ class RankGlobals:
             self._cuda_rng = torch.cuda.get_rng_state_all()
         self._dtype = torch.get_default_dtype()
         self._rank_zero: Any = getattr(_rank_zero, "rank", _ABSENT)
-        self._filters = warnings.filters
-        self._showwarning = warnings.showwarning
-        self._module_globals = [
-            getattr(sys.modules[module], name, None) if module in sys.modules else None
+        self._module_globals = {
+            (module, name): getattr(sys.modules[module], name, None)
+            if module in sys.modules
+            else None
             for module, name in _MODULE_GLOBALS
-        ]
+        }
         get = os.environ.get
         self.environment = {name: get(name) for name in RANK_VARIABLES}
 
@@ -94,9 +104,7 @@ class RankGlobals:
             _rank_zero.rank = self._rank_zero
         elif hasattr(_rank_zero, "rank"):
             del _rank_zero.rank
-        warnings.filters = self._filters
-        warnings.showwarning = self._showwarning
-        for (module, name), value in zip(_MODULE_GLOBALS, self._module_globals, strict=True):
+        for (module, name), value in self._module_globals.items():
             if module in sys.modules:
                 setattr(sys.modules[module], name, value)
         for name, text in self.environment.items():

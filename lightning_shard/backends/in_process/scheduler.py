@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
 from lightning_shard.backends.in_process.faults import RankDropped
 from lightning_shard.backends.in_process.rank_globals import RankGlobals
@@ -30,6 +31,8 @@ from lightning_shard.backends.in_process.verdicts import (
 from lightning_shard.errors import ConfigError
 
 _STOP_GRACE_SECONDS = 1.0
+_LOOK_UP_SECONDS = 0.2
+_MAX_IDLE_POLLS = 20_000  # far more than anybody polls who has work of his own to do meanwhile
 
 
 class Status(Enum):
@@ -48,13 +51,17 @@ class Wait:
     Args:
         ready: Says whether the wait is over.
         describe: Says what is waited for, with the caller's file and line.
-        members: Global ranks that the wait depends on; once one is gone, it cannot end.
+        members: Returns the global ranks that have yet to do their part; once one is gone, the
+            wait cannot end.
+        helpers: Global ranks any of which might end it; if one is gone and nobody can run, it
+            cannot end either.
         deadline: A time (`time.monotonic`) at which `ready` turns true by itself.
     """
 
     ready: Callable[[], bool]
     describe: Callable[[], str]
-    members: tuple[int, ...] = ()
+    members: Callable[[], tuple[int, ...]] = tuple
+    helpers: tuple[int, ...] = ()
     deadline: float | None = None
 
 
@@ -94,6 +101,7 @@ class Scheduler:
         self.ranks = ranks
         self.running = ranks[0]
         self.first_failure: tuple[int, BaseException] | None = None
+        self._idle_polls = 0
 
     # --- waiting -------------------------------------------------------------------------------
 
@@ -112,19 +120,32 @@ class Scheduler:
             while True:
                 self._hand_over(rank)
                 if wait.ready():
+                    self.note_progress()
                     return
                 self._raise_if_doomed(rank, wait)
         finally:
             rank.wait = None
 
     def yield_token(self, describe: Callable[[], str]) -> None:
-        """Let each runnable rank run once."""
+        """Let each runnable rank run once.
+
+        Raises:
+            DeadlockError: Ranks have asked and asked, and none does anything else.
+        """
         rank = self.check_thread()
         rank.wait = Wait(ready=lambda: True, describe=describe)
+        self._idle_polls += 1
         try:
+            if self._idle_polls > _MAX_IDLE_POLLS and not self._deadlines():
+                self.condemn(deadlock_verdict(self._report()))
+                self.raise_if_condemned(rank, describe)
             self._hand_over(rank)
         finally:
             rank.wait = None
+
+    def note_progress(self) -> None:
+        """Record that a rank did something that others may wait for."""
+        self._idle_polls = 0
 
     def check_thread(self) -> Rank:
         """Return the running rank.
@@ -155,7 +176,7 @@ class Scheduler:
 
     def _raise_if_doomed(self, rank: Rank, wait: Wait) -> None:
         self.raise_if_condemned(rank, wait.describe)
-        if gone := self.gone_members(wait.members):
+        if gone := self.gone_members(wait.members()):
             raise gone_verdict(gone)(rank.index, wait.describe())
 
     # --- ending --------------------------------------------------------------------------------
@@ -207,9 +228,14 @@ class Scheduler:
         following.wake()
 
     def sleep_until_running(self, rank: Rank) -> None:
-        """Sleep until this rank has the token."""
+        """Sleep until this rank has the token.
+
+        Rank 0 looks up now and then: a signal that came just before its thread fell asleep, or to
+        another thread, does not wake it, and Python handles signals on this thread only.
+        """
+        seconds = _LOOK_UP_SECONDS if rank.index == 0 else -1
         while self.running is not rank:
-            rank.sleep()
+            rank.sleep(seconds)
 
     def _recover_token(self, rank: Rank, error: BaseException) -> None:
         """End the world and get the token back, wherever the interruption struck."""
@@ -242,12 +268,24 @@ class Scheduler:
             waiting = [r for r in self.ranks if r.status is Status.ALIVE and r.wait is not None]
             if not waiting:
                 return self.ranks[0]  # all have ended: back to the caller's thread
-            deadlines = [r.wait.deadline for r in waiting if r.wait and r.wait.deadline is not None]
-            if deadlines:
+            if deadlines := self._deadlines():
                 time.sleep(max(0.0, min(deadlines) - time.monotonic()))
-            else:
-                report = "\n".join(f"  {r.describe()}" for r in self.ranks)
-                self.condemn(deadlock_verdict(report))
+            elif not self._give_up_on_gone_helpers(waiting):
+                self.condemn(deadlock_verdict(self._report()))
+
+    def _deadlines(self) -> list[float]:
+        waits = [rank.wait for rank in self.ranks if rank.status is Status.ALIVE]
+        return [wait.deadline for wait in waits if wait and wait.deadline is not None]
+
+    def _report(self) -> str:
+        return "\n".join(f"  {rank.describe()}" for rank in self.ranks)
+
+    def _give_up_on_gone_helpers(self, waiting: list[Rank]) -> bool:
+        """End the waits that one who is gone might have ended; return whether there were any."""
+        waits = [r.wait for r in waiting if r.wait and self.gone_members(r.wait.helpers)]
+        for wait in waits:
+            wait.members = partial(tuple, wait.helpers)
+        return bool(waits)
 
     def _find_runnable(self, after: Rank) -> Rank | None:
         size = len(self.ranks)
@@ -263,5 +301,5 @@ class Scheduler:
             wait is None
             or rank.verdict is not None
             or wait.ready()
-            or bool(self.gone_members(wait.members))
+            or bool(self.gone_members(wait.members()))
         )

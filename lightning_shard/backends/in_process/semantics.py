@@ -10,35 +10,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from lightning_shard.backends.calls import Call, Disagreement, describe_tensor
 from lightning_shard.backends.c10d_reductions import reduce_tensors
+from lightning_shard.backends.calls import Call, Disagreement, describe_tensor
+from lightning_shard.backends.packing import raw, unaliased, write
 
 Calls = Sequence[Call]
-
-
-def raw(tensor: Tensor) -> Tensor:
-    """Return the tensor out of autograd's sight, so that its version is not counted up."""
-    return tensor.data
-
-
-def write(target: Tensor, source: Tensor) -> None:
-    """Copy `source`, of as many elements, into `target`."""
-    if target.shape != source.shape:
-        source = source.reshape(target.shape)
-    raw(target).copy_(source)
-
-
-def unaliased(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> list[Tensor]:
-    """Return the sources, copied where writing the targets could overwrite them."""
-    written = {_storage_address(target) for target in targets if target.numel()}
-    return [
-        raw(source).clone() if _storage_address(source) in written else raw(source)
-        for source in sources
-    ]
-
-
-def _storage_address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _all_reduce(calls: Calls) -> None:

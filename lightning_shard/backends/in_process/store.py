@@ -29,7 +29,7 @@ class InProcessStore(StoreBase):
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set a key."""
-        self._values[key] = _as_bytes(value)
+        self._put(key, _as_bytes(value))
 
     def get(self, key: str) -> bytes:
         """Wait for a key and return its value."""
@@ -39,12 +39,12 @@ class InProcessStore(StoreBase):
     def add(self, key: str, value: int) -> int:
         """Add to a counter and return its new value."""
         total = int(self._values.get(key, b"0")) + value
-        self._values[key] = str(total).encode()
+        self._put(key, str(total).encode())
         return total
 
     def append(self, key: str, value: str | bytes) -> None:
         """Append to a value."""
-        self._values[key] = self._values.get(key, b"") + _as_bytes(value)
+        self._put(key, self._values.get(key, b"") + _as_bytes(value))
 
     def compare_set(
         self, key: str, expected_value: str | bytes, desired_value: str | bytes
@@ -53,7 +53,7 @@ class InProcessStore(StoreBase):
         expected = _as_bytes(expected_value)
         current = self._values.get(key)
         if current == expected or (current is None and not expected):
-            self._values[key] = _as_bytes(desired_value)
+            self._put(key, _as_bytes(desired_value))
         return self._values.get(key, expected)
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -93,6 +93,10 @@ class InProcessStore(StoreBase):
 
     deleteKey = delete_key  # noqa: N815 - c10d's name
     getNumKeys = num_keys  # noqa: N815 - c10d's name
+
+    def _put(self, key: str, value: bytes) -> None:
+        self._values[key] = value
+        self._world.scheduler.note_progress()
 
     def _has(self, keys: Sequence[str]) -> bool:
         return all(key in self._values for key in keys)

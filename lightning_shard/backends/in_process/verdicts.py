@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 
-from lightning_shard.errors import CollectiveMismatchError, DeadlockError, RankFailedError
+from lightning_shard.backends.mismatch import mismatch_error
+from lightning_shard.errors import DeadlockError, RankFailedError
 
 Verdict = Callable[[int, str], Exception]
 """Makes one rank's error from its number and a description of the operation it is in."""
@@ -26,10 +27,7 @@ def mismatch_verdict(problem: str) -> Verdict:
     """Two ranks met with different operations; `problem` names both, and their call sites."""
 
     def make(rank: int, operation: str) -> Exception:
-        return CollectiveMismatchError(
-            f"{problem}\nThis is rank {rank}, in {operation}. Every rank of a group must make the "
-            "same calls in the same order, with the same shapes, dtypes and options."
-        )
+        return mismatch_error(problem, rank, operation)
 
     return make
 

@@ -9,7 +9,7 @@ from torch.futures import Future
 
 from lightning_shard.backends.calls import Call
 from lightning_shard.backends.in_process.channel import Meeting
-from lightning_shard.backends.in_process.streams import join_streams
+from lightning_shard.backends.streams import join_streams
 
 if TYPE_CHECKING:
     from lightning_shard.backends.in_process.world import World

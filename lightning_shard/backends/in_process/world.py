@@ -17,6 +17,7 @@ from lightning_shard.backends.in_process.rank_globals import RankGlobals
 from lightning_shard.backends.in_process.scheduler import Rank, Scheduler, Status, Wait
 from lightning_shard.backends.in_process.store import InProcessStore
 from lightning_shard.backends.in_process.verdicts import gone_verdict, mismatch_verdict
+from lightning_shard.backends.mismatch import Side, describe_disagreement
 from lightning_shard.errors import ConfigError, RankFailedError
 
 T = TypeVar("T")
@@ -134,35 +135,47 @@ class World:
         self.scheduler.raise_if_condemned(rank, describe)
         self._suffer(rank, call, describe)
         self.scheduler.raise_if_condemned(rank, describe)
-        members = channel.global_ranks
-        if call.tag is not None and call.root >= 0:
-            members = (members[call.root],)
-        if gone := self.scheduler.gone_members(members):
-            raise gone_verdict(gone)(rank.index, describe())
         try:
-            return channel.join(call) if call.tag is None else channel.transfer(call)
+            meeting = channel.join(call) if call.tag is None else channel.transfer(call)
         except Disagreement as disagreement:
             problem = _describe_disagreement(channel, disagreement)
             self.scheduler.condemn(mismatch_verdict(problem))
-        self.scheduler.raise_if_condemned(rank, describe)
-        raise AssertionError("a condemned rank has an error")
+            self.scheduler.raise_if_condemned(rank, describe)
+            raise AssertionError("a condemned rank has an error") from None
+        self.scheduler.note_progress()
+        self._raise_if_gone(meeting, rank, describe)
+        return meeting
 
     def wait_for(self, meeting: Meeting, call: Call) -> None:
         """Let the other ranks run until the operation is done."""
         self.scheduler.wait(
-            Wait(meeting.is_done, lambda: _describe_wait(meeting, call), meeting.missing())
+            Wait(
+                meeting.is_done,
+                lambda: _describe_wait(meeting, call),
+                meeting.missing,
+                meeting.channel.global_ranks,
+            )
         )
 
     def wait_until(self, ready: Callable[[], bool], describe: Callable[[], str]) -> None:
         """Let the other ranks run until `ready()`."""
-        self.scheduler.wait(Wait(ready, describe))
+        self.scheduler.wait(Wait(ready, describe, helpers=tuple(range(self.num_ranks))))
 
     def poll(self, meeting: Meeting, call: Call) -> None:
         """Let the other ranks run once."""
-        self.scheduler.raise_if_condemned(
-            self.scheduler.check_thread(), lambda: _describe_wait(meeting, call)
-        )
-        self.scheduler.yield_token(lambda: _describe_wait(meeting, call))
+
+        def describe() -> str:
+            return _describe_wait(meeting, call)
+
+        rank = self.scheduler.check_thread()
+        self.scheduler.raise_if_condemned(rank, describe)
+        self._raise_if_gone(meeting, rank, describe)
+        self.scheduler.yield_token(describe)
+
+    def _raise_if_gone(self, meeting: Meeting, rank: Rank, describe: Callable[[], str]) -> None:
+        """Raise if a rank that has yet to do its part never will."""
+        if not meeting.done and (gone := self.scheduler.gone_members(meeting.missing())):
+            raise gone_verdict(gone)(rank.index, describe())
 
     def _suffer(self, rank: Rank, call: Call, describe: Callable[[], str]) -> None:
         fault = self._faults.next_fault(rank.index)
@@ -247,11 +260,11 @@ def _describe_wait(meeting: Meeting, call: Call) -> str:
 
 
 def _describe_disagreement(channel: Channel, disagreement: Disagreement) -> str:
-    got, expected = disagreement.got, disagreement.expected
-    ranks = channel.global_ranks
-    what = f": {disagreement.what}" if disagreement.what else ""
-    return (
-        f"Ranks of {channel} disagree at its operation number {channel.count(got.rank)}{what}.\n"
-        f"  rank {ranks[got.rank]}: got {got} at {got.site}\n"
-        f"  rank {ranks[expected.rank]}: expected {expected} at {expected.site}"
+    got, expected = (
+        Side(rank=channel.global_ranks[call.rank], operation=str(call), site=str(call.site))
+        for call in (disagreement.got, disagreement.expected)
+    )
+    number = channel.count(disagreement.got.rank)
+    return describe_disagreement(
+        str(channel), number, got=got, expected=expected, what=disagreement.what
     )

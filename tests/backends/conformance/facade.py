@@ -1,11 +1,5 @@
-"""What `Collectives` must do on every backend, as checks that each rank of a group runs.
+"""What the facade, `Collectives`, must do on every backend."""
 
-A check takes the rank's `Collectives` and asserts. `run_checks` runs them all on one group and
-returns what each raised, so that one start of real processes serves every test.
-"""
-
-import traceback
-from collections.abc import Callable
 from itertools import permutations
 
 import pytest
@@ -14,48 +8,11 @@ import torch.distributed as dist
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.errors import ConfigError, LayoutError
-
-Check = Callable[[Collectives], None]
-CHECKS: dict[str, Check] = {}
+from tests.backends.conformance.suite import check
+from tests.backends.conformance.tensors import all_values, own_slice, values
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
-SUM_DTYPES = (torch.float32, torch.float64, torch.int64)
 SLICE_SIZES = (1, 5, 40_000)
-
-
-def check(function: Check) -> Check:
-    """Add a check to the suite under its function's name."""
-    CHECKS[function.__name__] = function
-    return function
-
-
-def run_checks(collectives: Collectives) -> dict[str, str]:
-    """Run every check on this rank; map the failed ones to their tracebacks.
-
-    The first failure ends the run: ranks that did not fail alike are no longer in step.
-    """
-    for name, one in CHECKS.items():
-        try:
-            one(collectives)
-        except Exception:
-            return {name: traceback.format_exc()}
-        collectives.barrier()
-    return {}
-
-
-def values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return small whole numbers, so that any order of summation is exact; another set per rank."""
-    return ((torch.arange(numel) * 7 + rank * 3) % 5 - 1).to(dtype)
-
-
-def all_values(size: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return every rank's values. Shape (size, numel)."""
-    return torch.stack([values(rank, numel, dtype) for rank in range(size)])
-
-
-def own_slice(collectives: Collectives, full: torch.Tensor) -> torch.Tensor:
-    """Return this rank's slice of a flat tensor, as a view."""
-    return full.view(collectives.size, -1)[collectives.rank]
 
 
 @check
@@ -65,7 +22,7 @@ def all_reduce_sums(collectives: Collectives) -> None:
             tensor = values(collectives.rank, numel, dtype)
             collectives.all_reduce(tensor)
             expected = all_values(collectives.size, numel, dtype).sum(0, dtype=dtype)
-            torch.testing.assert_close(tensor, expected, rtol=0, atol=0)
+            assert torch.equal(tensor, expected)
 
 
 @check

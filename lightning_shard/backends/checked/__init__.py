@@ -1,0 +1,24 @@
+"""The mismatch check for real processes: ranks compare what they call before they call it.
+
+    all_reduce ─► CheckedGroup ─┬─► Comparer: what every rank calls, through the group's store
+                                └─► the inner group (Gloo, NCCL, MPI), once all ranks agree
+
+Without it a rank that calls something else than its peers shows as a hang, as wrong numbers, or as
+an abort in C++. With it every rank of the group raises `CollectiveMismatchError`, which names both
+operations and where they were called. c10d knows the checked groups by names of their own, so that
+the user's own calls, DTensor, and every sub-group are checked as well. It costs a few round trips
+to the store for each operation: meant for looking for a mistake.
+"""
+
+from lightning_shard.backends.checked.collectives import CheckedExchange, exchange_collectives
+from lightning_shard.backends.checked.process_group import CheckedGroup, MakeGroup, register_checked
+from lightning_shard.backends.checked.torch_groups import checked_name
+
+__all__ = [
+    "CheckedExchange",
+    "CheckedGroup",
+    "MakeGroup",
+    "checked_name",
+    "exchange_collectives",
+    "register_checked",
+]

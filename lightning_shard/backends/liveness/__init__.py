@@ -1,0 +1,36 @@
+"""The lifeline: a control connection beside the data, by which ranks know of each other's end.
+
+                          rank 0
+    rank 1 ─── lifeline ──> hub <── lifeline ─── rank 2        one thread in each process
+       └──────── data ───────┴──────── data ───────┘           Gloo, NCCL, MPI
+
+Transports notice a dead peer late, or not at all, and never say which rank it was. Here each rank
+tells the hub every few seconds what it does. A connection that ends without a goodbye is a death,
+one that is silent for most of the time-out a process that is stopped or a host that is gone; a rank
+that raises says so itself. The first of these is the verdict, which the hub tells all ranks; each
+then interrupts what its main thread waits for, and the operation raises `RankFailedError`.
+"""
+
+from lightning_shard.backends.liveness.lifeline import Lifeline
+from lightning_shard.backends.liveness.meeting import (
+    KeyValueStore,
+    current,
+    start,
+    stop,
+    stop_at_exit,
+    unwatch_signals,
+    watch_signals,
+)
+from lightning_shard.backends.liveness.thread import TERMINATED_STATUS
+
+__all__ = [
+    "TERMINATED_STATUS",
+    "KeyValueStore",
+    "Lifeline",
+    "current",
+    "start",
+    "stop",
+    "stop_at_exit",
+    "unwatch_signals",
+    "watch_signals",
+]

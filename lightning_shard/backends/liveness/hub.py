@@ -1,0 +1,130 @@
+"""Rank 0's view of all ranks: who is there, who has gone, and the verdict.
+
+    rank 1 ──beat, failed, terminating, hold, bye──> hub
+    rank 1 <──beat, table, hold, stop, verdict, bye── hub
+
+The hub knows no sockets and no clock: it is told what comes in and what time it is, and it says
+what to send. The first rank to die, to fall silent or to raise makes the verdict, which every rank
+is told; later events change nothing.
+
+A SIGTERM is no failure yet: the ranks agree on where to stop. Told to *hold*, each answers how many
+steps it has begun and waits before it begins the step after the next; the hub then has all of them
+*stop* where the foremost will be.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lightning_shard.backends.liveness.connection import Message
+
+Tell = Callable[[int, Message], None]
+
+
+@dataclass
+class _Member:
+    heard: float
+    doing: str = "had not come yet"
+    has_come: bool = False
+    has_left: bool = False
+    was_terminated: bool = False
+    steps: int | None = None
+
+    def describe(self, now: float) -> str:
+        if self.has_left:
+            return "had left in order"
+        return f"{self.doing}, {max(0.0, now - self.heard):.1f} s ago"
+
+
+class Hub:
+    """The ranks as seen from rank 0.
+
+    Args:
+        world_size: Number of ranks.
+        silence_seconds: A rank that says nothing for so long is given up.
+        tell: Sends a message to a rank, as well as that is possible.
+        now: Seconds on a clock that only goes forward, as in every method.
+    """
+
+    def __init__(self, world_size: int, silence_seconds: float, tell: Tell, now: float) -> None:
+        self._members = {rank: _Member(heard=now) for rank in range(world_size)}
+        self._silence_seconds = silence_seconds
+        self._tell = tell
+        self._terminated: int | None = None
+        self._announced: dict[str, Message] = {}  # by kind, for those who come late
+
+    def heard(self, rank: int, message: Message, now: float) -> None:
+        """Take a message of `rank`."""
+        member = self._members[rank]
+        member.heard, member.has_come = now, True
+        match message["kind"]:
+            case "join":
+                for announcement in self._announced.values():
+                    self._tell(rank, announcement)
+            case "beat":
+                member.doing = f"was {message['doing']}"
+            case "ask":
+                self._tell(rank, {"kind": "table", "table": self.table(now)})
+            case "failed":
+                self._judge(rank, message["event"], now)
+            case "terminating":
+                self._hold(rank)
+            case "hold":
+                member.steps = message["steps"]
+                self._stop_when_all_hold()
+            case "bye":
+                member.has_left = True
+                self._stop_when_all_hold()
+
+    def lost(self, rank: int, now: float) -> None:
+        """Take note that the connection of `rank` has ended."""
+        member = self._members[rank]
+        if not member.has_left:
+            self._judge(rank, "died" + " after SIGTERM" * member.was_terminated, now)
+
+    def tick(self, now: float) -> None:
+        """Send everybody a beat and look who has been silent for too long."""
+        for rank, member in self._members.items():
+            if not member.has_left and now - member.heard > self._silence_seconds:
+                self._judge(rank, f"fell silent for {now - member.heard:.1f} s", now)
+        self._tell_all({"kind": "beat"})
+
+    def forgive(self, now: float) -> None:
+        """Start everybody's time anew: this process itself was not running for a while."""
+        for member in self._members.values():
+            member.heard = now
+
+    def leave(self) -> None:
+        """Tell the others that rank 0 leaves in order."""
+        self._tell_all({"kind": "bye"})
+
+    def table(self, now: float) -> dict[str, str]:
+        """What each rank was last doing."""
+        return {str(rank): member.describe(now) for rank, member in self._members.items()}
+
+    def _judge(self, rank: int, event: str, now: float) -> None:
+        doing = f"it {self._members[rank].describe(now)}"
+        self._announce({"kind": "verdict", "rank": rank, "event": event, "doing": doing})
+
+    def _hold(self, rank: int) -> None:
+        self._members[rank].was_terminated = True
+        if self._terminated is None:
+            self._terminated = rank
+            self._announce({"kind": "hold", "rank": rank})
+
+    def _stop_when_all_hold(self) -> None:
+        steps = [member.steps for member in self._members.values() if not member.has_left]
+        known = [count for count in steps if count is not None]
+        if self._terminated is not None and len(known) == len(steps):
+            step = max(known, default=0) + 1
+            self._announce({"kind": "stop", "rank": self._terminated, "step": step})
+
+    def _announce(self, message: Message) -> None:
+        """Tell everybody, once for each kind."""
+        if message["kind"] not in self._announced:
+            self._announced[message["kind"]] = message
+            self._tell_all(message)
+
+    def _tell_all(self, message: Message) -> None:
+        for rank, member in self._members.items():
+            if not member.has_left:
+                self._tell(rank, message)

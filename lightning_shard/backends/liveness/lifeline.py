@@ -1,0 +1,229 @@
+"""One rank's end of the lifeline: what its own threads ask, and what the hub has said.
+
+    main thread                    Lifeline                     lifeline thread
+    entered, left ───────────────> what it is doing ──────────> beats to the hub
+    check, explain <────────────── the verdict <─────────────── verdict from the hub,
+    step <──────────────────────── where to stop <───────────── or the hub's own end
+
+Asking costs an attribute read for as long as nobody has failed.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable
+from threading import Condition
+from time import monotonic
+
+from lightning_shard.backends.liveness.connection import Message
+from lightning_shard.backends.liveness.report import (
+    Activity,
+    Table,
+    Verdict,
+    failure_message,
+    late_message,
+)
+from lightning_shard.errors import RankFailedError
+
+_LONGEST_EVENT = 500
+
+
+class Lifeline:
+    """What this rank knows of the others.
+
+    Args:
+        rank: This rank.
+        world_size: Number of ranks.
+        silence_seconds: A hub that says nothing for so long is given up.
+        send: Sends a message to the hub, from any thread.
+        interrupt: Ends what this process waits for in its groups; called once, on a verdict.
+        now: Seconds on a clock that only goes forward.
+        signal_fd: Where `signal.set_wakeup_fd` may write what signals come; -1 for nowhere.
+
+    Attributes:
+        was_terminated: Whether this process has been sent SIGTERM.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        silence_seconds: float,
+        send: Callable[[Message], None],
+        interrupt: Callable[[], None],
+        now: float,
+        signal_fd: int = -1,
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.signal_fd = signal_fd
+        self.was_terminated = False
+        self._silence_seconds = silence_seconds
+        self._send = send
+        self._interrupt = interrupt
+        self._activity = Activity(since=now)
+        self._verdict: Verdict | None = None
+        self._table: Table = {}
+        self._hub_heard = now
+        self._hub_has_left = False
+        self._steps = 0
+        self._terminated: int | None = None
+        self._stop_step: int | None = None
+        self._news = Condition()  # guards all of these
+
+    # --- asked by the threads that train --------------------------------------------------------
+
+    def entered(self, operation: str) -> None:
+        """Note that this rank begins `operation`, or waits for it; check first.
+
+        Raises:
+            RankFailedError: A rank has failed.
+        """
+        if self._verdict is not None:
+            self.check(operation)
+        self._activity = Activity(operation, self._activity.number + 1, True, monotonic())
+
+    def left(self) -> None:
+        """Note that this rank is back from its operation."""
+        last = self._activity
+        self._activity = Activity(last.operation, last.number, False, monotonic())
+
+    def check(self, operation: str) -> None:
+        """Return unless a rank has failed; cheap enough to poll.
+
+        Raises:
+            RankFailedError: A rank has failed; names it, `operation` and what to do.
+        """
+        verdict = self._verdict
+        if verdict is not None:
+            raise RankFailedError(failure_message(self.rank, self.world_size, operation, verdict))
+
+    def explain(self, operation: str, wait_seconds: float = 1.0) -> RankFailedError:
+        """Return the error for an operation that the transport says has failed.
+
+        Args:
+            operation: What failed.
+            wait_seconds: How long to wait for the verdict, which may be under way.
+
+        Returns:
+            Names the rank that failed; where none is known to have failed, tells what each rank
+            was last doing.
+        """
+        place = (self.rank, self.world_size, operation)
+        if self._verdict is None and not self._hub_has_left:
+            self._send({"kind": "ask"})
+        with self._news:
+            self._news.wait_for(lambda: self._verdict or self._hub_has_left, wait_seconds)
+            if self._verdict is not None:
+                return RankFailedError(failure_message(*place, self._verdict))
+            if self._hub_has_left:
+                self._table.setdefault(0, "has left in order")
+            return RankFailedError(late_message(*place, self._table))
+
+    def announce_failure(self, error: BaseException) -> None:
+        """Tell all ranks that this one fails, with this error; does nothing after a verdict."""
+        text = f"raised {type(error).__name__}: {error}"[:_LONGEST_EVENT]
+        with self._news:
+            if self._verdict is not None or self.stops:
+                return
+            doing = f"it was {self._activity.describe(monotonic())}"
+            self._verdict = Verdict(rank=self.rank, event=text, doing=doing)
+        self.beat()
+        self._send({"kind": "failed", "event": text})
+
+    def announce_termination(self) -> None:
+        """Tell all ranks that this one has been sent SIGTERM, so that they stop together."""
+        if not self.was_terminated:
+            self.was_terminated = True
+            self._send({"kind": "terminating"})
+
+    @property
+    def stops(self) -> bool:
+        """Whether this rank has come to the step before which all ranks stop."""
+        return self._stop_step is not None and self._steps >= self._stop_step
+
+    @property
+    def terminated_rank(self) -> int | None:
+        """The first rank that was sent SIGTERM, if any."""
+        return self._terminated
+
+    def step(self) -> bool:
+        """Begin a step of the run, as every rank does, unless all ranks stop before it.
+
+        Returns:
+            Whether to stop here; every rank is told so at the same step.
+
+        Raises:
+            RankFailedError: A rank has failed.
+        """
+        with self._news:
+            self._steps += 1
+            if self._terminated is not None:
+                self._news.wait_for(self._may_go_on)
+        self.check("the next step")
+        return self.stops or (self._hub_has_left and self.was_terminated)
+
+    def _may_go_on(self) -> bool:
+        return self._stop_step is not None or self._verdict is not None or self._hub_has_left
+
+    # --- told by the lifeline's thread ----------------------------------------------------------
+
+    def beat(self) -> None:
+        """Tell the hub what this rank is doing."""
+        self._send({"kind": "beat", "doing": self._activity.describe(monotonic())})
+
+    def tick(self, now: float) -> None:
+        """Beat, and give the hub up when it has said nothing for too long."""
+        self.beat()
+        if now - self._hub_heard > self._silence_seconds:
+            self._judge_hub(f"fell silent for {now - self._hub_heard:.1f} s")
+
+    def forgive(self, now: float) -> None:
+        """Start the hub's time anew: this process itself was not running for a while."""
+        self._hub_heard = now
+
+    def heard(self, message: Message, now: float) -> None:
+        """Take a message of the hub."""
+        self._hub_heard = now
+        match message["kind"]:
+            case "verdict":
+                self._judge(Verdict(**{key: message[key] for key in ("rank", "event", "doing")}))
+            case "table":
+                with self._news:
+                    self._table = {int(rank): doing for rank, doing in message["table"].items()}
+            case "hold":
+                with self._news:
+                    self._terminated = message["rank"]
+                    steps = self._steps
+                self._send({"kind": "hold", "steps": steps})
+                self._print(f"rank {message['rank']} received SIGTERM; all stop at the next step")
+            case "stop":
+                with self._news:
+                    self._stop_step = message["step"]
+                    self._news.notify_all()
+            case "bye":
+                with self._news:
+                    self._hub_has_left = True
+                    self._news.notify_all()
+
+    def hub_lost(self) -> None:
+        """Take note that the connection to the hub has ended."""
+        self._judge_hub("died")
+
+    def _judge_hub(self, event: str) -> None:
+        if not self._hub_has_left:
+            doing = "it held the ranks' connections, so nothing is known of the others"
+            self._judge(Verdict(rank=0, event=event, doing=doing))
+
+    def _judge(self, verdict: Verdict) -> None:
+        with self._news:
+            is_first, self._verdict = self._verdict is None, self._verdict or verdict
+            self._news.notify_all()
+        if is_first:
+            # At once: a launcher may end this process before its main thread can raise.
+            self._print(str(verdict))
+            self._interrupt()
+
+    def _print(self, news: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # closed
+            print(f"[rank {self.rank}] {news}", file=sys.stderr, flush=True)

@@ -1,0 +1,157 @@
+"""Starting and ending this process's lifeline, which there is one of."""
+
+import json
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+from datetime import timedelta
+from itertools import count
+from multiprocessing.util import Finalize
+from typing import Protocol
+
+import torch.distributed as dist
+
+from lightning_shard.backends.liveness.lifeline import Lifeline
+from lightning_shard.backends.liveness.thread import LifelineThread
+from lightning_shard.errors import RankFailedError
+
+_starts = count()
+_thread: LifelineThread | None = None
+_lifeline: Lifeline | None = None
+
+
+class KeyValueStore(Protocol):
+    """What is needed of a `torch.distributed.Store`."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Set a key for all ranks."""
+
+    def get(self, key: str, /) -> bytes:
+        """Return the key's value; wait until a rank has set it."""
+
+
+def current() -> Lifeline | None:
+    """Return this process's lifeline, or None: a single rank, or nothing started."""
+    return _lifeline
+
+
+def start(
+    store: KeyValueStore, *, rank: int, world_size: int, host: str, timeout: timedelta
+) -> None:
+    """Connect this process with all ranks; every rank must call. One rank alone needs nothing.
+
+    Args:
+        store: Where rank 0 says how it is to be reached.
+        rank: This rank.
+        world_size: Number of ranks.
+        host: A name or an address of rank 0's host.
+        timeout: A rank that is silent for most of this time is given up.
+
+    Raises:
+        RankFailedError: Rank 0 cannot be reached.
+    """
+    global _thread, _lifeline
+    stop()
+    if world_size == 1:
+        return
+    key = f"lightning_shard/lifeline/{next(_starts)}"
+    _thread = connect(store, key, rank=rank, world_size=world_size, host=host, timeout=timeout)
+    _lifeline = _thread.lifeline
+    _thread.start()
+    # Not atexit, whose functions a process that `multiprocessing` has started does not run.
+    Finalize(None, stop_at_exit, exitpriority=0)
+
+
+def stop() -> None:
+    """Leave in order: the others do not miss this rank. Does nothing when nothing was started."""
+    global _thread, _lifeline
+    unwatch_signals()
+    thread, _thread, _lifeline = _thread, None, None
+    if thread is not None:
+        thread.leave()
+
+
+def stop_at_exit() -> None:
+    """Leave as the process ends: in order, unless an uncaught exception ends it."""
+    uncaught = getattr(sys, "last_value", None)
+    if _lifeline is not None and uncaught is not None:
+        _lifeline.announce_failure(uncaught)
+    stop()
+
+
+def connect(
+    store: KeyValueStore, key: str, *, rank: int, world_size: int, host: str, timeout: timedelta
+) -> LifelineThread:
+    """Return a rank's thread, not yet started, with its connection to the hub.
+
+    Args:
+        store: See `start`, as for the rest.
+        key: Where rank 0 says how it is to be reached; another one for each lifeline.
+        rank: This rank.
+        world_size: Number of ranks.
+        host: Of rank 0.
+        timeout: Of the groups.
+    """
+    seconds = timeout.total_seconds()
+    try:
+        if rank == 0:
+            token, hub = secrets.token_hex(16), _listen(host, world_size)
+            store.set(key, json.dumps({"port": hub.getsockname()[1], "token": token}))
+        else:
+            meeting = json.loads(store.get(key))
+            token = meeting["token"]
+            hub = socket.create_connection((host, meeting["port"]), timeout=seconds)
+    except (OSError, dist.DistError) as error:
+        raise RankFailedError(
+            f"Rank {rank} of {world_size} could not set up its control connection with rank 0 on "
+            f"{host} within {timeout}. Check that rank 0 runs and that the hosts reach each "
+            f"other's ports, as the ranks' data needs them too. The system said: {error}"
+        ) from error
+    return LifelineThread(
+        rank=rank, world_size=world_size, timeout_seconds=seconds, token=token, hub=hub
+    )
+
+
+def _listen(host: str, backlog: int) -> socket.socket:
+    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    try:
+        return socket.create_server(address[:2], family=family, backlog=backlog)
+    except OSError:
+        # The name may stand for this host without being an address of its own (containers behind
+        # a service's name): then on every interface, as torch's store does. The token guards it.
+        return socket.create_server(("", 0), family=family, backlog=backlog)
+
+
+def watch_signals() -> None:
+    """Have the thread told of signals when the main thread is where no handler of Python's runs.
+
+    Does nothing outside the main thread, or where an event loop watches already: then a handler
+    has to tell, as soon as it runs.
+    """
+    if _lifeline is not None and threading.current_thread() is threading.main_thread():
+        before = signal.set_wakeup_fd(_lifeline.signal_fd, warn_on_full_buffer=False)
+        if before != -1:
+            signal.set_wakeup_fd(before)
+
+
+def unwatch_signals() -> None:
+    """Undo `watch_signals`."""
+    if _lifeline is not None and threading.current_thread() is threading.main_thread():
+        before = signal.set_wakeup_fd(-1)
+        if before != _lifeline.signal_fd:
+            signal.set_wakeup_fd(before)
+
+
+def _forget_in_child() -> None:
+    """A forked child (a DataLoader's worker) is no rank, and must not keep the sockets open."""
+    global _thread, _lifeline
+    unwatch_signals()
+    thread, _thread, _lifeline = _thread, None, None
+    if thread is not None:
+        thread.forget()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,86 @@
+"""What is known of ranks, in words: what each was doing, and what became of the first to go."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+Table = dict[int, str]
+"""What each rank was last doing, as the hub knows it: `{1: "was computing for 2.0 s, ..."}`."""
+
+_ADVICE = {
+    "died": "Look for the cause in that rank's output and its host's log (out of memory?)",
+    "fell silent": "Look whether its process is stopped, or its host or the network down",
+    "raised": "Mend the cause, which that rank's own output shows in full",
+    "received SIGTERM": "Somebody ended the job, its scheduler for example",
+}
+
+
+class Activity(NamedTuple):
+    """What a rank is doing; a tuple because one is made for each operation.
+
+    Attributes:
+        operation: The operation that it is in, or was in last; "" before the first.
+        number: How many operations it has entered.
+        inside: Whether it is in the operation still; else it computes.
+        since: When that began, on the rank's own clock, in seconds.
+    """
+
+    operation: str = ""
+    number: int = 0
+    inside: bool = False
+    since: float = 0.0
+
+    def describe(self, now: float) -> str:
+        """Say it in words: "in all_reduce (its operation 12) for 0.3 s"."""
+        seconds = f"for {max(0.0, now - self.since):.1f} s"
+        if self.inside:
+            return f"in {self.operation} (its operation {self.number}) {seconds}"
+        if self.number:
+            return f"computing {seconds} after {self.operation} (its operation {self.number})"
+        return f"computing {seconds} before its first operation"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Why a run has to end: what became of the first rank to go.
+
+    Attributes:
+        rank: That rank.
+        event: "died", "fell silent ...", "raised ValueError: ...", "received SIGTERM".
+        doing: What it was last known to be doing.
+    """
+
+    rank: int
+    event: str
+    doing: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} {self.event}; {self.doing}"
+
+    @property
+    def advice(self) -> str:
+        """What to do about it."""
+        for event, advice in _ADVICE.items():
+            if self.event.startswith(event):
+                return f"{advice}; then go on from the last checkpoint."
+        return "Go on from the last checkpoint."
+
+
+def failure_message(rank: int, size: int, operation: str, verdict: Verdict) -> str:
+    """What the error says on `rank`, which a verdict has kept from its operation."""
+    if verdict.rank == rank:
+        return (
+            f"Rank {rank} of {size} cannot go on with {operation}: this rank itself "
+            f"{verdict.event}, and its peers have given it up."
+        )
+    return f"Rank {rank} of {size} lost a peer in {operation}: {verdict}. {verdict.advice}"
+
+
+def late_message(rank: int, size: int, operation: str, table: Table) -> str:
+    """What the error says when an operation failed and no rank is known to have failed."""
+    others = "; ".join(f"rank {other} {doing}" for other, doing in table.items() if other != rank)
+    return (
+        f"Rank {rank} of {size} lost a peer in {operation}: a rank of its group has not come in "
+        f"time, or has left. What the others were last doing: {others or 'unknown'}. Look for one "
+        "that computes for long or is in another operation than the rest; raise the timeout where "
+        "that is right."
+    )

@@ -1,0 +1,105 @@
+"""The hub's sockets: who may join, and which connection is whose."""
+
+import hmac
+import socket
+from functools import partial
+from selectors import EVENT_READ, BaseSelector
+from time import monotonic
+
+from lightning_shard.backends.liveness.connection import Connection, Message
+from lightning_shard.backends.liveness.hub import Hub
+
+
+class HubServer:
+    """Serves a `Hub` over a listening socket; driven by the thread that owns the selector.
+
+    Args:
+        listener: Where ranks connect; each says the token and its rank first.
+        token: What a rank must know.
+        world_size: Number of ranks.
+        silence_seconds: See `Hub`.
+        selector: Gets a function as each registration's data, to call when it is ready.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        token: str,
+        world_size: int,
+        silence_seconds: float,
+        selector: BaseSelector,
+    ) -> None:
+        listener.setblocking(False)
+        self._listener = listener
+        self._token = token
+        self._world_size = world_size
+        self._selector = selector
+        self._connections: dict[Connection, int | None] = {}
+        self._of_rank: dict[int, Connection] = {}
+        self.hub = Hub(world_size, silence_seconds, self._tell, monotonic())
+        selector.register(listener, EVENT_READ, self._accept)
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether `flush` has something to do."""
+        return any(connection.has_unsent for connection in self._of_rank.values())
+
+    def flush(self) -> None:
+        """Send what is left for any rank."""
+        for connection in self._of_rank.values():
+            connection.flush()
+
+    def add(self, stream: socket.socket) -> None:
+        """Take the other end of this connection for a rank's, once it says so."""
+        connection = Connection(stream)
+        self._connections[connection] = None
+        self._selector.register(connection, EVENT_READ, partial(self._read, connection))
+
+    def leave(self) -> None:
+        """Take what has come, this rank's own last words among it, and say goodbye."""
+        for connection in list(self._connections):
+            self._read(connection)
+        self.hub.leave()
+        self.flush()
+
+    def close(self) -> None:
+        """Close every socket."""
+        self._listener.close()
+        for connection in self._connections:
+            connection.close()
+
+    def _accept(self) -> None:
+        try:
+            stream, _ = self._listener.accept()
+        except OSError:  # gone before it was greeted
+            return
+        self.add(stream)
+
+    def _read(self, connection: Connection) -> None:
+        for message in connection.receive():
+            if self._connections[connection] is None:
+                self._admit(connection, message)
+            rank = self._connections[connection]
+            if rank is not None:
+                self.hub.heard(rank, message, monotonic())
+        if not connection.is_open or self._connections[connection] is None:
+            self._drop(connection)
+
+    def _admit(self, connection: Connection, message: Message) -> None:
+        rank = message.get("rank")
+        knows = hmac.compare_digest(str(message.get("token")).encode(), self._token.encode())
+        if knows and isinstance(rank, int) and 0 <= rank < self._world_size:
+            self._connections[connection] = rank
+            self._of_rank[rank] = connection
+
+    def _drop(self, connection: Connection) -> None:
+        rank = self._connections.pop(connection)
+        self._selector.unregister(connection)
+        connection.close()
+        if rank is not None:
+            del self._of_rank[rank]
+            self.hub.lost(rank, monotonic())
+
+    def _tell(self, rank: int, message: Message) -> None:
+        if rank in self._of_rank:
+            self._of_rank[rank].send(message)

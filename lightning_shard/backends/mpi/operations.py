@@ -1,0 +1,210 @@
+"""Each collective as a generator: it yields the MPI requests that must be complete to go on.
+
+An all-reduce of a large tensor, in two steps, neither of which sends more than a ring would:
+
+    rank 0  [a0|a1] ──a1──> rank 1         rank 0  [s0|..] ──s0──> rank 1
+    rank 1  [b0|b1] ──b0──> rank 0         rank 1  [..|s1] ──s1──> rank 0
+    then  s0 = a0 + b0,  s1 = a1 + b1      each slice lands where it belongs
+
+The second step starts whenever a rank gets to it. Collectives of a communicator must start in the
+same order on every rank, so second steps are messages, told apart by the operation's number.
+
+MPI knows addresses only: what an operation moves stays in the generator's variables until then.
+"""
+
+from collections.abc import Callable, Generator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from lightning_shard.backends.c10d_reductions import reduce_tensors
+from lightning_shard.backends.calls import Call, describe_tensor
+from lightning_shard.backends.mpi.runtime import mpi
+from lightning_shard.backends.mpi.wire import parts, whole
+from lightning_shard.backends.packing import pack, raw, room_for, unaliased, unpack
+from lightning_shard.backends.python_group import ANY_SOURCE
+from lightning_shard.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lightning_shard.backends.mpi.process_group import MPIGroup
+
+Requests = list[Any]
+Steps = Generator[Requests, None, None]
+
+# Up to here every rank gets every rank's tensor at once: one step, where two would take longer.
+_GATHERED_BYTES = 256 << 10
+
+
+def _all_reduce(group: "MPIGroup", call: Call) -> Steps:
+    flat = pack(call.inputs)
+    if flat.numel() * flat.itemsize * group.size() <= _GATHERED_BYTES:
+        everyones = flat.new_empty(group.size(), flat.numel())
+        yield [group.comm.Iallgather(whole(flat), _evenly(everyones))]
+        flat = reduce_tensors(everyones.unbind(), call.reduce_op).to(flat.dtype)
+    else:
+        yield from _reduce_in_slices(group, call, flat, to=range(group.size()))
+    unpack(flat, call.inputs)
+
+
+def _reduce(group: "MPIGroup", call: Call) -> Steps:
+    flat = pack(call.inputs).clone()  # what the other ranks gave stays as it is
+    yield from _reduce_in_slices(group, call, flat, to=[call.root])
+    if call.rank == call.root:
+        unpack(flat, call.inputs)
+
+
+def _reduce_in_slices(group: "MPIGroup", call: Call, flat: Tensor, *, to: Sequence[int]) -> Steps:
+    """Reduce `flat` in place on the ranks `to`; each rank reduces one slice of it."""
+    slices = flat.tensor_split(group.size())
+    number = group.next_number()
+    own = slices[call.rank]
+    yield from _reduce_scatter_into(group, call, flat, slices, own)
+    receives = [s for s in range(group.size()) if call.rank in to and s != call.rank]
+    sends = [target for target in to if target != call.rank]
+    yield [
+        *(group.inner.Irecv(whole(slices[source]), source, number) for source in receives),
+        *(group.inner.Isend(whole(own), target, number) for target in sends),
+    ]
+
+
+def _reduce_scatter_into(
+    group: "MPIGroup", call: Call, flat: Tensor, slices: Sequence[Tensor], output: Tensor
+) -> Steps:
+    """Write the reduction of all ranks' own slice; `flat` holds the slices, one for each rank."""
+    received = flat.new_empty(group.size(), slices[call.rank].numel())
+    counts = [one.numel() for one in slices]
+    even = [slices[call.rank].numel()] * group.size()
+    yield [group.comm.Ialltoallv(parts(flat, counts), parts(received, even))]
+    if output.numel():
+        output.copy_(reduce_tensors(received.unbind(), call.reduce_op).view(output.shape))
+
+
+def _reduce_scatter(group: "MPIGroup", call: Call) -> Steps:
+    _check_room(call, call.outputs[0], call.inputs[call.rank])
+    yield from _reduce_scatter_into(
+        group, call, pack(call.inputs), call.inputs, raw(call.outputs[0])
+    )
+
+
+def _reduce_scatter_single(group: "MPIGroup", call: Call) -> Steps:
+    for output, full in zip(call.outputs, call.inputs, strict=True):
+        flat = pack([full])
+        slices = flat.chunk(group.size()) if flat.numel() else [flat] * group.size()
+        yield from _reduce_scatter_into(group, call, flat, slices, raw(output))
+
+
+def _broadcast(group: "MPIGroup", call: Call) -> Steps:
+    flat = pack(call.inputs)
+    yield [group.comm.Ibcast(whole(flat), call.root)]
+    if call.rank != call.root:
+        unpack(flat, call.inputs)
+
+
+def _all_gather(group: "MPIGroup", call: Call) -> Steps:
+    _check_room(call, call.outputs[call.rank], call.inputs[0])
+    flat = room_for(call.outputs)
+    source = pack(unaliased(call.inputs, call.outputs))
+    yield [group.comm.Iallgatherv(whole(source), parts(flat, _numels(call.outputs)))]
+    unpack(flat, call.outputs)
+
+
+def _all_gather_single(group: "MPIGroup", call: Call) -> Steps:
+    for output, own in zip(call.outputs, call.inputs, strict=True):
+        flat = room_for([output])
+        here = flat.view(group.size(), -1)[call.rank] if flat.numel() else flat
+        in_place = own.is_contiguous() and own.data_ptr() == here.data_ptr()
+        given = own if in_place else pack(unaliased([own], [output]))
+        sent = mpi().IN_PLACE if in_place else whole(given)
+        yield [group.comm.Iallgather(sent, _evenly(flat, group.size()))]
+        unpack(flat, [output])
+
+
+def _gather(group: "MPIGroup", call: Call) -> Steps:
+    own = pack(unaliased(call.inputs, call.outputs))
+    if call.rank != call.root:
+        yield [group.comm.Igatherv(whole(own), None, call.root)]
+        return
+    _check_room(call, call.outputs[call.rank], call.inputs[0])
+    flat = room_for(call.outputs)
+    yield [group.comm.Igatherv(whole(own), parts(flat, _numels(call.outputs)), call.root)]
+    unpack(flat, call.outputs)
+
+
+def _scatter(group: "MPIGroup", call: Call) -> Steps:
+    flat = room_for(call.outputs)
+    if call.rank == call.root:
+        _check_room(call, call.outputs[0], call.inputs[call.rank])
+        given = pack(unaliased(call.inputs, call.outputs))
+        sent = parts(given, _numels(call.inputs))
+        yield [group.comm.Iscatterv(sent, whole(flat), call.root)]
+    else:
+        yield [group.comm.Iscatterv(None, whole(flat), call.root)]
+    unpack(flat, call.outputs)
+
+
+def _all_to_all(group: "MPIGroup", call: Call) -> Steps:
+    _check_room(call, call.outputs[call.rank], call.inputs[call.rank])
+    flat = room_for(call.outputs)
+    given = pack(unaliased(call.inputs, call.outputs))
+    sent, received = parts(given, _numels(call.inputs)), parts(flat, _numels(call.outputs))
+    yield [group.comm.Ialltoallv(sent, received)]
+    unpack(flat, call.outputs)
+
+
+def _barrier(group: "MPIGroup", call: Call) -> Steps:
+    del call
+    yield [group.comm.Ibarrier()]
+
+
+def _send(group: "MPIGroup", call: Call) -> Steps:
+    comm, tag = group.lane(call.tag or 0)
+    flats = [pack([tensor]) for tensor in call.inputs]
+    yield [comm.Isend(whole(flat), call.root, tag) for flat in flats]
+
+
+def _recv(group: "MPIGroup", call: Call) -> Steps:
+    comm, tag = group.lane(call.tag or 0)
+    source = mpi().ANY_SOURCE if call.root == ANY_SOURCE else call.root
+    flats = [room_for([tensor]) for tensor in call.outputs]
+    yield [comm.Irecv(whole(flat), source, tag) for flat in flats]
+    for flat, tensor in zip(flats, call.outputs, strict=True):
+        unpack(flat, [tensor])
+
+
+def _numels(tensors: Sequence[Tensor]) -> list[int]:
+    return [tensor.numel() for tensor in tensors]
+
+
+def _evenly(flat: Tensor, size: int | None = None) -> list[Any]:
+    """Describe a tensor of equal parts, one for each rank, as `Iallgather` and such want it."""
+    size = len(flat) if size is None else size
+    memory, numel, datatype = whole(flat)
+    return [memory, numel // size, datatype]
+
+
+def _check_room(call: Call, slot: Tensor, own: Tensor) -> None:
+    if slot.numel() != own.numel() or slot.dtype != own.dtype:
+        raise ConfigError(
+            f"Rank {call.rank} of the group, {call} at {call.site}: gives itself "
+            f"{describe_tensor(own)}, but has room for {describe_tensor(slot)} there; expected "
+            "the same number of elements of the same dtype."
+        )
+
+
+OPERATIONS: dict[str, Callable[["MPIGroup", Call], Steps]] = {
+    "all_reduce": _all_reduce,
+    "reduce": _reduce,
+    "broadcast": _broadcast,
+    "all_gather": _all_gather,
+    "all_gather_single": _all_gather_single,
+    "reduce_scatter": _reduce_scatter,
+    "reduce_scatter_single": _reduce_scatter_single,
+    "gather": _gather,
+    "scatter": _scatter,
+    "all_to_all": _all_to_all,
+    "all_to_all_single": _all_to_all,
+    "barrier": _barrier,
+    "monitored_barrier": _barrier,
+    "send": _send,
+    "recv": _recv,
+}

@@ -1,0 +1,104 @@
+"""The handle of an MPI operation."""
+
+import os
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.futures import Future
+
+from lightning_shard.backends.calls import Call
+from lightning_shard.backends.mpi.flight import Flight
+from lightning_shard.backends.streams import join_streams, mark_stream
+
+# A wait spins, then yields the core, then sleeps: answers come in microseconds when the peers run
+# on cores of their own, and leave the core to them when they do not.
+_SPINS, _YIELDS = 50, 500
+_SLEEP_SECONDS = 0.0001
+
+
+class MPIWork(dist.Work):
+    """One rank's side of one operation."""
+
+    def __init__(self, flight: Flight, call: Call) -> None:
+        super().__init__()
+        self._flight, self._call = flight, call
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until the results are there.
+
+        Args:
+            timeout: Shorter than the group's; None, or c10d's zero, for the group's.
+
+        Raises:
+            RankFailedError: A peer has died, or has not come within the time-out.
+        """
+        end = time.monotonic() + timeout.total_seconds() if timeout else None
+        polls = 0
+        while not self._flight.poll():
+            _pause(polls)
+            polls += 1
+            if polls > _YIELDS or polls % 100 == 0:
+                self._flight.check()
+            if end is not None and time.monotonic() > end:
+                raise TimeoutError(f"{self._call} at {self._call.site} took longer than {timeout}.")
+        if self._flight.error is not None:
+            raise self._flight.error
+        join_streams([mark_stream(self._call.outputs or self._call.inputs)])
+        return True
+
+    def is_completed(self) -> bool:
+        """Say whether the operation has ended."""
+        return self._flight.poll()
+
+    def is_success(self) -> bool:
+        """Say whether the results are there."""
+        return self._flight.poll() and self._flight.error is None
+
+    def exception(self) -> Exception | None:
+        """Return why the operation failed, if it did."""
+        return self._flight.error
+
+    def synchronize(self) -> None:
+        """Wait."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """Wait."""
+        self.wait()
+
+    def result(self) -> list[Any]:
+        """Wait, and return the tensors that were written."""
+        self.wait()
+        return list(self._call.results)
+
+    def source_rank(self) -> int:
+        """Return the group rank that sent what a receive got."""
+        self.wait()
+        return self._flight.source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> Future[Any]:
+        """Return a future that ends with the operation, on whatever thread sees it end."""
+        devices: list[Any] = [
+            t.device for t in self._call.outputs or self._call.inputs if t.is_cuda
+        ]
+        future: Future[Any] = Future(devices=devices[:1] or None)
+
+        def end() -> None:
+            if self._flight.error is None:
+                future.set_result(list(self._call.results))
+            else:
+                future.set_exception(self._flight.error)
+
+        self._flight.on_end(end)
+        return future
+
+
+def _pause(polls: int) -> None:
+    if polls > _YIELDS:
+        time.sleep(_SLEEP_SECONDS)
+    elif polls > _SPINS:
+        os.sched_yield()

@@ -1,0 +1,217 @@
+"""The cluster environment of ranks that mpirun (or `srun --mpi=...`) has started.
+
+    one host             what the launcher's variables say; MPI is not asked
+    several hosts        MPI says which ranks share a host; hosts are numbered by their first rank
+    no variables         MPI says everything; without an mpirun that is one rank of one
+
+Lightning's own environment numbers hosts by the order of their names, checks nothing, and without
+mpi4py is passed over, so that each rank trains alone.
+"""
+
+import socket
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from typing_extensions import override
+
+from lightning_shard import settings
+from lightning_shard.backends.mpi import runtime
+from lightning_shard.environments.checks import check_placement
+from lightning_shard.errors import ConfigError
+from lightning_shard.settings import LauncherVariables, Placement, Rendezvous
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Comm
+
+_LOOPBACK = "127.0.0.1"
+# For messages, where no launcher has set variables.
+COMM_WORLD = LauncherVariables(
+    launcher="mpirun",
+    rank="the rank in MPI.COMM_WORLD",
+    world_size="the size of MPI.COMM_WORLD",
+    local_rank="the rank among MPI's ranks of this host",
+    local_size="the number of MPI's ranks on this host",
+)
+
+
+class MPIEnvironment(ClusterEnvironment):
+    """Answers from the launcher's variables and from MPI.
+
+    Every rank must construct it: where the variables do not tell enough it asks MPI, collectively.
+
+    Raises:
+        ConfigError: A variable is missing or wrong, MPI contradicts it, or mpi4py is needed and
+            not installed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        told = settings.mpi_variables()
+        self._names = told or COMM_WORLD
+        self._comm = _comm_world()
+        self._placement = self._ask_mpi() if told is None else self._complete(told)
+
+    @property
+    def local_size(self) -> int:
+        """Ranks on this host."""
+        assert self._placement.local_size is not None
+        return self._placement.local_size
+
+    @property
+    @override
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    @override
+    def main_address(self) -> str:
+        """The host of rank 0; the first call, here or of `main_port`, is collective."""
+        return self._rendezvous.host
+
+    @property
+    @override
+    def main_port(self) -> int:
+        """A free port on that host; collective as well."""
+        return self._rendezvous.port
+
+    @staticmethod
+    @override
+    def detect() -> bool:
+        return settings.mpi_variables() is not None
+
+    @override
+    def world_size(self) -> int:
+        return self._placement.world_size
+
+    @override
+    def set_world_size(self, size: int) -> None:
+        """Do nothing: MPI knows."""
+
+    @override
+    def global_rank(self) -> int:
+        return self._placement.rank
+
+    @override
+    def set_global_rank(self, rank: int) -> None:
+        """Do nothing: MPI knows."""
+
+    @override
+    def local_rank(self) -> int:
+        return self._placement.local_rank
+
+    @override
+    def node_rank(self) -> int:
+        assert self._placement.node_rank is not None
+        return self._placement.node_rank
+
+    @override
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Compare with `Trainer(devices=..., num_nodes=...)`.
+
+        Raises:
+            ConfigError: They contradict what mpirun has started.
+        """
+        if self._names is COMM_WORLD and self.world_size() == 1 < num_devices * num_nodes:
+            raise ConfigError(
+                f"No mpirun has started this process ({COMM_WORLD.world_size} is 1), but "
+                f"Trainer(devices={num_devices}, num_nodes={num_nodes}). Start `mpirun -n "
+                f"{num_devices * num_nodes} python ...` (under SLURM `srun --mpi=pmix`), or pass "
+                "devices=1."
+            )
+        check_placement(self._names, self._placement, num_devices, num_nodes)
+
+    def _complete(self, names: LauncherVariables) -> Placement:
+        """Add the host's number to what the variables say."""
+        told = settings.placement(names)
+        if self._comm is not None:
+            for name, value, of_mpi in (
+                (names.world_size, told.world_size, self._comm.Get_size()),
+                (names.rank, told.rank, self._comm.Get_rank()),
+            ):
+                if value != of_mpi:
+                    raise ConfigError(
+                        f"{name} is {value}, but mpi4py has {of_mpi} in its place: it uses another "
+                        f"MPI than the {names.launcher} that started this process. Use the "
+                        f"{names.launcher} of that MPI, or build mpi4py with this one."
+                    )
+        if told.local_size == told.world_size:
+            return replace(told, node_rank=0, num_nodes=1)
+        if self._comm is None:
+            raise ConfigError(
+                f"Rank {told.rank}: {names.world_size} is {told.world_size} and {names.local_size} "
+                f"{told.local_size}, so there are several hosts; only MPI can tell which this is. "
+                "Install mpi4py: pip install 'lightning-shard[mpi]'."
+            )
+        asked = self._ask_mpi()
+        return replace(told, node_rank=asked.node_rank, num_nodes=asked.num_nodes)
+
+    def _ask_mpi(self) -> Placement:
+        """Return all of it from MPI; collective."""
+        if self._comm is None:
+            return Placement(
+                rank=0, world_size=1, local_rank=0, local_size=1, node_rank=0, num_nodes=1
+            )
+        with runtime.lock:
+            rank = self._comm.Get_rank()
+            host = self._comm.Split_type(runtime.mpi().COMM_TYPE_SHARED)
+            first_rank = host.bcast(rank)
+            first_ranks = sorted(set(self._comm.allgather(first_rank)))
+            asked = Placement(
+                rank=rank,
+                world_size=self._comm.Get_size(),
+                local_rank=host.Get_rank(),
+                local_size=host.Get_size(),
+                node_rank=first_ranks.index(first_rank),
+                num_nodes=len(first_ranks),
+            )
+            host.Free()
+        return asked
+
+    @cached_property
+    def _rendezvous(self) -> Rendezvous:
+        """Rank 0's word where there is MPI; an error there is raised by every rank."""
+        if self._comm is None and self.world_size() > 1:
+            return _rendezvous_without_mpi()
+        if self._comm is None:
+            found = _own_rendezvous(_LOOPBACK)
+        else:
+            found = runtime.from_rank_zero(_own_rendezvous(runtime.host_of_rank_zero()))
+        if isinstance(found, ConfigError):
+            raise found
+        return found
+
+
+def _rendezvous_without_mpi() -> Rendezvous:
+    try:
+        return settings.rendezvous()
+    except ConfigError as error:
+        raise ConfigError(f"{error} Or install mpi4py, and rank 0 tells the others.") from error
+
+
+def _own_rendezvous(host: str) -> Rendezvous | ConfigError:
+    """Return where others can meet this process, reached at `host` unless the user says where."""
+    host = settings.given("MASTER_ADDR") or host
+    if settings.given("MASTER_PORT"):
+        try:
+            return Rendezvous(host=host, port=settings.master_port())
+        except ConfigError as error:
+            return error
+    with socket.socket() as probe:
+        probe.bind((_LOOPBACK if host == _LOOPBACK else "", 0))
+        return Rendezvous(host=host, port=probe.getsockname()[1])
+
+
+def _comm_world() -> "Comm | None":
+    """Return MPI's COMM_WORLD; None without mpi4py, or without the library that it loads."""
+    if runtime.unavailable_reason() is not None:
+        return None
+    # Also of ranks that talk over Gloo: one that fails would wait for the others in MPI_Finalize.
+    runtime.finalize_in_order(_nothing)
+    comm: Comm = runtime.mpi().COMM_WORLD
+    return comm
+
+
+def _nothing() -> None:
+    """What is to be done before MPI ends, unless its backend is in use."""

@@ -1,0 +1,107 @@
+"""SIGTERM on any rank stops every rank before the same step, so that callbacks can still save.
+
+    rank 1  SIGTERM ─> handler ─> lifeline ─> hub ─> each rank says how many steps it has begun
+    all     step 17   step 18   stop before step 19: SIGTERMException on rank 1,
+                                RankFailedError "rank 1 received SIGTERM" on the others
+
+Lightning's own handler broadcasts inside the signal handler, where the other ranks do not answer
+unless all get the signal at the same point. Here the ranks agree over the lifeline, beside the data
+and at no cost for a step.
+"""
+
+import os
+import signal
+from types import FrameType
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from typing_extensions import override
+
+from lightning_shard.backends import liveness
+from lightning_shard.errors import RankFailedError
+
+
+class TerminationHandler:
+    """What a process does on SIGTERM: tell the others, and at the second one end at once.
+
+    Args:
+        lifeline: Tells the others.
+    """
+
+    def __init__(self, lifeline: liveness.Lifeline) -> None:
+        self._lifeline = lifeline
+        self._process = os.getpid()
+        self._num_received = 0
+
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        """Handle the signal."""
+        if os.getpid() != self._process:  # a forked child, which is no rank
+            signal.signal(signum, signal.SIG_DFL)
+            signal.raise_signal(signum)
+        self._num_received += 1
+        if self._num_received > 1:
+            os._exit(liveness.TERMINATED_STATUS)
+        self._lifeline.announce_termination()
+
+
+class StopsTogether(ParallelStrategy):
+    """Counts the steps of a run, and ends it before the same one on every rank."""
+
+    _lifeline: liveness.Lifeline | None = None
+
+    def watch_for_termination(self, trainer: "pl.Trainer") -> None:
+        """Have SIGTERM handled here for this run; call before Lightning registers its handlers.
+
+        Handlers that were there before Lightning's, and SLURM's, stay as Lightning composes them.
+        """
+        self._lifeline = liveness.current()
+        if self._lifeline is not None:
+            connector: Any = trainer._signal_connector
+            connector._sigterm_notifier_fn = TerminationHandler(self._lifeline)
+            liveness.watch_signals()
+
+    def begin_step(self) -> None:
+        """Begin a step; every rank must call as often.
+
+        Raises:
+            SIGTERMException: This rank was sent SIGTERM, and all ranks stop here.
+            RankFailedError: Another rank was, or has failed.
+        """
+        if self._lifeline is None or not self._lifeline.step():
+            return
+        if self._lifeline.was_terminated:
+            raise SIGTERMException(liveness.TERMINATED_STATUS)
+        raise RankFailedError(
+            f"Rank {self.global_rank} of {self.world_size} stopped because rank "
+            f"{self._lifeline.terminated_rank} received SIGTERM: somebody ended the job, its "
+            f"scheduler for example. All ranks stopped before the same step; the callback "
+            f"OnExceptionCheckpoint saves there. Go on from that, or from the last checkpoint."
+        )
+
+    @override
+    def teardown(self) -> None:
+        liveness.unwatch_signals()  # Lightning puts back the handlers that were there before
+        self._lifeline = None
+        super().teardown()
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.begin_step()
+        super().on_train_batch_start(batch, batch_idx)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.begin_step()
+        return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.begin_step()
+        return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.begin_step()
+        return super().predict_step(*args, **kwargs)

@@ -1,0 +1,93 @@
+"""Assert what a piece of code sends.
+
+    with assert_traffic(collectives, all_gather=Expected(calls=2, bytes=4096)):
+        step()
+
+    AssertionError: Traffic on rank 0 of 2, group 'default_pg', is not as expected.
+    operation   counter  got  expected
+    all_gather  calls      3         2
+    broadcast   calls      1         0
+
+What counts as sent is told in `lightning_shard.backends.traffic`: a ring's share, on every backend.
+"""
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.backends.traffic import OPERATIONS, OperationTraffic, format_table
+from lightning_shard.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """What one operation is expected to cost a rank; a counter left None is not looked at.
+
+    Attributes:
+        calls: How often the rank calls it.
+        elements: Elements that it sends, under the ring model of `backends.traffic`.
+        bytes: The same in bytes of the type on the wire.
+    """
+
+    calls: int | None = None
+    elements: int | None = None
+    bytes: int | None = None
+
+
+_NO_CALLS = Expected(calls=0)
+
+
+@contextmanager
+def assert_traffic(
+    collectives: Collectives, *, allow: Collection[str] = (), **expected: Expected
+) -> Iterator[None]:
+    """Assert what this rank sends through `collectives` (and its twins) inside the block.
+
+    Operations that are neither expected nor allowed must not be called. Works on every backend; an
+    error in the block comes out as it is. Do not reset the counters inside.
+
+    Args:
+        collectives: Of one group; each rank asserts its own counters.
+        allow: Operations that may be called any number of times.
+        **expected: What is expected, by the operation's name.
+
+    Raises:
+        AssertionError: Something else was sent; a table of got and expected.
+        ConfigError: No operation is called so.
+    """
+    if unknown := sorted({*allow, *expected} - set(OPERATIONS)):
+        raise ConfigError(
+            f"assert_traffic: got {', '.join(unknown)}, expected names of operations: "
+            f"{', '.join(OPERATIONS)}."
+        )
+    before = collectives.traffic.snapshot()
+    yield
+    after = collectives.traffic.snapshot()
+    wrong = [
+        row
+        for operation in dict.fromkeys([*expected, *after])
+        if operation in expected or operation not in allow
+        for row in _misfits(
+            operation,
+            expected.get(operation, _NO_CALLS),
+            before.get(operation, OperationTraffic()),
+            after.get(operation, OperationTraffic()),
+        )
+    ]
+    if wrong:
+        raise AssertionError(
+            f"Traffic on rank {collectives.rank} of {collectives.size}, group "
+            f"{collectives.group.group_desc!r}, is not as expected.\n"
+            + format_table([("operation", "counter", "got", "expected"), *wrong])
+        )
+
+
+def _misfits(
+    operation: str, expected: Expected, before: OperationTraffic, after: OperationTraffic
+) -> Iterator[tuple[str, str, str, str]]:
+    for counter in (field.name for field in fields(Expected)):
+        wanted = getattr(expected, counter)
+        got = getattr(after, counter) - getattr(before, counter)
+        if wanted is not None and got != wanted:
+            yield operation, counter, f"{got:,}", f"{wanted:,}"

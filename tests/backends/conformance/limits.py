@@ -1,0 +1,59 @@
+"""What each backend cannot do, and says so: errors that the suite expects.
+
+A limit that upstream mends makes its test fail: strike it here then. Gloo's are seen with torch
+2.13; NCCL's are what its process group's source refuses.
+"""
+
+from tests.backends.conformance.suite import Limit
+
+_COLLECTIVES_BY_DTYPE = ("all_reduce", "reduce_scatter", "broadcast", "all_gather", "all_to_all")
+_UNKNOWN_TO_GLOO = ("int16", "float8_e5m2", "float8_e4m3fn")
+_GLOO_ONLY = Limit(error="ValueError", match="only implemented for GLOO")
+
+_GLOO = {
+    f"{operation}_of_{dtype}": Limit(error="RuntimeError", match="Invalid scalar type")
+    for operation in _COLLECTIVES_BY_DTYPE
+    for dtype in _UNKNOWN_TO_GLOO
+}
+_GLOO |= {
+    f"coalesced_{operations}": Limit(error="RuntimeError", match="not implement startCoalescing")
+    for operations in ("all_reduces", "all_gathers", "reduce_scatters")
+}
+_GLOO |= {
+    f"all_{way}_an_uneven_list": Limit(error="RuntimeError", match="invalid tensor size")
+    for way in ("gather_into", "to_all_of")
+}
+_GLOO |= {
+    "all_gather_of_matrices_stacked": Limit(error="RuntimeError", match="invalid tensor size"),
+    "polling_reduce_scatter": Limit(error="AssertionError", match="not completed after"),
+    "the_future_of_reduce_scatter": Limit(error="RuntimeError", match="getFuture not implemented"),
+    "a_message_of_a_view_with_strides": Limit(error="RuntimeError", match="to be contiguous"),
+    "all_reduce_by_AVG_of_integers": Limit(error="RuntimeError", match="Float can't be cast"),
+    "all_reduce_by_PREMUL_SUM": Limit(error="RuntimeError", match="PREMUL_SUM with Gloo"),
+}
+_NCCL = {
+    f"{operation}_of_int16": Limit(error="TypeError", match="not supported for NCCL")
+    for operation in _COLLECTIVES_BY_DTYPE
+    if operation != "all_to_all"  # which on one rank is a copy
+}
+_NCCL |= {
+    f"all_reduce_bitwise_by_{op}": Limit(error="ValueError", match=f"Cannot use ReduceOp.{op} with")
+    for op in ("BAND", "BOR", "BXOR")
+}
+_NCCL |= {
+    f"{operation}_of_a_view_with_strides": Limit(error="ValueError", match="must be contiguous")
+    for operation in ("all_reduce", "broadcast")
+}
+_LIMITS_OF_BACKEND: dict[str, dict[str, Limit]] = {
+    "in_process": {"a_monitored_barrier": _GLOO_ONLY},
+    "gloo": _GLOO,
+    "mpi": {"a_monitored_barrier": _GLOO_ONLY},
+    "nccl": {"a_monitored_barrier": _GLOO_ONLY, **_NCCL},
+}
+
+# (backend, check): the error that every rank raises.
+LIMITS: dict[tuple[str, str], Limit] = {
+    (backend, check): limit
+    for backend, limits in _LIMITS_OF_BACKEND.items()
+    for check, limit in limits.items()
+}

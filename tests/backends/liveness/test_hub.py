@@ -1,0 +1,127 @@
+"""The hub's verdicts and agreements, without sockets and without time passing."""
+
+from typing import Any
+
+import pytest
+
+from lightning_shard.backends.liveness.connection import Message
+from lightning_shard.backends.liveness.hub import Hub
+
+
+class Room:
+    """A hub of three ranks and all that it has said."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[int, Message]] = []
+        self.hub = Hub(3, 8.0, lambda rank, message: self.said.append((rank, message)), 0.0)
+        for rank in range(3):
+            self.hub.heard(rank, {"kind": "join"}, 0.0)
+
+    def said_to(self, rank: int, kind: str) -> list[Message]:
+        return [message for to, message in self.said if to == rank and message["kind"] == kind]
+
+    @property
+    def verdicts(self) -> set[tuple[int, str]]:
+        return {(m["rank"], m["event"]) for _, m in self.said if m["kind"] == "verdict"}
+
+
+@pytest.fixture
+def room() -> Room:
+    return Room()
+
+
+def test_a_connection_that_ends_is_a_death_that_all_are_told_of(room: Room) -> None:
+    room.hub.heard(1, {"kind": "beat", "doing": "in all_reduce"}, 1.0)
+    room.hub.lost(1, 1.5)
+    expected = {
+        "kind": "verdict",
+        "rank": 1,
+        "event": "died",
+        "doing": "it was in all_reduce, 0.5 s ago",
+    }
+    assert [room.said_to(rank, "verdict") for rank in range(3)] == [[expected]] * 3
+
+
+def test_a_goodbye_is_no_death(room: Room) -> None:
+    room.hub.heard(1, {"kind": "bye"}, 1.0)
+    room.hub.lost(1, 1.0)
+    room.hub.heard(0, {"kind": "beat", "doing": "computing"}, 20.0)
+    room.hub.heard(2, {"kind": "beat", "doing": "computing"}, 20.0)
+    room.hub.tick(20.0)
+    assert room.verdicts == set()
+    assert room.hub.table(20.0)["1"] == "had left in order"
+
+
+def test_silence(room: Room) -> None:
+    for rank in (0, 2):
+        room.hub.heard(rank, {"kind": "beat", "doing": "in barrier"}, 8.0)
+    room.hub.tick(8.0)
+    assert room.verdicts == set()
+    room.hub.tick(8.5)
+    assert room.verdicts == {(1, "fell silent for 8.5 s")}
+
+
+def test_a_pause_of_the_hub_itself_is_nobodys_silence(room: Room) -> None:
+    room.hub.forgive(100.0)
+    room.hub.tick(101.0)
+    assert room.verdicts == set()
+
+
+def test_a_rank_that_never_came_is_silent() -> None:
+    said: list[Message] = []
+    hub = Hub(2, 8.0, lambda rank, message: said.append(message), 0.0)
+    hub.heard(0, {"kind": "join"}, 8.5)
+    hub.tick(8.5)
+    verdicts = [message for message in said if message["kind"] == "verdict"]
+    assert (verdicts[0]["rank"], verdicts[0]["doing"]) == (1, "it had not come yet, 8.5 s ago")
+
+
+def test_the_first_verdict_stands(room: Room) -> None:
+    room.hub.heard(2, {"kind": "failed", "event": "raised ValueError: x"}, 1.0)
+    room.hub.lost(2, 1.1)
+    room.hub.lost(1, 1.2)
+    assert room.verdicts == {(2, "raised ValueError: x")}
+
+
+def test_who_comes_late_is_told_what_was_announced(room: Room) -> None:
+    room.hub.lost(1, 1.0)
+    room.said.clear()
+    room.hub.heard(2, {"kind": "join"}, 1.1)
+    assert [message["rank"] for message in room.said_to(2, "verdict")] == [1]
+
+
+def test_a_question_is_answered_with_what_each_rank_does(room: Room) -> None:
+    room.hub.heard(2, {"kind": "beat", "doing": "computing for 12.0 s"}, 1.0)
+    room.hub.heard(0, {"kind": "ask"}, 3.0)
+    [answer] = room.said_to(0, "table")
+    assert answer["table"]["2"] == "was computing for 12.0 s, 2.0 s ago"
+
+
+@pytest.mark.parametrize(("steps", "stop"), [((7, 7, 7), 8), ((7, 9, 8), 10), ((0, 0, 0), 1)])
+def test_all_stop_where_the_foremost_will_be(
+    room: Room, steps: tuple[int, int, int], stop: int
+) -> None:
+    room.hub.heard(1, {"kind": "terminating"}, 1.0)
+    room.hub.heard(2, {"kind": "terminating"}, 1.0)
+    assert [len(room.said_to(rank, "hold")) for rank in range(3)] == [1, 1, 1]
+    for rank, count in enumerate(steps):
+        assert not room.said_to(rank, "stop")
+        room.hub.heard(rank, {"kind": "hold", "steps": count}, 1.0)
+    for rank in range(3):
+        assert room.said_to(rank, "stop") == [{"kind": "stop", "rank": 1, "step": stop}]
+    assert room.verdicts == set()
+
+
+def test_who_has_left_need_not_agree(room: Room) -> None:
+    room.hub.heard(1, {"kind": "terminating"}, 1.0)
+    for rank in (0, 1):
+        room.hub.heard(rank, {"kind": "hold", "steps": 4}, 1.0)
+    room.hub.heard(2, {"kind": "bye"}, 1.0)
+    stop: dict[str, Any] = {"kind": "stop", "rank": 1, "step": 5}
+    assert [room.said_to(rank, "stop") for rank in range(3)] == [[stop], [stop], []]
+
+
+def test_a_rank_that_was_terminated_and_then_killed(room: Room) -> None:
+    room.hub.heard(1, {"kind": "terminating"}, 1.0)
+    room.hub.lost(1, 1.1)
+    assert room.verdicts == {(1, "died after SIGTERM")}

@@ -1,0 +1,158 @@
+"""Lifelines of several ranks in one process: real sockets and threads, and a store of this test."""
+
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from itertools import permutations
+from threading import Condition
+from time import monotonic, sleep
+
+import pytest
+import torch.distributed as dist
+
+from lightning_shard.backends import liveness
+from lightning_shard.backends.liveness.meeting import connect
+from lightning_shard.backends.liveness.thread import LifelineThread
+from lightning_shard.errors import RankFailedError
+
+LONG = timedelta(minutes=5)
+
+
+class DictStore:
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
+        self._news = Condition()
+
+    def set(self, key: str, value: str) -> None:
+        with self._news:
+            self._values[key] = value
+            self._news.notify_all()
+
+    def get(self, key: str) -> bytes:
+        with self._news:
+            assert self._news.wait_for(lambda: key in self._values, 60)
+            return self._values[key].encode()
+
+
+def meet(store: DictStore, num_ranks: int, timeout: timedelta) -> list[LifelineThread]:
+    def join(rank: int) -> LifelineThread:
+        options = {"world_size": num_ranks, "host": "127.0.0.1", "timeout": timeout}
+        return connect(store, "key", rank=rank, **options)
+
+    with ThreadPoolExecutor(num_ranks) as pool:
+        return list(pool.map(join, range(num_ranks)))
+
+
+@pytest.fixture
+def ranks() -> Iterator[list[LifelineThread]]:
+    threads = meet(DictStore(), 3, LONG)
+    for thread in threads:
+        thread.start()
+    yield threads
+    for thread in threads:
+        thread.leave()
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = monotonic() + 60
+    while not holds():
+        assert monotonic() < deadline, "it did not happen"
+        sleep(0.005)
+
+
+def has_failed(thread: LifelineThread) -> bool:
+    try:
+        thread.lifeline.check("test")
+    except RankFailedError:
+        return True
+    return False
+
+
+def die(thread: LifelineThread) -> None:
+    """End a rank's connection as the system does for a killed process."""
+    thread._to_hub._stream.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_death_reaches_everybody(ranks: list[LifelineThread]) -> None:
+    die(ranks[1])
+    for thread in (ranks[0], ranks[2]):
+        until(lambda thread=thread: has_failed(thread))
+        with pytest.raises(RankFailedError, match="lost a peer in recv: rank 1 died; it was comp"):
+            thread.lifeline.check("recv")
+
+
+def test_a_rank_that_raises_is_quoted(ranks: list[LifelineThread]) -> None:
+    ranks[2].lifeline.announce_failure(ValueError("on purpose"))
+    until(lambda: has_failed(ranks[0]) and has_failed(ranks[1]))
+    with pytest.raises(RankFailedError, match="rank 2 raised ValueError: on purpose"):
+        ranks[1].lifeline.check("recv")
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))))
+def test_leaving_in_any_order_is_silent(
+    order: tuple[int, ...], ranks: list[LifelineThread], capfd: pytest.CaptureFixture[str]
+) -> None:
+    for rank in order:
+        ranks[rank].leave()
+        assert not ranks[rank].is_alive()
+    assert not any(map(has_failed, ranks))
+    assert capfd.readouterr().err == ""
+
+
+def test_rank_0_s_last_words_reach_the_others(ranks: list[LifelineThread]) -> None:
+    ranks[0].lifeline.announce_failure(ValueError("on purpose"))
+    ranks[0].leave()
+    until(lambda: has_failed(ranks[1]) and has_failed(ranks[2]))
+    with pytest.raises(RankFailedError, match="rank 0 raised ValueError"):
+        ranks[2].lifeline.check("recv")
+
+
+def test_a_signal_that_only_the_thread_hears_of_stops_all(ranks: list[LifelineThread]) -> None:
+    os.write(ranks[1].lifeline.signal_fd, bytes([signal.SIGTERM]))
+    until(lambda: all(thread.lifeline.terminated_rank == 1 for thread in ranks))
+    assert [thread.lifeline.step() for thread in ranks] == [True] * 3
+    assert [thread.lifeline.was_terminated for thread in ranks] == [False, True, False]
+    assert not any(map(has_failed, ranks))
+
+
+def test_a_stranger_is_shown_the_door(ranks: list[LifelineThread]) -> None:
+    server = ranks[0]._server
+    assert server is not None
+    for words in (b'{"kind": "join", "rank": 1, "token": "guess"}\n', b"GET / HTTP/1.1\r\n\r\n"):
+        with socket.create_connection(server._listener.getsockname()) as stranger:
+            stranger.sendall(words)
+            stranger.settimeout(60)
+            assert stranger.recv(1) == b""
+    assert not any(map(has_failed, ranks))
+
+
+def test_silence_is_noticed_on_both_ends() -> None:
+    threads = meet(DictStore(), 3, timedelta(seconds=1))
+    for thread in (threads[0], threads[2]):
+        thread.start()  # rank 1 has connected and says nothing
+    for thread in (threads[0], threads[2]):
+        until(lambda thread=thread: has_failed(thread))
+        with pytest.raises(RankFailedError, match=r"rank 1 fell silent for \d"):
+            thread.lifeline.check("recv")
+    threads[1].start()
+    for thread in threads:
+        thread.leave()
+
+
+def test_one_rank_needs_no_lifeline() -> None:
+    liveness.start(DictStore(), rank=0, world_size=1, host="127.0.0.1", timeout=LONG)
+    assert liveness.current() is None
+    liveness.stop()
+
+
+def test_rank_0_cannot_be_reached() -> None:
+    class Refuses(DictStore):
+        def get(self, key: str) -> bytes:
+            raise dist.DistNetworkError("nobody there")
+
+    with pytest.raises(RankFailedError, match="Rank 1 of 2 could not set up its control conn"):
+        liveness.start(Refuses(), rank=1, world_size=2, host="127.0.0.1", timeout=LONG)
+    assert liveness.current() is None

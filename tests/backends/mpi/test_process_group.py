@@ -1,0 +1,216 @@
+"""What an MPI group does beyond the suite that every backend passes, under a real mpirun."""
+
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_shard.backends.mpi import process_group, runtime
+from lightning_shard.backends.mpi.backend import INIT_METHOD
+from lightning_shard.backends.mpi.process_group import BACKEND_NAME, MPIGroup
+from lightning_shard.errors import CollectiveMismatchError, ConfigError, RankFailedError
+from tests.mpirun import run_mpi
+
+pytestmark = pytest.mark.mpi
+CHECKS: dict[str, Callable[[int], None]] = {}
+
+
+def check(function: Callable[[int], None]) -> Callable[[int], None]:
+    """Run `function(rank)` on both ranks as a test of its name."""
+    CHECKS[function.__name__] = function
+    return function
+
+
+def run_checks() -> dict[str, str]:
+    """Join by c10d's own means, and run every check; map the failed ones to what they raised."""
+    dist.init_process_group(BACKEND_NAME, init_method=INIT_METHOD, timeout=timedelta(seconds=30))
+    failed = {}
+    for name, function in CHECKS.items():
+        try:
+            function(dist.get_rank())
+        except (Exception, pytest.fail.Exception):
+            failed[name] = traceback.format_exc()
+        dist.barrier()
+    dist.destroy_process_group()
+    return failed
+
+
+@pytest.fixture(scope="module")
+def failures() -> list[dict[str, str]]:
+    """What failed on each of two ranks."""
+    failed: list[dict[str, str]] = run_mpi(run_checks, 2)
+    return failed
+
+
+def as_mpi_group(group: dist.ProcessGroup | None) -> MPIGroup:
+    assert isinstance(group, MPIGroup)
+    return group
+
+
+@contextmanager
+def everything_staged() -> Iterator[None]:
+    """Carry every operation out on copies, as for GPU tensors that MPI cannot reach."""
+    original = process_group.must_stage
+    process_group.must_stage = lambda tensors: True
+    try:
+        yield
+    finally:
+        process_group.must_stage = original
+
+
+@check
+def copies_on_the_host_stand_in_for_gpu_tensors(rank: int) -> None:
+    with everything_staged():
+        total = torch.tensor([rank + 1.0, 2.0])
+        dist.all_reduce(total)
+        gathered = [torch.zeros(2) for _ in range(2)]
+        dist.all_gather(gathered, torch.full((2,), float(rank)))
+        told = torch.tensor(rank)
+        dist.broadcast(told, src=1)
+        if rank == 0:
+            dist.send(torch.ones(3), dst=1)
+        else:
+            received = torch.zeros(3)
+            dist.recv(received, src=0)
+            assert received.tolist() == [1.0] * 3
+    assert total.tolist() == [3.0, 4.0]
+    assert [one.tolist() for one in gathered] == [[0.0, 0.0], [1.0, 1.0]]
+    assert told.item() == 1
+
+
+@check
+def a_transfer_goes_on_while_its_rank_is_busy_elsewhere(rank: int) -> None:
+    store = dist.distributed_c10d._get_default_store()
+    many = torch.full((4 << 20,), float(rank))
+    if rank == 0:
+        work = dist.isend(many, dst=1)
+        store.wait(["received"], timedelta(seconds=20))  # calls nothing of MPI
+        assert work is not None
+        work.wait()
+    else:
+        dist.recv(many, src=0)
+        store.set("received", "yes")
+        assert many[-1].item() == 0.0
+
+
+@check
+def a_future_ends_without_anybody_waiting(rank: int) -> None:
+    tensor = torch.full((200_000,), float(rank))
+    work = dist.all_reduce(tensor, async_op=True)
+    assert work is not None
+    results: list[Tensor] = work.get_future().wait()
+    assert results[0][0].item() == 1.0
+
+
+@check
+def large_sums_may_be_waited_for_in_different_orders(rank: int) -> None:
+    tensors = [torch.full((100_000 + i,), float(rank + i)) for i in range(6)]
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    for work in works if rank else works[::-1]:
+        assert work is not None
+        work.wait()
+    assert [tensor[-1].item() for tensor in tensors] == [1.0 + 2 * i for i in range(6)]
+
+
+@check
+def a_large_sum_reaches_the_root_only(rank: int) -> None:
+    tensor = torch.full((300_001,), float(rank + 1))
+    dist.reduce(tensor, dst=1)
+    assert tensor.unique().tolist() == [3.0 if rank else 1.0]
+
+
+@check
+def a_message_longer_than_its_room_is_a_mismatch(rank: int) -> None:
+    if rank == 0:
+        dist.send(torch.ones(5), dst=1, tag=3)
+        return
+    with pytest.raises(CollectiveMismatchError, match=r"Rank 1: a peer gave more elements to recv"):
+        dist.recv(torch.zeros(2), src=0, tag=3)
+
+
+@check
+def a_peer_that_does_not_come_is_an_error_in_time(rank: int) -> None:
+    pair = as_mpi_group(dist.new_group([0, 1]))
+    pair.set_timeout(timedelta(seconds=1))
+    if rank == 0:
+        with pytest.raises(RankFailedError, match=r"all_reduce\(SUM, float32 \(2,\)\).*\n?.*"):
+            dist.all_reduce(torch.ones(2), group=pair)
+        dist.distributed_c10d._get_default_store().set("gave up", "yes")
+    else:
+        dist.distributed_c10d._get_default_store().wait(["gave up"])
+
+
+@check
+def a_wait_may_be_shorter_than_the_groups(rank: int) -> None:
+    if rank == 0:
+        received = torch.zeros(1)
+        work = dist.irecv(received, src=1, tag=9)
+        assert work is not None
+        with pytest.raises(TimeoutError, match="recv"):
+            work.wait(timedelta(milliseconds=20))
+        dist.distributed_c10d._get_default_store().set("waited", "yes")
+        work.wait()
+        assert received.item() == 4.0
+    else:
+        dist.distributed_c10d._get_default_store().wait(["waited"])
+        dist.send(torch.tensor([4.0]), dst=0, tag=9)
+
+
+@check
+def room_that_does_not_fit_the_own_part_is_refused(rank: int) -> None:
+    with pytest.raises(ConfigError, match=rf"Rank {rank} of the group, all_gather"):
+        dist.all_gather([torch.zeros(2), torch.zeros(2)], torch.zeros(3))
+
+
+@check
+def a_tag_beyond_the_librarys_is_refused(rank: int) -> None:
+    group = as_mpi_group(dist.group.WORLD)
+    assert group.lane(7) == (group.comm, 7)
+    assert group.lane((1 << 30) + 7)[0] is group.inner
+    group._largest_tag = 100
+    try:
+        with pytest.raises(ConfigError, match="got the tag 101, expected one up to 100"):
+            dist.send(torch.zeros(1), dst=1 - rank, tag=101)
+    finally:
+        group._largest_tag = runtime.largest_tag()
+
+
+@check
+def a_rank_other_than_mpis_is_refused(rank: int) -> None:
+    with pytest.raises(ConfigError, match=f"as rank {rank} of 2"):
+        next(dist.rendezvous(INIT_METHOD, 1 - rank, 2))
+
+
+@check
+def a_group_is_given_back_with_its_communicators(rank: int) -> None:
+    for _ in range(50):
+        group = dist.new_group([1, 0])
+        tensor = torch.tensor(float(rank))
+        dist.all_reduce(tensor, group=group)
+        assert tensor.item() == 1.0
+        dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_mpi_group(name: str, failures: list[dict[str, str]]) -> None:
+    for rank, failed in enumerate(failures):
+        assert name not in failed, f"rank {rank}:\n{failed[name]}"
+
+
+def raise_on(rank: int) -> None:
+    dist.init_process_group(BACKEND_NAME, init_method=INIT_METHOD, timeout=timedelta(seconds=60))
+    if dist.get_rank() == rank:
+        raise ValueError("on purpose")
+    time.sleep(60)
+
+
+def test_a_rank_that_raises_does_not_wait_for_its_peers_at_exit() -> None:
+    with pytest.raises(AssertionError, match="ValueError: on purpose") as caught:
+        run_mpi(raise_on, 2, rank=1, timeout_seconds=50)
+    assert "ended with -9" not in str(caught.value)  # no time ran out

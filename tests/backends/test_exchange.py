@@ -1,0 +1,53 @@
+"""Which way an all-reduce goes: directly to every peer, or round Gloo's ring."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_shard.backends.exchange import ExchangeCollectives
+from lightning_shard.backends.traffic import ring_share
+from lightning_shard.testing import Expected, assert_traffic, run_ranks
+
+LARGE = 40_000  # elements of two bytes: more than goes directly on any number of ranks
+SMALL = 1_000
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "dtype", "numel", "messages", "wire_dtype"),
+    [
+        (2, torch.float32, LARGE, 1, torch.float32),
+        (3, torch.float32, LARGE, 0, torch.float32),
+        (3, torch.float32, SMALL, 2, torch.float32),
+        (2, torch.bfloat16, LARGE, 1, torch.bfloat16),
+        (3, torch.bfloat16, LARGE, 2, torch.bfloat16),  # two halves sent, for 4/3 of 32 bits
+        (4, torch.bfloat16, LARGE, 0, torch.float32),  # the ring sums in the type that it sends
+        (4, torch.bfloat16, SMALL, 3, torch.bfloat16),
+    ],
+)
+def test_all_reduce_takes_the_cheaper_way(
+    num_ranks: int, dtype: torch.dtype, numel: int, messages: int, wire_dtype: torch.dtype
+) -> None:
+    def body(rank: int) -> int:
+        assert dist.group.WORLD is not None
+        collectives = Counting(dist.group.WORLD)
+        share = ring_share(2 * numel, num_ranks)
+        expected = Expected(calls=1, elements=share, bytes=share * wire_dtype.itemsize)
+        tensor = torch.ones(numel, dtype=dtype)
+        with assert_traffic(collectives, all_reduce=expected):
+            collectives.all_reduce(tensor)
+        assert torch.equal(tensor, torch.full((numel,), num_ranks, dtype=dtype))
+        return collectives.messages
+
+    assert run_ranks(body, num_ranks) == [messages] * num_ranks
+
+
+class Counting(ExchangeCollectives):
+    """Counts the messages that this rank sends."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self.messages = 0
+
+    def _isend(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
+        self.messages += 1
+        return super()._isend(tensor, peer, tag)

@@ -1,0 +1,281 @@
+"""Three ranks train, and one of them is killed, terminated or stopped: how do the others end?
+
+Ranks over Gloo are forked from one process that has imported everything; ranks over MPI are started
+by mpirun. Each writes its process number, its steps and its end into a folder.
+"""
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_shard import ZeRO2Strategy
+from tests.processes import REPOSITORY, free_port
+
+WORLD_SIZE = 3
+EVERYBODY = -1
+MANY_STEPS = 1_000_000
+_STARTING_SECONDS = 60
+# What is sent to a rank, and what the others then say of it.
+SIGNALS = {
+    signal.SIGKILL: "died",
+    signal.SIGTERM: "received SIGTERM",
+    signal.SIGSTOP: "fell silent",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What every rank is told.
+
+    Attributes:
+        backend: "gloo" or "mpi".
+        timeout: Of the strategy, in seconds.
+        victim: The rank to which something happens, or EVERYBODY.
+        event: What it does by itself: "raise" or "exit" in its fourth step, "end early" one step
+            before the others; "" for nothing.
+        num_workers: Of each rank's DataLoader.
+        max_steps: When the run ends by itself.
+        saves: Whether the ranks save a checkpoint when they stop.
+    """
+
+    backend: str = "gloo"
+    timeout: float = 10
+    victim: int = 1
+    event: str = ""
+    num_workers: int = 0
+    max_steps: int = MANY_STEPS
+    saves: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """How a rank ended.
+
+    Attributes:
+        rank: The rank.
+        error: The type of what `trainer.fit` raised; "" for nothing, "none in time" when the rank
+            was ended before.
+        message: What it says.
+        seconds: When, after what happened to the victim.
+        output: All that the rank printed.
+    """
+
+    rank: int
+    error: str
+    message: str
+    seconds: float
+    output: str
+
+
+class FailingModel(BoringModel):
+    """Does in its fourth step what it was told to."""
+
+    def __init__(self, training: Training) -> None:
+        super().__init__()
+        self.training_options = training
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        training = self.training_options
+        if self.global_rank == training.victim and self.global_step == 3:
+            if training.event == "raise":
+                raise ValueError("on purpose")
+            if training.event == "exit":
+                sys.exit(0)
+        return super().training_step(batch, batch_idx)
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        data = RandomDataset(32, 6 * 1000)
+        return DataLoader(data, batch_size=2, num_workers=self.training_options.num_workers)
+
+
+class WritesSteps(pl.Callback):
+    """Writes how many steps there were."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        _write(self._file, str(trainer.global_step))
+
+
+def train_rank(folder: Path, rank: int, training: Training) -> None:
+    """Be one rank: train, and write how that ends."""
+    _write(folder / f"pid_{rank}", str(os.getpid()))
+    torch.set_num_threads(1)
+    callbacks: list[pl.Callback] = [WritesSteps(folder / f"steps_{rank}")]
+    if training.saves:
+        callbacks.append(OnExceptionCheckpoint(folder, "stopped"))
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=WORLD_SIZE,
+        strategy=ZeRO2Strategy(backend=training.backend, timeout=training.timeout),
+        max_steps=training.max_steps - (rank == training.victim and training.event == "end early"),
+        max_epochs=-1,
+        limit_val_batches=0,
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=training.saves,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    error: BaseException | None = None
+    try:
+        trainer.fit(FailingModel(training))
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        end = {"error": type(error).__name__ if error else "", "message": str(error or "")}
+        _write(folder / f"end_{rank}", json.dumps(end | {"seconds": time.time()}))
+
+
+def _write(file: Path, text: str) -> None:
+    unfinished = file.with_suffix(".unfinished")
+    unfinished.write_text(text)
+    unfinished.replace(file)
+
+
+def ends(
+    training: Training, sent: signal.Signals | None = None, folder: Path | None = None
+) -> list[End]:
+    """Run a training and return how each rank ended.
+
+    Args:
+        training: The training.
+        sent: What is sent to the victim's process once every rank has made some steps.
+        folder: Where the ranks write; a temporary one when left out.
+    """
+    if folder is None:
+        with tempfile.TemporaryDirectory() as name:
+            return ends(training, sent, Path(name))
+    with _ranks(folder, training):
+        return _observe(folder, training, sent)
+
+
+def _observe(folder: Path, training: Training, sent: signal.Signals | None) -> list[End]:
+    ranks = range(WORLD_SIZE)
+    since = time.time()
+    expected = list(ranks)
+    if sent is not None:
+        if not _await([folder / f"steps_{rank}" for rank in ranks], _STARTING_SECONDS):
+            logs = [file.read_text(errors="replace") for file in sorted(folder.glob("log*"))]
+            raise AssertionError("the ranks did not start:\n" + "\n---\n".join(logs))
+        victims = ranks if training.victim == EVERYBODY else [training.victim]
+        processes = [int((folder / f"pid_{rank}").read_text()) for rank in victims]
+        since = time.time()
+        for process in processes:
+            os.kill(process, sent)
+        if sent != signal.SIGTERM:
+            expected.remove(training.victim)
+    _await([folder / f"end_{rank}" for rank in expected], _STARTING_SECONDS + training.timeout)
+    return [_end(folder, rank, since) for rank in ranks]
+
+
+def _await(files: list[Path], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not (come := all(file.exists() for file in files)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return come
+
+
+def _end(folder: Path, rank: int, since: float) -> End:
+    file, log = folder / f"end_{rank}", folder / f"log_{rank}"
+    output = log.read_text(errors="replace") if log.exists() else ""
+    if not file.exists():
+        return End(rank=rank, error="none in time", message="", seconds=-1.0, output=output)
+    written = json.loads(file.read_text())
+    written["seconds"] -= since
+    return End(rank=rank, output=output, **written)
+
+
+@contextmanager
+def _ranks(folder: Path, training: Training) -> Iterator[None]:
+    """Start the ranks, and see to it that none is left."""
+    start = {"gloo": _fork_ranks, "mpi": _mpirun}[training.backend]
+    started = start(folder, training)
+    try:
+        yield
+    finally:
+        for process in started:
+            process.kill()  # a stopped one too
+        for process in started:
+            process.wait() if isinstance(process, subprocess.Popen) else process.join()
+
+
+def _fork_ranks(folder: Path, training: Training) -> list[Any]:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    port = free_port()
+    processes: list[Any] = [
+        context.Process(target=_forked_rank, args=(folder, rank, port, training))
+        for rank in range(WORLD_SIZE)
+    ]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def _forked_rank(folder: Path, rank: int, port: int, training: Training) -> None:
+    with (folder / f"log_{rank}").open("wb") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    multiprocessing.set_start_method("fork", force=True)  # as elsewhere, for DataLoaders
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(WORLD_SIZE),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    train_rank(folder, rank, training)
+
+
+def _mpirun(folder: Path, training: Training) -> list[subprocess.Popen[bytes]]:
+    mpirun = shutil.which("mpirun") or "mpirun"
+    told = [str(folder), json.dumps(asdict(training))]
+    command = [sys.executable, "-m", __name__, *told]
+    with (folder / "log").open("wb") as log:
+        return [
+            subprocess.Popen(
+                [mpirun, "--map-by", ":OVERSUBSCRIBE", "-n", str(WORLD_SIZE), *command],
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                cwd=REPOSITORY,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        ]
+
+
+def is_right(end: End, training: Training, sent: signal.Signals) -> bool:
+    """Say whether a survivor raised the error that names the victim, within the time-out."""
+    return (
+        end.error == "RankFailedError"
+        and f"rank {training.victim} {SIGNALS[sent]}" in end.message
+        and 0 <= end.seconds <= training.timeout
+    )
+
+
+if __name__ == "__main__":  # under mpirun
+    train_rank(
+        Path(sys.argv[1]),
+        int(os.environ["OMPI_COMM_WORLD_RANK"]),
+        Training(**json.loads(sys.argv[2])),
+    )
