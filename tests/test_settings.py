@@ -120,3 +120,9 @@ def test_only_what_is_set_must_be_a_number(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("SLURM_NODEID", "first")
     with pytest.raises(ConfigError, match="SLURM_NODEID is 'first'; expected a number, as srun"):
         settings.check_numbers(settings.SLURM)
+
+
+@pytest.mark.parametrize(("value", "expected"), [("", False), ("0", False), ("1", True)])
+def test_debug(monkeypatch: pytest.MonkeyPatch, value: str, expected: bool) -> None:
+    monkeypatch.setenv("LIGHTNING_SHARD_DEBUG", value)
+    assert settings.debug() is expected

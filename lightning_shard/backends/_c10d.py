@@ -159,6 +159,7 @@ def in_process_c10d(backend_name: str, rendezvous: Rendezvous) -> Iterator[None]
     try:
         yield
     finally:
+        private._unregister_all_process_groups()  # this thread's, should Ctrl-C have left some
         private._set_thread_isolation_mode(False)
         patched._new_process_group_helper = original_helper
         patched.rendezvous = original_rendezvous

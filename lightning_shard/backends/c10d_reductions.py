@@ -1,4 +1,4 @@
-"""Every `ReduceOp` of c10d: one tensor of each rank to one, in rank order, so the bits are stable."""
+"""Every `ReduceOp` of c10d: a tensor of each rank to one, in rank order, so the bits are stable."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -5,10 +5,16 @@ import sys
 from dataclasses import dataclass
 from types import FrameType
 
+import lightning
 import torch
 
-_BACKENDS_FOLDER = os.path.dirname(os.path.abspath(__file__))
-_INNER_FOLDERS = (os.path.dirname(torch.__file__) + os.sep, _BACKENDS_FOLDER + os.sep)
+import lightning_shard
+
+_INNER_FOLDERS = tuple(
+    os.path.dirname(os.path.abspath(package.__file__)) + os.sep
+    for package in (torch, lightning, lightning_shard)
+    if package.__file__
+)
 _is_inner: dict[str, bool] = {}  # by file name; only ever a cache
 
 
@@ -24,7 +30,7 @@ class CallSite:
 
 
 def find_call_site() -> CallSite:
-    """Return the innermost frame that is neither torch's nor a backend's."""
+    """Return the innermost frame that is neither torch's nor Lightning's nor this package's."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         filename = frame.f_code.co_filename

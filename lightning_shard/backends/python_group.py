@@ -17,7 +17,8 @@ ANY_SOURCE = -1
 Tensors = Tensor | Sequence[Tensor]
 
 
-def _listed(tensors: Tensors) -> list[Tensor]:
+def as_list(tensors: Tensors) -> list[Tensor]:
+    """Return c10d's list of tensors, also for the one tensor that some callers pass."""
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
@@ -25,7 +26,7 @@ def _one_list(lists: Sequence[Tensors]) -> list[Tensor]:
     """Return the tensors of `[[t0, t1]]`, c10d's form for one device, or of `[t0, t1]`."""
     if not lists:
         return []
-    return [tensor for entry in lists for tensor in _listed(entry)]
+    return [tensor for entry in lists for tensor in as_list(entry)]
 
 
 def _reduce_op(opts: Any) -> Any:
@@ -46,7 +47,7 @@ class PythonGroup(GroupHandle):
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:
         """Reduce tensors in place, on every rank."""
-        listed = _listed(tensors)
+        listed = as_list(tensors)
         return self._post("all_reduce", listed, reduce_op=_reduce_op(opts), results=listed)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
@@ -55,7 +56,7 @@ class PythonGroup(GroupHandle):
 
     def reduce(self, tensors: Tensors, opts: Any, op: Any = None) -> Work:
         """Reduce tensors in place, on the root."""
-        listed, reduce_op = _listed(tensors), op if op is not None else _reduce_op(opts)
+        listed, reduce_op = as_list(tensors), op if op is not None else _reduce_op(opts)
         if isinstance(opts, int) and op is None:
             reduce_op = ReduceOp.SUM
         return self._post("reduce", listed, reduce_op=reduce_op, root=_root(opts), results=listed)
@@ -63,7 +64,7 @@ class PythonGroup(GroupHandle):
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Work:
         """Reduce the r-th tensor of the ranks' lists into rank r's output."""
         return self._post(
-            "reduce_scatter", _one_list(inputs), _listed(outputs), reduce_op=_reduce_op(opts)
+            "reduce_scatter", _one_list(inputs), as_list(outputs), reduce_op=_reduce_op(opts)
         )
 
     def reduce_scatter_single(
@@ -90,13 +91,13 @@ class PythonGroup(GroupHandle):
     def broadcast(self, tensors: Tensors, opts: Any, timeout: Any = None) -> Work:
         """Copy the root's tensors to every rank."""
         del timeout
-        listed = _listed(tensors)
+        listed = as_list(tensors)
         return self._post("broadcast", listed, root=_root(opts), results=listed)
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
         """Copy rank r's tensor to every rank's r-th output; sizes may differ between ranks."""
         del opts
-        slots, listed = _one_list(outputs), _listed(inputs)
+        slots, listed = _one_list(outputs), as_list(inputs)
         sizes = tuple((slot.dtype, slot.numel()) for slot in slots)
         return self._post("all_gather", listed, slots, agreed=sizes, results=[slots])
 
@@ -129,11 +130,11 @@ class PythonGroup(GroupHandle):
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> Work:
         """Copy rank r's tensor to the root's r-th output."""
-        return self._post("gather", _listed(inputs), _one_list(outputs), root=_root(opts))
+        return self._post("gather", as_list(inputs), _one_list(outputs), root=_root(opts))
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Work:
         """Copy the root's r-th tensor to rank r."""
-        targets = _listed(outputs)
+        targets = as_list(outputs)
         key = tensor_key(targets)
         return self._post("scatter", _one_list(inputs), targets, agreed=key, root=_root(opts))
 
@@ -179,12 +180,12 @@ class PythonGroup(GroupHandle):
 
     def send(self, tensors: Tensors, dst_rank: int, tag: int = 0) -> Work:
         """Send to a rank of the group."""
-        return self._post("send", _listed(tensors), root=dst_rank, tag=tag)
+        return self._post("send", as_list(tensors), root=dst_rank, tag=tag)
 
     def recv(self, tensors: Tensors, src_rank: int, tag: int = 0) -> Work:
         """Receive from a rank of the group."""
-        return self._post("recv", [], _listed(tensors), root=src_rank, tag=tag)
+        return self._post("recv", [], as_list(tensors), root=src_rank, tag=tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
         """Receive from whichever rank sends first."""
-        return self._post("recv", [], _listed(tensors), root=ANY_SOURCE, tag=tag)
+        return self._post("recv", [], as_list(tensors), root=ANY_SOURCE, tag=tag)

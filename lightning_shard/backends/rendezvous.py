@@ -11,6 +11,9 @@ from lightning_shard.backends import liveness
 from lightning_shard.backends._c10d import PrefixStore
 from lightning_shard.errors import RankFailedError
 
+# Ranks do not start at the same time: one may import for long on a busy host. That is no silence.
+SHORTEST_MEETING = timedelta(minutes=1)
+
 
 def join_world(
     backend: str,
@@ -29,16 +32,17 @@ def join_world(
         rank: This process's number, 0 <= rank < world_size.
         world_size: Number of processes.
         device: The rank's own device, to which the group is then bound, or None.
-        timeout: For the meeting and for every later operation.
+        timeout: For every operation, and for the meeting if it is longer than a minute.
 
     Raises:
         ConfigError: MASTER_ADDR or MASTER_PORT is missing or wrong.
         RankFailedError: The ranks did not meet.
     """
     place = settings.rendezvous()
+    patience = max(timeout, SHORTEST_MEETING)
     try:
         # env:// rather than tcp://: it also joins the store that torchrun's agent keeps.
-        store, rank, world_size = next(rendezvous("env://", rank, world_size, timeout=timeout))
+        store, rank, world_size = next(rendezvous("env://", rank, world_size, timeout=patience))
         store.set_timeout(timeout)
         dist.init_process_group(
             backend,
@@ -51,7 +55,7 @@ def join_world(
     except dist.DistError as error:
         raise RankFailedError(
             f"Rank {rank} of {world_size} could not meet the others at MASTER_ADDR={place.host}, "
-            f"MASTER_PORT={place.port} within {timeout}. Check that every rank was started, that "
+            f"MASTER_PORT={place.port} within {patience}. Check that every rank was started, that "
             f"the address is rank 0's and that the port is free there. torch said: {error}"
         ) from error
     liveness.start(store, rank=rank, world_size=world_size, host=place.host, timeout=timeout)

@@ -19,8 +19,14 @@ def mark_stream(tensors: Sequence[Tensor]) -> torch.cuda.Event | None:
     return event
 
 
+def mark_streams(tensors: Iterable[Tensor]) -> list[torch.cuda.Event | None]:
+    """Record an event on the current stream of each device that one of the tensors is on."""
+    by_device = {tensor.device: tensor for tensor in tensors if tensor.is_cuda}
+    return [mark_stream([tensor]) for tensor in by_device.values()]
+
+
 def join_streams(events: Iterable[torch.cuda.Event | None]) -> None:
-    """Have the current stream wait for these events."""
+    """Have the current stream of each event's device wait for it."""
     for event in events:
         if event is not None:
-            torch.cuda.current_stream().wait_event(event)
+            torch.cuda.current_stream(event.device).wait_event(event)

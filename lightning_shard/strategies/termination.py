@@ -41,7 +41,8 @@ class TerminationHandler:
             signal.signal(signum, signal.SIG_DFL)
             signal.raise_signal(signum)
         self._num_received += 1
-        if self._num_received > 1:
+        # After a verdict the rank is ending already, and mpirun then sends the signal repeatedly.
+        if self._num_received > 1 and not self._lifeline.has_verdict:
             os._exit(liveness.TERMINATED_STATUS)
         self._lifeline.announce_termination()
 

@@ -7,8 +7,8 @@
         assert tensor.item() == 6.0
 
 pytest loads this file in every run on a machine that has the package, so it imports neither torch
-nor the package until a test carries the marker. For the same reason the wheel holds it once more,
-outside the package, as the entry point's module. What it does is in `rank_test`.
+nor the package until a test carries the marker. For the same reason a wheel holds it outside the
+package, as the entry point's module `_lightning_shard_pytest`. What it does is in `rank_test`.
 """
 
 from typing import Any

@@ -75,7 +75,7 @@ class End:
             was ended before.
         message: What it says.
         seconds: When, after what happened to the victim.
-        output: All that the rank printed.
+        output: All that the rank printed; under mpirun all that any rank did.
     """
 
     rank: int
@@ -197,8 +197,8 @@ def _await(files: list[Path], seconds: float) -> bool:
 
 
 def _end(folder: Path, rank: int, since: float) -> End:
-    file, log = folder / f"end_{rank}", folder / f"log_{rank}"
-    output = log.read_text(errors="replace") if log.exists() else ""
+    file, log, common_log = (folder / name for name in (f"end_{rank}", f"log_{rank}", "log"))
+    output = (log if log.exists() else common_log).read_text(errors="replace")
     if not file.exists():
         return End(rank=rank, error="none in time", message="", seconds=-1.0, output=output)
     written = json.loads(file.read_text())

@@ -18,6 +18,8 @@ from tests.processes import REPOSITORY
 class Announcements(Lifeline):
     """Counts them."""
 
+    has_verdict = False
+
     def __init__(self) -> None:
         self.number = 0
 
@@ -40,6 +42,15 @@ def test_the_first_signal_is_announced() -> None:
     lifeline = Announcements()
     TerminationHandler(lifeline)(signal.SIGTERM, None)
     assert lifeline.number == 1
+
+
+def test_a_rank_that_is_ending_takes_its_time() -> None:
+    lifeline = Announcements()
+    lifeline.has_verdict = True
+    handler = TerminationHandler(lifeline)
+    for _ in range(3):
+        handler(signal.SIGTERM, None)
+    assert lifeline.number == 3
 
 
 def outcome(call: str) -> int:

@@ -148,3 +148,77 @@ def test_drop_while_peers_wait_on_it_elsewhere() -> None:
 def test_a_rank_that_has_finished_is_named() -> None:
     with pytest.raises(DeadlockError, match="rank 1: finished"):
         run_ranks(lambda rank: None if rank else dist.barrier(), 2)
+
+
+def test_what_a_dropped_rank_had_done_its_part_for_is_whole() -> None:
+    def fn(rank: int) -> float:
+        tensor = torch.ones(1)
+        work = dist.all_reduce(tensor, async_op=True)
+        if rank == 0:
+            dist.barrier()  # dropped here, before its peers have called the all-reduce
+        work.wait()
+        return tensor.item()
+
+    assert run_ranks(fn, 3, faults=[Fault(0, 2, "drop")]) == [None, 3.0, 3.0]
+
+
+@pytest.mark.parametrize("wait_first", [False, True])
+def test_a_message_of_a_dropped_rank_arrives(wait_first: bool) -> None:
+    def fn(rank: int) -> float:
+        tensor = torch.ones(1)
+        if rank == 0:
+            dist.isend(tensor + 1, 1)
+            dist.barrier()
+        if wait_first:
+            dist.recv(tensor, 0)
+        else:
+            dist.irecv(tensor, 0).wait()
+        return tensor.item()
+
+    assert run_ranks(fn, 2, faults=[Fault(0, 2, "drop")]) == [None, 2.0]
+
+
+def test_a_receive_from_anybody_ends_when_the_sender_was_dropped() -> None:
+    def fn(rank: int) -> None:
+        if rank == 0:
+            dist.recv(torch.zeros(1))
+        elif rank == 1:
+            dist.send(torch.zeros(1), dst=0)
+
+    with pytest.raises(RankFailedError, match="rank 1 is gone"):
+        run_ranks(fn, 3, faults=[Fault(1, 1, "drop")])
+
+
+def test_a_wait_on_the_store_ends_when_a_rank_was_dropped() -> None:
+    def fn(rank: int) -> None:
+        if rank == 1:
+            dist.barrier()
+        dist.distributed_c10d._get_default_store().get("never")
+
+    with pytest.raises(RankFailedError, match="rank 1 is gone"):
+        run_ranks(fn, 2, faults=[Fault(1, 1, "drop")])
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_asking_for_ever_whether_it_is_done_ends(dropped: bool) -> None:
+    def fn(rank: int) -> None:
+        if rank == 1 and not dropped:
+            return
+        work = dist.barrier(async_op=True)
+        while not work.is_completed():
+            pass
+
+    expected = RankFailedError if dropped else DeadlockError
+    with pytest.raises(expected, match="rank 1"):
+        run_ranks(fn, 2, faults=[Fault(1, 1, "drop")] if dropped else [])
+
+
+def test_asking_often_is_no_deadlock_while_a_rank_is_delayed() -> None:
+    def fn(rank: int) -> int:
+        work = dist.barrier(async_op=True)
+        asked = 0
+        while not work.is_completed():
+            asked += 1
+        return asked
+
+    assert run_ranks(fn, 2, faults=[Fault(1, 1, "delay", 0.3)])[1] == 0

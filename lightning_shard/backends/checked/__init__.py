@@ -8,6 +8,11 @@ an abort in C++. With it every rank of the group raises `CollectiveMismatchError
 operations and where they were called. c10d knows the checked groups by names of their own, so that
 the user's own calls, DTensor, and every sub-group are checked as well. It costs a few round trips
 to the store for each operation: meant for looking for a mistake.
+
+Comparing a collective waits for the peers at once, also when it is asynchronous: ranks that start
+operations of several groups in different order wait for each other, and are told so after the
+time-out. Two NCCL ranks that each send and receive in one batch may do so as well, since c10d
+batches such calls on its own groups alone.
 """
 
 from lightning_shard.backends.checked.collectives import CheckedExchange, exchange_collectives

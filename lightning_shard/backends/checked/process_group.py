@@ -21,7 +21,7 @@ from lightning_shard.backends.checked.torch_groups import (
 )
 from lightning_shard.backends.group_handle import GroupHandle, describe_group
 from lightning_shard.backends.liveness.interruption import interrupt_backend
-from lightning_shard.backends.python_group import ANY_SOURCE, Tensors, _listed
+from lightning_shard.backends.python_group import ANY_SOURCE, Tensors, as_list
 from lightning_shard.backends.shapes import FIRST_RESERVED_TAG
 
 MakeGroup = Callable[[Any, Any], dist.ProcessGroup]
@@ -107,14 +107,14 @@ class CheckedGroup(GroupHandle):
     def send(self, tensors: Tensors, dst_rank: int, tag: int = 0) -> Work:
         """Send to a rank of the group; compared with its receive."""
         if tag >= FIRST_RESERVED_TAG:  # part of a collective that has been compared
-            return self._inner.send(_listed(tensors), dst_rank, tag)
-        return self._post("send", _listed(tensors), root=dst_rank, tag=tag)
+            return self._inner.send(as_list(tensors), dst_rank, tag)
+        return self._post("send", as_list(tensors), root=dst_rank, tag=tag)
 
     def recv(self, tensors: Tensors, src_rank: int, tag: int = 0) -> Work:
         """Receive from a rank of the group, once compared with what that sends."""
         if tag >= FIRST_RESERVED_TAG:
-            return self._inner.recv(_listed(tensors), src_rank, tag)
-        return self._post("recv", [], _listed(tensors), root=src_rank, tag=tag)
+            return self._inner.recv(as_list(tensors), src_rank, tag)
+        return self._post("recv", [], as_list(tensors), root=src_rank, tag=tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
         """Receive from whichever rank sends first."""

@@ -1,6 +1,6 @@
 """Making torch's own Gloo and NCCL groups, as c10d does, for a checked group to hand over to.
 
-c10d's private names that this needs are here alone; `tests/backends/checked/test_torch_groups.py`
+c10d's private names that this needs are here alone; `tests/backends/checked/test_conformance.py`
 fails when one changes.
 """
 

@@ -9,6 +9,7 @@ is over when its receive has come, as with Gloo and NCCL.
     rank 2  all_reduce ─┘
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +19,7 @@ from lightning_shard.backends.group_handle import describe_group
 from lightning_shard.backends.in_process.semantics import SEMANTICS
 from lightning_shard.backends.packing import raw, write
 from lightning_shard.backends.python_group import ANY_SOURCE
-from lightning_shard.backends.streams import join_streams, mark_stream
+from lightning_shard.backends.streams import join_streams, mark_streams
 
 
 @dataclass(slots=True, eq=False)
@@ -32,7 +33,7 @@ class Meeting:
     number: int
     calls: list[Call | None]
     done: bool = False
-    finished: torch.cuda.Event | None = None
+    finished: Sequence[torch.cuda.Event | None] = ()
     source: int = -1
 
     def missing(self) -> tuple[int, ...]:
@@ -102,7 +103,7 @@ class Channel:
             join_streams([c.posted for c in calls])
             with torch.inference_mode():
                 SEMANTICS[call.op](calls)
-            meeting.finished = mark_stream(call.inputs)
+            meeting.finished = _mark(calls)
             meeting.done = True
         return meeting
 
@@ -127,6 +128,11 @@ class Channel:
         return mine
 
 
+def _mark(calls: Sequence[Call]) -> list[torch.cuda.Event | None]:
+    """Mark the streams that the results were computed on: one rank's, on every rank's device."""
+    return mark_streams(tensor for call in calls for tensor in (*call.outputs, *call.inputs))
+
+
 def _only_call(transfer: Transfer) -> Call:
     call = transfer.calls[0]
     assert call is not None
@@ -147,5 +153,5 @@ def _deliver(send: Transfer, recv: Transfer, here: Call) -> None:
         for target, source in zip(received.outputs, sent.inputs, strict=True):
             write(target, raw(source))
     recv.source = sent.rank
-    send.finished = recv.finished = mark_stream(sent.inputs)
+    send.finished = recv.finished = _mark([sent, received])
     send.done = recv.done = True

@@ -34,7 +34,7 @@ class InProcessWork(dist.Work):
         del timeout
         if not self._meeting.done:
             self._world.wait_for(self._meeting, self._call)
-        join_streams([self._meeting.finished])
+        join_streams(self._meeting.finished)
         return True
 
     def is_completed(self) -> bool:

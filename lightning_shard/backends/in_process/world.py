@@ -221,7 +221,10 @@ class _Run(Generic[T]):
         first.thread_id = threading.get_ident()
         first.globals.load()
         with torch.autograd.set_multithreading_enabled(False):
-            self._work(first)
+            try:
+                self._work(first)
+            except BaseException as interruption:  # Ctrl-C just as the rank had ended
+                self._scheduler.fail(first, interruption)
             self._scheduler.drain(first)
         for thread in threads:
             thread.join(_JOIN_SECONDS)

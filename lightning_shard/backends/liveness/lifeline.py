@@ -138,6 +138,11 @@ class Lifeline:
             self._send({"kind": "terminating"})
 
     @property
+    def has_verdict(self) -> bool:
+        """Whether a rank is known to have failed, so that this one is ending."""
+        return self._verdict is not None
+
+    @property
     def stops(self) -> bool:
         """Whether this rank has come to the step before which all ranks stop."""
         return self._stop_step is not None and self._steps >= self._stop_step

@@ -141,7 +141,7 @@ class LifelineThread(threading.Thread):
             self._num_sigterms += self._wake_read.recv(1 << 12).count(signal.SIGTERM)
         if self._num_sigterms:
             self.lifeline.announce_termination()
-        if self._num_sigterms > 1:
+        if self._num_sigterms > 1 and not self.lifeline.has_verdict:
             os._exit(TERMINATED_STATUS)  # the main thread may be where no handler runs
 
     def _close(self) -> None:

@@ -13,6 +13,11 @@ from typing_extensions import override
 from lightning_shard.backends import _c10d, liveness
 from lightning_shard.backends._c10d import PrefixStore, TCPStore
 from lightning_shard.backends.base import DEFAULT_TIMEOUT, Backend
+from lightning_shard.backends.checked import (
+    checked_name,
+    exchange_collectives,
+    register_checked,
+)
 from lightning_shard.backends.exchange import ExchangeCollectives
 from lightning_shard.backends.mpi import runtime
 from lightning_shard.backends.mpi.flight import progress
@@ -32,6 +37,11 @@ class MPIBackend(Backend):
     name: ClassVar[str] = "mpi"
     device_types: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
 
+    @property
+    @override
+    def c10d_name(self) -> str:
+        return checked_name(BACKEND_NAME) if self.debug else BACKEND_NAME
+
     @override
     def unavailable_reason(self) -> str | None:
         return runtime.unavailable_reason()
@@ -43,7 +53,7 @@ class MPIBackend(Backend):
         _check_place(rank, world_size)
         store, rank, world_size = next(_meet(INIT_METHOD, timeout=timeout))
         dist.init_process_group(
-            BACKEND_NAME,
+            self.c10d_name,
             store=PrefixStore("default_pg", store),
             rank=rank,
             world_size=world_size,
@@ -53,10 +63,10 @@ class MPIBackend(Backend):
 
     @override
     def collectives(self, group: dist.ProcessGroup) -> ExchangeCollectives:
-        return ExchangeCollectives(group)
+        return exchange_collectives(group)
 
 
-def _make_group(options: Any, backend_options: Any) -> MPIGroup:
+def _make_group(options: Any, backend_options: Any) -> Any:
     """Make this rank's handle of a group; c10d calls this."""
     del backend_options
     ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
@@ -96,4 +106,5 @@ def _check_place(rank: int = -1, world_size: int = -1) -> None:
 
 
 _c10d.register_backend(BACKEND_NAME, _make_group, ["cpu", "cuda"])
+register_checked(BACKEND_NAME, _make_group, ["cpu", "cuda"])
 register_rendezvous_handler("mpi", _meet)  # type: ignore[no-untyped-call]

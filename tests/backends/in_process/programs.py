@@ -305,9 +305,10 @@ class Calls:
         size = len(self.step.ranks)
         after, before = (self.step.ranks[(self.place + k) % size] for k in (1, -1))
         part, got = self.mine(self.step.shape), self.empty(self.step.shape)
+        tag = 200 + self.step.number  # nobody else's: after a fault, halves may be left over
         ops = [
-            dist.P2POp(dist.isend, part, after, self.group),
-            dist.P2POp(dist.irecv, got, before, self.group),
+            dist.P2POp(dist.isend, part, after, self.group, tag),
+            dist.P2POp(dist.irecv, got, before, self.group, tag),
         ]
         works = dist.batch_isend_irecv(ops)
         if not self.is_async:

@@ -21,6 +21,10 @@ DTYPES = [
     torch.uint32,
     torch.complex64,
     torch.bool,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
 ]
 # torch 2.13 renamed these, torch 2.11 has the old names only.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -1,6 +1,5 @@
 """Sub-groups and device meshes: every way to make them, in any order."""
 
-import gc
 from typing import Any
 
 import pytest
@@ -60,7 +59,7 @@ def test_split_group_is_refused_as_on_gloo() -> None:
         return ""
 
     for text in run_ranks(fn, 4):
-        assert "No device id is associated" in str(text) or "split" in str(text)
+        assert "split" in str(text) or "device id" in str(text)
 
 
 def test_groups_made_anew_after_they_were_destroyed() -> None:
@@ -70,8 +69,6 @@ def test_groups_made_anew_after_they_were_destroyed() -> None:
             group = dist.new_group([0, 1], use_local_synchronization=True)
             sums.append(total(group, rank))
             dist.destroy_process_group(group)
-            del group
-            gc.collect()
         return sums
 
     assert run_ranks(fn, 2) == [[1.0] * 3] * 2

@@ -37,7 +37,6 @@ class Interrupted(BoringModel):
 @pytest.mark.parametrize("rank_to_press", [0, 1])
 @pytest.mark.parametrize("computes", [False, True])
 def test_ctrl_c_in_training(rank_to_press: int, computes: bool, tmp_path: Any) -> None:
-    before, handler = snapshot(), signal.getsignal(signal.SIGINT)
     trainer = pl.Trainer(
         strategy="zero2_in_process",
         accelerator="cpu",
@@ -49,8 +48,10 @@ def test_ctrl_c_in_training(rank_to_press: int, computes: bool, tmp_path: Any) -
         enable_model_summary=False,
         default_root_dir=tmp_path,
     )
+    model = Interrupted(rank_to_press, computes)
+    before, handler = snapshot(), signal.getsignal(signal.SIGINT)
     with pytest.raises((KeyboardInterrupt, SystemExit)):
-        trainer.fit(Interrupted(rank_to_press, computes))
+        trainer.fit(model)
     assert current_world() is None
     assert signal.getsignal(signal.SIGINT) is handler
     assert snapshot() == before

@@ -1,9 +1,11 @@
 """What is global to a process is each rank's own, and the caller's afterwards."""
 
+import io
 import os
 import random
 import sys
 import warnings
+from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
 
 import numpy as np
@@ -110,3 +112,37 @@ def test_a_group_that_was_there_before_is_there_afterwards() -> None:
         dist.barrier()
     finally:
         dist.destroy_process_group()
+
+
+def test_redirected_output_stays_with_its_rank_over_a_collective() -> None:
+    outer = sys.stdout, sys.stderr
+
+    def fn(rank: int) -> str:
+        with redirect_stdout(io.StringIO()) as text, redirect_stderr(text):
+            dist.barrier()
+            print(f"out {rank}")
+            dist.barrier()
+            print(f"err {rank}", file=sys.stderr)
+        return text.getvalue()
+
+    assert run_ranks(fn, 3) == [f"out {rank}\nerr {rank}\n" for rank in range(3)]
+    assert (sys.stdout, sys.stderr) == outer
+
+
+def test_recorded_warnings_stay_with_their_rank_over_a_collective() -> None:
+    outer = warnings.showwarning, warnings.filters, list(warnings.filters)
+
+    def fn(rank: int) -> list[str]:
+        warnings.simplefilter("always")  # for good, as in a process of its own
+        with warnings.catch_warnings(record=True) as seen:
+            dist.barrier()
+            warnings.warn(f"rank {rank}", stacklevel=1)
+            dist.barrier()
+        return [str(warning.message) for warning in seen]
+
+    with warnings.catch_warnings(record=True) as outside:
+        assert run_ranks(fn, 3) == [["rank 0"], ["rank 1"], ["rank 2"]]
+        with pytest.warns(UserWarning, match="after"):
+            warnings.warn("after", stacklevel=1)
+    assert outside == []
+    assert (warnings.showwarning, warnings.filters, list(warnings.filters)) == outer

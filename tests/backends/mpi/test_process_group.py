@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_shard.backends.mpi import process_group, runtime
 from lightning_shard.backends.mpi.backend import INIT_METHOD
 from lightning_shard.backends.mpi.process_group import BACKEND_NAME, MPIGroup
+from lightning_shard.backends.registry import get_backend
 from lightning_shard.errors import CollectiveMismatchError, ConfigError, RankFailedError
 from tests.mpirun import run_mpi
 
@@ -214,3 +215,26 @@ def test_a_rank_that_raises_does_not_wait_for_its_peers_at_exit() -> None:
     with pytest.raises(AssertionError, match="ValueError: on purpose") as caught:
         run_mpi(raise_on, 2, rank=1, timeout_seconds=50)
     assert "ended with -9" not in str(caught.value)  # no time ran out
+
+
+def call_different_operations() -> str:
+    backend = get_backend("mpi").with_debug(True)
+    cpu = torch.device("cpu")
+    world = runtime.mpi().COMM_WORLD
+    backend.init_process_group(
+        rank=world.rank, world_size=world.size, device=cpu, timeout=timedelta(seconds=30)
+    )
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [2.0] * 3
+    with pytest.raises(CollectiveMismatchError) as caught:
+        dist.all_reduce(tensor) if world.rank == 0 else dist.broadcast(tensor, src=0)
+    dist.destroy_process_group()
+    return str(caught.value)
+
+
+def test_with_debug_different_operations_are_a_mismatch_on_both_ranks() -> None:
+    for message in run_mpi(call_different_operations, 2):
+        assert "all_reduce(SUM, float32 (3,))" in message
+        assert "broadcast(float32 (3,), root 0)" in message
+        assert message.count("test_process_group.py:") >= 2
