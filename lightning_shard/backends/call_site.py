@@ -8,12 +8,13 @@ from types import FrameType
 import lightning
 import torch
 
-import lightning_shard
-
 _INNER_FOLDERS = tuple(
-    os.path.dirname(os.path.abspath(package.__file__)) + os.sep
-    for package in (torch, lightning, lightning_shard)
-    if package.__file__
+    os.path.abspath(folder) + os.sep
+    for folder in (
+        os.path.dirname(torch.__file__),
+        os.path.dirname(lightning.__file__),
+        os.path.dirname(os.path.dirname(__file__)),  # this package
+    )
 )
 _is_inner: dict[str, bool] = {}  # by file name; only ever a cache
 

@@ -1,7 +1,7 @@
 """Rank 0's view of all ranks: who is there, who has gone, and the verdict.
 
     rank 1 ──beat, failed, terminating, hold, bye──> hub
-    rank 1 <──beat, table, hold, stop, verdict, bye── hub
+    rank 1 <──welcome, beat, table, hold, stop, verdict, bye── hub
 
 The hub knows no sockets and no clock: it is told what comes in and what time it is, and it says
 what to send. The first rank to die, to fall silent or to raise makes the verdict, which every rank
@@ -60,6 +60,8 @@ class Hub:
             case "join":
                 for announcement in self._announced.values():
                     self._tell(rank, announcement)
+                if all(one.has_come for one in self._members.values()):
+                    self._announce({"kind": "welcome"})
             case "beat":
                 member.doing = f"was {message['doing']}"
             case "ask":

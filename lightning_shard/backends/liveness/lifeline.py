@@ -64,6 +64,7 @@ class Lifeline:
         self._activity = Activity(since=now)
         self._verdict: Verdict | None = None
         self._table: Table = {}
+        self._all_have_come = False
         self._hub_heard = now
         self._hub_has_left = False
         self._steps = 0
@@ -72,6 +73,18 @@ class Lifeline:
         self._news = Condition()  # guards all of these
 
     # --- asked by the threads that train --------------------------------------------------------
+
+    def await_all(self, seconds: float) -> None:
+        """Wait until every rank has come; one that leaves at once is then missed by nobody.
+
+        Raises:
+            RankFailedError: A rank has failed, or did not come.
+        """
+        with self._news:
+            self._news.wait_for(lambda: self._all_have_come or self._verdict, seconds)
+            self.check("the start")
+            if not self._all_have_come:
+                raise self.explain("the start")
 
     def entered(self, operation: str) -> None:
         """Note that this rank begins `operation`, or waits for it; check first.
@@ -191,6 +204,10 @@ class Lifeline:
         """Take a message of the hub."""
         self._hub_heard = now
         match message["kind"]:
+            case "welcome":
+                with self._news:
+                    self._all_have_come = True
+                    self._news.notify_all()
             case "verdict":
                 self._judge(Verdict(**{key: message[key] for key in ("rank", "event", "doing")}))
             case "table":

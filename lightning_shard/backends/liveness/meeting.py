@@ -51,7 +51,7 @@ def start(
         timeout: A rank that is silent for most of this time is given up.
 
     Raises:
-        RankFailedError: Rank 0 cannot be reached.
+        RankFailedError: Rank 0 cannot be reached, or a rank does not come.
     """
     global _thread, _lifeline
     stop()
@@ -63,6 +63,7 @@ def start(
     _thread.start()
     # Not atexit, whose functions a process that `multiprocessing` has started does not run.
     Finalize(None, stop_at_exit, exitpriority=0)
+    _lifeline.await_all(timeout.total_seconds())
 
 
 def stop() -> None:

@@ -67,6 +67,15 @@ def test_a_pause_of_the_hub_itself_is_nobodys_silence(room: Room) -> None:
     assert room.verdicts == set()
 
 
+def test_all_are_welcomed_once_the_last_has_come() -> None:
+    said: list[tuple[int, Message]] = []
+    hub = Hub(2, 8.0, lambda rank, message: said.append((rank, message)), 0.0)
+    hub.heard(1, {"kind": "join"}, 0.1)
+    assert said == []
+    hub.heard(0, {"kind": "join"}, 0.2)
+    assert said == [(0, {"kind": "welcome"}), (1, {"kind": "welcome"})]
+
+
 def test_a_rank_that_never_came_is_silent() -> None:
     said: list[Message] = []
     hub = Hub(2, 8.0, lambda rank, message: said.append(message), 0.0)

@@ -44,6 +44,16 @@ def test_nothing_happens_while_all_are_well(rank: Rank) -> None:
     assert rank.sent == []
 
 
+def test_the_start_waits_for_all(rank: Rank) -> None:
+    with pytest.raises(RankFailedError, match="lost a peer in the start"):
+        rank.lifeline.await_all(0.0)
+    threading.Timer(0.05, rank.told, kwargs={"kind": "welcome"}).start()
+    rank.lifeline.await_all(60.0)
+    rank.lifeline.heard(VERDICT, 1.0)
+    with pytest.raises(RankFailedError, match="rank 1 died"):
+        rank.lifeline.await_all(60.0)
+
+
 def test_a_beat_says_what_the_rank_does(rank: Rank) -> None:
     rank.lifeline.beat()
     rank.lifeline.entered("all_gather")

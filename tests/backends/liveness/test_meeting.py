@@ -51,6 +51,8 @@ def ranks() -> Iterator[list[LifelineThread]]:
     threads = meet(DictStore(), 3, LONG)
     for thread in threads:
         thread.start()
+    for thread in threads:
+        thread.lifeline.await_all(60)
     yield threads
     for thread in threads:
         thread.leave()
