@@ -1,0 +1,97 @@
+"""The parallel forms of layers: a layer's own class, with its forward split over the ranks.
+
+    colwise    x ──enter──> [ x W0 | x W1 ] ──leave──> y        each rank has columns of the result
+    rowwise    x ──enter──> x0 W0 + x1 W1 ──leave──> y          each rank has a partial sum
+    vocab      ids ───────> rows of the own part, else 0 ──leave──> y
+
+A layer stays the object that it was, so that hooks, names and `isinstance` go on working; its class
+becomes a subclass made here, and its own again in the end. Weights of Linear and Embedding are cut
+in place. A bias that belongs to the whole result is added after the sum, once.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+Crossing = Callable[[Tensor], Tensor]
+"""What is done to an activation where a parallel region begins or ends."""
+
+_PLACE = "_tensor_parallel_place"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A layer's place in the split model.
+
+    Attributes:
+        rank: This rank in the tensor-parallel group.
+        enter: Done to the layer's input.
+        leave: Done to its result, before a bias that belongs to the whole.
+    """
+
+    rank: int
+    enter: Crossing
+    leave: Crossing
+
+
+class _Colwise:
+    def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+        place: Place = getattr(self, _PLACE)
+        return place.leave(super().forward(place.enter(input)))  # type: ignore[misc]
+
+
+class _Rowwise:
+    def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002
+        place: Place = getattr(self, _PLACE)
+        total = place.leave(_product(self, place.enter(input)))
+        return total if self.bias is None else total + self.bias
+
+
+class _Vocab:
+    def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002
+        place: Place = getattr(self, _PLACE)
+        first = place.rank * self.weight.shape[0]
+        local = input - first
+        elsewhere = (local < 0) | (local >= self.weight.shape[0])
+        padding = None if self.padding_idx is None else self.padding_idx - first
+        if padding is not None and not 0 <= padding < self.weight.shape[0]:
+            padding = None
+        rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight, padding)
+        return place.leave(rows.masked_fill(elsewhere.unsqueeze(-1), 0))
+
+
+_FORMS: dict[str, type] = {"colwise": _Colwise, "rowwise": _Rowwise, "vocab": _Vocab}
+
+
+@cache
+def _parallel_class(form: str, own: type[nn.Module]) -> type[nn.Module]:
+    return type(f"{form.capitalize()}{own.__name__}", (_FORMS[form], own), {})
+
+
+def split_layer(module: nn.Module, form: str, place: Place) -> None:
+    """Give a layer, whose parameters have been cut, its parallel forward."""
+    setattr(module, _PLACE, place)
+    module.__class__ = _parallel_class(form, type(module))
+
+
+def unsplit_layer(module: nn.Module) -> None:
+    """Give a layer its own forward back."""
+    if _PLACE in module.__dict__:
+        delattr(module, _PLACE)
+        module.__class__ = type(module).__mro__[2]
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether a linear layer keeps its weight as (in, out), as GPT-2's Conv1D does."""
+    return type(module).__name__.endswith("Conv1D") and hasattr(module, "nf")
+
+
+def _product(module: Any, input: Tensor) -> Tensor:  # noqa: A002
+    """Return a linear layer's result without its bias."""
+    weight: Tensor = module.weight
+    return torch.matmul(input, weight if is_transposed(module) else weight.t())

@@ -1,0 +1,152 @@
+"""What happens to activations where a parallel region begins and ends: forward, and in reverse.
+
+    enter    copy               forward: nothing               backward: all-reduce
+    leave    reduce             forward: all-reduce            backward: nothing
+    ---- with the activations outside in slices of the sequence:
+    enter    gather             forward: all-gather            backward: reduce-scatter
+    leave    reduce_scatter     forward: reduce-scatter        backward: all-gather
+    ---- where a layer alone is split:
+    leave    gather (copies)    forward: all-gather            backward: the own slice
+    enter    split              forward: the own slice         backward: all-gather
+
+Source: Megatron-LM, arXiv:1909.08053 and arXiv:2205.05198.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_shard.backends.collectives import Collectives
+
+
+def copy_to_region(tensor: Tensor, group: Collectives) -> Tensor:
+    """Enter with a replicated activation; its gradient is summed over the ranks."""
+    return _apply(_Copy, tensor, group)
+
+
+def reduce_from_region(tensor: Tensor, group: Collectives) -> Tensor:
+    """Leave with the sum of the ranks' partial results."""
+    return _apply(_Reduce, tensor, group)
+
+
+def gather_to_region(tensor: Tensor, dim: int, group: Collectives) -> Tensor:
+    """Enter with every rank's slice along `dim`; the gradient is summed and sliced again."""
+    return _apply(_Gather, tensor, dim, group)
+
+
+def reduce_scatter_from_region(tensor: Tensor, dim: int, group: Collectives) -> Tensor:
+    """Leave with this rank's slice along `dim` of the sum of the ranks' partial results."""
+    return _apply(_ReduceScatter, tensor, dim, group)
+
+
+def gather_copies(tensor: Tensor, dim: int, group: Collectives) -> Tensor:
+    """Leave with every rank's slice along `dim`, all ranks then computing the same."""
+    return _apply(_GatherCopies, tensor, dim, group)
+
+
+def split_to_region(tensor: Tensor, dim: int, group: Collectives) -> Tensor:
+    """Enter with this rank's slice along `dim` of a replicated activation."""
+    return _apply(_Split, tensor, dim, group)
+
+
+def all_reduced(tensor: Tensor, group: Collectives) -> Tensor:
+    """Return the sum over the ranks, in new memory."""
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    group.all_reduce(total).wait()
+    return total
+
+
+def all_gathered(tensor: Tensor, dim: int, group: Collectives) -> Tensor:
+    """Return the ranks' slices one after the other along `dim`."""
+    own = tensor.contiguous().view(-1)
+    flat = own.new_empty(group.size * own.numel())
+    group.all_gather(flat, own).wait()
+    slices = flat.view(group.size, *tensor.shape).unbind()
+    return torch.cat(slices, dim=dim)
+
+
+def reduce_scattered(tensor: Tensor, dim: int, group: Collectives) -> Tensor:
+    """Return this rank's slice along `dim` of the sum over the ranks."""
+    slices = torch.stack(tensor.chunk(group.size, dim=dim))  # (W, ...)
+    own = torch.empty_like(slices[0])
+    group.reduce_scatter(own.view(-1), slices.view(-1)).wait()
+    return own
+
+
+def own_slice(tensor: Tensor, dim: int, group: Collectives) -> Tensor:
+    """Return this rank's slice along `dim`, a view."""
+    return tensor.chunk(group.size, dim=dim)[group.rank]
+
+
+def _apply(function: type[torch.autograd.Function], tensor: Tensor, *args: Any) -> Tensor:
+    group: Collectives = args[-1]
+    if group.size == 1:
+        return tensor
+    result: Tensor = function.apply(tensor, *args)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Collectives) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return all_reduced(grads[0], ctx.group), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Collectives) -> Tensor:
+        return all_reduced(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0], None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, group: Collectives) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return all_gathered(tensor, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return reduce_scattered(grads[0], ctx.dim, ctx.group), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, group: Collectives) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return reduce_scattered(tensor, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return all_gathered(grads[0], ctx.dim, ctx.group), None, None
+
+
+class _GatherCopies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, group: Collectives) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return all_gathered(tensor, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return own_slice(grads[0], ctx.dim, ctx.group).contiguous(), None, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, group: Collectives) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return own_slice(tensor, dim, group).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return all_gathered(grads[0], ctx.dim, ctx.group), None, None

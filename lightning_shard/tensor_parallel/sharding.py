@@ -1,0 +1,82 @@
+"""How one parameter is split over the ranks of a tensor-parallel group: pure arithmetic.
+
+A plain matrix is cut evenly along one dimension. A fused one consists of blocks that are each cut
+evenly, so that every rank gets its heads of each of query, key and value:
+
+    blocks=(8,)      [ 0 0 0 0 | 1 1 1 1 ]
+    blocks=(4, 4)    [ 0 0 | 1 1 | 0 0 | 1 1 ]        rank 1's local tensor: [ 1 1 1 1 ]
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_shard.errors import LayoutError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """The split of one parameter.
+
+    Attributes:
+        dim: The dimension that is cut; counted from 0.
+        blocks: Sizes along `dim` of the consecutive blocks that are each cut evenly.
+        num_shards: Ranks of the tensor-parallel group.
+
+    Raises:
+        LayoutError: A block is no multiple of the number of ranks.
+    """
+
+    dim: int
+    blocks: tuple[int, ...]
+    num_shards: int
+
+    def __post_init__(self) -> None:
+        """Refuse an uneven cut."""
+        uneven = [block for block in self.blocks if block % self.num_shards]
+        if uneven:
+            common = [
+                n
+                for n in range(2, min(self.blocks) + 1)
+                if all(block % n == 0 for block in self.blocks)
+            ]
+            fitting = f"one of {', '.join(map(str, common))}" if common else "1"
+            raise LayoutError(
+                f"{uneven[0]} elements along dimension {self.dim} cannot be split evenly over "
+                f"{self.num_shards} ranks; expected a tensor_parallel_size that is {fitting}."
+            )
+
+    @property
+    def local_blocks(self) -> tuple[int, ...]:
+        """Sizes along `dim` of this split's blocks on each rank."""
+        return tuple(block // self.num_shards for block in self.blocks)
+
+    def local_shape(self, full_shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of each rank's shard of a tensor of `full_shape`."""
+        shape = list(full_shape)
+        shape[self.dim] = sum(self.local_blocks)
+        return tuple(shape)
+
+    def full_shape(self, local_shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the whole tensor whose shards have `local_shape`."""
+        shape = list(local_shape)
+        shape[self.dim] = sum(self.blocks)
+        return tuple(shape)
+
+    def shard(self, full: Tensor, index: int) -> Tensor:
+        """Return rank `index`'s shard, contiguous and in memory of its own."""
+        blocks = full.split(self.blocks, dim=self.dim)  # type: ignore[no-untyped-call]
+        own = [block.chunk(self.num_shards, dim=self.dim)[index] for block in blocks]
+        return torch.cat(own, dim=self.dim).contiguous()
+
+    def assemble(self, shards: Sequence[Tensor]) -> Tensor:
+        """Return the whole tensor from every rank's shard, in rank order."""
+        split = [
+            shard.split(self.local_blocks, dim=self.dim)  # type: ignore[no-untyped-call]
+            for shard in shards
+        ]
+        return torch.cat(
+            [part for block in zip(*split, strict=True) for part in block], dim=self.dim
+        )
