@@ -17,14 +17,16 @@ def full_module_state(module: nn.Module, engine: DataParallelEngine) -> dict[str
     Returns:
         On rank 0 every entry, on the CPU, parameters in the optimizer's format; {} elsewhere.
     """
-    is_first = engine.collectives.rank == 0
     whole: dict[int, Tensor] = {}
     for flat in engine.flats:
         views = flat.whole_values()
-        if is_first:
-            for param, view in zip(flat.params, views, strict=True):
-                whole[id(param)] = view.detach().to("cpu", copy=True)
-    if not is_first:
+        if engine.collectives.rank > 0:
+            continue
+        for param, view in zip(flat.params, views, strict=True):
+            value = engine.split.whole(param, view.detach())
+            if engine.is_first:
+                whole[id(param)] = value.to("cpu", copy=True)
+    if not engine.is_first:
         return {}
     state = module.state_dict(keep_vars=True)
     for name, value in state.items():  # in place: torch's own mapping knows module versions

@@ -25,6 +25,7 @@ from lightning_shard.data_parallel.buffers import BufferSync
 from lightning_shard.data_parallel.flat_gradients import FlatGradients
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.gathering import Gatherer
+from lightning_shard.data_parallel.model_split import ModelSplit, Unsplit
 from lightning_shard.data_parallel.optimizer_view import OptimizerView
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.data_parallel.reducer import Reducer
@@ -47,6 +48,7 @@ class DataParallelEngine:
         options: Stage, units, formats.
         reducing: The same ranks over another group, for gradients: ranks that use different parts
             of the model may start them at other moments than gathers. Made here when left out.
+        split: How the model is split over other ranks; left out when it is not.
 
     Raises:
         ConfigError: The ranks' models differ.
@@ -58,12 +60,14 @@ class DataParallelEngine:
         collectives: Collectives,
         options: EngineOptions,
         reducing: Collectives | None = None,
+        split: ModelSplit | None = None,
     ) -> None:
         _refuse_leftover_pieces(model)
         check_same_model(model, collectives)
         self.model = model
         self.collectives = collectives
         self.options = options
+        self.split: ModelSplit = Unsplit() if split is None else split
         self.device = next((param.device for param in model.parameters()), torch.device("cpu"))
         reducing = reducing or collectives.twin()
         specs = find_units(model, classes=options.units, bucket_mb=options.unit_mb)
@@ -94,6 +98,11 @@ class DataParallelEngine:
         self._buffers.broadcast_all()
         self.view = OptimizerView(self.gradients, self.reducer, self._gatherer)
         self.hook_trainable()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the one rank that gets whole states to save."""
+        return self.collectives.rank == 0 and self.split.is_first
 
     def _build_unit(self, spec: UnitSpec) -> Unit:
         policy = self.options.dtypes

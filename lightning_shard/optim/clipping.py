@@ -1,7 +1,9 @@
 """The norm of the whole gradient, and clipping by it, from pieces.
 
-Each element of the gradient lies on exactly one rank (stages 1 to 3) or is the same on every rank
-(stage 0), so sums over pieces are summed over ranks once or not at all.
+Within a data-parallel group each element of the gradient lies on exactly one rank (stages 1 to 3)
+or is the same on every rank (stage 0), so sums over pieces are summed over ranks once or not at
+all. Parameters that are split over other ranks as well are summed over those, too; what is whole
+on each of them counts once.
 """
 
 from collections.abc import Sequence
@@ -9,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.engine import DataParallelEngine
 
 
@@ -26,20 +29,36 @@ def global_grad_norm(
     Returns:
         Shape (), float32 (float64 when the gradients are).
     """
+    groups: dict[Collectives | None, list[nn.Parameter]] = {}
+    for param in params:
+        groups.setdefault(engine.split.group_of(param), []).append(param)
     with engine.optimizer_view():
-        grads = [param.grad for param in params if param.grad is not None]
+        norms = [_norm_over(same, engine, group, norm_type) for group, same in groups.items()]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return total
+
+
+def _norm_over(
+    params: Sequence[nn.Parameter],
+    engine: DataParallelEngine,
+    group: Collectives | None,
+    norm_type: float,
+) -> Tensor:
+    """The norm over parameters that are split alike, from the pieces in the optimizer's view."""
+    grads = [_wide(param.grad) for param in params if param.grad is not None]
     # the same format on every rank, whichever pieces it has
     wide = any(param.dtype in (torch.float64, torch.complex128) for param in params)
-    local = nn.utils.get_total_norm([_wide(grad) for grad in grads], norm_type)
+    local = nn.utils.get_total_norm(grads, norm_type)
     local = local.to(engine.device, torch.float64 if wide else torch.float32)
-    if engine.options.stage == 0:
-        return local
-    if norm_type == float("inf"):
-        engine.collectives.all_reduce(local, "max").wait()
-        return local
-    total = local**norm_type
-    engine.collectives.all_reduce(total, "sum").wait()
-    return total ** (1.0 / norm_type)
+    over = [] if engine.options.stage == 0 else [engine.collectives]
+    for collectives in [*over, *([] if group is None else [group])]:
+        if norm_type == float("inf"):
+            collectives.all_reduce(local, "max").wait()
+        else:
+            total = local**norm_type
+            collectives.all_reduce(total, "sum").wait()
+            local = total ** (1.0 / norm_type)
+    return local
 
 
 def _wide(tensor: Tensor) -> Tensor:

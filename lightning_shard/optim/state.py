@@ -41,7 +41,8 @@ def local_state_dict(
     params = _params(optimizer)
     state = {
         index: {
-            key: _cut(key, value, *engine.owner(params[index])) for key, value in entries.items()
+            key: _cut(key, _own_part(value, params[index], engine), *engine.owner(params[index]))
+            for key, value in entries.items()
         }
         for index, entries in full["state"].items()
     }
@@ -69,7 +70,6 @@ def full_state_dict(optimizer: Optimizer, engine: DataParallelEngine) -> dict[st
     packed = optimizer.state_dict()
     params = _params(optimizer)
     kinds = _agree_on_keys(packed["state"], params, engine)
-    is_first = engine.collectives.rank == 0
     state: dict[int, dict[str, Any]] = {}
     for (flat, key), (dtype, indices) in kinds["pieces"].items():
         shard = torch.zeros_like(flat.shard, dtype=dtype)
@@ -79,11 +79,12 @@ def full_state_dict(optimizer: Optimizer, engine: DataParallelEngine) -> dict[st
             if value is not None and value.numel():
                 views[engine.owner(params[index])[1]].copy_(value)
         whole = flat.gather_shards(shard)
-        if is_first:
-            for index in indices:
-                tensor = whole[engine.owner(params[index])[1]]
+        for index in indices if engine.collectives.rank == 0 else ():
+            tensor = whole[engine.owner(params[index])[1]]
+            tensor = engine.split.whole(params[index], tensor)
+            if engine.is_first:
                 state.setdefault(index, {})[key] = tensor.to("cpu", copy=True)
-    if not is_first:
+    if not engine.is_first:
         return {}
     for index, entries in kinds["common"].items():
         state[index] = {**entries, **state.get(index, {})}
@@ -125,6 +126,11 @@ def _params(optimizer: Optimizer) -> list[nn.Parameter]:
 
 def _plain(value: Any) -> Any:
     return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
+def _own_part(value: Any, param: nn.Parameter, engine: DataParallelEngine) -> Any:
+    """This rank's part of a state tensor of a parameter that is split over other ranks, too."""
+    return engine.split.local(param, value) if isinstance(value, Tensor) else value
 
 
 def _is_elsewhere(flat: FlatParameters, index: int) -> bool:

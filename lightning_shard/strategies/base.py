@@ -115,6 +115,11 @@ class ShardStrategy(StopsTogether, metaclass=OptionNames):
         return self._collectives
 
     @property
+    def data_collectives(self) -> Collectives:
+        """Collectives over the ranks that train one model on different batches: here, all."""
+        return self.collectives
+
+    @property
     @override
     def precision_plugin(self) -> Precision:
         return super().precision_plugin
@@ -157,7 +162,10 @@ class ShardStrategy(StopsTogether, metaclass=OptionNames):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
+        if self._collectives is None:
+            return {"num_replicas": self.world_size, "rank": self.global_rank}
+        data = self.data_collectives
+        return {"num_replicas": data.size, "rank": data.rank}
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment and Lightning's logging which rank this is."""
@@ -208,10 +216,15 @@ class ShardStrategy(StopsTogether, metaclass=OptionNames):
         group = dist.group.WORLD
         assert group is not None
         self._collectives = self.backend.collectives(group)
-        if self._reducing is None or self._twin_of is not group:
-            self._reducing, self._twin_of = self._collectives.twin(self._timeout), group
+        if self._twin_of is not group:
+            self._make_groups()
+            self._twin_of = group
         if not self.is_in_process and self.lightning_module is not None:
             self.watch_for_termination(self.lightning_module.trainer)
+
+    def _make_groups(self) -> None:
+        """Make the groups beside the default one, once for each default group."""
+        self._reducing = self.data_collectives.twin(self._timeout)
 
     def _join(self) -> None:
         environment = self.cluster_environment
@@ -242,7 +255,7 @@ class ShardStrategy(StopsTogether, metaclass=OptionNames):
         ready = self._collectives is not None and dist.is_initialized()
         if self._collectives is None or not ready or not isinstance(tensor, Tensor):
             return tensor
-        collectives = self._collectives if group is None else self.backend.collectives(group)
+        collectives = self.data_collectives if group is None else self.backend.collectives(group)
         return reduced(tensor, reduce_op_name(reduce_op), collectives)
 
     @override

@@ -23,6 +23,7 @@ from lightning_shard.checkpoint.full import full_module_state
 from lightning_shard.data_parallel.agreement import check_same_optimizers
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.held_bytes import HeldBytes, replicated, storage_bytes
+from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.errors import CheckpointError, ConfigError
 from lightning_shard.optim.clipping import global_grad_norm
@@ -119,7 +120,7 @@ class DataParallelStrategy(ShardStrategy):
             self.setup_optimizers(trainer)  # while parameters have their full shapes
         self._start_engine()
         if fitting:
-            check_same_optimizers(self.optimizers, self.model, self.collectives)
+            check_same_optimizers(self.optimizers, self.model, self.data_collectives)
             self._sharded = [ShardedOptimizer(opt, self.engine) for opt in self.optimizers]
         self.setup_precision_plugin()
 
@@ -146,7 +147,9 @@ class DataParallelStrategy(ShardStrategy):
     def _apply_layer_sync(self) -> None:
         assert self.model is not None
         if isinstance(self._layer_sync, TorchSyncBatchNorm) and self.root_device.type == "cpu":
-            self._cpu_layer_sync = SyncBatchNormOnCpu(self.collectives)  # torch's refuses the CPU
+            self._cpu_layer_sync = SyncBatchNormOnCpu(
+                self.data_collectives
+            )  # torch's refuses the CPU
             self.model = self._cpu_layer_sync.apply(self.model)
         elif self._layer_sync is not None:
             self.model = self._layer_sync.apply(self.model)
@@ -166,8 +169,22 @@ class DataParallelStrategy(ShardStrategy):
         assert isinstance(plugin, ShardedPrecision)
         dtypes = dtype_policy(str(plugin.precision), self._reduce_dtype)
         options = replace(self._options, dtypes=dtypes)
-        self._engine = DataParallelEngine(self.model, self.collectives, options, self._reducing)
+        self._engine = DataParallelEngine(
+            self.model, self.data_collectives, options, self._reducing, self._split_model()
+        )
         plugin.attach(self._engine)
+
+    @property
+    def _holds_pieces(self) -> bool:
+        """Whether this rank's state is less than a single device's."""
+        return self._options.stage > 0
+
+    def _split_model(self) -> ModelSplit | None:
+        """Split the model over ranks that train on the same batches; here there are none."""
+        return None
+
+    def _unsplit_model(self, *, whole: bool) -> None:
+        """Undo `_split_model`; with `whole` each rank must call."""
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -197,11 +214,11 @@ class DataParallelStrategy(ShardStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        lengths = lengths_on_ranks(dataloader, self.collectives)
+        lengths = lengths_on_ranks(dataloader, self.data_collectives)
         if self._is_predicting:  # Lightning gives each rank its own samples, none twice
             self._may_differ_in_batches |= len(set(lengths)) > 1 or None in lengths
             return dataloader
-        return agree_on_batches(dataloader, lengths, self.collectives, self.root_device)
+        return agree_on_batches(dataloader, lengths, self.data_collectives, self.root_device)
 
     @property
     def _is_predicting(self) -> bool:
@@ -291,7 +308,7 @@ class DataParallelStrategy(ShardStrategy):
     def teardown(self) -> None:
         if self._engine is not None:
             self._detach(self._engine)
-            self._left_in_pieces = self._failed and self.stage > 0
+            self._left_in_pieces = self._failed and self._holds_pieces
         self._engine, self._sharded, self._failed = None, [], False
         self._may_differ_in_batches = False
         self._revert_layer_sync()
@@ -300,9 +317,10 @@ class DataParallelStrategy(ShardStrategy):
     def _detach(self, engine: DataParallelEngine) -> None:
         """Make the module whole on every rank, the optimizers' state on rank 0."""
         states = []
-        if not self._failed and engine.options.stage > 0:
+        if not self._failed and self._holds_pieces:
             states = [full_state_dict(sharded.optimizer, engine) for sharded in self._sharded]
         engine.detach(restore=not self._failed)
+        self._unsplit_model(whole=not self._failed)
         for sharded in self._sharded:
             sharded.detach()
         for sharded, state in zip(self._sharded, states, strict=False):

@@ -76,7 +76,8 @@ def _parallel_class(form: str, own: type[nn.Module]) -> type[nn.Module]:
 def split_layer(module: nn.Module, form: str, place: Place) -> None:
     """Give a layer, whose parameters have been cut, its parallel forward."""
     setattr(module, _PLACE, place)
-    module.__class__ = _parallel_class(form, type(module))
+    own: Any = type(module)
+    module.__class__ = _parallel_class(form, own)
 
 
 def unsplit_layer(module: nn.Module) -> None:

@@ -46,6 +46,7 @@ class SplitModel:
 
     Attributes:
         shardings: How each split parameter is cut.
+        full_shapes: Its shape as a whole.
 
     Raises:
         ConfigError: A layer cannot be split over so many ranks.
@@ -56,6 +57,7 @@ class SplitModel:
     ) -> None:
         self.group = group
         self.shardings: dict[nn.Parameter, Sharding] = {}
+        self.full_shapes: dict[nn.Parameter, torch.Size] = {}
         self._layers = list(layers)
         self._changed: list[tuple[nn.Module, str, Any]] = []
         self._entrance = _Entrance(group)
@@ -81,6 +83,7 @@ class SplitModel:
                 self._check_tied(layer, name, param, dim)
                 continue
             sharding = self._sharding(layer, name, param, dim)
+            self.full_shapes[param] = param.shape
             param.data = sharding.shard(param.data, self.group.rank)
             self.shardings[param] = sharding
         place = Place(
@@ -145,6 +148,22 @@ class SplitModel:
             self._changed.append((module, name, width))
             setattr(module, name, width // self.group.size)
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the group's rank 0."""
+        return self.group.rank == 0
+
+    def group_of(self, param: nn.Parameter) -> Collectives | None:
+        """Return the group that a parameter is split over, or None."""
+        return self.group if param in self.shardings else None
+
+    def local(self, param: nn.Parameter, whole: Tensor) -> Tensor:
+        """Return this rank's shard of a tensor shaped as the whole of `param`; others as is."""
+        sharding = self.shardings.get(param)
+        if sharding is None or whole.shape != self.full_shapes[param]:
+            return whole
+        return sharding.shard(whole, self.group.rank)
+
     @torch.no_grad()
     def whole(self, param: nn.Parameter, local: Tensor) -> Tensor:
         """Return a whole tensor from shards that lie as `param`'s; each rank must call."""
@@ -184,15 +203,17 @@ class _Entrance:
         self._entered: Tensor | None = None
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        if self._last is None or self._last() is not tensor or not self._fits():
-            self._entered = copy_to_region(tensor, self._group)
-            self._last = weakref.ref(tensor, self._forget)
-        assert self._entered is not None
-        return self._entered
-
-    def _fits(self) -> bool:
         entered = self._entered
-        return entered is not None and entered.requires_grad == torch.is_grad_enabled()
+        is_known = self._last is not None and self._last() is tensor
+        if entered is None or not is_known or entered.requires_grad != self._follows(tensor):
+            entered = copy_to_region(tensor, self._group)
+            self._last = None  # what it stood for may end with the next line
+            self._entered, self._last = entered, weakref.ref(tensor, self._forget)
+        return entered
+
+    def _follows(self, tensor: Tensor) -> bool:
+        """Whether the entered form of an activation requires a gradient now."""
+        return tensor.requires_grad and torch.is_grad_enabled()
 
     def _forget(self, reference: "weakref.ref[Tensor]") -> None:
         if reference is self._last:

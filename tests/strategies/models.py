@@ -69,7 +69,7 @@ class ExampleGPT(Trained, GPT):
     loss = GPT.loss
 
     def __init__(self, width: int = 32, num_layers: int = 3) -> None:
-        GPT.__init__(self, context=CONTEXT, num_layers=num_layers, num_heads=2, width=width)
+        GPT.__init__(self, context=CONTEXT, num_layers=num_layers, num_heads=4, width=width)
 
     @staticmethod
     def data(num_samples: int) -> TensorDataset:
@@ -193,7 +193,7 @@ def gpt2() -> HuggingFaceLM:
         n_positions=CONTEXT,
         n_embd=32,
         n_layer=2,
-        n_head=2,
+        n_head=4,
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,

@@ -108,9 +108,10 @@ class GlobalBatches(L.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader:
         assert self.trainer is not None
-        num_ranks, rank = self.trainer.world_size, self.trainer.global_rank
-        sampler = DistributedSampler(self.dataset, num_ranks, rank, shuffle=False)
-        return DataLoader(self.dataset, batch_size=GLOBAL_BATCH // num_ranks, sampler=sampler)
+        place = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        sampler = DistributedSampler(self.dataset, **place, shuffle=False)
+        batch_size = GLOBAL_BATCH // place["num_replicas"]
+        return DataLoader(self.dataset, batch_size=batch_size, sampler=sampler)
 
 
 def build(name: str) -> Trained:
