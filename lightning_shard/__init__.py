@@ -13,6 +13,7 @@ from lightning_shard.errors import (
     RankFailedError,
     ShardError,
 )
+from lightning_shard.mesh import ParallelMesh
 from lightning_shard.strategies.data_parallel import (
     DDPStrategy,
     ZeRO1Strategy,
@@ -20,6 +21,7 @@ from lightning_shard.strategies.data_parallel import (
     ZeRO3Strategy,
 )
 from lightning_shard.strategies.registry import register_strategies
+from lightning_shard.strategies.tensor_parallel import TensorParallelStrategy
 
 __all__ = [
     "BackendUnavailableError",
@@ -29,8 +31,10 @@ __all__ = [
     "DDPStrategy",
     "DeadlockError",
     "LayoutError",
+    "ParallelMesh",
     "RankFailedError",
     "ShardError",
+    "TensorParallelStrategy",
     "ZeRO1Strategy",
     "ZeRO2Strategy",
     "ZeRO3Strategy",

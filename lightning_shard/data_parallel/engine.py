@@ -62,7 +62,7 @@ class DataParallelEngine:
         reducing: Collectives | None = None,
         split: ModelSplit | None = None,
     ) -> None:
-        _refuse_leftover_pieces(model)
+        refuse_leftover_pieces(model)
         check_same_model(model, collectives)
         self.model = model
         self.collectives = collectives
@@ -117,6 +117,7 @@ class DataParallelEngine:
                 self.collectives,
                 stage=self.options.stage,
                 compute_dtype=policy.compute_dtype(named[0][1]),
+                is_split=any(self.split.group_of(param) is not None for _, param in named),
             )
             for named in (
                 list(group) for _, group in groupby(sorted(spec.params, key=kind), key=kind)
@@ -226,7 +227,7 @@ class DataParallelEngine:
                 if unit.is_full:
                     param.grad = None
                     param.data = view.to(flat.shard.dtype, copy=True)
-                else:
+                if not unit.is_full or self.split.group_of(param) is not None:
                     setattr(param, _LEFTOVER, True)
 
 
@@ -246,11 +247,12 @@ def _explain_misfits(stage: int) -> Iterator[None]:
         ) from error
 
 
-def _refuse_leftover_pieces(model: nn.Module) -> None:
+def refuse_leftover_pieces(model: nn.Module) -> None:
+    """Raise ConfigError for a model that a failed run has left in pieces."""
     for name, param in model.named_parameters():
         if hasattr(param, _LEFTOVER):
             raise ConfigError(
                 f"The parameter {name!r} of {type(model).__name__} is only one rank's piece, left "
-                f"by a run of ZeRO stage 3 that failed; expected a whole model. Build a new one, "
-                f"or load a checkpoint into a new one."
+                f"by a run of ZeRO stage 3 or tensor parallel that failed; expected a whole model. "
+                f"Build a new one, or load a checkpoint into a new one."
             )

@@ -52,7 +52,7 @@ class FlatGradients:
         self.local_views: list[Tensor] = []
         self.accumulates = flat.stage < 2  # in full, until a backward that synchronises
         self._keeps_views = self.accumulates and not flat.has_master  # `.grad` is a view of full
-        self._is_plain = flat.stage == 0 and not flat.has_master  # `.grad` stays a whole gradient
+        self._is_plain = not flat.has_local_form  # `.grad` stays a whole gradient
         self._fresh = [False] * len(flat.params)  # in full, not yet reduced
         self._seen: set[int] = set()  # arrived in this backward
         self._expected = 0  # of _seen; a lower bound while backward runs

@@ -36,6 +36,8 @@ class FlatParameters:
         collectives: The data-parallel group; each of its ranks must construct this.
         stage: 0 to 3.
         compute_dtype: Format of the full parameters.
+        is_split: Some of them are themselves parts of whole ones, so that even a full gradient
+            here is only a piece: it is shown to the optimizer alone.
     """
 
     def __init__(
@@ -45,12 +47,14 @@ class FlatParameters:
         *,
         stage: int,
         compute_dtype: torch.dtype,
+        is_split: bool = False,
     ) -> None:
         self.params = [param for _, param in named_params]
         self.stage = stage
         self._collectives = collectives
         master_dtype = self.params[0].dtype
         self.has_master = master_dtype != compute_dtype
+        self.is_split = is_split
         self.shard_index = collectives.rank if stage > 0 else 0
         self.layout = build_layout(
             [(name, tuple(param.shape)) for name, param in named_params],
@@ -72,7 +76,7 @@ class FlatParameters:
     @property
     def has_local_form(self) -> bool:
         """Whether the optimizer works on something else than the full parameters."""
-        return self.stage > 0 or self.has_master
+        return self.stage > 0 or self.has_master or self.is_split
 
     @property
     def is_gathered(self) -> bool:

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_shard.data_parallel.engine import DataParallelEngine
 
@@ -28,21 +29,33 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(storage.nbytes() for storage in storages.values() if storage.nbytes())
 
 
-def replicated(held: HeldBytes, engine: DataParallelEngine) -> HeldBytes:
+def replicated(engine: DataParallelEngine, optimizers: Iterable[Optimizer]) -> HeldBytes:
     """What a rank would hold if every rank held everything; each rank must call.
 
     Args:
-        held: What this rank does hold.
         engine: The engine whose model it is.
+        optimizers: Those of the model.
     """
     params = gradients = 0
+    growth: dict[Tensor, float] = {}  # from this rank's part of a parameter to the whole
     for flat in engine.flats:
-        numel = sum(slot.numel for slot in flat.layout.slots)
+        numel = 0
+        for param, slot in zip(flat.params, flat.layout.slots, strict=True):
+            shape = engine.split.full_shapes.get(param)
+            whole = slot.numel if shape is None else shape.numel()
+            growth[param] = whole / max(slot.numel, 1)
+            numel += whole
         trained = sum(param.requires_grad for param in flat.params) > 0
         params += numel * flat.full.element_size()
         params += numel * flat.shard.element_size() if flat.has_master else 0
         gradients += numel * flat.full.element_size() if trained else 0
-    state = held.optimizer_state
+    state = sum(
+        round(value.nbytes * (growth[param] if value.ndim else 1))
+        for optimizer in optimizers
+        for param, entries in optimizer.state.items()
+        for value in entries.values()
+        if isinstance(value, Tensor)
+    )
     if engine.options.stage > 0:
         state = sum(engine.collectives.all_gather_object(state))
     return HeldBytes(parameters=params, gradients=gradients, optimizer_state=state)

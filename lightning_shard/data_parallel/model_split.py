@@ -5,8 +5,10 @@ parts in step with those of the ranks that hold the same part; saving, loading a
 gradient ask this for the rest.
 """
 
+from collections.abc import Mapping
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
@@ -14,6 +16,14 @@ from lightning_shard.backends.collectives import Collectives
 
 class ModelSplit(Protocol):
     """How the parameters of this rank's model make up whole ones."""
+
+    @property
+    def group(self) -> Collectives | None:
+        """Return the ranks that share the model, or None when no others do."""
+
+    @property
+    def full_shapes(self) -> Mapping[nn.Parameter, torch.Size]:
+        """Return the whole shape of each parameter that is only a part here."""
 
     @property
     def is_first(self) -> bool:
@@ -32,6 +42,8 @@ class ModelSplit(Protocol):
 class Unsplit:
     """A model of which every rank has all parameters."""
 
+    group = None
+    full_shapes: Mapping[nn.Parameter, torch.Size] = {}
     is_first = True
 
     def whole(self, param: nn.Parameter, local: Tensor) -> Tensor:

@@ -95,4 +95,6 @@ def clip_grad_value(
 ) -> None:
     """Clamp every element of the gradients to [-max_value, max_value]; no communication."""
     with engine.optimizer_view():
-        nn.utils.clip_grad_value_(params, max_value)
+        held = [param for param in params if param.grad is not None]
+        if held:  # torch's refuses a rank without a piece of any of them
+            nn.utils.clip_grad_value_(held, max_value)

@@ -35,10 +35,9 @@ class ShardedOptimizer:
     """
 
     def __init__(self, optimizer: Optimizer, engine: DataParallelEngine) -> None:
-        if engine.options.stage > 0 and (reason := why_not_elementwise(optimizer)) is not None:
+        if (cut := _cut(engine)) and (reason := why_not_elementwise(optimizer)) is not None:
             raise ConfigError(
-                f"{type(optimizer).__name__} does not update each element by itself, but ZeRO "
-                f"stage {engine.options.stage} gives each rank 1-D pieces of the parameters, "
+                f"{type(optimizer).__name__} does not update each element by itself, but {cut}, "
                 f"which would make its updates wrong ({reason}). Use strategy='shard_ddp', or an "
                 f"element-wise optimizer such as AdamW."
             )
@@ -97,6 +96,13 @@ class ShardedOptimizer:
         self._in_view = False
         self.engine.view.leave()
         self.engine.publish(self.params)
+
+
+def _cut(engine: DataParallelEngine) -> str:
+    """Say what leaves this rank parts of parameters; nothing when it has them whole."""
+    if engine.options.stage > 0:
+        return f"ZeRO stage {engine.options.stage} gives each rank 1-D pieces of the parameters"
+    return "tensor parallel gives each rank its part of the layers" if engine.split.group else ""
 
 
 def _check_same_parameters(optimizer: Optimizer, engine: DataParallelEngine) -> None:

@@ -91,9 +91,9 @@ class ShardedMixedPrecision(ShardedPrecision, MixedPrecision):
     def attach(self, engine: DataParallelEngine) -> None:
         super().attach(engine)
         if self.scaler is not None:
-            device = engine.device
+            groups = [engine.collectives, *filter(None, [engine.split.group])]
             self.scaler = ShardedGradScaler(
-                self.scaler, engine.optimizer_view, engine.collectives, device
+                self.scaler, engine.optimizer_view, groups, engine.device
             )
 
     @override

@@ -1,6 +1,6 @@
 """Loss scaling over pieces: all ranks see the same overflow, and take or skip the same step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,7 +17,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
     Args:
         scaler: The user's scaler (or Lightning's default), whose settings and state are taken.
         view: Shows the optimizer's pieces while it is open.
-        collectives: The group over which the pieces lie.
+        groups: The groups over which the pieces lie: data parallel, and tensor parallel.
         device: This rank's device.
     """
 
@@ -25,13 +25,13 @@ class ShardedGradScaler(torch.amp.GradScaler):
         self,
         scaler: torch.amp.GradScaler,
         view: Callable[[], AbstractContextManager[None]],
-        collectives: Collectives,
+        groups: Sequence[Collectives],
         device: torch.device,
     ) -> None:
         super().__init__(device.type, enabled=scaler.is_enabled())
         self.load_state_dict(scaler.state_dict())
         self._view = view
-        self._collectives = collectives
+        self._groups = groups
         self._shard_device = device
 
     def plain(self) -> torch.amp.GradScaler:
@@ -58,5 +58,6 @@ class ShardedGradScaler(torch.amp.GradScaler):
         if not found:  # a rank without a piece of these parameters
             found[self._shard_device] = torch.zeros((), device=self._shard_device)
         for flag in found.values():
-            self._collectives.all_reduce(flag, "max").wait()
+            for group in self._groups:
+                group.all_reduce(flag, "max").wait()
         return found

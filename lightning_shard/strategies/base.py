@@ -259,6 +259,26 @@ class ShardStrategy(StopsTogether, metaclass=OptionNames):
         return reduced(tensor, reduce_op_name(reduce_op), collectives)
 
     @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return whether all ranks (or any) say so; Lightning would count model replicas."""
+        if self._collectives is None or not dist.is_initialized():
+            return decision
+        flag = torch.tensor(int(decision), device=self.root_device)
+        self._collectives.all_reduce(flag, "min" if all else "max").wait()
+        return bool(flag)
+
+    @override
+    def all_gather(
+        self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
+    ) -> Tensor:
+        """Gather over the data-parallel ranks unless a group is given; each rank must call."""
+        # LightningModule.all_gather passes the default group where its caller names none
+        if self._collectives is not None and group in (None, dist.group.WORLD):
+            group = self.data_collectives.group
+        gathered: Tensor = super().all_gather(tensor, group, sync_grads)
+        return gathered
+
+    @override
     def barrier(self, name: str | None = None) -> None:
         if self._collectives is not None and dist.is_initialized():
             self._collectives.barrier()

@@ -51,6 +51,25 @@ def agree_on_batches(
     return loader
 
 
+def check_same_lengths(loader: Any, collectives: Collectives) -> None:
+    """Raise unless ranks that share the work on each batch have the same number of them.
+
+    Args:
+        loader: This rank's.
+        collectives: Over those ranks; each must call.
+
+    Raises:
+        ConfigError: On every rank, when the lengths differ.
+    """
+    lengths = lengths_on_ranks(loader, collectives)
+    if len(set(lengths)) > 1:
+        raise ConfigError(
+            f"Rank {collectives.rank} of its tensor-parallel group: the ranks that share every "
+            f"layer have different numbers of batches, {dict(enumerate(lengths))}, expected the "
+            f"same. Give them the same dataset and let the Trainer's sampler split it."
+        )
+
+
 def _length(loader: Any) -> int | None:
     if not isinstance(loader, Sized):
         return None

@@ -120,7 +120,7 @@ class DataParallelStrategy(ShardStrategy):
             self.setup_optimizers(trainer)  # while parameters have their full shapes
         self._start_engine()
         if fitting:
-            check_same_optimizers(self.optimizers, self.model, self.data_collectives)
+            check_same_optimizers(self.optimizers, self.model, self.collectives)
             self._sharded = [ShardedOptimizer(opt, self.engine) for opt in self.optimizers]
         self.setup_precision_plugin()
 
@@ -137,11 +137,11 @@ class DataParallelStrategy(ShardStrategy):
         """Callbacks that copy weights parameter by parameter need whole parameters."""
         averaging = (StochasticWeightAveraging, WeightAveraging)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if self.stage == 3 and isinstance(callback, averaging):
+            if not self._has_whole_parameters and isinstance(callback, averaging):
                 raise ConfigError(
                     f"{type(callback).__name__} averages whole parameters, but under ZeRO stage 3 "
-                    f"each rank has pieces of them between the steps. Use strategy='zero2', which "
-                    f"keeps parameters whole."
+                    f"and tensor parallel each rank has pieces of them between the steps. Use "
+                    f"strategy='zero2', which keeps parameters whole."
                 )
 
     def _apply_layer_sync(self) -> None:
@@ -173,6 +173,11 @@ class DataParallelStrategy(ShardStrategy):
             self.model, self.data_collectives, options, self._reducing, self._split_model()
         )
         plugin.attach(self._engine)
+
+    @property
+    def _has_whole_parameters(self) -> bool:
+        """Whether each rank has whole parameters between the steps."""
+        return self._options.stage < 3
 
     @property
     def _holds_pieces(self) -> bool:
@@ -214,11 +219,11 @@ class DataParallelStrategy(ShardStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        lengths = lengths_on_ranks(dataloader, self.data_collectives)
+        lengths = lengths_on_ranks(dataloader, self.collectives)
         if self._is_predicting:  # Lightning gives each rank its own samples, none twice
             self._may_differ_in_batches |= len(set(lengths)) > 1 or None in lengths
             return dataloader
-        return agree_on_batches(dataloader, lengths, self.data_collectives, self.root_device)
+        return agree_on_batches(dataloader, lengths, self.collectives, self.root_device)
 
     @property
     def _is_predicting(self) -> bool:
@@ -261,7 +266,7 @@ class DataParallelStrategy(ShardStrategy):
 
     def replicated_bytes(self) -> HeldBytes:
         """What each rank would hold if every rank held everything; each rank must call."""
-        return replicated(self.held_bytes(), self.engine)
+        return replicated(self.engine, self.optimizers)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

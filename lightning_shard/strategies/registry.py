@@ -10,6 +10,7 @@ from lightning_shard.strategies.data_parallel import (
     ZeRO2Strategy,
     ZeRO3Strategy,
 )
+from lightning_shard.strategies.tensor_parallel import TensorParallelStrategy
 
 SCHEMES: dict[str, type[DataParallelStrategy]] = {
     "shard_ddp": DDPStrategy,
@@ -17,6 +18,7 @@ SCHEMES: dict[str, type[DataParallelStrategy]] = {
     "zero2": ZeRO2Strategy,
     "zero3": ZeRO3Strategy,
     "shard_fsdp": ZeRO3Strategy,
+    "tensor_parallel": TensorParallelStrategy,
 }
 
 

@@ -1,5 +1,6 @@
 """Tensor parallelism as a Lightning strategy: layers split over ranks, the rest data parallel."""
 
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -12,12 +13,21 @@ from typing_extensions import override
 
 from lightning_shard.backends.base import DEFAULT_TIMEOUT
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.data_parallel.agreement import check_same_model
+from lightning_shard.data_parallel.engine import refuse_leftover_pieces
 from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.data_parallel.options import STAGES
 from lightning_shard.errors import ConfigError
 from lightning_shard.mesh import Axis, ParallelMesh
+from lightning_shard.strategies._lightning import seed_workers
+from lightning_shard.strategies.batches import check_same_lengths
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
-from lightning_shard.tensor_parallel.plan import match_plan
+from lightning_shard.strategies.metric_groups import MetricGroups
+from lightning_shard.strategies.same_batches import SameBatches
+from lightning_shard.tensor_parallel.automatic import automatic_plan
+from lightning_shard.tensor_parallel.parted_tensor import made_whole
+from lightning_shard.tensor_parallel.plan import PlannedLayer, match_plan
+from lightning_shard.tensor_parallel.randomness import share_random_state
 from lightning_shard.tensor_parallel.split import SplitModel
 
 
@@ -36,11 +46,14 @@ class TensorParallelStrategy(DataParallelStrategy):
         debug: Compare every collective call.
         tensor_parallel_size: Ranks that share each layer; by default all. What they leave of the
             world is data parallel.
-        plan: Maps patterns of module paths to styles: see `tensor_parallel.styles`.
+        plan: Maps patterns of module paths to styles: see `tensor_parallel.styles`. Or "auto",
+            also as None: found by `tensor_parallel.automatic`.
         zero_stage: How the data-parallel ranks keep their state, 0 to 3.
+        sequence_parallel: Whether the activations between the split layers' regions (norms,
+            dropout, residual sums) are in slices of the sequence.
 
     Raises:
-        ConfigError: A size or stage that cannot be, or no plan.
+        ConfigError: A size, stage or plan that cannot be.
     """
 
     def __init__(
@@ -55,9 +68,12 @@ class TensorParallelStrategy(DataParallelStrategy):
         timeout: float | timedelta = DEFAULT_TIMEOUT,
         debug: bool = False,
         tensor_parallel_size: int | None = None,
-        plan: dict[str, Any] | None = None,
+        plan: dict[str, Any] | str | None = "auto",
         zero_stage: int = 0,
+        sequence_parallel: bool = False,
     ) -> None:
+        if isinstance(plan, str) and plan != "auto":
+            raise ConfigError(f"plan must be 'auto' or map patterns to styles, got {plan!r}.")
         if zero_stage not in STAGES:
             raise ConfigError(f"zero_stage must be one of {STAGES}, got {zero_stage!r}.")
         self.stage = zero_stage  # type: ignore[misc]
@@ -74,9 +90,12 @@ class TensorParallelStrategy(DataParallelStrategy):
         )
         self._tensor_parallel_size = tensor_parallel_size
         self._plan = plan
+        self._sequence_parallel = sequence_parallel
         self._data: Collectives | None = None
         self._tensor: Collectives | None = None
         self._split: SplitModel | None = None
+        self._metrics: MetricGroups | None = None
+        self._same_batches: SameBatches | None = None
 
     @property
     def mesh(self) -> ParallelMesh:
@@ -102,27 +121,117 @@ class TensorParallelStrategy(DataParallelStrategy):
         group = dist.new_group(ranks, timeout=self._timeout, use_local_synchronization=True)
         return self.backend.collectives(group)
 
+    @override
+    def _leave(self) -> None:
+        self._data = self._tensor = None
+        super()._leave()
+
+    @property
+    @override
+    def _has_whole_parameters(self) -> bool:
+        return super()._has_whole_parameters and self.mesh.tp == 1
+
     @property
     @override
     def _holds_pieces(self) -> bool:
         return super()._holds_pieces or self.mesh.tp > 1
 
     @override
+    def setup(self, trainer: "pl.Trainer") -> None:
+        super().setup(trainer)
+        assert self.model is not None
+        assert self._tensor is not None
+        self._metrics = MetricGroups(self.model, self.data_collectives.group)
+        ranks = self.mesh.peers("tp", self.global_rank)
+        self._same_batches = SameBatches(self._tensor, ranks, self.root_device)
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        assert self._tensor is not None
+        if self._is_predicting:  # data-parallel ranks may have more batches than others
+            check_same_lengths(dataloader, self._tensor)
+        seed_workers(dataloader, self.data_collectives.rank)  # alike in a tensor-parallel group
+        return super().process_dataloader(dataloader)
+
+    @override
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        if self._same_batches is not None and self.lightning_module is not None:
+            stage = self.lightning_module.trainer.state.stage
+            assert stage is not None
+            self._same_batches.check(batch, f"{stage.value} loader {dataloader_idx}")
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    # What a step returns goes to code that may run on one rank only, so it is made whole.
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return made_whole(super().training_step(*args, **kwargs))
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return made_whole(super().validation_step(*args, **kwargs))
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return made_whole(super().test_step(*args, **kwargs))
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return made_whole(super().predict_step(*args, **kwargs))
+
+    @override
+    def teardown(self) -> None:
+        super().teardown()
+        self._unsplit_model(whole=False)  # where the set-up has failed
+        if self._metrics is not None:
+            self._metrics.restore()
+        self._metrics = self._same_batches = None
+
+    def _planned_layers(self, model: torch.nn.Module) -> list[PlannedLayer]:
+        """Return what the plan splits, given or found."""
+        if isinstance(self._plan, dict):
+            return match_plan(model, self._plan)
+        return automatic_plan(model, self.mesh.tp).layers
+
+    @override
     def _split_model(self) -> ModelSplit | None:
         assert self.model is not None
         assert self._tensor is not None
-        if self._plan is None:
-            raise ConfigError(
-                "TensorParallelStrategy needs a plan that says which layers to split, such as "
-                "plan={'blocks.*.up': 'colwise', 'blocks.*.down': 'rowwise'}."
-            )
+        refuse_leftover_pieces(self.model)
+        check_same_model(self.model, self._tensor)
+        layers = self._planned_layers(self.model)
+        if self._tensor.size == 1:
+            return None
         for tensor in (*self.model.parameters(), *self.model.buffers()):
-            self._tensor.broadcast(tensor.data)
-        self._split = SplitModel(self.model, match_plan(self.model, self._plan), self._tensor)
+            same = tensor.data.contiguous()
+            self._tensor.broadcast(same).wait()
+            tensor.data = same
+        share_random_state(self._tensor, self.root_device)
+        self._split = SplitModel(
+            self.model, layers, self._tensor, sequence_parallel=self._sequence_parallel
+        )
+        _forget_graphs(self._split.shardings)
         return self._split
 
     @override
     def _unsplit_model(self, *, whole: bool) -> None:
         if self._split is not None:
+            params = list(self._split.shardings)
             self._split.restore(whole=whole)
+            _forget_graphs(params)
             self._split = None
+
+
+def _forget_graphs(params: Iterable[torch.nn.Parameter]) -> None:
+    """Let parameters whose shape has changed be used in new graphs while old ones are alive.
+
+    An old graph keeps the node that accumulates the gradient, and with it the old shape; autograd
+    makes another node only when the format changes.
+    """
+    for param in params:
+        value = param.data
+        other = torch.float32 if value.dtype == torch.float64 else torch.float64
+        param.data = value.new_empty(0, dtype=other)
+        param.data = value

@@ -3,6 +3,8 @@
     colwise    x ──enter──> [ x W0 | x W1 ] ──leave──> y        each rank has columns of the result
     rowwise    x ──enter──> x0 W0 + x1 W1 ──leave──> y          each rank has a partial sum
     vocab      ids ───────> rows of the own part, else 0 ──leave──> y
+    shared     x ──enter──> x W[own head]             the ranks that share a head compute the same
+    experts    x ──enter──> each expert's part ──leave──> y       the router's weights enter as well
 
 A layer stays the object that it was, so that hooks, names and `isinstance` go on working; its class
 becomes a subclass made here, and its own again in the end. Weights of Linear and Embedding are cut
@@ -18,6 +20,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.tensor_parallel.attention import ParallelAttention
+from lightning_shard.tensor_parallel.regions import copy_to_region
+from lightning_shard.tensor_parallel.sequence import saved_as_slice
+
 Crossing = Callable[[Tensor], Tensor]
 """What is done to an activation where a parallel region begins or ends."""
 
@@ -32,17 +39,24 @@ class Place:
         rank: This rank in the tensor-parallel group.
         enter: Done to the layer's input.
         leave: Done to its result, before a bias that belongs to the whole.
+        group: The tensor-parallel group.
+        num_heads: Of a layer whose heads the ranks share.
     """
 
     rank: int
     enter: Crossing
     leave: Crossing
+    group: Collectives
+    num_heads: int = 1
 
 
 class _Colwise:
     def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
         place: Place = getattr(self, _PLACE)
-        return place.leave(super().forward(place.enter(input)))  # type: ignore[misc]
+        entered = place.enter(input)
+        with saved_as_slice(entered):
+            result = super().forward(entered)  # type: ignore[misc]
+        return place.leave(result)
 
 
 class _Rowwise:
@@ -61,11 +75,54 @@ class _Vocab:
         padding = None if self.padding_idx is None else self.padding_idx - first
         if padding is not None and not 0 <= padding < self.weight.shape[0]:
             padding = None
-        rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight, padding)
+        whole, self.padding_idx = self.padding_idx, padding
+        try:
+            rows = super().forward(local.masked_fill(elsewhere, 0))  # type: ignore[misc]
+        finally:
+            self.padding_idx = whole
         return place.leave(rows.masked_fill(elsewhere.unsqueeze(-1), 0))
 
 
-_FORMS: dict[str, type] = {"colwise": _Colwise, "rowwise": _Rowwise, "vocab": _Vocab}
+class _Shared:
+    def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002
+        place: Place = getattr(self, _PLACE)
+        width = self.weight.shape[0] // place.num_heads
+        first = place.rank * place.num_heads // place.group.size * width
+        own = slice(first, first + width)
+        # The copies' gradients are summed over the ranks, each of which knows those of its head.
+        weight = copy_to_region(self.weight, place.group)[own]
+        bias = None if self.bias is None else copy_to_region(self.bias, place.group)[own]
+        entered = place.enter(input)
+        with saved_as_slice(entered):
+            return F.linear(entered, weight, bias)
+
+
+class _Experts:
+    def forward(self: Any, input: Tensor, *routing: Any, **options: Any) -> Tensor:  # noqa: A002
+        place: Place = getattr(self, _PLACE)
+        entered = [
+            copy_to_region(one, place.group)
+            if isinstance(one, Tensor) and one.is_floating_point()
+            else one
+            for one in routing
+        ]
+        result = super().forward(place.enter(input), *entered, **options)  # type: ignore[misc]
+        return place.leave(result)
+
+
+class _Replica:
+    """Changes nothing: its gradient is summed by a hook."""
+
+
+_FORMS: dict[str, type] = {
+    "colwise": _Colwise,
+    "rowwise": _Rowwise,
+    "vocab": _Vocab,
+    "attention": ParallelAttention,
+    "shared": _Shared,
+    "experts": _Experts,
+    "replica": _Replica,
+}
 
 
 @cache
@@ -85,6 +142,12 @@ def unsplit_layer(module: nn.Module) -> None:
     if _PLACE in module.__dict__:
         delattr(module, _PLACE)
         module.__class__ = type(module).__mro__[2]
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether a layer is linear, and has no forward of its own beside."""
+    own = getattr(type(module), "forward", None)
+    return is_transposed(module) or own is nn.Linear.forward
 
 
 def is_transposed(module: nn.Module) -> bool:

@@ -2,15 +2,16 @@
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from lightning_shard.errors import ConfigError
-from lightning_shard.tensor_parallel.layers import is_transposed
-from lightning_shard.tensor_parallel.styles import Style, style_of
+from lightning_shard.tensor_parallel.attention import is_plain_attention
+from lightning_shard.tensor_parallel.layers import is_plain_linear, is_transposed
+from lightning_shard.tensor_parallel.styles import Form, Style, style_name, style_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,12 +23,29 @@ class PlannedLayer:
         module: The layer.
         style: How it is split.
         pattern: The plan's entry that says so.
+        has_heads: Whether its parent counts heads that are split with it; None: by its look.
     """
 
     name: str
     module: nn.Module
     style: Style
     pattern: str
+    has_heads: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeLayer:
+    """One layer that an automatic plan leaves as it is.
+
+    Attributes:
+        name: The module's path in the model.
+        module: The layer.
+        reason: Why it is not split.
+    """
+
+    name: str
+    module: nn.Module
+    reason: str
 
 
 def match_plan(model: nn.Module, plan: Mapping[str, Any]) -> list[PlannedLayer]:
@@ -46,7 +64,7 @@ def match_plan(model: nn.Module, plan: Mapping[str, Any]) -> list[PlannedLayer]:
             style, or a layer that cannot be split so.
     """
     styles = {pattern: style_of(value, pattern) for pattern, value in plan.items()}
-    matchers = {pattern: _matcher(pattern) for pattern in plan}
+    matchers = {pattern: matcher_of(pattern) for pattern in plan}
     found: list[PlannedLayer] = []
     for name, module in model.named_modules():
         patterns = [one for one, matcher in matchers.items() if name and matcher.fullmatch(name)]
@@ -64,18 +82,34 @@ def match_plan(model: nn.Module, plan: Mapping[str, Any]) -> list[PlannedLayer]:
     return found
 
 
-def describe_plan(layers: list[PlannedLayer]) -> Iterator[str]:
-    """Yield a line for each entry of a plan: its pattern, its style, and how many layers it has."""
-    by_pattern: dict[str, list[PlannedLayer]] = {}
+def describe_plan(
+    layers: Iterable[PlannedLayer], whole: Iterable[WholeLayer] = ()
+) -> Iterator[str]:
+    """Yield a line for each entry of a plan: pattern, style, how many layers, and why not split.
+
+    Args:
+        layers: What is split.
+        whole: What is not.
+    """
+    rows: dict[tuple[str, str, str], list[nn.Module]] = {}
     for layer in layers:
-        by_pattern.setdefault(layer.pattern, []).append(layer)
-    width = max(map(len, by_pattern), default=0)
-    for pattern, matched in by_pattern.items():
-        kinds = ", ".join(sorted({type(layer.module).__name__ for layer in matched}))
-        yield f"{pattern:<{width}}  {matched[0].style.form:<8}  {len(matched)} x {kinds}"
+        rows.setdefault((layer.pattern, style_name(layer.style), ""), []).append(layer.module)
+    for left in whole:
+        key = (pattern_of(left.name), "whole", f": {left.reason}")
+        rows.setdefault(key, []).append(left.module)
+    widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
+    for (pattern, style, reason), modules in rows.items():
+        kinds = ", ".join(sorted({type(module).__name__ for module in modules}))
+        yield f"{pattern:<{widths[0]}}  {style:<{widths[1]}}  {len(modules)} x {kinds}{reason}"
 
 
-def _matcher(pattern: str) -> re.Pattern[str]:
+def pattern_of(name: str) -> str:
+    """Return the pattern of a module's path: its numbers stand for any."""
+    return re.sub(r"(?<![^.])\d+(?=\.|$)", "*", name)
+
+
+def matcher_of(pattern: str) -> re.Pattern[str]:
+    """Return what matches the module paths that a pattern means."""
     return re.compile(re.escape(pattern).replace(r"\*", r"[^.]*"))
 
 
@@ -83,7 +117,7 @@ def _check_all_matched(model: nn.Module, plan: Mapping[str, Any], matched: set[s
     for pattern in plan:
         if pattern not in matched:
             names = [name for name, _ in model.named_modules() if name]
-            shapes = list(dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names))
+            shapes = list(dict.fromkeys(map(pattern_of, names)))
             near = difflib.get_close_matches(pattern, shapes, n=3, cutoff=0.4) or shapes[:8]
             raise ConfigError(
                 f"The plan's entry {pattern!r} matches no module of {type(model).__name__}; "
@@ -92,15 +126,24 @@ def _check_all_matched(model: nn.Module, plan: Mapping[str, Any], matched: set[s
 
 
 def _check_layer(name: str, module: nn.Module, style: Style) -> None:
-    is_linear = isinstance(module, nn.Linear) or is_transposed(module)
-    fits = (
-        isinstance(module, nn.Embedding)
-        if style.form == "vocab"
-        else (is_linear or (style.form == "colwise" and isinstance(module, nn.Embedding)))
-    )
-    if not fits:
+    expected, fits = _EXPECTED[style.form]
+    if not fits(module):
         raise ConfigError(
             f"The plan splits {name!r} {style.form}, but it is a {type(module).__name__}; expected "
-            f"{'an Embedding' if style.form == 'vocab' else 'a linear layer'}. Name the layers "
-            "inside it."
+            f"{expected}. Name the layers inside it."
         )
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or is_transposed(module)
+
+
+_EXPECTED: dict[Form, tuple[str, Callable[[nn.Module], bool]]] = {
+    "colwise": ("a linear layer", lambda one: _is_linear(one) or isinstance(one, nn.Embedding)),
+    "rowwise": ("a linear layer without a forward of its own", is_plain_linear),
+    "shared": ("a Linear", lambda one: isinstance(one, nn.Linear)),
+    "vocab": ("an Embedding", lambda one: isinstance(one, nn.Embedding)),
+    "attention": ("torch's MultiheadAttention with its own forward", is_plain_attention),
+    "experts": ("a layer with parameters of its own", lambda one: bool(one._parameters)),
+    "replica": ("a layer with parameters of its own", lambda one: bool(one._parameters)),
+}

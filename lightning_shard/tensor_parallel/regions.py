@@ -12,12 +12,20 @@
 Source: Megatron-LM, arXiv:1909.08053 and arXiv:2205.05198.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from lightning_shard.backends.collectives import Collectives
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def untraced(function: F) -> F:
+    """Keep torch.compile out of a function: collectives of ours are nothing dynamo could trace."""
+    return cast("F", torch.compiler.disable(function))  # type: ignore[no-untyped-call]
 
 
 def copy_to_region(tensor: Tensor, group: Collectives) -> Tensor:
@@ -79,6 +87,7 @@ def own_slice(tensor: Tensor, dim: int, group: Collectives) -> Tensor:
     return tensor.chunk(group.size, dim=dim)[group.rank]
 
 
+@untraced
 def _apply(function: type[torch.autograd.Function], tensor: Tensor, *args: Any) -> Tensor:
     group: Collectives = args[-1]
     if group.size == 1:

@@ -2,13 +2,15 @@
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.errors import ConfigError, LayoutError
+from lightning_shard.tensor_parallel.attention import attention_cuts, fast_paths
+from lightning_shard.tensor_parallel.head_counts import Attributes, count_heads
 from lightning_shard.tensor_parallel.layers import (
     Crossing,
     Place,
@@ -16,24 +18,20 @@ from lightning_shard.tensor_parallel.layers import (
     split_layer,
     unsplit_layer,
 )
+from lightning_shard.tensor_parallel.parted_tensor import in_parts, made_whole
 from lightning_shard.tensor_parallel.plan import PlannedLayer
+from lightning_shard.tensor_parallel.randomness import RegionRandomness, layers_around_dropout
 from lightning_shard.tensor_parallel.regions import (
-    copy_to_region,
+    all_reduced,
     gather_copies,
     gather_to_region,
     reduce_from_region,
     reduce_scatter_from_region,
     split_to_region,
 )
+from lightning_shard.tensor_parallel.sequence import enter_region, leave_in_slices
 from lightning_shard.tensor_parallel.sharding import Sharding
-from lightning_shard.tensor_parallel.styles import Style
-
-# Attributes by which attention modules, and GPT-2's Conv1D, know how wide their projections are:
-# on each rank they are as many times smaller as there are ranks.
-_WIDTHS = (
-    *("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads"),
-    *("num_key_value_heads", "num_kv_heads", "all_head_size", "split_size", "inner_dim"),
-)
+from lightning_shard.tensor_parallel.styles import Cut, Style
 
 
 class SplitModel:
@@ -43,6 +41,7 @@ class SplitModel:
         model: Whole, and the same on every rank.
         layers: The plan's layers.
         group: The tensor-parallel group; each of its ranks must construct this.
+        sequence_parallel: Whether activations outside the regions are in slices: see `sequence`.
 
     Attributes:
         shardings: How each split parameter is cut.
@@ -53,100 +52,121 @@ class SplitModel:
     """
 
     def __init__(
-        self, model: nn.Module, layers: Sequence[PlannedLayer], group: Collectives
+        self,
+        model: nn.Module,
+        layers: Sequence[PlannedLayer],
+        group: Collectives,
+        *,
+        sequence_parallel: bool = False,
     ) -> None:
         self.group = group
+        self._sequence_parallel = sequence_parallel
         self.shardings: dict[nn.Parameter, Sharding] = {}
         self.full_shapes: dict[nn.Parameter, torch.Size] = {}
         self._layers = list(layers)
-        self._changed: list[tuple[nn.Module, str, Any]] = []
+        self._attributes = Attributes()
+        self._hooks: list[RemovableHandle] = []
         self._entrance = _Entrance(group)
-        parents = {
-            f"{path}.{name}".lstrip("."): parent
-            for path, parent in model.named_modules()
-            for name, _ in parent.named_children()
-        }
+        self._randomness = RegionRandomness(group)
+        self._around_dropout = set(layers_around_dropout(model, layers))
+        for layer in layers:
+            self._decide(layer)
+        try:
+            count_heads(model, layers, group.size, self._attributes)
+        except ConfigError:
+            self._attributes.restore()
+            raise
+        # Nothing is refused from here on, so that a refused model is left as it was.
+        for param, sharding in self.shardings.items():
+            param.data = sharding.shard(param.data, group.rank)
         for layer in layers:
             self._split(layer)
-        for parent in {id(parents[one.name]): parents[one.name] for one in layers}.values():
-            self._narrow(parent, _WIDTHS)
+        for module, name, value in fast_paths(model):
+            self._attributes.set(module, name, value)
+
+    def _decide(self, layer: PlannedLayer) -> None:
+        """Say how a layer's parameters are cut."""
+        for cut in _cuts(layer.module, layer.style):
+            param = layer.module.get_parameter(cut.name)
+            if param in self.shardings:
+                self._check_tied(layer, cut, param)
+                continue
+            self.shardings[param] = self._sharding(layer, cut, param)
+            self.full_shapes[param] = param.shape
 
     def _split(self, layer: PlannedLayer) -> None:
         module, style = layer.module, layer.style
-        if is_transposed(module) and style.form == "colwise":
-            self._narrow(module, ("nf",))
-        for name, dim in _cut_dims(module, style).items():
-            param = getattr(module, name)
-            if param is None:
-                continue
-            if param in self.shardings:
-                self._check_tied(layer, name, param, dim)
-                continue
-            sharding = self._sharding(layer, name, param, dim)
-            self.full_shapes[param] = param.shape
-            param.data = sharding.shard(param.data, self.group.rank)
-            self.shardings[param] = sharding
+        enter, leave = self._enter(module, style), self._leave(style)
+        if module in self._around_dropout:
+            enter = self._randomness.entering(module, enter)
+        if style.form in ("rowwise", "attention", "experts"):
+            leave = self._randomness.leaving(leave)
         place = Place(
             rank=self.group.rank,
-            enter=self._enter(module, style),
-            leave=self._leave(style),
+            enter=enter,
+            leave=leave,
+            group=self.group,
+            num_heads=style.num_blocks,
         )
+        if style.form == "replica" and self.group.size > 1:
+            self._sum_gradients(module)
         split_layer(module, style.form, place)
 
-    def _check_tied(self, layer: PlannedLayer, name: str, param: nn.Parameter, dim: int) -> None:
+    def _sum_gradients(self, module: nn.Module) -> None:
+        """Let a layer that works on each rank's heads have the gradient of all heads."""
+
+        def summed(grad: Tensor) -> Tensor:
+            return all_reduced(grad, self.group)
+
+        for param in module.parameters(recurse=False):
+            if param.requires_grad:
+                self._hooks.append(param.register_hook(summed))  # type: ignore[no-untyped-call]
+
+    def _check_tied(self, layer: PlannedLayer, cut: Cut, param: nn.Parameter) -> None:
         """Raise unless a layer that shares its weight with another cuts it in the same way."""
         known = self.shardings[param]
-        if known.dim != dim or len(known.blocks) != layer.style.num_blocks:
+        if known.dim != cut.dim or len(known.blocks) != cut.num_blocks:
             raise ConfigError(
-                f"{layer.name}.{name} is tied to a weight that the plan cuts along dimension "
-                f"{known.dim}, but is to be cut along dimension {dim}; expected the same. An "
+                f"{layer.name}.{cut.name} is tied to a weight that the plan cuts along dimension "
+                f"{known.dim}, but is to be cut along dimension {cut.dim}; expected the same. An "
                 "embedding by rows goes with a head by columns."
             )
 
-    def _sharding(self, layer: PlannedLayer, name: str, param: Tensor, dim: int) -> Sharding:
-        num_blocks, width = layer.style.num_blocks, param.shape[dim]
+    def _sharding(self, layer: PlannedLayer, cut: Cut, param: Tensor) -> Sharding:
+        name, num_blocks, width = f"{layer.name}.{cut.name}", cut.num_blocks, param.shape[cut.dim]
         if width % num_blocks:
             raise ConfigError(
-                f"{layer.name}.{name} has {width} elements along dimension {dim}, expected a "
-                f"multiple of {num_blocks}, the fused matrices that the plan says."
+                f"{name} has {width} elements along dimension {cut.dim}, expected a multiple of "
+                f"{num_blocks}, the fused matrices that the plan says."
             )
         try:
             return Sharding(
-                dim=dim, blocks=(width // num_blocks,) * num_blocks, num_shards=self.group.size
+                dim=cut.dim, blocks=(width // num_blocks,) * num_blocks, num_shards=self.group.size
             )
         except LayoutError as error:
-            raise ConfigError(f"{layer.name}.{name}: {error}") from error
+            raise ConfigError(f"{name}: {error}") from error
 
     def _enter(self, module: nn.Module, style: Style) -> Crossing:
         if isinstance(module, nn.Embedding):
             return _unchanged  # indices
+        if style.form in ("attention", "experts", "shared"):
+            return self._entrance
         if style.form == "colwise":
             return self._entrance if style.whole_input else self._crossing(gather_to_region, -1)
         return self._crossing(split_to_region, -1) if style.whole_input else _unchanged
 
     def _leave(self, style: Style) -> Crossing:
+        if style.lazy_output:
+            return self._crossing(in_parts)
         if style.form == "colwise":
             return self._crossing(gather_copies, -1) if style.whole_output else _unchanged
         if style.whole_output:
-            return self._crossing(reduce_from_region)
+            leave = leave_in_slices if self._sequence_parallel else reduce_from_region
+            return self._crossing(leave)
         return self._crossing(reduce_scatter_from_region, -1)
 
     def _crossing(self, function: Callable[..., Tensor], *dim: int) -> Crossing:
-        return lambda tensor: function(tensor, *dim, self.group)
-
-    def _narrow(self, module: nn.Module, names: Sequence[str]) -> None:
-        for name in names:
-            width = module.__dict__.get(name)
-            if not isinstance(width, int) or isinstance(width, bool):
-                continue
-            if width % self.group.size:
-                fitting = [str(n) for n in range(1, width + 1) if width % n == 0]
-                raise ConfigError(
-                    f"{type(module).__name__}.{name} is {width}, which {self.group.size} ranks "
-                    f"cannot share; expected a tensor_parallel_size of {', '.join(fitting)}."
-                )
-            self._changed.append((module, name, width))
-            setattr(module, name, width // self.group.size)
+        return lambda tensor: function(made_whole(tensor), *dim, self.group)
 
     @property
     def is_first(self) -> bool:
@@ -185,9 +205,10 @@ class SplitModel:
             param.data = self.whole(param, param.data)
         for layer in self._layers:
             unsplit_layer(layer.module)
-        for module, name, value in self._changed:
-            setattr(module, name, value)
-        self.shardings, self._layers, self._changed = {}, [], []
+        self._attributes.restore()
+        for hook in self._hooks:
+            hook.remove()
+        self.shardings, self._layers = {}, []
 
 
 class _Entrance:
@@ -206,7 +227,7 @@ class _Entrance:
         entered = self._entered
         is_known = self._last is not None and self._last() is tensor
         if entered is None or not is_known or entered.requires_grad != self._follows(tensor):
-            entered = copy_to_region(tensor, self._group)
+            entered = enter_region(tensor, self._group)
             self._last = None  # what it stood for may end with the next line
             self._entered, self._last = entered, weakref.ref(tensor, self._forget)
         return entered
@@ -220,14 +241,20 @@ class _Entrance:
             self._last = self._entered = None
 
 
-def _cut_dims(module: nn.Module, style: Style) -> dict[str, int]:
-    """Which parameters of a layer are cut, and along which dimension."""
-    if style.form == "vocab":
-        return {"weight": 0}
+def _cuts(module: nn.Module, style: Style) -> tuple[Cut, ...]:
+    """Which parameters of a layer are cut, and how."""
+    if isinstance(module, nn.MultiheadAttention):
+        return attention_cuts(module)
+    if style.form in ("shared", "replica", "experts"):
+        return style.cuts
     if isinstance(module, nn.Embedding):
-        return {"weight": 1}
+        return (Cut(name="weight", dim=0 if style.form == "vocab" else 1),)
     outputs, inputs = (1, 0) if is_transposed(module) else (0, 1)
-    return {"weight": outputs, "bias": 0} if style.form == "colwise" else {"weight": inputs}
+    if style.form == "rowwise":
+        return (Cut(name="weight", dim=inputs),)
+    weight = Cut(name="weight", dim=outputs, num_blocks=style.num_blocks)
+    bias = Cut(name="bias", dim=0, num_blocks=style.num_blocks)
+    return (weight,) if getattr(module, "bias", None) is None else (weight, bias)
 
 
 def _unchanged(tensor: Tensor) -> Tensor:

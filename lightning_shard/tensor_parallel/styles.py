@@ -3,11 +3,17 @@
     style                     weight is cut       takes          gives
     colwise                   by outputs          whole          features
     colwise_gather_output     by outputs          whole          whole
+    colwise_logits            by outputs          whole          whole, gathered only if need be
     rowwise                   by inputs           features       whole (a sum over ranks)
     rowwise_split_input       by inputs           whole          whole (a sum over ranks)
     embedding_rowwise         by vocabulary       whole ids      whole (a sum over ranks)
     embedding_colwise         by features         whole ids      whole
     packed_colwise(n)         n fused matrices, each by outputs; as colwise
+    shared_heads(n)           not at all: each of the n heads of keys or values, which are fewer
+                              than the ranks, is computed by several; as colwise
+    attention                 torch's MultiheadAttention as a whole, by heads
+    replicated_with_grad_allreduce
+                              not at all: a layer within a region, such as a norm of each head
 
 An activation is *whole* when every rank has all of it, and in *features* when each has its part
 of the last dimension. The names are those of Hugging Face's `tp_plan`; `colwise_rep`,
@@ -21,7 +27,22 @@ from typing import Any, Literal
 
 from lightning_shard.errors import ConfigError
 
-Form = Literal["colwise", "rowwise", "vocab"]
+Form = Literal["colwise", "rowwise", "vocab", "attention", "experts", "shared", "replica"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """How one parameter of a layer is cut.
+
+    Attributes:
+        name: Its path in the layer.
+        dim: The dimension that is cut.
+        num_blocks: Matrices that are fused along it, each of which is cut by itself.
+    """
+
+    name: str
+    dim: int
+    num_blocks: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,27 +51,36 @@ class Style:
 
     Attributes:
         form: Which of the layer's forms in `layers`.
-        num_blocks: Matrices that are fused in the weight, each of which is cut by itself.
+        num_blocks: Matrices that are fused in the weight, each of which is cut by itself; of a
+            shared form, the heads in it.
         whole_input: The layer is given whole activations, not features.
         whole_output: The layer gives whole activations, not features.
+        lazy_output: The whole activation stays in parts for as long as what is done with it can
+            be done so; cross_entropy can. See `parted_tensor`.
+        cuts: How the parameters of experts are cut; other forms know by themselves.
     """
 
     form: Form
     num_blocks: int = 1
     whole_input: bool = True
     whole_output: bool = True
+    lazy_output: bool = False
+    cuts: tuple[Cut, ...] = ()
 
 
 STYLES: dict[str, Style] = {
     "colwise": Style(form="colwise", whole_output=False),
     "colwise_gather_output": Style(form="colwise"),
+    "colwise_logits": Style(form="colwise", lazy_output=True),
     "rowwise": Style(form="rowwise", whole_input=False),
     "rowwise_split_input": Style(form="rowwise"),
     "embedding_rowwise": Style(form="vocab"),
     "embedding_colwise": Style(form="colwise"),
+    "attention": Style(form="attention"),
+    "replicated_with_grad_allreduce": Style(form="replica", whole_input=False, whole_output=False),
 }
 _ALIASES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
-_PACKED = re.compile(r"packed_colwise\((\d+)\)")
+_COUNTED = re.compile(r"(packed_colwise|shared_heads)\((\d+)\)")
 
 
 def style_of(value: Any, pattern: str) -> Style:
@@ -70,13 +100,23 @@ def style_of(value: Any, pattern: str) -> Style:
     return _of_torch(value, pattern)
 
 
+def style_name(style: Style) -> str:
+    """Return the name by which a plan can say a style, or that of its form."""
+    if style.form == "colwise" and style.num_blocks > 1:
+        return f"packed_colwise({style.num_blocks})"
+    if style.form == "shared":
+        return f"shared_heads({style.num_blocks})"
+    return next((name for name, known in STYLES.items() if known == style), style.form)
+
+
 def _named(name: str, pattern: str) -> Style:
     name = _ALIASES.get(name, name)
     if name in STYLES:
         return STYLES[name]
-    if (packed := _PACKED.fullmatch(name)) is not None:
-        return Style(form="colwise", num_blocks=int(packed[1]), whole_output=False)
-    known = [*STYLES, *_ALIASES, "packed_colwise(3)"]
+    if (counted := _COUNTED.fullmatch(name)) is not None:
+        form: Form = "colwise" if counted[1] == "packed_colwise" else "shared"
+        return Style(form=form, num_blocks=int(counted[2]), whole_output=False)
+    known = [*STYLES, *_ALIASES, "packed_colwise(3)", "shared_heads(1)"]
     near = difflib.get_close_matches(name, known, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise ConfigError(
@@ -96,6 +136,8 @@ def _of_torch(value: Any, pattern: str) -> Style:
         whole = {Replicate(): True, Shard(-1): False}
         taken, given = whole.get(value.input_layouts[0]), whole.get(value.output_layouts[0])
         if taken is not None and given is not None:
+            if not given and not value.use_local_output:  # it would look whole, as a DTensor
+                return Style(form=form, whole_input=taken, lazy_output=True)
             return Style(form=form, whole_input=taken, whole_output=given)
     raise ConfigError(
         f"The plan's entry {pattern!r} is {value!r}, expected a style's name ({', '.join(STYLES)}) "

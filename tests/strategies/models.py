@@ -9,6 +9,12 @@ its training set, the same on every call. What the models use of an engine:
     lstm        fused weights of `nn.LSTM`, one matrix as embedding and head
     llama       Hugging Face, grouped-query attention
     gpt2        Hugging Face, tied embeddings
+    encoder     torch's TransformerEncoder, a classifier of words
+    bert        Hugging Face, a layer's linear layers lie in several modules; tied embeddings
+    t5          Hugging Face, an encoder and a decoder; a bias of attention for each head
+    vit         Hugging Face, images
+    mixtral     Hugging Face, experts in one tensor each
+    qwen3       Hugging Face, norms of each head
     mixture     experts that only some samples, so only some ranks, use; an unused parameter
 """
 
@@ -203,6 +209,128 @@ def gpt2() -> HuggingFaceLM:
     return HuggingFaceLM(GPT2LMHeadModel(config))
 
 
+class Encoder(Trained):
+    """torch's encoder with an embedding, learnt positions and a classifier of each word."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.position = nn.Parameter(0.1 * torch.randn(CONTEXT, width))
+        layer = nn.TransformerEncoderLayer(width, 4, 64, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        for param in self.parameters():
+            if param.ndim > 1:  # as in GPT-2: with larger ones the noise is louder, see EPS
+                nn.init.normal_(param, std=0.02)
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        text, following = batch
+        mask = nn.Transformer.generate_square_subsequent_mask(text.shape[1], device=text.device)
+        mixed = self.encoder(self.embedding(text) + self.position, mask=mask, is_causal=True)
+        return F.cross_entropy(self.head(mixed).flatten(0, 1), following.flatten())
+
+    @staticmethod
+    def data(num_samples: int) -> TensorDataset:
+        return TensorDataset(*_text(num_samples))
+
+
+class HuggingFaceViT(Trained):
+    """A classifier of images; its patches are those of a convolution."""
+
+    def __init__(self) -> None:
+        from transformers import ViTConfig, ViTForImageClassification
+
+        super().__init__()
+        config = ViTConfig(
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=64,
+            image_size=8,
+            patch_size=4,
+            num_channels=1,
+            num_labels=10,
+        )
+        self.network = ViTForImageClassification(config)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        images, labels = batch
+        return self.network(pixel_values=images, labels=labels).loss
+
+    data = staticmethod(ConvNet.data)
+
+
+def bert() -> HuggingFaceLM:
+    """Embedding and head are one matrix; learnt positions."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=CONTEXT,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return HuggingFaceLM(BertForMaskedLM(config))
+
+
+def t5() -> HuggingFaceLM:
+    """Three embeddings and the head are one matrix; heads are narrower than the width says."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=VOCABULARY,
+        d_model=32,
+        d_kv=6,
+        d_ff=64,
+        num_layers=2,
+        num_heads=4,
+        relative_attention_num_buckets=8,
+        relative_attention_max_distance=16,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )
+    return HuggingFaceLM(T5ForConditionalGeneration(config))
+
+
+def mixtral() -> HuggingFaceLM:
+    """Four experts, of which each word uses two; four query heads share two of keys and values."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        max_position_embeddings=CONTEXT,
+    )
+    return HuggingFaceLM(MixtralForCausalLM(config))
+
+
+def qwen3() -> HuggingFaceLM:
+    """Four query heads share one of keys and values; queries and keys have norms of each head."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+    )
+    return HuggingFaceLM(Qwen3ForCausalLM(config))
+
+
 class MixtureBlock(nn.Module):
     """Adds to each sample what its expert makes of it; leaves other experts alone."""
 
@@ -266,4 +394,13 @@ MODELS: dict[str, Callable[[], Trained]] = {
     "llama": llama,
     "gpt2": gpt2,
     "mixture": Mixture,
+}
+# Of one more interest where layers are split.
+SPLIT_MODELS: dict[str, Callable[[], Trained]] = {
+    "encoder": Encoder,
+    "bert": bert,
+    "t5": t5,
+    "vit": HuggingFaceViT,
+    "mixtral": mixtral,
+    "qwen3": qwen3,
 }

@@ -4,12 +4,14 @@ from typing import Any
 
 import pytest
 
+from lightning_shard.errors import ConfigError
 from lightning_shard.strategies.tensor_parallel import TensorParallelStrategy
 from tests.strategies.parity import (
     SMALL_BUCKET_MB,
     UPSTREAM_WARNINGS,
     Case,
     Run,
+    assert_bitwise_equal,
     assert_parity,
     build,
     single_device,
@@ -71,3 +73,47 @@ def test_equals_a_single_device(model: str, size: int) -> None:
 def test_with_data_parallel_it_equals_a_single_device(model: str, stage: int) -> None:
     run = train_split(model, 4, 2, zero_stage=stage)
     assert_parity(run, single_device(Case(model=model, strategy="", num_ranks=2)))
+
+
+AUTOMATIC = ("encoder", "gpt", "llama", "gpt2", "bert", "t5", "vit", "mixtral", "qwen3")
+
+
+def train_automatically(model: str, num_ranks: int, size: int, stage: int = 0) -> Run:
+    strategy = TensorParallelStrategy(
+        backend="in_process", tensor_parallel_size=size, plan="auto", zero_stage=stage
+    )
+    strategy._options.__dict__["bucket_mb"] = SMALL_BUCKET_MB
+    return train(build(model), strategy=strategy, devices=num_ranks)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("model", AUTOMATIC)
+def test_with_an_automatic_plan_it_equals_a_single_device(model: str, size: int) -> None:
+    run = train_automatically(model, size, size)
+    assert_parity(run, single_device(Case(model=model, strategy="", num_ranks=1)))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("model", ["encoder", "mixtral", "qwen3"])
+def test_with_an_automatic_plan_and_data_parallel_it_equals_a_single_device(
+    model: str, stage: int
+) -> None:
+    run = train_automatically(model, 4, 2, stage)
+    assert_parity(run, single_device(Case(model=model, strategy="", num_ranks=2)))
+
+
+def test_without_a_plan_one_is_found() -> None:
+    strategy = TensorParallelStrategy(backend="in_process", plan=None)
+    run = train(build("gpt"), strategy=strategy, devices=2)
+    assert_bitwise_equal(run, train_automatically("gpt", 2, 2))
+
+
+def test_a_plan_of_another_word_is_refused() -> None:
+    with pytest.raises(ConfigError, match="plan must be 'auto' or map patterns to styles, got 'al"):
+        TensorParallelStrategy(backend="in_process", plan="all")
+
+
+def test_more_ranks_than_heads_are_refused_before_training() -> None:
+    strategy = TensorParallelStrategy(backend="in_process")
+    with pytest.raises(ConfigError, match=r"Block has 4 heads, .* 8 ranks .* of 1, 2, 4"):
+        train(build("gpt"), strategy=strategy, devices=8)

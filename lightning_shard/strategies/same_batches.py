@@ -1,0 +1,97 @@
+"""Ranks that share every layer must be given the same batch: compared by a digest.
+
+Parts of layers that work on different samples make nonsense without a word, and batches of
+different shapes wait for each other for ever. So each rank digests its batch before it is used,
+and the ranks of the group compare: the batches 0, 1, 2, 4, 8 ... of each loader, which finds a
+wrong sampler at once and a rare difference in the end, at a cost that soon is nothing.
+"""
+
+import zlib
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.errors import ConfigError
+
+_SAMPLES = 1 << 16  # elements of a tensor that are looked at, evenly spaced
+
+
+class SameBatches:
+    """Compares what the ranks of a tensor-parallel group are given.
+
+    Args:
+        group: The tensor-parallel group.
+        ranks: The global rank of each of its ranks.
+        device: For the message.
+    """
+
+    def __init__(self, group: Collectives, ranks: tuple[int, ...], device: torch.device) -> None:
+        self._group = group
+        self._ranks = ranks
+        self._device = device
+        self._seen: Counter[str] = Counter()
+
+    def check(self, batch: Any, loader: str) -> None:
+        """Take the next batch of a loader; each rank of the group must call.
+
+        Args:
+            batch: Tensors, arrays, texts and numbers in any containers; others are not compared.
+            loader: Which one it comes from.
+
+        Raises:
+            ConfigError: On every rank, when the batches differ.
+        """
+        index = self._seen[loader]
+        self._seen[loader] += 1
+        if index & (index - 1):
+            return
+        own = torch.tensor([digest(batch)], device=self._device)
+        all_digests = own.new_empty(self._group.size)
+        self._group.all_gather(all_digests, own).wait()
+        digests = all_digests.tolist()
+        strangers = [
+            str(rank)
+            for rank, other in zip(self._ranks, digests, strict=True)
+            if other != digests[0]
+        ]
+        if strangers:
+            raise ConfigError(
+                f"Rank {self._ranks[self._group.rank]}: the ranks "
+                f"{', '.join(map(str, self._ranks))} share every layer and must be given the same "
+                f"batches, but batch {index} of {loader} on rank {', '.join(strangers)} is not "
+                f"that of rank {self._ranks[0]}. Leave the sampler to the Trainer, or make your "
+                f"own from trainer.distributed_sampler_kwargs and one seed; where samples are "
+                f"changed at random, call seed_everything(seed, workers=True)."
+            )
+
+
+def digest(batch: Any) -> int:
+    """Return a checksum of the content of a batch, the same in every process."""
+    checksum = 0
+
+    def add(value: Any) -> Any:
+        nonlocal checksum
+        for part in _bytes_of(value):
+            checksum = zlib.crc32(part, checksum)
+        return value
+
+    apply_to_collection(batch, (Tensor, np.ndarray, str, bytes, int, float), add)
+    return checksum
+
+
+def _bytes_of(value: Any) -> list[bytes]:
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        value = torch.from_numpy(np.ascontiguousarray(value))
+    if not isinstance(value, Tensor):
+        return [repr(value).encode()]
+    shape = repr((tuple(value.shape), value.dtype)).encode()
+    if value.layout != torch.strided:
+        return [shape]
+    flat = value.detach().reshape(-1)
+    some = flat[:: max(1, flat.numel() // _SAMPLES)].cpu().contiguous()
+    return [shape, some.view(torch.uint8).numpy().tobytes()]

@@ -1,0 +1,160 @@
+"""torch's MultiheadAttention with its heads in parts over the ranks, and its fast paths off.
+
+    query ──enter──> Wq (own heads) ─┐
+    key   ──enter──> Wk (own heads) ─┼─> attention ──> Wo (own inputs) ──leave──> output
+    value ──enter──> Wv (own heads) ─┘        └─> weights: mean over all heads, or all heads' own
+
+The layer's own forward hands whole matrices to a function that checks their size, so that it is
+written anew here. In evaluation torch's encoder layers hand their weights to a fused kernel, which
+knows of no ranks; they are kept from it by their own switches.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from lightning_shard.tensor_parallel.regions import gather_copies, reduce_from_region
+from lightning_shard.tensor_parallel.styles import Cut
+
+if TYPE_CHECKING:
+    from lightning_shard.tensor_parallel.layers import Place
+
+
+def is_plain_attention(module: nn.Module) -> bool:
+    """Whether a layer is torch's attention, and not one with a forward or keys of its own."""
+    return (
+        isinstance(module, nn.MultiheadAttention)
+        and type(module).forward is nn.MultiheadAttention.forward
+        and module.bias_k is None
+        and not module.add_zero_attn
+    )
+
+
+def attention_cuts(module: nn.MultiheadAttention) -> tuple[Cut, ...]:
+    """Which parameters of torch's attention are cut: by heads, the output by its inputs."""
+    cuts = (
+        Cut(name="in_proj_weight", dim=0, num_blocks=3),
+        Cut(name="in_proj_bias", dim=0, num_blocks=3),
+        *(Cut(name=f"{one}_proj_weight", dim=0) for one in "qkv"),
+        Cut(name="out_proj.weight", dim=1),
+    )
+    return tuple(cut for cut in cuts if cut.name in dict(module.named_parameters()))
+
+
+def fast_paths(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+    """Yield the switches of torch's fused encoder, and the values that turn it off."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            yield module, "activation_relu_or_gelu", 0
+        elif isinstance(module, nn.TransformerEncoder):
+            yield module, "use_nested_tensor", False
+
+
+class ParallelAttention:
+    """The parallel forward of `nn.MultiheadAttention`."""
+
+    _tensor_parallel_place: "Place"
+
+    def forward(
+        self: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend with this rank's heads; as `nn.MultiheadAttention.forward`."""
+        place = self._tensor_parallel_place
+        is_batched = query.dim() == 3
+        if not is_batched:
+            query, key, value = (one.unsqueeze(0) for one in (query, key, value))
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+        elif not self.batch_first:
+            query, key, value = _transposed(query, key, value)
+        projections = zip((query, key, value), _weights(self), _biases(self), strict=True)
+        q, k, v = (  # each (B, heads / W, T or S, head width)
+            _heads(F.linear(place.enter(one), weight, bias), self.head_dim)
+            for one, weight, bias in projections
+        )
+        mask = _mask(place, q, attn_mask, key_padding_mask)
+        dropout = self.dropout if self.training else 0.0
+        weights = None
+        if need_weights:
+            mixed, weights = _attend(q, k, v, mask, dropout)
+            weights = _of_all_heads(place, weights, average=average_attn_weights)
+        else:
+            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+        output = place.leave(F.linear(mixed.transpose(1, 2).flatten(2), self.out_proj.weight))
+        if self.out_proj.bias is not None:
+            output = output + self.out_proj.bias
+        if not is_batched:
+            return output.squeeze(0), None if weights is None else weights.squeeze(0)
+        return (output if self.batch_first else output.transpose(0, 1)), weights
+
+
+def _transposed(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Put the batch first; what is one tensor stays one, so that it enters the region once."""
+    first = query.transpose(0, 1)
+    second = first if key is query else key.transpose(0, 1)
+    third = second if value is key else value.transpose(0, 1)
+    return first, second, third
+
+
+def _weights(module: Any) -> tuple[Tensor, ...]:
+    if module.in_proj_weight is not None:
+        return tuple(module.in_proj_weight.chunk(3))
+    return module.q_proj_weight, module.k_proj_weight, module.v_proj_weight
+
+
+def _biases(module: Any) -> tuple[Tensor | None, ...]:
+    return (None,) * 3 if module.in_proj_bias is None else tuple(module.in_proj_bias.chunk(3))
+
+
+def _heads(features: Tensor, width: int) -> Tensor:
+    """Turn (B, T, C) into (B, heads, T, width)."""
+    return features.view(*features.shape[:-1], -1, width).transpose(1, 2)
+
+
+def _mask(
+    place: "Place", query: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None
+) -> Tensor | None:
+    """Return both masks as one that is added to the scores; it broadcasts to (B, heads, T, S)."""
+    mask = None
+    if attn_mask is not None:
+        mask = _additive(attn_mask, query)
+        if mask.dim() == 3:  # (B * all heads, T, S)
+            mask = mask.view(query.shape[0], -1, *mask.shape[1:])
+            mask = mask.chunk(place.group.size, dim=1)[place.rank]
+    if key_padding_mask is not None:
+        padding = _additive(key_padding_mask, query)[:, None, None, :]
+        mask = padding if mask is None else mask + padding
+    return mask
+
+
+def _additive(mask: Tensor, query: Tensor) -> Tensor:
+    """Turn a mask whose True means "not this one" into one that is added."""
+    if mask.dtype != torch.bool:
+        return mask.to(query.dtype)
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask, -math.inf)
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float
+) -> tuple[Tensor, Tensor]:
+    scores = (query / math.sqrt(query.shape[-1])) @ key.transpose(-2, -1)  # (B, heads, T, S)
+    weights = F.dropout((scores if mask is None else scores + mask).softmax(-1), dropout)
+    return weights @ value, weights
+
+
+def _of_all_heads(place: "Place", weights: Tensor, *, average: bool) -> Tensor:
+    """Return what the ranks' heads look at: the mean over all heads, or each head's own."""
+    if average:
+        return reduce_from_region(weights.mean(1) / place.group.size, place.group)
+    return gather_copies(weights, 1, place.group)

@@ -1,0 +1,235 @@
+"""A plan for a model without one: what can be split is found, tried out, and the rest left whole.
+
+    1. torch's MultiheadAttention             by heads
+    2. a Hugging Face model's own plan        as it says
+    3. attentions, then pairs of layers       found in `candidates`, tried out in `probe`
+    4. the largest embedding, and those that are tied to it, or as many rows as an output layer
+       gives logits, together with that layer      by vocabulary
+
+Whatever is not split computes on each rank as it did: a layer is better left whole than split
+wrongly. An embedding whose weight a module multiplies with by itself, with no layer between, has to
+be left out by a plan of one's own.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from lightning_shard.errors import ConfigError
+from lightning_shard.tensor_parallel.attention import is_plain_attention
+from lightning_shard.tensor_parallel.candidates import (
+    Candidate,
+    check_heads,
+    find_attention,
+    find_pairs,
+)
+from lightning_shard.tensor_parallel.huggingface import own_plans
+from lightning_shard.tensor_parallel.layers import is_plain_linear
+from lightning_shard.tensor_parallel.plan import PlannedLayer, WholeLayer, pattern_of
+from lightning_shard.tensor_parallel.probe import Verdict, table_is_right, try_out
+from lightning_shard.tensor_parallel.styles import STYLES, Style
+
+_UNKNOWN = "no part of an attention or of a pair of layers, and no embedding of a vocabulary"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutomaticPlan:
+    """What an automatic plan splits, and what it does not.
+
+    Attributes:
+        layers: In the order of the model's modules.
+        whole: The others that have a matrix or more, with the reason.
+    """
+
+    layers: list[PlannedLayer]
+    whole: list[WholeLayer]
+
+
+def automatic_plan(model: nn.Module, num_ranks: int) -> AutomaticPlan:
+    """Find what can be split over the ranks of a tensor-parallel group.
+
+    Args:
+        model: With its values; left as it is. The plan is the same on each rank, and depends on
+            the values only in whether parameters are tied.
+        num_ranks: Of the group.
+
+    Raises:
+        ConfigError: The ranks cannot share the heads of an attention, or nothing can be split.
+    """
+    finder = _Finder(model, num_ranks)
+    finder.find()
+    if not finder.planned and num_ranks > 1:
+        raise ConfigError(
+            f"Found nothing in {type(model).__name__} to split over {num_ranks} ranks. Give "
+            "TensorParallelStrategy a plan, such as "
+            "plan={'blocks.*.up': 'colwise', 'blocks.*.down': 'rowwise'}."
+        )
+    return AutomaticPlan(layers=list(finder.split()), whole=list(finder.left_whole()))
+
+
+class _Finder:
+    """Goes through a model, and notes what is split and why others are not."""
+
+    def __init__(self, model: nn.Module, num_ranks: int) -> None:
+        self.model, self.num_ranks = model, num_ranks
+        self.names = {module: name for name, module in model.named_modules()}
+        self.planned: dict[nn.Module, PlannedLayer] = {}
+        self.reasons: dict[nn.Module, str] = {}
+        self._users = Counter(
+            id(param) for module in self.names for param in module._parameters.values()
+        )
+        self._tried: dict[tuple[object, ...], Verdict] = {}
+
+    def find(self) -> None:
+        """Go through the four kinds."""
+        for module, name in self.names.items():
+            if isinstance(module, nn.MultiheadAttention):
+                self._plan_torch_attention(name, module)
+        for layer in own_plans(self.model, self.num_ranks):
+            if layer.module not in self.reasons:
+                self.planned.setdefault(layer.module, layer)
+        inner_first = sorted(self.names, key=lambda module: -len(self.names[module].split(".")))
+        inner_first = [*(one for one in inner_first if one is not self.model), self.model]
+        for find in (find_attention, find_pairs):
+            for owner in inner_first:
+                for candidate in find(owner, self.num_ranks, self._is_free):
+                    self._consider(candidate)
+        self._plan_vocabulary()
+
+    def split(self) -> Iterator[PlannedLayer]:
+        """Yield what is split; under a pattern, where all that it matches is split alike."""
+        styles: dict[str, set[Style | None]] = {}
+        for module, name in self.names.items():
+            style = self.planned[module].style if module in self.planned else None
+            styles.setdefault(pattern_of(name), set()).add(style)
+        for module, name in self.names.items():
+            if layer := self.planned.get(module):
+                pattern = pattern_of(name)
+                yield replace(layer, pattern=pattern if len(styles[pattern]) == 1 else name)
+
+    def left_whole(self) -> Iterator[WholeLayer]:
+        """Yield the layers with a matrix that are not split."""
+        for module, name in self.names.items():
+            has_matrix = any(
+                param is not None and param.ndim > 1 for param in module._parameters.values()
+            )
+            if has_matrix and module not in self.planned:
+                reason = self.reasons.get(module, _UNKNOWN)
+                if reason:
+                    yield WholeLayer(name=name, module=module, reason=reason)
+
+    def _plan_torch_attention(self, name: str, module: nn.MultiheadAttention) -> None:
+        self.reasons[module.out_proj] = ""  # it is spoken of with its owner
+        if not is_plain_attention(module):
+            self.reasons[module] = "has add_bias_kv, add_zero_attn or a forward of its own"
+            return
+        check_heads(name, module.num_heads, module.num_heads, self.num_ranks)
+        self._plan(module, STYLES["attention"])
+
+    def _plan(self, module: nn.Module, style: Style, *, has_heads: bool = False) -> None:
+        name = self.names[module]
+        self.planned[module] = PlannedLayer(
+            name=name, module=module, style=style, pattern=name, has_heads=has_heads
+        )
+
+    def _is_free(self, module: nn.Module) -> bool:
+        """Whether a linear layer is nobody's yet, and shares no parameter."""
+        return (
+            is_plain_linear(module)
+            and module not in self.planned
+            and self.reasons.get(module) != ""
+            and all(self._users[id(param)] == 1 for param in module.parameters())
+        )
+
+    def _consider(self, candidate: Candidate) -> None:
+        """Plan a candidate's layers if a trial, or else their names, say so."""
+        layers = {name: candidate.owner.get_submodule(name) for name in candidate.styles}
+        if any(layer in self.planned for layer in layers.values()):
+            return
+        key = candidate.signature
+        if key not in self._tried:
+            self._tried[key] = try_out(candidate, self.num_ranks)
+        tried = self._tried[key]
+        if tried.is_right or (tried.is_right is None and candidate.is_known and candidate.is_all):
+            for name, module in layers.items():
+                has_heads = candidate.is_attention and name != candidate.out
+                self._plan(module, candidate.styles[name], has_heads=has_heads)
+            for name in tried.inner:
+                inner = candidate.owner.get_submodule(name)
+                self._plan(inner, STYLES["replicated_with_grad_allreduce"])
+            return
+        reason = (
+            "could not be tried out"
+            if tried.is_right is None
+            else "computes something else in parts"
+        )
+        for layer in layers.values():
+            self.reasons.setdefault(layer, f"with {candidate.out!r} it {reason}")
+
+    def _plan_vocabulary(self) -> None:
+        """Split the largest embedding by rows, and others like it; their output layers alike."""
+        tables = [
+            module
+            for module in self.names
+            if isinstance(module, nn.Embedding) and module not in self.planned
+        ]
+        heads = [one for one in self.names if self._is_head(one)]
+        largest = max((table.weight.numel() for table in tables), default=0)
+        for table in tables:
+            own_heads = [one for one in heads if one.weight.shape == table.weight.shape]
+            if table.weight.numel() < largest and not own_heads:
+                self.reasons[table] = "an embedding, not the largest, without an output layer"
+            elif reason := self._why_whole(table):
+                for module in (table, *own_heads):
+                    self.reasons[module] = reason
+            else:
+                self._plan(table, STYLES["embedding_rowwise"])
+                for head in own_heads:
+                    self._plan(head, STYLES["colwise_gather_output"])
+        self._leave_logits_in_parts()
+
+    def _leave_logits_in_parts(self) -> None:
+        """Let the layers that give a logit for each row of an embedding not gather them."""
+        rows = {
+            one.weight.shape
+            for one in self.names
+            if isinstance(one, nn.Embedding) and self._is_split_table(one)
+        }
+        for module, layer in self.planned.items():
+            gathers = layer.style == STYLES["colwise_gather_output"]
+            if gathers and isinstance(module, nn.Linear) and module.weight.shape in rows:
+                self.planned[module] = replace(layer, style=STYLES["colwise_logits"])
+
+    def _is_split_table(self, module: nn.Module) -> bool:
+        planned = self.planned.get(module)
+        return planned is not None and planned.style.form == "vocab"
+
+    def _is_head(self, module: nn.Module) -> bool:
+        """Whether a layer may be one that gives logits: it takes and gives whole activations."""
+        return (
+            isinstance(module, nn.Linear)
+            and is_plain_linear(module)
+            and module not in self.planned
+            and module not in self.reasons
+        )
+
+    def _why_whole(self, table: nn.Embedding) -> str:
+        """Return why an embedding is not split, or nothing."""
+        sharing = [one for one in self.names if one._parameters.get("weight") is table.weight]
+        if table.num_embeddings % self.num_ranks:
+            return f"{table.num_embeddings} rows are not divisible by {self.num_ranks} ranks"
+        if not all(isinstance(one, nn.Embedding) or self._is_tied_head(one) for one in sharing):
+            return "its weight is shared with a layer that is not split alike"
+        embeddings = [one for one in sharing if isinstance(one, nn.Embedding)]
+        if any(one.max_norm is not None or one.scale_grad_by_freq for one in embeddings):
+            return "an embedding with max_norm or scale_grad_by_freq"
+        own = [one for one in embeddings if type(one).forward is not nn.Embedding.forward]
+        if not all(table_is_right(one, self.num_ranks) for one in own):
+            return "an embedding with a forward of its own, or tied to one"
+        return ""
+
+    def _is_tied_head(self, module: nn.Module) -> bool:
+        planned = self.planned.get(module)
+        return self._is_head(module) or (planned is not None and planned.style.form == "colwise")

@@ -1,0 +1,258 @@
+"""Layers that may be split together: found by the sizes and names of a module's linear layers.
+
+    attention    q, k, v (colwise) ──> heads ──> out (rowwise)        owner counts heads
+                 qkv (packed colwise) ─┘
+    pair         up [, gate] (colwise) ──> element by element ──> down (rowwise)
+                 width -> hidden                                  hidden -> width
+
+What is found here is a guess. `probe` tries it out; where that cannot be done, it is believed only
+of layers with the names that such layers usually have.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from lightning_shard.errors import ConfigError
+from lightning_shard.tensor_parallel.head_counts import HEADS
+from lightning_shard.tensor_parallel.layers import is_transposed
+from lightning_shard.tensor_parallel.styles import STYLES, Style
+
+IsFree = Callable[[nn.Module], bool]
+
+_PROJECTIONS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("query", "key", "value"),
+    ("query_proj", "key_proj", "value_proj"),
+    ("q", "k", "v"),
+    ("q_lin", "k_lin", "v_lin"),
+    ("to_q", "to_k", "to_v"),
+    ("wq", "wk", "wv"),
+)
+_OUTPUT = re.compile(
+    r"(.*\.)?(o|wo|out|o_proj|out_proj|out_lin|to_out(\.0)?|c_proj|proj|dense|output\.dense|"
+    r"att\w*_out(put)?)"
+)
+_PAIRS = (  # the last one leads back
+    *(("gate_proj", "up_proj", "down_proj"), ("up_proj", "down_proj"), ("up", "down")),
+    *(("fc1", "fc2"), ("w1", "w3", "w2"), ("w1", "w2"), ("c_fc", "c_proj"), ("lin1", "lin2")),
+    *(("wi", "wo"), ("wi_0", "wi_1", "wo"), ("linear1", "linear2")),
+    ("intermediate.dense", "output.dense"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """Layers of a module that may be split together.
+
+    Attributes:
+        owner: The smallest module that has them all.
+        styles: Of each layer, by its path in the owner.
+        out: The path of the last one, which gives the sum over the ranks.
+        is_known: Whether their names are the usual ones.
+        num_heads: Of an attention, if its module says.
+    """
+
+    owner: nn.Module
+    styles: dict[str, Style]
+    out: str
+    is_known: bool
+    num_heads: int | None = None
+    is_attention: bool = False
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        """What is the same of candidates of which one alone need be tried out."""
+        sizes = [(name, param.shape) for name, param in self.owner.named_parameters()]
+        return (type(self.owner), self.num_heads, tuple(self.styles.items()), *sizes)
+
+    @property
+    def is_all(self) -> bool:
+        """Whether its owner has no parameters but those of the layers."""
+        own = {
+            param for name in self.styles for param in self.owner.get_submodule(name).parameters()
+        }
+        return own == set(self.owner.parameters())
+
+
+def linear_sizes(module: nn.Module) -> tuple[int, int]:
+    """Return the widths of a linear layer's input and output."""
+    rows, columns = module.get_parameter("weight").shape
+    return (rows, columns) if is_transposed(module) else (columns, rows)
+
+
+def check_heads(name: str, num_heads: int, num_key_heads: int, num_ranks: int) -> None:
+    """Raise unless the ranks can share the heads.
+
+    Raises:
+        ConfigError: The query heads are no multiple of the ranks, or ranks and key heads divide
+            neither way.
+    """
+
+    def fits(size: int) -> bool:
+        one_way = num_key_heads % size == 0 or size % num_key_heads == 0
+        return num_heads % size == 0 and one_way
+
+    if not fits(num_ranks):
+        fitting = ", ".join(str(n) for n in range(1, num_heads + 1) if fits(n))
+        keys = "" if num_key_heads == num_heads else f", and {num_key_heads} of keys and values"
+        raise ConfigError(
+            f"{name} has {num_heads} heads{keys}, which {num_ranks} ranks cannot share; expected "
+            f"a tensor_parallel_size of {fitting}."
+        )
+
+
+def key_style(num_key_heads: int, num_ranks: int) -> Style:
+    """Return how a projection to keys or values is split: by heads, or its heads shared."""
+    if num_key_heads % num_ranks == 0:
+        return STYLES["colwise"]
+    return Style(form="shared", num_blocks=num_key_heads, whole_output=False)
+
+
+def find_attention(owner: nn.Module, num_ranks: int, is_free: IsFree) -> Iterator[Candidate]:
+    """Yield the ways in which a module may be an attention, the likeliest first.
+
+    Raises:
+        ConfigError: It is one, but the ranks cannot share its heads.
+    """
+    near = dict(_near(owner, is_free))
+    for prefix in dict.fromkeys(_prefix(name) for name in near):
+        counting = owner.get_submodule(prefix.rstrip("."))
+        num_heads = _num_heads(counting)
+        own = {name: one for name, one in near.items() if _prefix(name) == prefix}
+        for inlet in (*_separate(own, prefix, counting), *_fused(own, num_heads)):
+            out = _output(near, inlet, prefix)
+            if out is None:
+                continue
+            styles = inlet.styles_for(counting, num_ranks)
+            yield Candidate(
+                owner=owner,
+                styles=styles | _head_biases(counting, prefix) | {out: STYLES["rowwise"]},
+                out=out,
+                is_known=inlet.is_known,
+                num_heads=num_heads,
+                is_attention=True,
+            )
+
+
+def find_pairs(owner: nn.Module, num_ranks: int, is_free: IsFree) -> Iterator[Candidate]:
+    """Yield the pairs that a module may have of layers to a hidden width and back."""
+    near = dict(_near(owner, is_free))
+    names = list(near)
+    for position, out in enumerate(names):
+        hidden, width = linear_sizes(near[out])
+        ups = [
+            name for name in names if name != out and linear_sizes(near[name]) == (width, hidden)
+        ]
+        before = [name for name in names[:position] if name in ups]
+        if hidden < width or hidden % num_ranks:
+            continue
+        for chosen in dict.fromkeys((tuple(ups), tuple(before[-1:]))):
+            if before and len(chosen) <= 2:
+                yield Candidate(
+                    owner=owner,
+                    styles=dict.fromkeys(chosen, STYLES["colwise"]) | {out: STYLES["rowwise"]},
+                    out=out,
+                    is_known=(*chosen, out) in _PAIRS,
+                )
+        for name in names[:position]:
+            if linear_sizes(near[name]) == (width, 2 * hidden):
+                styles = {name: _packed(2), out: STYLES["rowwise"]}
+                yield Candidate(owner=owner, styles=styles, out=out, is_known=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Inlet:
+    """The projections to query, key and value: three, or a fused one and how it is laid out."""
+
+    layers: dict[str, nn.Module]
+    width: int
+    is_known: bool
+    fused: Style | None = None
+
+    def styles_for(self, counting: nn.Module, num_ranks: int) -> dict[str, Style]:
+        names = list(self.layers)
+        num_heads = _num_heads(counting)
+        if self.fused is not None:
+            assert num_heads is not None
+            check_heads(type(counting).__name__, num_heads, num_heads, num_ranks)
+            return {names[0]: self.fused}
+        if num_heads is None:
+            return dict.fromkeys(names, STYLES["colwise"])
+        num_key_heads = num_heads * linear_sizes(self.layers[names[1]])[1] // self.width
+        check_heads(type(counting).__name__, num_heads, num_key_heads, num_ranks)
+        of_keys = key_style(num_key_heads, num_ranks)
+        return {names[0]: STYLES["colwise"], names[1]: of_keys, names[2]: of_keys}
+
+
+def _packed(num_blocks: int) -> Style:
+    return Style(form="colwise", num_blocks=num_blocks, whole_output=False)
+
+
+def _num_heads(module: nn.Module) -> int | None:
+    """Return how many heads a module says that it has, or None."""
+    for name in HEADS:
+        if isinstance(count := module.__dict__.get(name), int) and count > 0:
+            return count
+    return None
+
+
+def _near(owner: nn.Module, is_free: IsFree) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the linear layers of a module and of its children."""
+    for name, child in owner.named_children():
+        if is_free(child):
+            yield name, child
+        for inner, grandchild in child.named_children():
+            if is_free(grandchild):
+                yield f"{name}.{inner}", grandchild
+
+
+def _prefix(name: str) -> str:
+    return name[: name.rfind(".") + 1]
+
+
+def _separate(own: dict[str, nn.Module], prefix: str, counting: nn.Module) -> Iterator[_Inlet]:
+    for triple in _PROJECTIONS:
+        names = [prefix + one for one in triple]
+        if all(name in own for name in names):
+            layers = {name: own[name] for name in names}
+            width = linear_sizes(own[names[0]])[1]
+            # Of heads that nobody counts only a trial can tell whether they are cut in the middle.
+            is_known = _num_heads(counting) is not None
+            yield _Inlet(layers=layers, width=width, is_known=is_known)
+
+
+def _fused(own: dict[str, nn.Module], num_heads: int | None) -> Iterator[_Inlet]:
+    for name, module in own.items():
+        inputs, outputs = linear_sizes(module)
+        if num_heads is None or outputs != 3 * inputs or inputs % num_heads:
+            continue
+        layers = {name: module}
+        is_known = is_transposed(module)  # of GPT-2
+        yield _Inlet(layers=layers, width=inputs, is_known=is_known, fused=_packed(3))
+        yield _Inlet(layers=layers, width=inputs, is_known=False, fused=STYLES["colwise"])
+
+
+def _output(near: dict[str, nn.Module], inlet: _Inlet, prefix: str) -> str | None:
+    """Return the path of an attention's last layer: by its name, or the only one of its size."""
+    width = linear_sizes(next(iter(inlet.layers.values())))[0]
+    sized = [
+        name
+        for name, one in near.items()
+        if name not in inlet.layers and linear_sizes(one) == (inlet.width, width)
+    ]
+    named = [name for name in sized if _OUTPUT.fullmatch(name)]
+    named.sort(key=lambda name: _prefix(name) != prefix)
+    return named[0] if named else sized[0] if len(sized) == 1 else None
+
+
+def _head_biases(counting: nn.Module, prefix: str) -> dict[str, Style]:
+    """Return the embeddings with a column for each head, such as T5's of relative positions."""
+    num_heads = _num_heads(counting)
+    return {
+        f"{prefix}{name}": STYLES["colwise"]
+        for name, child in counting.named_children()
+        if isinstance(child, nn.Embedding) and child.embedding_dim == num_heads
+    }

@@ -1,0 +1,175 @@
+"""Cross entropy of logits whose classes are in parts over the ranks, which nobody gathers.
+
+Each rank reduces its own classes to three or four numbers per row; those are exchanged, and every
+rank has the loss. The gradient, softmax minus one-hot, needs no exchange at all:
+
+    rank 0   x[:, :V/2]  ──► max, sum(exp(x - max)), x[target] if it is here ─┐
+                                                                              ├─ all-gather
+    rank 1   x[:, V/2:]  ──► max, sum(exp(x - max)), x[target] if it is here ─┘
+
+    x          the rank's logits, (N, V / W): saved for backward, in their own dtype
+    loss       = a (lse - x[target]) + e (sum(w) lse - w . x)     a = (1 - smoothing) w[target]
+    gradient   = softmax (a + e sum(w)) - a onehot - e w          e = smoothing / V
+
+The softmax is exp(x - max) / sum: log(sum) + max, rounded once more, would put a whole row off.
+
+Source: Megatron-LM, arXiv:1909.08053, section 3.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.backends.reduction import is_narrow
+from lightning_shard.errors import ConfigError
+from lightning_shard.tensor_parallel.regions import all_gathered, untraced
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossOptions:
+    """What `torch.nn.functional.cross_entropy` can be told.
+
+    Attributes:
+        weight: Of each class, shape (V,), the same on every rank; or None.
+        ignore_index: A target that counts for nothing.
+        reduction: "none", "mean" or "sum".
+        label_smoothing: The part of each target that is spread over all classes.
+    """
+
+    weight: Tensor | None = None
+    ignore_index: int = -100
+    reduction: str = "mean"
+    label_smoothing: float = 0.0
+
+
+@untraced
+def parallel_cross_entropy(
+    local: Tensor, target: Tensor, options: LossOptions, group: Collectives
+) -> Tensor:
+    """Return the cross entropy; each rank of the group must call.
+
+    Args:
+        local: Shape (..., V / W), this rank's classes, in rank order; floating point.
+        target: Shape (...), class indices of 0 to V - 1, the same on every rank.
+        options: As for `torch.nn.functional.cross_entropy`.
+        group: The W ranks that have the other classes.
+
+    Returns:
+        Shape () or, not reduced, that of `target`; float32 under autocast, else the logits' dtype.
+        On accelerators a row whose target is out of range is NaN.
+
+    Raises:
+        ConfigError: Shapes that do not fit, or a target out of range.
+    """
+    if local.shape[:-1] != target.shape:
+        raise ConfigError(
+            f"Rank {group.rank}: cross_entropy got logits for {tuple(local.shape[:-1])} and "
+            f"targets of shape {tuple(target.shape)}, expected the same. Flatten both alike."
+        )
+    rows, flat = local.reshape(-1, local.shape[-1]), target.reshape(-1)
+    counted = flat != options.ignore_index
+    flat = flat.masked_fill(~counted, 0)
+    _check_range(flat, rows.shape[-1] * group.size, group)
+    share = counted.to(_wide(rows.dtype))  # (N,): the weight of each row
+    if options.weight is not None:
+        share = share * options.weight.to(share.dtype)[flat]
+    losses: Tensor = _CrossEntropy.apply(rows, flat, counted, share, options, group)  # type: ignore[no-untyped-call]
+    return _reduced(losses, share, options.reduction, target.shape).to(_loss_dtype(local))
+
+
+def _reduced(losses: Tensor, share: Tensor, reduction: str, shape: torch.Size) -> Tensor:
+    if reduction == "none":
+        return losses.view(shape)
+    return losses.sum() / share.sum() if reduction == "mean" else losses.sum()
+
+
+def _check_range(target: Tensor, num_classes: int, group: Collectives) -> None:
+    if target.device.type == "cpu" and target.numel():
+        low, high = (int(bound) for bound in torch.aminmax(target))
+        if low < 0 or high >= num_classes:
+            raise ConfigError(
+                f"Rank {group.rank}: cross_entropy got targets from {low} to {high}, expected 0 to "
+                f"{num_classes - 1}, or ignore_index."
+            )
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if is_narrow(dtype) else dtype
+
+
+def _loss_dtype(logits: Tensor) -> torch.dtype:
+    """cross_entropy is one of the operations that autocast does in float32."""
+    is_autocast = torch.is_autocast_enabled(logits.device.type)
+    return _wide(logits.dtype) if is_autocast else logits.dtype
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The loss of each row; saves the logits as they are, and one number per row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,  # (N, V / W)
+        target: Tensor,  # (N,)
+        counted: Tensor,
+        share: Tensor,
+        options: LossOptions,
+        group: Collectives,
+    ) -> Tensor:
+        num_local = logits.shape[-1]
+        own = target - group.rank * num_local
+        elsewhere = (own < 0) | (own >= num_local)
+        own = own.masked_fill(elsewhere, 0)
+        spread = options.label_smoothing / (num_local * group.size)
+        weight = _own_weight(logits, options, group)
+
+        wide = logits.to(_wide(logits.dtype))
+        picked = wide.gather(-1, own.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0)
+        own_max = wide.amax(-1).clamp_min(torch.finfo(wide.dtype).min)  # all of it may be -inf
+        numbers = [own_max, (wide - own_max.unsqueeze(-1)).exp_().sum(-1), picked]
+        if spread:
+            numbers.append(wide.sum(-1) if weight is None else wide @ weight)
+        every = all_gathered(torch.stack(numbers)[None], 0, group)  # (W, 3 or 4, N)
+        highest = every[:, 0].amax(0)
+        total = (every[:, 1] * (every[:, 0] - highest).exp()).sum(0)
+        picked = every[:, 2].sum(0)
+        nowhere = (target < 0) | (target >= num_local * group.size)
+        spread_total = spread * _total_weight(logits, options, group)
+
+        per_row = (1 - options.label_smoothing) * share
+        losses = per_row * (total.log() + (highest - picked.masked_fill(nowhere, torch.nan)))
+        if spread:
+            losses = losses + spread_total * (total.log() + highest) - spread * every[:, 3].sum(0)
+        ctx.save_for_backward(logits, highest, total, own, elsewhere, counted, per_row, weight)
+        ctx.spread, ctx.spread_total = spread, spread_total
+        return losses.masked_fill(~counted, 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        logits, highest, total, own, elsewhere, counted, per_row, weight = ctx.saved_tensors
+        grad = grad.masked_fill(~counted, 0)
+        result = logits.to(total.dtype) - highest.unsqueeze(-1)
+        result.exp_().mul_((grad * (per_row + ctx.spread_total) / total).unsqueeze(-1))
+        at_target = (-grad * per_row).masked_fill(elsewhere, 0)
+        result.scatter_add_(-1, own.unsqueeze(-1), at_target.unsqueeze(-1))
+        if ctx.spread:
+            even = (grad * ctx.spread).unsqueeze(-1)
+            result.sub_(even if weight is None else even * weight)
+        return result.to(logits.dtype), None, None, None, None, None
+
+
+def _own_weight(logits: Tensor, options: LossOptions, group: Collectives) -> Tensor | None:
+    if options.weight is None:
+        return None
+    return options.weight.chunk(group.size)[group.rank].to(_wide(logits.dtype))
+
+
+def _total_weight(logits: Tensor, options: LossOptions, group: Collectives) -> Tensor | float:
+    if options.weight is None:
+        return float(logits.shape[-1] * group.size)
+    return options.weight.sum().to(_wide(logits.dtype))

@@ -1,0 +1,124 @@
+"""The plan that a Hugging Face model brings along: `model.tp_plan`, read into styles of ours.
+
+    layers.*.self_attn.k_proj           colwise         with fewer key heads than ranks: shared
+    layers.*.mlp.experts.gate_up_proj   packed_colwise  ─┐
+    layers.*.mlp.experts.down_proj      rowwise          ├─> one style of the module `experts`
+    layers.*.mlp.experts                moe_tp_experts  ─┘
+
+Experts are parameters of three dimensions, (expert, output, input). Nothing here imports
+`transformers`: a model is one that has a `tp_plan`.
+
+Source: `transformers.distributed.tensor_parallel`, checked with transformers 5.23.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+
+from torch import nn
+
+from lightning_shard.errors import ConfigError
+from lightning_shard.tensor_parallel.candidates import check_heads, key_style, linear_sizes
+from lightning_shard.tensor_parallel.plan import PlannedLayer, match_plan, matcher_of
+from lightning_shard.tensor_parallel.styles import Cut, Style, style_of
+
+_LEFT_WHOLE = ("replicate", "sequence_parallel")
+_UNKNOWN = (
+    "mla_kv_a_proj",
+    "all_reduce",
+    "local_params",
+    "moe_identity_expert",
+    "packed_rowwise",
+    "grouped_gemm",
+    "ep_dispatch_experts",
+)
+_QUERY, _KEYS = ("q_proj", "query"), ("k_proj", "v_proj", "key", "value")
+
+
+def own_plans(model: nn.Module, num_ranks: int) -> Iterator[PlannedLayer]:
+    """Yield the layers that the plans of the Hugging Face models in a model name.
+
+    Args:
+        model: Has such models anywhere in it, or is one.
+        num_ranks: Of the tensor-parallel group.
+
+    Raises:
+        ConfigError: A style that there is no counterpart for, or heads that cannot be shared.
+    """
+    inside: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        plan = getattr(module, "tp_plan", None) if hasattr(type(module), "tp_plan") else None
+        if not isinstance(plan, dict) or not plan or (name + ".").startswith(inside or ("\n",)):
+            continue
+        prefix = f"{name}." if name else ""
+        inside = (*inside, prefix)
+        for layer in _with_heads(module, match_plan(module, _styles(module, plan)), num_ranks):
+            yield dataclasses.replace(
+                layer, name=prefix + layer.name, pattern=prefix + layer.pattern
+            )
+
+
+def _styles(model: nn.Module, plan: Mapping[str, str]) -> dict[str, Style]:
+    """Read a plan's entries; those that match nothing in this model are left out."""
+    modules = [name for name, _ in model.named_modules()]
+    styles: dict[str, Style] = {}
+    for pattern, name in plan.items():
+        if name in _UNKNOWN:
+            raise ConfigError(
+                f"{type(model).__name__}'s own plan splits {pattern!r} by {name!r}, which is not "
+                "supported. Give TensorParallelStrategy a plan that leaves this layer whole, with "
+                "all that it feeds."
+            )
+        matching = next(filter(matcher_of(pattern).fullmatch, modules), None)
+        if name in _LEFT_WHOLE or matching is None:
+            continue
+        if name == "moe_tp_experts":
+            styles[pattern] = _experts(pattern, model.get_submodule(matching), plan)
+        else:
+            styles[pattern] = style_of(_with_count(name), pattern)
+    return styles
+
+
+def _with_count(name: str) -> str:
+    return "packed_colwise(2)" if name == "packed_colwise" else name
+
+
+def _experts(pattern: str, module: nn.Module, plan: Mapping[str, str]) -> Style:
+    """Collect the entries of the parameters of experts."""
+    cuts: list[Cut] = []
+    for name, param in module.named_parameters(recurse=False):
+        style = plan.get(f"{pattern}.{name}", "none")
+        if param.ndim != 3 or getattr(module, "is_transposed", False):
+            style = "none"
+        if style == "rowwise":
+            cuts.append(Cut(name=name, dim=2))
+        elif style in ("colwise", "packed_colwise"):
+            cuts.append(Cut(name=name, dim=1, num_blocks=2 if style[0] == "p" else 1))
+        else:
+            raise ConfigError(
+                f"The experts {pattern!r} have a parameter {name!r} of shape "
+                f"{tuple(param.shape)}, expected matrices of shape (experts, outputs, inputs) that "
+                "the model's own plan splits. Give TensorParallelStrategy a plan without them."
+            )
+    return Style(form="experts", cuts=tuple(cuts))
+
+
+def _with_heads(
+    model: nn.Module, layers: list[PlannedLayer], num_ranks: int
+) -> Iterator[PlannedLayer]:
+    """Share the heads of keys and values where they are fewer than the ranks."""
+    heads: dict[str, int] = {}
+    for layer in layers:
+        parent, _, name = layer.name.rpartition(".")
+        head_dim = model.get_submodule(parent).__dict__.get("head_dim")
+        is_split = layer.style.form == "colwise" and not layer.style.whole_output
+        if not is_split or not isinstance(head_dim, int) or not isinstance(layer.module, nn.Linear):
+            yield layer
+            continue
+        num_heads = linear_sizes(layer.module)[1] // head_dim
+        if name in _QUERY:
+            heads[parent] = num_heads
+        if name in _KEYS:
+            kind = type(model.get_submodule(parent)).__name__
+            check_heads(f"{parent} ({kind})", heads.get(parent, num_heads), num_heads, num_ranks)
+            layer = dataclasses.replace(layer, style=key_style(num_heads, num_ranks))
+        yield layer

@@ -1,0 +1,239 @@
+"""A tensor of which each rank has a part, and that looks whole to the user's code.
+
+    head ──► part (B, T, V / W) ──► PartedTensor of shape (B, T, V)
+                                        │ flatten, view, slices of B and T, float(), / 2 ...
+                                        ├──────────────► PartedTensor, nothing is exchanged
+                                        │ cross_entropy
+                                        ├──────────────► the loss, of a few numbers per row
+                                        │ anything else (argmax, softmax, numpy ...)
+                                        └─ all-gather ─► a plain tensor of shape (B, T, V)
+
+Logits are in parts by their classes, activations under sequence parallel by their positions; the
+latter stay so in norms, dropout and residual sums.
+
+Operations come in through `__torch_function__`; `parted_operations` says which of them work on the
+parts. What gets past it, in an autograd function of the user's or in C++, sees a whole tensor: the
+wrapper is a node of the graph that cuts the gradient, and `__torch_dispatch__` gathers its values.
+Because a gather is collective, each rank must do the same with its part.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.errors import ConfigError
+from lightning_shard.tensor_parallel.regions import (
+    all_gathered,
+    gather_copies,
+    own_slice,
+    split_to_region,
+    untraced,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One rank's part of a wider tensor.
+
+    Attributes:
+        local: Shape of the whole, but for dimension `dim`, of which it has 1 / W.
+        dim: Counted from 0.
+        group: The W ranks.
+    """
+
+    local: Tensor
+    dim: int
+    group: Collectives
+
+    def widen(self, local: Any, dim: int | None = None) -> Any:
+        """Return what was made of this part, seen as a whole; all but tensors as it is."""
+        if not isinstance(local, Tensor):
+            return local
+        return in_parts(local, self.group, self.dim if dim is None else dim)
+
+    def narrow(self, value: Any) -> Any:
+        """Return this rank's part of a tensor like the whole; all but tensors as it is."""
+        if isinstance(value, PartedTensor):
+            return value.part.local
+        return own_slice(value, self.dim, self.group) if isinstance(value, Tensor) else value
+
+
+@untraced
+def in_parts(local: Tensor, group: Collectives, dim: int = -1) -> Tensor:
+    """Make a whole tensor of each rank's part, without moving any of it.
+
+    Args:
+        local: This rank's part along `dim`; the parts are equal in size, in rank order.
+        group: The ranks that have the others.
+        dim: The dimension in parts.
+
+    Returns:
+        A `PartedTensor`; on a single rank `local`.
+    """
+    if group.size == 1:
+        return local
+    part = Part(local=local, dim=dim % local.ndim, group=group)
+    link = _Link()
+    wide: Any = _Widen.apply(local, part.dim, group, link)  # type: ignore[no-untyped-call]
+    wide._part, wide._link = part, link
+    return wide  # type: ignore[no-any-return]
+
+
+def made_whole(value: Any) -> Any:
+    """Return a value with every `PartedTensor` in it gathered; each rank must call."""
+    if isinstance(value, Tensor):
+        return _gather(value) if isinstance(value, PartedTensor) else value
+    if not any(isinstance(leaf, PartedTensor) for leaf in tree_leaves(value)):
+        return value
+    return tree_map_only(PartedTensor, _gather, value)
+
+
+class PartedTensor(Tensor):
+    """A tensor of which this rank has a part; see the module."""
+
+    _part: Part
+    _link: "_Link"
+
+    @property
+    def part(self) -> Part:
+        """What this rank has."""
+        if torch.is_grad_enabled() and not self._part.local.requires_grad and self.is_in_graph:
+            # An autograd function has returned it that makes it without gradients: a checkpoint.
+            self._part = replace(self._part, local=_Narrow.apply(self))  # type: ignore[no-untyped-call]
+        return self._part
+
+    def note_change(self) -> None:
+        """Remember that the part was changed in place: the wrapper's gradient is not its own."""
+        self._link.is_broken = True
+
+    @property
+    def is_in_graph(self) -> bool:
+        """Whether autograd knows the wrapper."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.requires_grad
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # never a collective call
+        return f"PartedTensor(shape={tuple(self.shape)}, part={self.part.local!r})"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Do an operation on the part where that is the same; else on the gathered whole."""
+        # The rules know this class, so they are imported when the first operation needs them.
+        from lightning_shard.tensor_parallel.parted_operations import IS_OF_WRAPPER, rule_of
+
+        kwargs = dict(kwargs or {})
+        if not args and "input" in kwargs:
+            args = (kwargs.pop("input"),)
+        if func in IS_OF_WRAPPER:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        result = rule_of(func)(func, *args, **kwargs)
+        return _on_whole(func, args, kwargs) if result is NotImplemented else result
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own stub lacks the operation
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Gather for what works below autograd."""
+        if func._schema.is_mutable:
+            raise ConfigError(
+                f"{func} would write into a tensor of which each rank has a part; expected "
+                "reading. For logits, give their layer the style 'colwise_gather_output'; else "
+                "turn sequence_parallel off."
+            )
+        args, kwargs = tree_map_only(PartedTensor, _gather_detached, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _gather(logits: PartedTensor) -> Tensor:
+    part = logits.part
+    return gather_copies(part.local, part.dim, part.group)
+
+
+def _gather_detached(logits: PartedTensor) -> Tensor:
+    part = logits.part
+    return all_gathered(part.local.detach(), part.dim, part.group)
+
+
+def _on_whole(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Gather and go on with plain tensors; what was written goes back into the part."""
+    gathered: dict[int, Tensor] = {}
+
+    def whole(logits: PartedTensor) -> Tensor:
+        return gathered.setdefault(id(logits), _gather(logits))
+
+    full_args, full_kwargs = tree_map_only(PartedTensor, whole, (args, kwargs))
+    result = func(*full_args, **full_kwargs)
+    target = kwargs.get("out", args[0] if args and writes(func) else None)
+    if not isinstance(target, PartedTensor):
+        return result
+    part = target.part
+    written = gathered[id(target)].to(part.local.dtype)
+    part.local.copy_(split_to_region(written, part.dim, part.group))
+    target.note_change()
+    return target if isinstance(result, Tensor) else result
+
+
+def writes(func: Callable[..., Any]) -> bool:
+    """Whether an operation changes its first argument, by torch's convention for names."""
+    name = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in _READING)
+    return name.endswith("_")
+
+
+_READING = ("__index__", "__int__", "__invert__", "__iter__")  # the others are __iadd__ and so on
+
+
+@dataclass
+class _Link:
+    """Whether a wrapper's place in the graph still is its part's."""
+
+    is_broken: bool = False
+
+
+class _Widen(torch.autograd.Function):
+    """Forward: a wrapper of the whole's shape, without memory. Backward: the own slice."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, dim: int, group: Collectives, link: _Link) -> Tensor:
+        ctx.dim, ctx.group, ctx.link = dim, group, link
+        shape = list(local.shape)
+        shape[dim] *= group.size
+        wrapper: Tensor = Tensor._make_wrapper_subclass(
+            PartedTensor, shape, dtype=local.dtype, device=local.device
+        )
+        return wrapper
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.link.is_broken:
+            raise ConfigError(
+                f"Rank {ctx.group.rank}: a tensor of which each rank has a part was changed in "
+                "place and given to an autograd function, such as a reentrant checkpoint; expected "
+                "one or the other. Use x = x + y for x += y, or use_reentrant=False."
+            )
+        grad = grads[0]
+        local = grad.part.local if isinstance(grad, PartedTensor) else None
+        own = own_slice(grad, ctx.dim, ctx.group) if local is None else local
+        return own, None, None, None
+
+
+class _Narrow(torch.autograd.Function):
+    """Forward: the part of what an autograd function has returned. Backward: all of the parts."""
+
+    @staticmethod
+    def forward(ctx: Any, wide: PartedTensor) -> Tensor:
+        ctx.part = replace(wide._part, local=wide._part.local.new_empty(0))
+        return wide._part.local.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return ctx.part.widen(grads[0])

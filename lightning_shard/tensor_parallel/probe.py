@@ -1,0 +1,270 @@
+"""Whether layers may be split together, tried out: each rank's part on a copy, one after the other.
+
+    whole     x ──> [ owner: ... up ── f ── down ... ] ──> y        what `down` gives is kept
+    rank r    x ──> [ owner: ... up_r ─ f ─ down_r ╴╴ ] ──> y_r     the kept one takes its place
+
+The split is right if the ranks' results of the last layer add up to the whole one's, and all that
+follows is the same: then nothing between the layers mixes what different ranks have, and nothing
+else reads what only one of them has. Nor may a gradient leave but through the entrance, where it is
+summed; the parameters between the layers, such as a norm of each head, are found by theirs. Values
+are random, the same on every rank; no rank waits for another.
+"""
+
+import copy
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.tensor_parallel.candidates import Candidate, linear_sizes
+from lightning_shard.tensor_parallel.plan import PlannedLayer
+from lightning_shard.tensor_parallel.split import SplitModel
+from lightning_shard.tensor_parallel.styles import STYLES, Style
+
+_BATCH, _LENGTH = 2, 6
+_LARGEST = 16  # times the layers' own size: what is copied must not be the whole model
+_TOLERANCE = 1e-4  # of the largest value; a wrong split is wrong by about as much as the values
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What a trial says.
+
+    Attributes:
+        is_right: Whether the layers compute in parts what they compute as a whole. None where it
+            cannot be tried out: the owner takes more than activations, is much larger than its
+            layers, or is a LightningModule.
+        inner: Paths in the owner of the modules whose parameters work between the layers.
+    """
+
+    is_right: bool | None
+    inner: tuple[str, ...] = ()
+
+
+def try_out(candidate: Candidate, num_ranks: int) -> Verdict:
+    """Run a candidate's layers as a whole, and in as many parts as there are ranks.
+
+    Args:
+        candidate: Its owner is copied, and left as it is.
+        num_ranks: Of the tensor-parallel group.
+    """
+    layers = [candidate.owner.get_submodule(name) for name in candidate.styles]
+    is_large = _num_values(candidate.owner) > _LARGEST * sum(map(_num_values, layers))
+    if is_large or any(isinstance(one, LightningModule) for one in candidate.owner.modules()):
+        return Verdict(is_right=None)  # a copy of a LightningModule has a copy of its trainer
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        whole = _run_whole(candidate)
+        if whole is None:
+            return Verdict(is_right=None)
+        try:
+            parts = [_run_part(whole, candidate, rank, num_ranks) for rank in range(num_ranks)]
+        except Exception:
+            return Verdict(is_right=False)  # the owner knows another way how wide its layers are
+        return _compare(whole, parts, candidate)
+
+
+def table_is_right(table: nn.Embedding, num_ranks: int) -> bool:
+    """Whether an embedding with a forward of its own gives in parts what it gives as a whole."""
+    ids = torch.arange(table.num_embeddings)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        try:
+            whole = nn.ModuleDict({"table": _bare_copy(table)})
+            parts = []
+            for rank in range(num_ranks):
+                part = copy.deepcopy(whole)
+                _split(part, {"table": STYLES["embedding_rowwise"]}, _Alone(rank, num_ranks))
+                parts.append(part["table"](ids))
+            return _is_close(torch.stack(parts).sum(0), whole["table"](ids))
+        except Exception:
+            return False
+
+
+class _Run:
+    """A run of an owner on random activations.
+
+    Attributes:
+        result: What the layer `out` gave, with its bias.
+        given: The tensors that the owner gave.
+    """
+
+    def __init__(
+        self,
+        owner: nn.Module,
+        out: str,
+        widths: Sequence[int | None],
+        stand_in: Tensor | None = None,
+    ) -> None:
+        self.owner, self.out, self.widths = owner, out, widths
+        generator = torch.Generator().manual_seed(1)
+        self._inputs = [
+            torch.randn(_BATCH, _LENGTH, width, generator=generator, requires_grad=True)
+            for width in widths
+            if width is not None
+        ]
+        given_inputs = iter(self._inputs)
+        args = [None if width is None else next(given_inputs).clone() for width in widths]
+        results: list[Tensor] = []
+
+        def keep(module: nn.Module, args: Any, result: Tensor) -> Tensor:
+            results.append(result)
+            return result.clone() if stand_in is None else stand_in.clone()
+
+        handle = owner.get_submodule(out).register_forward_hook(keep)
+        try:
+            given = owner(*args)
+        finally:
+            handle.remove()
+        (self.result,) = results
+        self.given = [leaf.detach() for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
+
+    def gradients(self, layers: Sequence[str]) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Differentiate the result: by the inputs, and by the parameters of no layer."""
+        inside = tuple(f"{name}." for name in layers)
+        params = {
+            name: param
+            for name, param in self.owner.named_parameters()
+            if not name.startswith(inside)
+        }
+        generator = torch.Generator().manual_seed(2)
+        direction = torch.randn(self.result.shape, generator=generator)
+        sources = [*self._inputs, *params.values()]
+        grads = torch.autograd.grad(
+            self.result, sources, direction, allow_unused=True, materialize_grads=True
+        )
+        count = len(self._inputs)
+        return list(grads[:count]), dict(zip(params, grads[count:], strict=True))
+
+
+def _run_whole(candidate: Candidate) -> _Run | None:
+    """Run the owner on activations, if need be without what else it asks for; None if it cannot.
+
+    An attention is given all that it asks for: it might be something of each head.
+    """
+    others = _num_required(candidate.owner) - 1
+    ways = (False, True) if others and not candidate.is_attention else (False,)
+    for missing in ways:
+        try:
+            owner = _bare_copy(candidate.owner)
+            width = linear_sizes(owner.get_submodule(next(iter(candidate.styles))))[0]
+            for param in owner.parameters():
+                param.requires_grad_(True)
+            return _Run(owner, candidate.out, [width, *[None if missing else width] * others])
+        except Exception:
+            continue
+    return None
+
+
+def _run_part(whole: _Run, candidate: Candidate, rank: int, num_ranks: int) -> _Run:
+    """Run one rank's part; its last layer's result is given as the whole one."""
+    part = copy.deepcopy(whole.owner)
+    _split(part, candidate.styles, _Alone(rank, num_ranks), counts_heads=candidate.is_attention)
+    return _Run(part, whole.out, whole.widths, stand_in=whole.result.detach())
+
+
+def _compare(whole: _Run, parts: Sequence[_Run], candidate: Candidate) -> Verdict:
+    total = torch.stack([part.result.detach() for part in parts]).sum(0)
+    bias = getattr(whole.owner.get_submodule(whole.out), "bias", None)
+    if bias is not None:
+        total = total - (len(parts) - 1) * bias.detach()  # each part has it
+    # An attention may give its heads' weights as well.
+    stop = 1 if candidate.is_attention else max(len(whole.given), len(parts[0].given))
+    follows = all(
+        len(part.given) == len(whole.given)
+        and all(map(_is_close, part.given[:stop], whole.given[:stop]))
+        for part in parts
+    )
+    if not (follows and _is_close(total, whole.result.detach())):
+        return Verdict(is_right=False)
+    return _compare_gradients(whole, parts, list(candidate.styles))
+
+
+def _compare_gradients(whole: _Run, parts: Sequence[_Run], layers: Sequence[str]) -> Verdict:
+    """Find the parameters between the layers: their gradients pass no entrance, and add up."""
+    _, expected = whole.gradients(layers)
+    found = [part.gradients(layers) for part in parts]
+    if any(grad.any() for inputs, _ in found for grad in inputs):
+        return Verdict(is_right=False)  # one leaves past the entrance
+    inner: list[str] = []
+    for name, grad in expected.items():
+        summed = torch.stack([params[name] for _, params in found]).sum(0)
+        if not summed.any():
+            continue
+        if not _is_close(summed, grad):
+            return Verdict(is_right=False)  # used between the layers and elsewhere
+        inner.append(name.rpartition(".")[0])
+    return Verdict(is_right=True, inner=tuple(dict.fromkeys(inner)))
+
+
+def _split(
+    owner: nn.Module, styles: Mapping[str, Style], group: "_Alone", counts_heads: bool = False
+) -> None:
+    layers = [
+        PlannedLayer(
+            name=name,
+            module=owner.get_submodule(name),
+            style=style,
+            pattern=name,
+            has_heads=counts_heads,
+        )
+        for name, style in styles.items()
+    ]
+    SplitModel(owner, layers, cast(Collectives, group))
+
+
+class _Alone:
+    """Stands in for a group of which only one rank is there.
+
+    Forward, a sum is that rank's part. Backward, where an entrance sums gradients, they end.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def all_reduce(self, tensor: Tensor) -> "_Alone":
+        """Leave the part as it is, or clear a gradient."""
+        if torch._C._current_graph_task_id() != -1:
+            tensor.zero_()
+        return self
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+def _num_required(module: nn.Module) -> int:
+    """Return how many arguments a module's forward must be given; at least the activation."""
+    parameters = list(inspect.signature(module.forward).parameters.values())
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    required = [one for one in parameters if one.kind in positional and one.default is one.empty]
+    return max(1, len(required))
+
+
+def _num_values(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())
+
+
+def _bare_copy(module: nn.Module) -> nn.Module:
+    """Copy a module to the CPU, with random values and without the user's hooks."""
+    module = copy.deepcopy(module).float().cpu().eval()
+    for one in module.modules():
+        for hooks in (one._forward_hooks, one._forward_pre_hooks):
+            hooks.clear()
+    generator = torch.Generator().manual_seed(0)
+    for param in module.parameters():
+        values = torch.randn(param.shape, generator=generator)
+        param.data = values / max(1, param.shape[-1]) ** 0.5 if param.ndim > 1 else values
+    return module
+
+
+def _is_close(got: Tensor, expected: Tensor) -> bool:
+    if got.shape != expected.shape:
+        return False
+    scale = expected.abs().max().item() if expected.numel() else 0.0
+    return bool(torch.isfinite(got).all()) and torch.allclose(
+        got, expected, rtol=0.0, atol=_TOLERANCE * scale
+    )

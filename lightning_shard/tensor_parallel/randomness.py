@@ -1,0 +1,130 @@
+"""Random numbers under tensor parallel: common to the ranks outside of regions, their own within.
+
+    common stream   ──● draw ●─────────────── restored ──●──►     the same on each rank
+                      │                          ▲
+    within a region   └─► seed * W + rank ──► dropout of this rank's heads or features
+
+What every rank computes alike, dropout included, has to be drawn alike; what each has a part of
+must not repeat the other ranks' zeros. A region's stream starts from a number of the common one and
+ends with the region, so that nothing beside torch's own state has to be kept: a checkpoint of the
+activations that restores that state draws the same again, and so does a resumed run.
+
+The numbers outside of regions do not depend on how many ranks there are; where none are drawn
+within, they are those of a single device.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.tensor_parallel.layers import Crossing
+from lightning_shard.tensor_parallel.plan import PlannedLayer
+
+_NO_STATE = torch.empty(0)
+_NUM_SEEDS = 2**32  # torch's generator of the CPU looks at 32 bits of a seed
+
+
+class RegionRandomness:
+    """Gives each rank random numbers of its own from a region's first layer to its last.
+
+    Args:
+        group: The tensor-parallel group.
+    """
+
+    def __init__(self, group: Collectives) -> None:
+        self._group = group
+        self._seed = 0
+        self._begun = self._common = self._undrawn = _NO_STATE
+
+    def entering(self, module: nn.Module, enter: Crossing) -> Crossing:
+        """Return `enter`, which then begins the region's stream where `module` is training."""
+
+        def crossing(tensor: Tensor) -> Tensor:
+            if module.training:
+                self._begin(tensor.device)
+            return enter(tensor)
+
+        return crossing
+
+    def leaving(self, leave: Crossing) -> Crossing:
+        """Return `leave`, which then goes back to the common stream."""
+
+        def crossing(tensor: Tensor) -> Tensor:
+            self._end(tensor.device)
+            return leave(tensor)
+
+        return crossing
+
+    def _begin(self, device: torch.device) -> None:
+        generator = _generator(device)
+        if self._is_within(generator):  # the second of several layers that enter together
+            return
+        self._undrawn = torch.get_rng_state()
+        # Always drawn on the CPU, so that no rank has to wait for its device.
+        drawn = int(torch.randint(_NUM_SEEDS // self._group.size, ()))
+        self._common = generator.get_state()
+        self._seed = drawn * self._group.size + self._group.rank
+        self._begun = generator.manual_seed(self._seed).get_state()
+
+    def _end(self, device: torch.device) -> None:
+        generator = _generator(device)
+        if self._is_within(generator):
+            is_unused = torch.equal(generator.get_state(), self._begun)
+            generator.set_state(self._common)
+            if is_unused:
+                torch.set_rng_state(self._undrawn)
+        self._begun = self._common = self._undrawn = _NO_STATE
+
+    def _is_within(self, generator: torch.Generator) -> bool:
+        """Whether the region's stream is on; a recomputation may have ended early, within it."""
+        return self._begun is not _NO_STATE and generator.initial_seed() == self._seed
+
+
+def layers_around_dropout(model: nn.Module, layers: Sequence[PlannedLayer]) -> Iterator[nn.Module]:
+    """Yield the layers that begin a region in which something may be dropped.
+
+    Those are the layers that hand out features, or mix heads themselves, and whose parent, or what
+    it is made of, says a probability above zero.
+    """
+    for layer in layers:
+        style = layer.style
+        begins = style.form in ("attention", "experts", "shared") or (
+            style.form == "colwise" and not style.whole_output
+        )
+        if begins and _drops(model.get_submodule(layer.name.rpartition(".")[0])):
+            yield layer.module
+
+
+def share_random_state(group: Collectives, device: torch.device) -> None:
+    """Give each rank the random state of rank 0, of torch, numpy and Python; each must call."""
+    devices = {torch.device("cpu"), device}
+    generators = [_generator(one) for one in sorted(devices, key=str)]
+    own = ([one.get_state() for one in generators], np.random.get_state(), random.getstate())
+    states, numpy_state, python_state = group.broadcast_object(own)
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)
+    np.random.set_state(numpy_state)
+    random.setstate(python_state)
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    if device.type != "cuda":
+        return torch.default_generator
+    index = torch.cuda.current_device() if device.index is None else device.index
+    generator: torch.Generator = torch.cuda.default_generators[index]
+    return generator
+
+
+def _drops(parent: nn.Module) -> bool:
+    """Whether a module or one within it has a rate above zero: a `Dropout.p`, `dropout_rate`."""
+    return any(
+        isinstance(value, float)
+        and value > 0
+        and "drop" in f"{type(module).__name__}.{name}".lower()
+        for module in parent.modules()
+        for name, value in vars(module).items()
+    )

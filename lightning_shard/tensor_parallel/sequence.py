@@ -1,0 +1,137 @@
+"""Sequence parallel: between the regions of split layers each rank has its slice of the positions.
+
+    (B, T, C)      norm, dropout, +      colwise ... rowwise      norm, dropout, +
+    rank 0         positions 0..T/2  ──┐  all positions,  ┌──►  positions 0..T/2
+                                   all-gather            reduce-scatter
+    rank 1         positions T/2..T  ──┘  own features    └──►  positions T/2..T
+
+A layer's sum over the ranks leaves as a `PartedTensor` along its last dimension but one, whatever
+that stands for: the code between the regions sees the whole shape, and what cannot be done on
+slices is done on the gathered whole. Nothing is sliced before the first such sum, and what is
+sliced where it meets one, such as a residual stream, is cut there.
+
+What a region's first layer keeps for its backward is the slice: the whole is gathered once more.
+
+Source: arXiv:2205.05198.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.errors import ConfigError
+from lightning_shard.tensor_parallel.parted_tensor import PartedTensor, in_parts, made_whole
+from lightning_shard.tensor_parallel.regions import (
+    all_gathered,
+    copy_to_region,
+    reduce_from_region,
+    reduce_scatter_from_region,
+    reduce_scattered,
+    untraced,
+)
+
+
+@untraced
+def enter_region(tensor: Tensor, group: Collectives) -> Tensor:
+    """Enter with a whole activation, or with every rank's slice of one."""
+    if not isinstance(tensor, PartedTensor) or tensor.part.dim == tensor.ndim - 1:
+        return copy_to_region(made_whole(tensor), group)
+    local = tensor.part.local
+    if torch.is_autocast_enabled(local.device.type) and local.dtype == torch.float32:
+        local = local.to(torch.get_autocast_dtype(local.device.type))  # as the layer would
+    entered: Tensor = _GatherSlices.apply(local, tensor.part.dim, group)  # type: ignore[no-untyped-call]
+    return entered
+
+
+def leave_in_slices(tensor: Tensor, group: Collectives) -> Tensor:
+    """Leave with this rank's slice of the sum of the ranks' partial results.
+
+    Args:
+        tensor: Shape (..., T, C). Without a sequence, (N, C), the sum leaves whole.
+        group: The W ranks.
+
+    Returns:
+        Looks as `tensor`; here are T / W of its positions.
+
+    Raises:
+        ConfigError: T is no multiple of W while gradients are recorded; without them, as when
+            text is generated, the sum leaves whole.
+    """
+    length = tensor.shape[-2] if tensor.ndim > 2 else 1
+    if group.size == 1 or tensor.ndim <= 2 or (length % group.size and not _is_training(tensor)):
+        return reduce_from_region(tensor, group)
+    if length % group.size:
+        raise ConfigError(
+            f"Rank {group.rank}: sequence_parallel cuts dimension {tensor.ndim - 2} of an "
+            f"activation of shape {tuple(tensor.shape)} into {group.size} slices, expected a "
+            f"multiple of {group.size}. Pad the batches to one, or turn sequence_parallel off."
+        )
+    dim = tensor.ndim - 2
+    return in_parts(reduce_scatter_from_region(tensor, dim, group), group, dim)
+
+
+def saved_as_slice(entered: Tensor) -> AbstractContextManager[None]:
+    """While a layer works on what has entered, save the slice instead of it for backward."""
+    is_gathered = hasattr(entered.grad_fn, "num_saved")  # by the node that `_GatherSlices` makes
+    return _Saved(entered).hooks() if is_gathered else nullcontext()
+
+
+def _is_training(tensor: Tensor) -> bool:
+    return tensor.requires_grad and torch.is_grad_enabled()
+
+
+class _GatherSlices(torch.autograd.Function):
+    """As `gather_to_region`; keeps the slice, for those that save the gathered whole."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, dim: int, group: Collectives) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        ctx.num_saved, ctx.num_read, ctx.full = 0, 0, None
+        ctx.save_for_backward(local)
+        return all_gathered(local, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return reduce_scattered(grads[0], ctx.dim, ctx.group), None, None
+
+
+class _Saved:
+    """What layers save of one gathered activation: how it lies in it, and where the slice is.
+
+    The node's backward comes after that of all layers that it is given to, so its slice is there
+    for them. They share one gather: the whole is let go when all have read it.
+    """
+
+    def __init__(self, entered: Tensor) -> None:
+        self._memory = entered.untyped_storage().data_ptr()
+        self._node: Any = entered.grad_fn
+
+    def hooks(self) -> AbstractContextManager[None]:
+        return saved_tensors_hooks(self._pack, _unpack)
+
+    def _pack(self, tensor: Tensor) -> Tensor | Callable[[], Tensor]:
+        if tensor.untyped_storage().data_ptr() != self._memory:
+            return tensor
+        node, place = self._node, (tensor.size(), tensor.stride(), tensor.storage_offset())
+        node.num_saved += 1
+        return lambda: _regathered(node).as_strided(*place)
+
+
+def _unpack(saved: Tensor | Callable[[], Tensor]) -> Tensor:
+    return saved if isinstance(saved, Tensor) else saved()
+
+
+def _regathered(node: Any) -> Tensor:
+    full = node.full
+    if full is None:
+        full = all_gathered(node.saved_tensors[0], node.dim, node.group)
+    node.num_read += 1
+    is_last = node.num_read == node.num_saved
+    node.full, node.num_read = (None, 0) if is_last else (full, node.num_read)
+    result: Tensor = full
+    return result
