@@ -30,7 +30,7 @@ class Rendezvous:
     @property
     def is_loopback(self) -> bool:
         """Whether all ranks must be on this host."""
-        return self.host in ("localhost", "::1") or self.host.startswith("127.")
+        return is_loopback(self.host)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +193,11 @@ def master_port() -> int:
     if not 0 < port <= _LARGEST_PORT:
         raise ConfigError(f"MASTER_PORT is {port}; expected a port, 1 to {_LARGEST_PORT}.")
     return port
+
+
+def is_loopback(host: str) -> bool:
+    """Whether this name or address is reached from the host itself only."""
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def rank_and_world_size() -> tuple[int, int]:

@@ -12,8 +12,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", 
 # mpirun forwards a rank's output through itself and loses the end of it when it is killed; a file
 # of the rank's own does not.
 _LOGGED = 'exec "$@" >"$RANK_LOGS/rank_$OMPI_COMM_WORLD_RANK.log" 2>&1'
+_OWN_LOG = "mpirun.log"
 _GRACE_SECONDS = 5.0
 
 
@@ -86,26 +87,52 @@ def run_mpi_command(
     at the end of rank 0's output.
     """
     with tempfile.TemporaryDirectory() as folder:
-        own = Path(folder) / "mpirun.log"
-        with own.open("wb") as stream:
-            mpirun = subprocess.Popen(
-                [*_mpirun(num_ranks), *options, "sh", "-c", _LOGGED, "sh", *command],
-                env=_environment(folder, variables or {}),
-                cwd=REPOSITORY,
-                stdin=subprocess.DEVNULL,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # so that its ranks can be told from other processes
-            )
-        try:
-            status = mpirun.wait(timeout=timeout_seconds)
-        except subprocess.TimeoutExpired:
-            status = -signal.SIGKILL
-        finally:
-            _end(mpirun)
-        logs = [_read(Path(folder) / f"rank_{rank}.log") for rank in range(num_ranks)]
-        logs[0] += _read(own)
+        with mpirun(command, num_ranks, Path(folder), options, variables) as process:
+            try:
+                status = process.wait(timeout=timeout_seconds)
+            except subprocess.TimeoutExpired:
+                status = -signal.SIGKILL
+        logs = [read_log(Path(folder), rank) for rank in range(num_ranks)]
+        logs[0] += _read(Path(folder) / _OWN_LOG)
         return [Finished(rank=r, returncode=status, output=log) for r, log in enumerate(logs)]
+
+
+@contextmanager
+def mpirun(
+    command: Sequence[str],
+    num_ranks: int,
+    folder: Path,
+    options: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
+) -> Iterator["subprocess.Popen[bytes]"]:
+    """Start `mpirun -n num_ranks command`, and leave no process of it behind.
+
+    Args:
+        command: Of each rank.
+        num_ranks: How many.
+        folder: For the ranks' output; see `read_log`.
+        options: More options of mpirun.
+        variables: More environment variables of every rank.
+    """
+    with (folder / _OWN_LOG).open("wb") as stream:
+        process = subprocess.Popen(
+            [*_mpirun(num_ranks), *options, "sh", "-c", _LOGGED, "sh", *command],
+            env=_environment(str(folder), variables or {}),
+            cwd=REPOSITORY,
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # so that its ranks can be told from other processes
+        )
+    try:
+        yield process
+    finally:
+        _end(process)
+
+
+def read_log(folder: Path, rank: int) -> str:
+    """Return what a rank has written to its standard output and error so far."""
+    return _read(folder / f"rank_{rank}.log")
 
 
 def _mpirun(num_ranks: int) -> list[str]:
@@ -121,15 +148,15 @@ def _environment(folder: str, variables: Mapping[str, str]) -> dict[str, str]:
     return kept | dict(variables)
 
 
-def _end(mpirun: "subprocess.Popen[bytes]") -> None:
+def _end(process: "subprocess.Popen[bytes]") -> None:
     """End mpirun, which ends its ranks, and then whatever is left of its session."""
-    mpirun.terminate()  # does nothing to one that has ended
+    process.terminate()  # does nothing to one that has ended
     try:
-        mpirun.wait(timeout=_GRACE_SECONDS)
+        process.wait(timeout=_GRACE_SECONDS)
     except subprocess.TimeoutExpired:
-        mpirun.kill()
-        mpirun.wait()
-    while left := living(mpirun.pid):
+        process.kill()
+        process.wait()
+    while left := living(process.pid):
         for pid in left:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

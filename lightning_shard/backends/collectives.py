@@ -1,7 +1,7 @@
 """The typed facade over one process group: what every engine of this package calls.
 
-    engine ──> Collectives ──────────> C10dTransfers ──> c10d (nccl, mpi, in_process, shm)
-                   └─ ExchangeCollectives ──> c10d's point-to-point messages (gloo)
+    engine ──> Collectives ──────────> C10dTransfers ──> c10d (nccl, in_process, shm)
+                   └─ ExchangeCollectives ──> c10d's point-to-point messages (gloo, mpi)
 
 Public methods check the tensors, count the traffic and hand over to a protected method of the same
 name in `C10dTransfers`, which a subclass overrides where its backend has something better. All

@@ -1,4 +1,4 @@
-"""Collectives made of point-to-point messages, for Gloo.
+"""Collectives made of point-to-point messages, for Gloo and MPI.
 
 Gloo's own reduce-scatter is an all-reduce inside and sums bf16 in bf16; its all-gather copies the
 result once more. Here every rank sends each peer just the slice that the peer needs:
@@ -8,10 +8,10 @@ result once more. Here every rank sends each peer just the slice that the peer n
     rank 1  [b0|b1] ──b0──> rank 0          rank 1  [..|x1] ──x1──> rank 0
     then  rank 0: a0+b0   rank 1: a1+b1     each slice lands where it belongs
 
-The messages move on Gloo's threads while the caller computes; the local sum, in rank order and in
-float32 for narrow types, is done by `Pending.wait`. Every operation is a single phase: a second
-round of messages begun in `wait` would deadlock two ranks that wait for two operations in
-different order. So an all-reduce is either direct, the whole tensor to every peer, or Gloo's ring.
+The messages move while the caller computes; the local sum, in rank order and in float32 for narrow
+types, is done by `Pending.wait`. Every operation is a single phase: a second round of messages that
+begins in `wait` would deadlock two ranks that wait for two operations in different order. So an
+all-reduce is either direct, the whole tensor to every peer, or the backend's own (Gloo's ring).
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,7 +38,7 @@ _DIRECT_BYTES_OF_FEW = 64 << 20
 
 
 class ExchangeCollectives(Collectives):
-    """Collectives over Gloo: exchange of slices in place of Gloo's own algorithms.
+    """Collectives over Gloo or MPI: exchange of slices in place of the backend's own algorithms.
 
     Each operation in flight has a tag of its own, so that messages of two operations are never
     confused; tags are counted per group and lie above those of callers' messages.
@@ -87,13 +87,13 @@ class ExchangeCollectives(Collectives):
 
     def _all_reduce_in_float32(self, tensor: torch.Tensor, op: ReduceOpName) -> Transfer:
         num_bytes = 4 * tensor.numel()
-        buffer = self._scratch.lend(num_bytes)
+        buffer = self._lend(num_bytes, tensor)
         wire = buffer[:num_bytes].view(torch.float32).copy_(tensor)
         work = dist.all_reduce(wire, group=self.group, async_op=True)
 
         def finish() -> None:
             self._settle(tensor, wire, op)
-            self._scratch.give_back(buffer)
+            self._give_back(buffer)
 
         return Transfer(works=[cast("dist.Work", work)], finish=finish)
 
@@ -103,14 +103,14 @@ class ExchangeCollectives(Collectives):
         """Send outgoing[i] to rank i and reduce what comes with outgoing[rank] into `output`."""
         own = outgoing[self.rank]
         slice_bytes = own.numel() * own.itemsize
-        buffer = self._scratch.lend((self.size - 1) * slice_bytes)
+        buffer = self._lend((self.size - 1) * slice_bytes, own)
         received = buffer[: (self.size - 1) * slice_bytes].view(own.dtype).view(self.size - 1, -1)
         pieces = list(received.unbind())
         pieces.insert(self.rank, own)
 
         def finish() -> None:
             combine_in_rank_order(pieces, self.rank, op, output)
-            self._scratch.give_back(buffer)
+            self._give_back(buffer)
 
         return Transfer(works=self._exchange(outgoing, pieces), finish=finish)
 
@@ -124,6 +124,16 @@ class ExchangeCollectives(Collectives):
         receives = [self._irecv(incoming[peer], peer, tag) for peer in reversed(peers)]
         sends = [self._isend(outgoing[peer], peer, tag) for peer in peers]
         return receives + sends
+
+    def _lend(self, num_bytes: int, like: torch.Tensor) -> torch.Tensor:
+        """Return bytes where `like` is; CUDA's allocator keeps buffers of its own."""
+        if like.device.type == "cpu":
+            return self._scratch.lend(num_bytes)
+        return torch.empty(num_bytes, dtype=torch.uint8, device=like.device)
+
+    def _give_back(self, buffer: torch.Tensor) -> None:
+        if buffer.device.type == "cpu":
+            self._scratch.give_back(buffer)
 
     def _is_direct(self, tensor: torch.Tensor, op: ReduceOpName) -> bool:
         # Direct sends W - 1 tensors, the ring 2 (W - 1) / W of the type in which it sums: direct

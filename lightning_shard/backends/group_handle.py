@@ -64,6 +64,7 @@ class GroupHandle(_c10d.ProcessGroupBase):
         results: Sequence[Any] | None = None,
     ) -> dist.Work:
         """Tell the group what this rank wants; `agreed` is what its peers must give alike."""
+        self._check_place(op, root, tag)
         kind = None if reduce_op is None else op_name(reduce_op)
         key = tensor_key(inputs) if agreed is None else agreed
         call = Call(
@@ -83,6 +84,14 @@ class GroupHandle(_c10d.ProcessGroupBase):
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
+
+    def _check_place(self, op: str, root: int, tag: int | None) -> None:
+        if not -1 <= root < self.size() or (tag is not None and tag < 0):
+            raise ConfigError(
+                f"Rank {self._group_rank} of {self.group_desc}: {op} got rank {root} of the group"
+                f"{'' if tag is None else f' and tag {tag}'}, expected one of the group's "
+                f"{self.size()} ranks{'' if tag is None else ' and a tag that is not negative'}."
+            )
 
     def _check_sizes(self, op: str, small: Sequence[Tensor], large: Sequence[Tensor]) -> None:
         """Raise unless each large tensor holds one small one of each rank."""

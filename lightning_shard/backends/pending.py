@@ -18,6 +18,7 @@ _PEER_GONE = re.compile(
     r"pair closure|not connected|socket (error|timeout)|remote process|nccl error",
     re.IGNORECASE,
 )
+_NO_PEER = ("DataLoader ", "CUDA error")  # these time out by themselves
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +112,9 @@ def peer_failures(place: Place) -> Iterator[None]:
 
 def is_about_a_peer(error: BaseException) -> bool:
     """Say whether an error is what a transport says when a peer has gone."""
-    told = isinstance(error, RuntimeError) and _PEER_GONE.search(str(error)) is not None
-    return told or isinstance(error, dist.DistError)
+    if not isinstance(error, RuntimeError) or str(error).startswith(_NO_PEER):
+        return False
+    return isinstance(error, dist.DistError) or _PEER_GONE.search(str(error)) is not None
 
 
 def _lost_peer(place: Place, error: RuntimeError) -> RankFailedError:

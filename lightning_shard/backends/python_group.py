@@ -51,8 +51,12 @@ class PythonGroup(GroupHandle):
         return self._post("all_reduce", listed, reduce_op=_reduce_op(opts), results=listed)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
-        """Reduce several tensors in place."""
-        return self.allreduce(tensors, opts)
+        """Reduce several tensors in place; those of one dtype together."""
+        by_dtype: dict[Any, list[Tensor]] = {}
+        for tensor in as_list(tensors):
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+        works = [self.allreduce(alike, opts) for alike in by_dtype.values()]
+        return works[0] if len(works) == 1 else CoalescedWork(works)
 
     def reduce(self, tensors: Tensors, opts: Any, op: Any = None) -> Work:
         """Reduce tensors in place, on the root."""

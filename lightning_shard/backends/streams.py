@@ -25,6 +25,13 @@ def mark_streams(tensors: Iterable[Tensor]) -> list[torch.cuda.Event | None]:
     return [mark_stream([tensor]) for tensor in by_device.values()]
 
 
+def drain_streams(tensors: Iterable[Tensor]) -> None:
+    """Return once all that is queued on the current streams of the tensors' devices is done."""
+    for event in mark_streams(tensors):
+        if event is not None:
+            event.synchronize()
+
+
 def join_streams(events: Iterable[torch.cuda.Event | None]) -> None:
     """Have the current stream of each event's device wait for it."""
     for event in events:

@@ -95,11 +95,12 @@ def _check_lightning(num_devices: int, num_nodes: int) -> None:
     if started:
         _expect_below("LOCAL_RANK", num_devices, f"Trainer(devices={num_devices})")
         _expect_world_size(world_size)
-    elif settings.given("RANK") and settings.given("WORLD_SIZE") not in ("", "1"):
+    elif _is_one_rank_of_many():
         raise ConfigError(
             f"RANK={settings.given('RANK')} and WORLD_SIZE={settings.given('WORLD_SIZE')} are set "
             "but LOCAL_RANK is not, so that each of these processes would start others. Set "
-            "LOCAL_RANK for every rank (torchrun does), or unset RANK and WORLD_SIZE."
+            "LOCAL_RANK for every rank (torchrun does), or NODE_RANK to the same where they number "
+            "hosts, or unset them."
         )
     if settings.given(SLURM.rank) not in ("", "0"):
         settings.integer(SLURM.world_size, "the number of tasks that srun started")
@@ -112,6 +113,12 @@ def _check_lightning(num_devices: int, num_nodes: int) -> None:
         settings.rendezvous()
     elif settings.given("MASTER_PORT"):
         settings.master_port()
+
+
+def _is_one_rank_of_many() -> bool:
+    """Kubernetes' operators give each host a RANK, which users pass on as NODE_RANK."""
+    numbers_hosts = settings.given("RANK") in ("", settings.given("NODE_RANK"))
+    return not numbers_hosts and settings.given("WORLD_SIZE") not in ("", "1")
 
 
 def _expect_below(name: str, limit: int, because: str) -> None:

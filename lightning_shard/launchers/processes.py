@@ -39,10 +39,15 @@ class ProcessLauncher(_SubprocessScriptLauncher):
         except TunerExit:  # every rank's, and no failure
             raise
         except BaseException as error:
-            _announce(error, "the run" if trainer is None else f"trainer.{trainer.state.fn}")
+            _announce(error, _running(trainer))
             raise
         _terminate_if_asked()
         return result
+
+
+def _running(trainer: "pl.Trainer | None") -> str:
+    function = None if trainer is None else trainer.state.fn
+    return "the run" if function is None else f"trainer.{function.value}"
 
 
 def _announce(error: BaseException, operation: str) -> None:

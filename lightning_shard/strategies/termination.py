@@ -24,7 +24,7 @@ from lightning_shard.errors import RankFailedError
 
 
 class TerminationHandler:
-    """What a process does on SIGTERM: tell the others, and at the second one end at once.
+    """What a process does on SIGTERM: tell the others, and when somebody insists end at once.
 
     Args:
         lifeline: Tells the others.
@@ -33,18 +33,14 @@ class TerminationHandler:
     def __init__(self, lifeline: liveness.Lifeline) -> None:
         self._lifeline = lifeline
         self._process = os.getpid()
-        self._num_received = 0
+        self._sigterms = liveness.RepeatedSignal()
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
         """Handle the signal."""
         if os.getpid() != self._process:  # a forked child, which is no rank
             signal.signal(signum, signal.SIG_DFL)
             signal.raise_signal(signum)
-        self._num_received += 1
-        # After a verdict the rank is ending already, and mpirun then sends the signal repeatedly.
-        if self._num_received > 1 and not self._lifeline.has_verdict:
-            os._exit(liveness.TERMINATED_STATUS)
-        self._lifeline.announce_termination()
+        self._sigterms.come(self._lifeline)
 
 
 class StopsTogether(ParallelStrategy):

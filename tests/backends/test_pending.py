@@ -57,7 +57,14 @@ def test_errors_of_c10d_itself_are_about_peers() -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [RuntimeError("Invalid scalar type"), DeadlockError("timed out"), ValueError("x")]
+    "error",
+    [
+        RuntimeError("Invalid scalar type"),
+        RuntimeError("DataLoader timed out after 5 seconds"),  # was laid to a peer's charge
+        RuntimeError("CUDA error: the launch timed out and was terminated"),
+        DeadlockError("timed out"),
+        ValueError("x"),
+    ],
 )
 def test_other_errors_pass(error: Exception) -> None:
     with pytest.raises(type(error)) as caught, peer_failures(place()):
@@ -103,8 +110,11 @@ def test_no_operation_starts_after_a_verdict(lifeline: liveness.Lifeline) -> Non
 
 
 def test_a_transports_error_is_explained_by_the_verdict(lifeline: liveness.Lifeline) -> None:
-    with pytest.raises(RankFailedError) as caught, peer_failures(place()):
+    def fail() -> None:
         judge(lifeline)
         raise RuntimeError("Application timeout caused pair closure")
+
+    with pytest.raises(RankFailedError) as caught, peer_failures(place()):
+        fail()
     assert "lost a peer in all_gather: rank 3 died" in str(caught.value)
     assert "The transport said: Application timeout" in str(caught.value)

@@ -1,5 +1,6 @@
 """Meeting at rank 0's store, and failing to."""
 
+import os
 import socket
 import time
 from datetime import timedelta
@@ -51,17 +52,40 @@ def test_the_port_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
             join(0)
 
 
-def come_late() -> bool:
+def come(late_seconds: float = 0, group_seconds: float = 60) -> bool:
+    """Meet the others, the last rank late."""
     rank, world_size = settings.rank_and_world_size()
-    time.sleep(2 * rank)
-    timeout = timedelta(seconds=1)
+    time.sleep(late_seconds if rank == world_size - 1 else 0)
+    timeout = timedelta(seconds=group_seconds)
     GlooBackend().init_process_group(
         rank=rank, world_size=world_size, device=torch.device("cpu"), timeout=timeout
     )
     has_lifeline = liveness.current() is not None
+    dist.barrier()
     dist.destroy_process_group()
     return has_lifeline
 
 
+@pytest.mark.slow
 def test_coming_later_than_the_time_out_is_no_silence() -> None:
-    assert run_processes(come_late, 2) == [True, True]
+    """Rank 0 waited in the rendezvous, the others in Gloo, which gave up."""
+    assert run_processes(come, 3, late_seconds=8, group_seconds=6) == [True] * 3
+
+
+def come_twice_to_a_store_that_stays() -> list[bool]:
+    rank, _ = settings.rank_and_world_size()
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    agent = dist.TCPStore(host, port, is_master=True, wait_for_workers=False) if rank == 0 else None
+    came = [come(), come()]
+    liveness.stop()
+    # The agent outlives its ranks.
+    ended = dist.TCPStore(host, port, is_master=False)
+    ended.set(f"ended/{rank}", "")
+    if agent is not None:
+        agent.wait(["ended/0", "ended/1"])
+    return came
+
+
+def test_under_torchrun_a_second_group_met_the_first_ones_addresses() -> None:
+    assert run_processes(come_twice_to_a_store_that_stays, 2) == [[True, True]] * 2

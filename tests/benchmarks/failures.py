@@ -16,8 +16,10 @@ def main() -> None:
     parser.add_argument("--backend", choices=["gloo", "mpi"], default="gloo")
     parser.add_argument("--repeat", type=int, default=20, help="times for each signal")
     parser.add_argument("--timeout", type=float, default=10, help="of the strategy, in seconds")
+    names = [sent.name for sent in SIGNALS]
+    parser.add_argument("--signals", nargs="+", choices=names, default=names)
     arguments = parser.parse_args()
-    for sent in SIGNALS:
+    for sent in map(signal.Signals.__getitem__, arguments.signals):
         times = [
             time_of_survivors(
                 Training(

@@ -7,14 +7,12 @@ by mpirun. Each writes its process number, its steps and its end into a folder.
 import json
 import multiprocessing
 import os
-import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_shard import ZeRO2Strategy
-from tests.processes import REPOSITORY, free_port
+from tests.mpirun import mpirun, read_log
+from tests.processes import free_port
 
 WORLD_SIZE = 3
 EVERYBODY = -1
@@ -176,7 +175,7 @@ def _observe(folder: Path, training: Training, sent: signal.Signals | None) -> l
     expected = list(ranks)
     if sent is not None:
         if not _await([folder / f"steps_{rank}" for rank in ranks], _STARTING_SECONDS):
-            logs = [file.read_text(errors="replace") for file in sorted(folder.glob("log*"))]
+            logs = [read_log(folder, rank) for rank in ranks]
             raise AssertionError("the ranks did not start:\n" + "\n---\n".join(logs))
         victims = ranks if training.victim == EVERYBODY else [training.victim]
         processes = [int((folder / f"pid_{rank}").read_text()) for rank in victims]
@@ -197,8 +196,7 @@ def _await(files: list[Path], seconds: float) -> bool:
 
 
 def _end(folder: Path, rank: int, since: float) -> End:
-    file, log, common_log = (folder / name for name in (f"end_{rank}", f"log_{rank}", "log"))
-    output = (log if log.exists() else common_log).read_text(errors="replace")
+    file, output = folder / f"end_{rank}", read_log(folder, rank)
     if not file.exists():
         return End(rank=rank, error="none in time", message="", seconds=-1.0, output=output)
     written = json.loads(file.read_text())
@@ -206,21 +204,16 @@ def _end(folder: Path, rank: int, since: float) -> End:
     return End(rank=rank, output=output, **written)
 
 
-@contextmanager
-def _ranks(folder: Path, training: Training) -> Iterator[None]:
+def _ranks(folder: Path, training: Training) -> AbstractContextManager[object]:
     """Start the ranks, and see to it that none is left."""
-    start = {"gloo": _fork_ranks, "mpi": _mpirun}[training.backend]
-    started = start(folder, training)
-    try:
-        yield
-    finally:
-        for process in started:
-            process.kill()  # a stopped one too
-        for process in started:
-            process.wait() if isinstance(process, subprocess.Popen) else process.join()
+    if training.backend == "gloo":
+        return _forked_ranks(folder, training)
+    command = [sys.executable, "-m", __name__, str(folder), json.dumps(asdict(training))]
+    return mpirun(command, WORLD_SIZE, folder)
 
 
-def _fork_ranks(folder: Path, training: Training) -> list[Any]:
+@contextmanager
+def _forked_ranks(folder: Path, training: Training) -> Iterator[None]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     port = free_port()
@@ -230,11 +223,17 @@ def _fork_ranks(folder: Path, training: Training) -> list[Any]:
     ]
     for process in processes:
         process.start()
-    return processes
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()  # a stopped one too
+        for process in processes:
+            process.join()
 
 
 def _forked_rank(folder: Path, rank: int, port: int, training: Training) -> None:
-    with (folder / f"log_{rank}").open("wb") as log:
+    with (folder / f"rank_{rank}.log").open("wb") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     multiprocessing.set_start_method("fork", force=True)  # as elsewhere, for DataLoaders
@@ -246,22 +245,6 @@ def _forked_rank(folder: Path, rank: int, port: int, training: Training) -> None
         "MASTER_PORT": str(port),
     }
     train_rank(folder, rank, training)
-
-
-def _mpirun(folder: Path, training: Training) -> list[subprocess.Popen[bytes]]:
-    mpirun = shutil.which("mpirun") or "mpirun"
-    told = [str(folder), json.dumps(asdict(training))]
-    command = [sys.executable, "-m", __name__, *told]
-    with (folder / "log").open("wb") as log:
-        return [
-            subprocess.Popen(
-                [mpirun, "--map-by", ":OVERSUBSCRIBE", "-n", str(WORLD_SIZE), *command],
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-                cwd=REPOSITORY,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
-        ]
 
 
 def is_right(end: End, training: Training, sent: signal.Signals) -> bool:

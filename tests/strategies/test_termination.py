@@ -5,12 +5,14 @@ import os
 import signal
 import subprocess
 import sys
+from unittest.mock import patch
 
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.trainer.trainer import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_shard.backends.liveness import TERMINATED_STATUS, Lifeline
+from lightning_shard.backends.liveness import TERMINATED_STATUS, Lifeline, termination
+from lightning_shard.backends.liveness.termination import TOGETHER_SECONDS
 from lightning_shard.strategies.termination import TerminationHandler
 from tests.processes import REPOSITORY
 
@@ -58,10 +60,15 @@ def outcome(call: str) -> int:
     return subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=False).returncode
 
 
-def receive_twice() -> None:
+def receive(*seconds: float) -> None:
     handler = TerminationHandler(Announcements())
-    for _ in range(2):
-        handler(signal.SIGTERM, None)
+    for now in seconds:
+        with patch.object(termination, "monotonic", lambda now=now: now):
+            handler(signal.SIGTERM, None)
+
+
+def receive_insisting() -> None:
+    receive(100.0, 101.0 + TOGETHER_SECONDS)
 
 
 def receive_in_a_child() -> None:
@@ -74,8 +81,12 @@ def receive_in_a_child() -> None:
     assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
 
 
-def test_the_second_signal_ends_the_rank_at_once() -> None:
-    assert outcome("receive_twice") == TERMINATED_STATUS
+def test_a_signal_that_comes_again_later_ends_the_rank_at_once() -> None:
+    assert outcome("receive_insisting") == TERMINATED_STATUS
+
+
+def test_the_schedulers_signal_and_the_launchers_left_no_time_to_save() -> None:
+    receive(100.0, 100.5, 101.0)
 
 
 def test_a_forked_child_ends_as_any_process_does() -> None:

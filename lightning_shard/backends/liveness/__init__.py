@@ -21,12 +21,13 @@ from lightning_shard.backends.liveness.meeting import (
     unwatch_signals,
     watch_signals,
 )
-from lightning_shard.backends.liveness.thread import TERMINATED_STATUS
+from lightning_shard.backends.liveness.termination import TERMINATED_STATUS, RepeatedSignal
 
 __all__ = [
     "TERMINATED_STATUS",
     "KeyValueStore",
     "Lifeline",
+    "RepeatedSignal",
     "current",
     "start",
     "stop",

@@ -58,7 +58,7 @@ class Connection:
         self._incoming = rest
         try:
             messages = [json.loads(line) for line in lines]
-        except ValueError:
+        except (ValueError, RecursionError):  # the latter of a thousand brackets
             messages = [None]
         if not all(isinstance(message, dict) for message in messages):
             self.is_open = False

@@ -135,7 +135,8 @@ class Lifeline:
 
     def announce_failure(self, error: BaseException) -> None:
         """Tell all ranks that this one fails, with this error; does nothing after a verdict."""
-        text = f"raised {type(error).__name__}: {error}"[:_LONGEST_EVENT]
+        text = ": ".join(filter(None, (f"raised {type(error).__name__}", str(error))))
+        text = text[:_LONGEST_EVENT]
         with self._news:
             if self._verdict is not None or self.stops:
                 return

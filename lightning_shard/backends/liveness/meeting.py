@@ -1,5 +1,6 @@
 """Starting and ending this process's lifeline, which there is one of."""
 
+import contextlib
 import json
 import os
 import secrets
@@ -14,6 +15,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
+from lightning_shard import settings
 from lightning_shard.backends.liveness.lifeline import Lifeline
 from lightning_shard.backends.liveness.thread import LifelineThread
 from lightning_shard.errors import RankFailedError
@@ -77,8 +79,10 @@ def stop() -> None:
 
 def stop_at_exit() -> None:
     """Leave as the process ends: in order, unless an uncaught exception ends it."""
-    uncaught = getattr(sys, "last_value", None)
-    if _lifeline is not None and uncaught is not None:
+    # A process that `multiprocessing` has started comes here while the exception passes.
+    uncaught = sys.exception() or getattr(sys, "last_value", None)
+    is_well = isinstance(uncaught, SystemExit) and not uncaught.code
+    if _lifeline is not None and uncaught is not None and not is_well:
         _lifeline.announce_failure(uncaught)
     stop()
 
@@ -118,12 +122,13 @@ def connect(
 
 def _listen(host: str, backlog: int) -> socket.socket:
     family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    try:
-        return socket.create_server(address[:2], family=family, backlog=backlog)
-    except OSError:
-        # The name may stand for this host without being an address of its own (containers behind
-        # a service's name): then on every interface, as torch's store does. The token guards it.
-        return socket.create_server(("", 0), family=family, backlog=backlog)
+    # A name may stand for this host without being an address of its own (containers behind a
+    # service's name), or be a loopback address to this host alone (Debian's 127.0.1.1): then on
+    # every interface, as torch's store does. The token guards it.
+    if settings.is_loopback(host) or not settings.is_loopback(str(address[0])):
+        with contextlib.suppress(OSError):
+            return socket.create_server(address[:2], family=family, backlog=backlog)
+    return socket.create_server(("", 0), family=family, backlog=backlog)
 
 
 def watch_signals() -> None:
@@ -155,4 +160,5 @@ def _forget_in_child() -> None:
         thread.forget()
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forget_in_child)

@@ -71,9 +71,9 @@ class HubServer:
     def _accept(self) -> None:
         try:
             stream, _ = self._listener.accept()
+            self.add(stream)
         except OSError:  # gone before it was greeted
             return
-        self.add(stream)
 
     def _read(self, connection: Connection) -> None:
         for message in connection.receive():
@@ -87,7 +87,8 @@ class HubServer:
 
     def _admit(self, connection: Connection, message: Message) -> None:
         rank = message.get("rank")
-        knows = hmac.compare_digest(str(message.get("token")).encode(), self._token.encode())
+        told = str(message.get("token")).encode(errors="replace")  # JSON can hold what UTF-8 cannot
+        knows = hmac.compare_digest(told, self._token.encode())
         if knows and isinstance(rank, int) and 0 <= rank < self._world_size:
             self._connections[connection] = rank
             self._of_rank[rank] = connection

@@ -1,7 +1,6 @@
 """The one thread of a process that keeps its lifeline: beats, listens, and serves the hub."""
 
 import contextlib
-import os
 import signal
 import socket
 import threading
@@ -13,8 +12,7 @@ from lightning_shard.backends.liveness.connection import Connection, Message
 from lightning_shard.backends.liveness.interruption import interrupt_groups
 from lightning_shard.backends.liveness.lifeline import Lifeline
 from lightning_shard.backends.liveness.server import HubServer
-
-TERMINATED_STATUS = 128 + signal.SIGTERM
+from lightning_shard.backends.liveness.termination import RepeatedSignal
 
 _LONGEST_BEAT_SECONDS = 5.0
 _UNSENT_SECONDS = 0.01
@@ -44,7 +42,7 @@ class LifelineThread(threading.Thread):
         self._silence_seconds = 0.7 * timeout_seconds
         self._selector = DefaultSelector()
         self._requests: deque[Message] = deque()
-        self._num_sigterms = 0
+        self._sigterms = RepeatedSignal()
         self._is_leaving = False
         self._server: HubServer | None = None
         if rank == 0:
@@ -137,12 +135,11 @@ class LifelineThread(threading.Thread):
 
     def _wake(self) -> None:
         """Empty the pipe; a signal's number in it comes from `signal.set_wakeup_fd`."""
+        signals = b""
         with contextlib.suppress(BlockingIOError):
-            self._num_sigterms += self._wake_read.recv(1 << 12).count(signal.SIGTERM)
-        if self._num_sigterms:
-            self.lifeline.announce_termination()
-        if self._num_sigterms > 1 and not self.lifeline.has_verdict:
-            os._exit(TERMINATED_STATUS)  # the main thread may be where no handler runs
+            signals = self._wake_read.recv(1 << 12)
+        if signal.SIGTERM in signals:
+            self._sigterms.come(self.lifeline)  # the main thread may be where no handler runs
 
     def _close(self) -> None:
         self._to_hub.close()

@@ -72,7 +72,8 @@ def _make_group(options: Any, backend_options: Any) -> Any:
     ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
     _check_place(rank=ranks[options.group_rank])
     runtime.finalize_in_order(progress.end)
-    return MPIGroup(options.group_id, ranks, options.group_rank, options.timeout)
+    rank, timeout, store = options.group_rank, options.timeout, options.store
+    return MPIGroup(options.group_id, ranks, rank, timeout, store)
 
 
 def _meet(

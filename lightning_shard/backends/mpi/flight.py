@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from lightning_shard.backends.mpi.runtime import lock, mpi
+from lightning_shard.backends.mpi.runtime import given_up, lock, mpi
 
 _PERIOD_SECONDS = 0.0005
 
@@ -31,14 +31,15 @@ class Flight:
     """The steps of one operation; each begins when the requests of the one before are complete.
 
     Args:
-        steps: Yields lists of MPI requests; does the arithmetic between them.
+        steps: Yields lists of MPI requests; does the arithmetic between them. Is sent the status of
+            a single request.
         watch: Knows when the operation can never end, and what MPI's errors mean.
     """
 
-    def __init__(self, steps: Generator[list[Any], None, None], watch: Watch) -> None:
+    def __init__(self, steps: Generator[list[Any], Any, None], watch: Watch) -> None:
         self.done = False
         self.error: Exception | None = None
-        self.source = -1
+        self._status: Any = None
         self._steps, self._watch = steps, watch
         self._requests: list[Any] = []
         self._on_end: list[Callable[[], None]] = []
@@ -53,52 +54,61 @@ class Flight:
                     self._next_step()
             except Exception as error:
                 self._fail(self._watch.explain(error))
+        if self.done:
+            self._call_back()
         return self.done
 
     def check(self) -> None:
         """End the flight if it can never end by itself."""
         if not self.done and (error := self._watch.why_it_stops()) is not None:
             self._fail(error)
+            self._call_back()
 
     def _fail(self, error: Exception) -> None:
         """End the flight with an error; its memory is kept, since MPI may still write to it."""
         with lock:
             if not self.done:
                 self.error = error
-                _abandoned.append(self)
-                self._end()
+                given_up.append(self)
+                self.done = True
+
+    @property
+    def source(self) -> int:
+        """The group rank that sent what a receive got; -1 before it came."""
+        return -1 if not self.done or self._status is None else int(self._status.Get_source())
 
     def on_end(self, callback: Callable[[], None]) -> None:
         """Call `callback` once the flight has ended, or now if it has."""
         with lock:
-            if not self.done:
-                self._on_end.append(callback)
-                return
-        callback()
+            self._on_end.append(callback)
+        if self.done:
+            self._call_back()
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether somebody relies on being called at its end."""
+        return bool(self._on_end)
 
     def _are_complete(self) -> bool:
         if len(self._requests) == 1:
-            status = mpi().Status()
-            complete: bool = self._requests[0].Test(status)
-            self.source = status.Get_source() if complete else -1
+            self._status = mpi().Status()
+            complete: bool = self._requests[0].Test(self._status)
             return complete
         return bool(mpi().Request.Testall(self._requests))
 
     def _next_step(self) -> None:
         with torch.inference_mode():
             try:
-                self._requests = next(self._steps)
+                self._requests = self._steps.send(self._status)
             except StopIteration:
-                self._end()
+                self.done = True
 
-    def _end(self) -> None:
-        self.done = True
-        callbacks, self._on_end = self._on_end, []
+    def _call_back(self) -> None:
+        """Call who follows: outside the lock and inference mode, since it is the user's code."""
+        with lock:
+            callbacks, self._on_end = self._on_end, []
         for callback in callbacks:
             callback()
-
-
-_abandoned: list[Flight] = []
 
 
 class Progress:
@@ -138,7 +148,10 @@ class Progress:
                 if self._ended:
                     return
                 flights = list(self._flights)
-            ended = {id(flight) for flight in flights if flight.poll()}
+            for flight in flights:
+                if not flight.poll() and flight.is_followed:
+                    flight.check()  # since nobody may be waiting who would
+            ended = {id(flight) for flight in flights if flight.done}
             with self._changed:
                 self._flights = [one for one in self._flights if id(one) not in ended]
             time.sleep(_PERIOD_SECONDS)

@@ -7,7 +7,8 @@ An all-reduce of a large tensor, in two steps, neither of which sends more than 
     then  s0 = a0 + b0,  s1 = a1 + b1      each slice lands where it belongs
 
 The second step starts whenever a rank gets to it. Collectives of a communicator must start in the
-same order on every rank, so second steps are messages, told apart by the operation's number.
+same order on every rank, so the first step starts all that an operation needs, and second steps are
+messages, told apart by the operation's number.
 
 MPI knows addresses only: what an operation moves stays in the generator's variables until then.
 """
@@ -23,13 +24,13 @@ from lightning_shard.backends.mpi.runtime import mpi
 from lightning_shard.backends.mpi.wire import parts, whole
 from lightning_shard.backends.packing import pack, raw, room_for, unaliased, unpack
 from lightning_shard.backends.python_group import ANY_SOURCE
-from lightning_shard.errors import ConfigError
+from lightning_shard.errors import CollectiveMismatchError, ConfigError
 
 if TYPE_CHECKING:
     from lightning_shard.backends.mpi.process_group import MPIGroup
 
 Requests = list[Any]
-Steps = Generator[Requests, None, None]
+Steps = Generator[Requests, Any, None]
 
 # Up to here every rank gets every rank's tensor at once: one step, where two would take longer.
 _GATHERED_BYTES = 256 << 10
@@ -58,7 +59,9 @@ def _reduce_in_slices(group: "MPIGroup", call: Call, flat: Tensor, *, to: Sequen
     slices = flat.tensor_split(group.size())
     number = group.next_number()
     own = slices[call.rank]
-    yield from _reduce_scatter_into(group, call, flat, slices, own)
+    request, received = _give_slices(group, call, slices, flat)
+    yield [request]
+    _reduce_into(own, received, call)
     receives = [s for s in range(group.size()) if call.rank in to and s != call.rank]
     sends = [target for target in to if target != call.rank]
     yield [
@@ -67,30 +70,39 @@ def _reduce_in_slices(group: "MPIGroup", call: Call, flat: Tensor, *, to: Sequen
     ]
 
 
-def _reduce_scatter_into(
-    group: "MPIGroup", call: Call, flat: Tensor, slices: Sequence[Tensor], output: Tensor
-) -> Steps:
-    """Write the reduction of all ranks' own slice; `flat` holds the slices, one for each rank."""
+def _give_slices(
+    group: "MPIGroup", call: Call, slices: Sequence[Tensor], flat: Tensor
+) -> tuple[Any, Tensor]:
+    """Start to give each rank its slice; `flat` holds them one after the other.
+
+    Returns:
+        The request, and where every rank's version of this rank's slice will lie.
+    """
     received = flat.new_empty(group.size(), slices[call.rank].numel())
-    counts = [one.numel() for one in slices]
     even = [slices[call.rank].numel()] * group.size()
-    yield [group.comm.Ialltoallv(parts(flat, counts), parts(received, even))]
+    sent = parts(flat, _numels(slices))
+    return group.comm.Ialltoallv(sent, parts(received, even)), received
+
+
+def _reduce_into(output: Tensor, received: Tensor, call: Call) -> None:
     if output.numel():
         output.copy_(reduce_tensors(received.unbind(), call.reduce_op).view(output.shape))
 
 
 def _reduce_scatter(group: "MPIGroup", call: Call) -> Steps:
     _check_room(call, call.outputs[0], call.inputs[call.rank])
-    yield from _reduce_scatter_into(
-        group, call, pack(call.inputs), call.inputs, raw(call.outputs[0])
-    )
+    flat = pack(call.inputs)
+    request, received = _give_slices(group, call, call.inputs, flat)
+    yield [request]
+    _reduce_into(raw(call.outputs[0]), received, call)
 
 
 def _reduce_scatter_single(group: "MPIGroup", call: Call) -> Steps:
-    for output, full in zip(call.outputs, call.inputs, strict=True):
-        flat = pack([full])
-        slices = flat.chunk(group.size()) if flat.numel() else [flat] * group.size()
-        yield from _reduce_scatter_into(group, call, flat, slices, raw(output))
+    flats = [pack([full]) for full in call.inputs]
+    begun = [_give_slices(group, call, flat.tensor_split(group.size()), flat) for flat in flats]
+    yield [request for request, _ in begun]
+    for output, (_, received) in zip(call.outputs, begun, strict=True):
+        _reduce_into(raw(output), received, call)
 
 
 def _broadcast(group: "MPIGroup", call: Call) -> Steps:
@@ -109,14 +121,24 @@ def _all_gather(group: "MPIGroup", call: Call) -> Steps:
 
 
 def _all_gather_single(group: "MPIGroup", call: Call) -> Steps:
-    for output, own in zip(call.outputs, call.inputs, strict=True):
-        flat = room_for([output])
-        here = flat.view(group.size(), -1)[call.rank] if flat.numel() else flat
-        in_place = own.is_contiguous() and own.data_ptr() == here.data_ptr()
-        given = own if in_place else pack(unaliased([own], [output]))
-        sent = mpi().IN_PLACE if in_place else whole(given)
-        yield [group.comm.Iallgather(sent, _evenly(flat, group.size()))]
+    flats = [room_for([output]) for output in call.outputs]
+    given = [_to_give(group, call, *pair) for pair in zip(call.inputs, flats, strict=True)]
+    yield [
+        group.comm.Iallgather(
+            mpi().IN_PLACE if own is None else whole(own), _evenly(flat, group.size())
+        )
+        for own, flat in zip(given, flats, strict=True)
+    ]
+    for flat, output in zip(flats, call.outputs, strict=True):
         unpack(flat, [output])
+
+
+def _to_give(group: "MPIGroup", call: Call, own: Tensor, flat: Tensor) -> Tensor | None:
+    """Return what an all-gather into `flat` is given; None where it lies in its place there."""
+    here = flat.view(group.size(), -1)[call.rank] if flat.numel() else flat
+    if own.is_contiguous() and own.data_ptr() == here.data_ptr():
+        return None
+    return pack(unaliased([own], call.outputs))
 
 
 def _gather(group: "MPIGroup", call: Call) -> Steps:
@@ -166,7 +188,8 @@ def _recv(group: "MPIGroup", call: Call) -> Steps:
     comm, tag = group.lane(call.tag or 0)
     source = mpi().ANY_SOURCE if call.root == ANY_SOURCE else call.root
     flats = [room_for([tensor]) for tensor in call.outputs]
-    yield [comm.Irecv(whole(flat), source, tag) for flat in flats]
+    status = yield [comm.Irecv(whole(flat), source, tag) for flat in flats]
+    _check_whole(call, status)
     for flat, tensor in zip(flats, call.outputs, strict=True):
         unpack(flat, [tensor])
 
@@ -188,6 +211,16 @@ def _check_room(call: Call, slot: Tensor, own: Tensor) -> None:
             f"Rank {call.rank} of the group, {call} at {call.site}: gives itself "
             f"{describe_tensor(own)}, but has room for {describe_tensor(slot)} there; expected "
             "the same number of elements of the same dtype."
+        )
+
+
+def _check_whole(call: Call, status: Any) -> None:
+    """Raise when less has come than there is room for; MPI itself refuses more."""
+    expected = sum(tensor.numel() * tensor.itemsize for tensor in call.outputs)
+    if len(call.outputs) == 1 and (got := status.Get_elements(mpi().BYTE)) != expected:
+        raise CollectiveMismatchError(
+            f"Rank {call.rank} of the group, {call} at {call.site}: got {got} bytes, expected "
+            f"{expected}. Send and receive tensors of the same shape and dtype."
         )
 
 

@@ -5,24 +5,29 @@ from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
 from typing_extensions import override
 
 from lightning_shard.backends import liveness
+from lightning_shard.backends._c10d import PrefixStore, Store
+from lightning_shard.backends.call_site import CallSite, find_call_site
 from lightning_shard.backends.calls import Call
 from lightning_shard.backends.mpi import runtime
+from lightning_shard.backends.mpi.departures import COLLECTIVE, MADE, Need
 from lightning_shard.backends.mpi.flight import Flight, progress
 from lightning_shard.backends.mpi.operations import OPERATIONS, Steps
 from lightning_shard.backends.mpi.staging import must_stage, staged
 from lightning_shard.backends.mpi.work import MPIWork
-from lightning_shard.backends.python_group import PythonGroup
+from lightning_shard.backends.python_group import ANY_SOURCE, PythonGroup
 from lightning_shard.backends.shapes import FIRST_RESERVED_TAG
+from lightning_shard.backends.streams import drain_streams
 from lightning_shard.errors import CollectiveMismatchError, ConfigError, RankFailedError
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 BACKEND_NAME = "mpi4py"  # c10d keeps the name "mpi" for its own, even where torch lacks it
+_LOOK_SECONDS = 0.0005
+_RECV_ANY = f"recv {ANY_SOURCE}"
 
 
 class MPIGroup(PythonGroup):
@@ -33,6 +38,10 @@ class MPIGroup(PythonGroup):
         global_ranks: The group's ranks in COMM_WORLD, in the group's own order.
         rank: This rank's number in the group.
         timeout: After which a peer that has not come is an error.
+        store: The group's own, where its ranks meet to make it.
+
+    Raises:
+        RankFailedError: A rank has failed, has left, or does not come to make the group.
 
     Attributes:
         comm: For collectives and the user's messages.
@@ -42,15 +51,41 @@ class MPIGroup(PythonGroup):
     backend_name: ClassVar[str] = BACKEND_NAME
 
     def __init__(
-        self, name: str, global_ranks: tuple[int, ...], rank: int, timeout: timedelta
+        self,
+        name: str,
+        global_ranks: tuple[int, ...],
+        rank: int,
+        timeout: timedelta,
+        store: Store,
     ) -> None:
         super().__init__(name, global_ranks, rank)
         self._timeout = timeout
         self._numbers = count()
         self._largest_tag = runtime.largest_tag()
+        self._tally = runtime.departures.tally(name)
+        self._await_members(store)
         tag = sum(name.encode()) % self._largest_tag  # tells groups apart that are made at once
         self.comm: Intracomm = runtime.communicator(global_ranks, tag)
         self.inner: Intracomm = runtime.communicator(global_ranks, tag)
+
+    def _await_members(self, store: Store) -> None:
+        """Wait until every rank of the group has come to make it.
+
+        Making a communicator waits inside MPI, where this rank's operations in flight stand still,
+        and for which a peer may be waiting before it comes.
+        """
+        self._tally[MADE] += 1
+        need = Need(
+            group=self._name, ranks=self.global_ranks, parts=[MADE], number=self._tally[MADE]
+        )
+        watch = _Watch(self, "new_group", find_call_site(), need, self._timeout)
+        board = PrefixStore(f"made/{store.add(f'made/{self._group_rank}', 1)}", store)
+        board.set(str(self._group_rank), "")
+        keys = [str(rank) for rank in range(self.size())]
+        while not board.check(keys):
+            if (error := watch.why_it_stops()) is not None:
+                raise error
+            time.sleep(_LOOK_SECONDS)
 
     def next_number(self) -> int:
         """Return a tag for the inner messages of one more collective, the same on every rank."""
@@ -73,20 +108,40 @@ class MPIGroup(PythonGroup):
 
     @override
     def _start(self, call: Call) -> MPIWork:
-        watch = _CallWatch(self, call, time.monotonic() + self._timeout.total_seconds())
-        if (error := watch.peer_failure()) is not None:
-            raise error
-        flight = Flight(self._steps(call), watch)
+        with runtime.lock:  # operations are counted in the order in which they begin
+            own, need = self._need(call)
+            watch = _Watch(self, call, call.site, need, self._timeout)
+            if (failure := watch.peer_failure()) is not None:
+                raise failure
+            try:
+                flight = Flight(self._steps(call), watch)
+            except runtime.mpi().Exception as error:
+                raise watch.explain(error) from error
+            self._tally[own] += 1
         if not flight.poll():
             progress.add(flight)
         return MPIWork(flight, call)
 
+    def _need(self, call: Call) -> tuple[str, Need]:
+        """Return under what a call is counted, and what it needs of the other ranks."""
+        here, own = self._group_rank, f"{call.op} {call.root}"
+        ranks: tuple[int, ...] = ()  # who sends to a receive from any source, nobody knows
+        if call.op == "send":
+            parts, ranks = [f"recv {here}", _RECV_ANY], (self.global_ranks[call.root],)
+        elif call.op == "recv":
+            parts = [f"send {here}"]
+            if call.root != ANY_SOURCE:
+                ranks = (self.global_ranks[call.root],)
+        else:
+            own, parts, ranks = COLLECTIVE, [COLLECTIVE], self.global_ranks
+        number = self._tally[own] + 1
+        return own, Need(group=self._name, ranks=ranks, parts=parts, number=number)
+
     def _steps(self, call: Call) -> Steps:
         tensors = call.inputs or call.outputs
-        if tensors and tensors[0].is_cuda:
-            torch.cuda.current_stream(tensors[0].device).synchronize()
         operation = OPERATIONS[call.op]
-        return staged(operation, self, call) if must_stage(tensors) else operation(self, call)
+        yield from staged(operation, self, call) if must_stage(tensors) else operation(self, call)
+        drain_streams(tensors)  # who waits may read the results on any stream
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the time after which a peer that has not come is an error."""
@@ -98,40 +153,53 @@ class MPIGroup(PythonGroup):
             runtime.free(comm)
 
 
-class _CallWatch:
-    """Knows when one call can never end.
+class _Watch:
+    """Knows when one operation can never end.
 
     Args:
         group: The group.
-        call: What this rank asked of it.
-        end: When the time-out is over, on the monotonic clock.
+        operation: What this rank asks of it.
+        site: Where it was called.
+        need: What it needs of the other ranks.
+        timeout: After which it is given up.
     """
 
-    def __init__(self, group: MPIGroup, call: Call, end: float) -> None:
-        self._group, self._call, self._end = group, call, end
+    def __init__(
+        self, group: MPIGroup, operation: Call | str, site: CallSite, need: Need, timeout: timedelta
+    ) -> None:
+        self._group, self._operation, self._site, self._need = group, operation, site, need
+        self._end = time.monotonic() + timeout.total_seconds()
 
     def __str__(self) -> str:
-        return f"{self._call} of {self._group.group_desc} at {self._call.site}"
+        return f"{self._operation} of {self._group.group_desc} at {self._site}"
 
     def peer_failure(self) -> RankFailedError | None:
         """Return the error of a rank that is known to have failed."""
         lifeline = liveness.current()
         try:
-            if lifeline is not None:
-                lifeline.check(self._call.op)
+            if lifeline is not None and lifeline.has_verdict:
+                lifeline.check(str(self._operation))
         except RankFailedError as error:
             return error
         return None
 
     def why_it_stops(self) -> Exception | None:
-        """Return why the operation can never end, if so: a failed rank, or the time-out."""
-        if (failure := self.peer_failure()) is not None or time.monotonic() < self._end:
+        """Return why the operation can never end, if so: a rank failed or left, or the time-out."""
+        if (failure := self.peer_failure()) is not None:
             return failure
+        place = f"Rank {self._group.global_ranks[self._group.rank()]}"
+        if (left := runtime.who_never_comes(self._need)) is not None:
+            return RankFailedError(
+                f"{place} can never go on with {self}: rank {left} has ended without it. "
+                "Look for a rank that returned early or called sys.exit."
+            )
+        if time.monotonic() < self._end:
+            return None
         if (lifeline := liveness.current()) is not None:
             return lifeline.explain(str(self))
         return RankFailedError(
-            f"Rank {self._group.rank()} has waited for the group's time-out in {self}, and not "
-            "every rank has come. Look for the first error among the other ranks' output."
+            f"{place} has waited for the group's time-out in {self}, and not every rank has "
+            "come. Look for the first error among the other ranks' output."
         )
 
     def explain(self, error: Exception) -> Exception:

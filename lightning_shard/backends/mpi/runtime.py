@@ -1,31 +1,37 @@
 """MPI itself: imported on first use, called by one thread at a time, and ended in order.
 
 MPI_Finalize waits for every rank. A rank that ends because of an error must not call it: its peers
-never come, and what was an error message becomes a hang. So at exit the ranks meet in a barrier
-that can be given up, and only when all have come does each finalize.
+never come, and what was an error message becomes a hang. So at exit each rank says goodbye to all
+others, and finalizes only when all have done so; however long one has still to work, as MPI would.
 """
 
 import atexit
 import ctypes
 import importlib
+import math
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from lightning_shard.backends import liveness
+from lightning_shard.backends.mpi.departures import Departures, Need
 from lightning_shard.errors import BackendUnavailableError
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm, Intracomm
 
 T = TypeVar("T")
-LEAVE_SECONDS = 30.0
 lock = threading.RLock()  # around every call of MPI: less than MPI_THREAD_MULTIPLE will do
+departures = Departures()
+given_up: list[object] = []  # operations that never ended: MPI may still write to their memory
+_before_end: list[Callable[[], None]] = []
 
+_LEAVING_LOOK_SECONDS = 0.001
+_PATIENCE_SECONDS = 30.0
 _HOW_TO_INSTALL = "Install both with: pip install 'lightning-shard[mpi]'."
 
 
@@ -97,6 +103,7 @@ def free(comm: "Comm") -> None:
             comm.Free()
 
 
+@cache
 def largest_tag() -> int:
     """Return the largest tag that this MPI library allows."""
     module = mpi()
@@ -111,25 +118,36 @@ def is_cuda_aware() -> bool:
         return False
 
 
-@cache
+def who_never_comes(need: Need) -> int | None:
+    """Return a rank that has left before its part in an operation, if there is one."""
+    with lock:
+        departures.listen(mpi().COMM_WORLD, largest_tag())
+    return departures.who_never_comes(need)
+
+
 def finalize_in_order(before: Callable[[], None]) -> None:
     """Have MPI end at exit: on all ranks together, or not at all when one has failed.
 
     Args:
-        before: Called first; afterwards nothing may call MPI.
+        before: Called when all ranks have left; afterwards nothing may call MPI.
     """
-    atexit.register(_finalize, before)
+    if not _before_end:
+        atexit.register(_finalize)
+    if before not in _before_end:
+        _before_end.append(before)
 
 
-def _finalize(before: Callable[[], None]) -> None:
-    before()
+def _finalize() -> None:
     module = mpi()
-    if module.Is_finalized() or module.COMM_WORLD.size == 1:
+    if module.Is_finalized():
         return
-    if _has_failed() or not _meet(timedelta(seconds=LEAVE_SECONDS)):
+    if module.COMM_WORLD.size > 1 and (_has_failed() or not _all_leave()):
+        liveness.stop_at_exit()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
+    for call in _before_end:
+        call()
     module.Finalize()
 
 
@@ -138,13 +156,21 @@ def _has_failed() -> bool:
     return getattr(sys, "last_value", None) is not None
 
 
-def _meet(timeout: timedelta) -> bool:
-    with lock:
-        request = mpi().COMM_WORLD.Ibarrier()
-    end = time.monotonic() + timeout.total_seconds()
-    while time.monotonic() < end:
+def _all_leave() -> bool:
+    """Say goodbye, and wait until every rank has; return False when one has failed, it seems."""
+    module, tag = mpi(), largest_tag()
+    world, lifeline = module.COMM_WORLD, liveness.current()
+    # Who may have lost a peer does not wait for ever: the launcher may have been told to let it be.
+    end = time.monotonic() + (_PATIENCE_SECONDS if given_up else math.inf)
+    try:
         with lock:
-            if request.Test():
-                return True
-        time.sleep(0.001)
+            goodbyes = departures.say_goodbye(world, tag)
+        while time.monotonic() < end and not (lifeline and lifeline.has_verdict):
+            with lock:
+                departures.listen(world, tag)
+                if departures.num_left == world.size - 1 and module.Request.Testall(goodbyes):
+                    return True
+            time.sleep(_LEAVING_LOOK_SECONDS)
+    except module.Exception:  # who has gone cannot be told goodbye
+        pass
     return False

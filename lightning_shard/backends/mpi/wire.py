@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_shard.backends.mpi.runtime import mpi
+from lightning_shard.backends.streams import drain_streams
 from lightning_shard.errors import LayoutError
 
 _MOST_ELEMENTS = 2**31 - 1
@@ -27,6 +28,7 @@ def parts(tensor: Tensor, counts: Sequence[int]) -> list[Any]:
 
 
 def _memory(tensor: Tensor) -> Any:
+    drain_streams([tensor])  # MPI knows no streams
     return mpi().buffer.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.itemsize)
 
 

@@ -10,7 +10,6 @@ from torch.futures import Future
 
 from lightning_shard.backends.calls import Call
 from lightning_shard.backends.mpi.flight import Flight
-from lightning_shard.backends.streams import join_streams, mark_stream
 
 # A wait spins, then yields the core, then sleeps: answers come in microseconds when the peers run
 # on cores of their own, and leave the core to them when they do not.
@@ -45,12 +44,13 @@ class MPIWork(dist.Work):
                 raise TimeoutError(f"{self._call} at {self._call.site} took longer than {timeout}.")
         if self._flight.error is not None:
             raise self._flight.error
-        join_streams([mark_stream(self._call.outputs or self._call.inputs)])
         return True
 
     def is_completed(self) -> bool:
-        """Say whether the operation has ended."""
-        return self._flight.poll()
+        """Say whether the operation has ended, if only by the loss of a peer."""
+        if not self._flight.poll():
+            self._flight.check()
+        return self._flight.done
 
     def is_success(self) -> bool:
         """Say whether the results are there."""

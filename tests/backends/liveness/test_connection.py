@@ -37,7 +37,9 @@ def test_the_last_words_are_read_before_the_end(ends: tuple[Connection, socket.s
     assert not connection.is_open
 
 
-@pytest.mark.parametrize("text", [b"GET / HTTP/1.1\r\n", b"[1, 2]\n", b"\xff\n"])
+@pytest.mark.parametrize(
+    "text", [b"GET / HTTP/1.1\r\n", b"[1, 2]\n", b"\xff\n", b"[" * 100_000 + b"\n"]
+)
 def test_what_is_no_message_ends_the_connection(
     ends: tuple[Connection, socket.socket], text: bytes
 ) -> None:

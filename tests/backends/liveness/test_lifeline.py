@@ -141,6 +141,11 @@ def test_a_rank_that_raises_says_so_once(rank: Rank) -> None:
     assert rank.interruptions == []
 
 
+def test_an_error_without_words_was_quoted_with_a_lonely_colon(rank: Rank) -> None:
+    rank.lifeline.announce_failure(KeyboardInterrupt())
+    assert rank.sent[1:] == [{"kind": "failed", "event": "raised KeyboardInterrupt"}]
+
+
 def test_a_failure_that_follows_from_a_verdict_is_no_news(rank: Rank) -> None:
     rank.lifeline.heard(VERDICT, 1.0)
     rank.lifeline.announce_failure(RankFailedError("rank 1 died"))

@@ -1,6 +1,8 @@
 """Lifelines of several ranks in one process: real sockets and threads, and a store of this test."""
 
+import multiprocessing
 import os
+import runpy
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -14,11 +16,20 @@ import pytest
 import torch.distributed as dist
 
 from lightning_shard.backends import liveness
+from lightning_shard.backends.liveness import meeting
 from lightning_shard.backends.liveness.meeting import connect
 from lightning_shard.backends.liveness.thread import LifelineThread
 from lightning_shard.errors import RankFailedError
+from tests.processes import free_port
 
 LONG = timedelta(minutes=5)
+STRANGE_WORDS = (
+    b'{"kind": "join", "rank": 1, "token": "guess"}\n',
+    b"GET / HTTP/1.1\r\n\r\n",
+    # Each of these once ended the hub's thread, and with it the run.
+    b'{"kind": "join", "rank": 1, "token": "\\ud800"}\n',
+    b"[" * 100_000 + b"\n",
+)
 
 
 class DictStore:
@@ -123,11 +134,12 @@ def test_a_signal_that_only_the_thread_hears_of_stops_all(ranks: list[LifelineTh
 def test_a_stranger_is_shown_the_door(ranks: list[LifelineThread]) -> None:
     server = ranks[0]._server
     assert server is not None
-    for words in (b'{"kind": "join", "rank": 1, "token": "guess"}\n', b"GET / HTTP/1.1\r\n\r\n"):
+    for words in STRANGE_WORDS:
         with socket.create_connection(server._listener.getsockname()) as stranger:
             stranger.sendall(words)
             stranger.settimeout(60)
             assert stranger.recv(1) == b""
+    assert ranks[0].is_alive()
     assert not any(map(has_failed, ranks))
 
 
@@ -144,6 +156,13 @@ def test_silence_is_noticed_on_both_ends() -> None:
         thread.leave()
 
 
+def test_a_system_without_fork_could_not_import_the_package(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(os, "register_at_fork")
+    assert "start" in runpy.run_path(meeting.__file__)
+
+
 def test_one_rank_needs_no_lifeline() -> None:
     liveness.start(DictStore(), rank=0, world_size=1, host="127.0.0.1", timeout=LONG)
     assert liveness.current() is None
@@ -158,3 +177,54 @@ def test_rank_0_cannot_be_reached() -> None:
     with pytest.raises(RankFailedError, match="Rank 1 of 2 could not set up its control conn"):
         liveness.start(Refuses(), rank=1, world_size=2, host="127.0.0.1", timeout=LONG)
     assert liveness.current() is None
+
+
+@pytest.mark.parametrize(
+    ("host", "known_as", "listens_on"),
+    [
+        ("127.0.0.1", "127.0.0.1", "127.0.0.1"),
+        ("node-1", "10.0.0.1", "10.0.0.1"),
+        ("node-1", "127.0.1.1", ""),
+    ],
+)
+def test_a_host_that_knows_itself_as_loopback_was_not_reached_by_others(
+    host: str, known_as: str, listens_on: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (known_as, 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    monkeypatch.setattr(socket, "create_server", lambda address, **_: address)
+    assert meeting._listen(host, 2) == (listens_on, 0)
+
+
+def end_in_an_exception(rank: int, port: int, error: BaseException | None) -> None:
+    """Be a rank that ends as the others do, or in `error`."""
+    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, wait_for_workers=False)
+    liveness.start(store, rank=rank, world_size=2, host="127.0.0.1", timeout=LONG)
+    lifeline = liveness.current()
+    assert lifeline is not None
+    if rank == 0:
+        store.set("rank 0 has started", "")
+        ended = "raised" if error is not None else "left"
+        until(lambda: ended in str(lifeline.explain("test", wait_seconds=0.1)))
+        return
+    store.get("rank 0 has started")
+    if error is not None:
+        raise error
+
+
+@pytest.mark.parametrize("error", [ValueError("on purpose"), SystemExit(3), None, SystemExit(0)])
+def test_a_process_of_multiprocessing_that_raised_had_left_in_order(
+    error: BaseException | None,
+) -> None:
+    seen = error if getattr(error, "code", 1) else None
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    port = free_port()
+    other = context.Process(target=end_in_an_exception, args=(1, port, error))
+    asking = context.Process(target=end_in_an_exception, args=(0, port, seen))
+    for process in (asking, other):
+        process.start()
+    for process in (asking, other):
+        process.join()
+    assert asking.exitcode == 0
+    assert bool(other.exitcode) == (seen is not None)

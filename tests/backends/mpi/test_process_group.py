@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 
 from lightning_shard.backends.mpi import process_group, runtime
 from lightning_shard.backends.mpi.backend import INIT_METHOD
@@ -133,6 +134,99 @@ def a_message_longer_than_its_room_is_a_mismatch(rank: int) -> None:
         return
     with pytest.raises(CollectiveMismatchError, match=r"Rank 1: a peer gave more elements to recv"):
         dist.recv(torch.zeros(2), src=0, tag=3)
+
+
+@check
+def a_message_shorter_than_its_room_is_a_mismatch(rank: int) -> None:
+    if rank == 0:
+        dist.send(torch.ones(2), dst=1, tag=3)
+        return
+    with pytest.raises(CollectiveMismatchError, match=r"recv.* got 8 bytes, expected 20"):
+        dist.recv(torch.zeros(5), src=0, tag=3)
+
+
+@check
+def coalesced_operations_keep_their_order_beside_others(rank: int) -> None:
+    group = as_mpi_group(dist.group.WORLD)
+    shards = [torch.zeros(50_000) for _ in range(3)]
+    copies = [torch.zeros(2) for _ in range(3)]
+    gathered = torch.zeros(100_000)
+    begins: list[Callable[[], dist.Work]] = [
+        lambda: group.reduce_scatter_single_coalesced(
+            shards, [torch.full((100_000,), float(rank + number)) for number in range(3)]
+        ),
+        lambda: group.all_gather_single_coalesced(copies, [torch.tensor([float(rank)])] * 3),
+        lambda: group.all_gather_single(gathered, torch.full((50_000,), 10.0 + rank)),
+    ]
+    works = []
+    for begin in begins:
+        works.append(begin())
+        if rank:  # rank 0 goes ahead and begins the next ones
+            works[-1].wait()
+    for work in works:
+        work.wait()
+    assert [shard.unique().tolist() for shard in shards] == [[1.0], [3.0], [5.0]]
+    assert [copy.tolist() for copy in copies] == [[0.0, 1.0]] * 3
+    assert gathered.view(2, -1)[:, 0].tolist() == [10.0, 11.0]
+
+
+@check
+def coalesced_sums_of_two_dtypes_are_not_rounded_to_one(rank: int) -> None:
+    halves, large = torch.full((3,), 1.5), torch.full((2,), 2**40 + 1)
+    with c10d._coalescing_manager():
+        dist.all_reduce(halves)
+        dist.all_reduce(large)
+    assert halves.tolist() == [3.0] * 3
+    assert large.tolist() == [2**41 + 2] * 2
+
+
+@check
+def a_rank_outside_the_group_is_refused(rank: int) -> None:
+    group = as_mpi_group(dist.group.WORLD)
+    with pytest.raises(ConfigError, match=r"broadcast got rank 2 of the group, expected .* 2 rank"):
+        dist.broadcast(torch.zeros(1), group_src=2)
+    with pytest.raises(ConfigError, match=r"send got rank 1 .* tag -5, .* not negative"):
+        group.send([torch.zeros(1)], 1, -5)
+
+
+@check
+def what_follows_a_future_runs_as_the_users_own_code(rank: int) -> None:
+    work = dist.all_reduce(torch.full((200_000,), float(rank)), async_op=True)
+    assert work is not None
+    doubled = work.get_future().then(lambda future: future.value()[0] * 2)
+    assert not doubled.wait().is_inference()
+
+
+@check
+def a_group_can_be_made_while_a_peer_waits_for_a_sum(rank: int) -> None:
+    many = torch.full((200_000,), float(rank))
+    work = dist.all_reduce(many, async_op=True)
+    assert work is not None
+    if rank:  # its second step needs rank 0, which is making the group
+        dist.distributed_c10d._get_default_store().wait(["making a group"])
+        work.wait()
+    else:
+        dist.distributed_c10d._get_default_store().set("making a group", "yes")
+    group = dist.new_group([0, 1])
+    work.wait()
+    assert many[-1].item() == 1.0
+    dist.destroy_process_group(group)
+
+
+@check
+def a_future_ends_in_time_when_a_peer_does_not_come(rank: int) -> None:
+    pair = as_mpi_group(dist.new_group([0, 1]))
+    pair.set_timeout(timedelta(seconds=1))
+    store = dist.distributed_c10d._get_default_store()
+    if rank:
+        store.wait(["the future has ended"])
+        return
+    work = dist.all_reduce(torch.ones(2), group=pair, async_op=True)
+    assert work is not None
+    with pytest.raises(RankFailedError, match="has waited for the group's time-out"):
+        work.get_future().wait()
+    assert work.is_completed()
+    store.set("the future has ended", "yes")
 
 
 @check

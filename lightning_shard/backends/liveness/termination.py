@@ -1,0 +1,33 @@
+"""What one SIGTERM means to a rank, and what several do."""
+
+import os
+import signal
+from time import monotonic
+
+from lightning_shard.backends.liveness.lifeline import Lifeline
+
+TERMINATED_STATUS = 128 + signal.SIGTERM
+
+# Under SLURM both the scheduler and torchrun send the signal to every rank: that is one wish.
+TOGETHER_SECONDS = 5.0
+
+
+class RepeatedSignal:
+    """Counts the SIGTERMs that come in one way; the first tells the others, a later one ends all.
+
+    A signal may come in two ways, long after each other when the main thread is busy: each way
+    has one of these.
+    """
+
+    def __init__(self) -> None:
+        self._first = float("inf")
+
+    def come(self, lifeline: Lifeline) -> None:
+        """Take note of a signal; end the process at one that insists."""
+        now = monotonic()
+        self._first = min(self._first, now)
+        insists = now - self._first > TOGETHER_SECONDS
+        # After a verdict the rank is ending already, and mpirun then sends the signal repeatedly.
+        if insists and not lifeline.has_verdict:
+            os._exit(TERMINATED_STATUS)
+        lifeline.announce_termination()
