@@ -11,6 +11,7 @@ import lightning_shard
 from lightning_shard import RankFailedError
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from lightning_shard.strategies.registry import SCHEMES
+from lightning_shard.strategies.tensor_parallel import TensorParallelStrategy
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -43,8 +44,9 @@ def test_every_scheme_and_option_is_listed() -> None:
         assert f"`{scheme}`" in README
     lightnings = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io"}
     lightnings |= {"precision_plugin", "return"}
-    for option in DataParallelStrategy.__init__.__annotations__.keys() - lightnings:
-        assert re.search(rf"\| `{option}[`=]", README), option
+    for strategy in (DataParallelStrategy, TensorParallelStrategy):
+        for option in strategy.__init__.__annotations__.keys() - lightnings:
+            assert re.search(rf"\| `{option}[`=]", README), option
 
 
 @pytest.mark.parametrize("path", re.findall(r"\]\((?!http|#)([^)]+)\)", README))

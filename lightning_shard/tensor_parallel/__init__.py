@@ -1,5 +1,9 @@
 """Tensor parallelism: wide layers in parts over the ranks of a group, in unmodified models.
 
-    plan ──► match_plan ──► SplitModel ──┬─► Sharding: which part of each parameter is here
-    patterns, styles                     └─► layers: the parallel forward, over regions
+The plan says which layers, and how: given as patterns and styles (`plan`, `styles`), a Hugging Face
+model's own, or found (`automatic`, `candidates`, `probe`). `SplitModel` applies it and undoes it:
+
+    plan ──► SplitModel ──┬── Sharding       which part of each parameter is here
+                          ├── layers         the parallel forwards, over `regions`
+                          └── PartedTensor   logits, and slices of the sequence, that look whole
 """

@@ -18,6 +18,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from lightning_shard.tensor_parallel.regions import gather_copies, reduce_from_region
+from lightning_shard.tensor_parallel.sequence import saved_as_slice
 from lightning_shard.tensor_parallel.styles import Cut
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class ParallelAttention:
             query, key, value = _transposed(query, key, value)
         projections = zip((query, key, value), _weights(self), _biases(self), strict=True)
         q, k, v = (  # each (B, heads / W, T or S, head width)
-            _heads(F.linear(place.enter(one), weight, bias), self.head_dim)
+            _heads(_projected(place.enter(one), weight, bias), self.head_dim)
             for one, weight, bias in projections
         )
         mask = _mask(place, q, attn_mask, key_padding_mask)
@@ -158,3 +159,8 @@ def _of_all_heads(place: "Place", weights: Tensor, *, average: bool) -> Tensor:
     if average:
         return reduce_from_region(weights.mean(1) / place.group.size, place.group)
     return gather_copies(weights, 1, place.group)
+
+
+def _projected(entered: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    with saved_as_slice(entered):
+        return F.linear(entered, weight, bias)

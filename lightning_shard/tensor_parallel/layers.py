@@ -49,6 +49,10 @@ class Place:
     group: Collectives
     num_heads: int = 1
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Place":
+        """Return this place: a copy of a layer works in the same group."""
+        return self
+
 
 class _Colwise:
     def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002 - torch's name

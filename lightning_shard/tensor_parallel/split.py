@@ -208,6 +208,7 @@ class SplitModel:
         self._attributes.restore()
         for hook in self._hooks:
             hook.remove()
+        self._entrance.forget()
         self.shardings, self._layers = {}, []
 
 
@@ -236,9 +237,13 @@ class _Entrance:
         """Whether the entered form of an activation requires a gradient now."""
         return tensor.requires_grad and torch.is_grad_enabled()
 
+    def forget(self) -> None:
+        """Let go of the last activation, and of the graph behind it."""
+        self._last = self._entered = None
+
     def _forget(self, reference: "weakref.ref[Tensor]") -> None:
         if reference is self._last:
-            self._last = self._entered = None
+            self.forget()
 
 
 def _cuts(module: nn.Module, style: Style) -> tuple[Cut, ...]:

@@ -18,7 +18,12 @@ pytestmark = ignore_upstream_warnings
 
 def test_no_config_is_forgotten_here() -> None:
     found = {path.name for path in (REPOSITORY / "configs").iterdir()}
-    assert found == {"gpt_demo.yaml", "gpt_zero3.yaml", "digits_zero2.yaml"}
+    assert found == {
+        "gpt_demo.yaml",
+        "gpt_zero3.yaml",
+        "gpt_tensor_parallel.yaml",
+        "digits_zero2.yaml",
+    }
 
 
 def test_the_demo_prints_the_table_the_losses_and_a_sample(
@@ -52,6 +57,13 @@ def test_gpt_zero3_over_gloo_prints_the_table(tmp_path: Path) -> None:
     run = run_command(tmp_path, "fit", "--config=configs/gpt_zero3.yaml", "--trainer.max_steps=3")
     assert run.returncode == 0, run.stderr
     assert largest_shares(run.stdout) == ["50.0%"] * 4
+
+
+def test_gpt_tensor_parallel_over_gloo_holds_about_half(tmp_path: Path) -> None:
+    config = "--config=configs/gpt_tensor_parallel.yaml"
+    run = run_command(tmp_path, "fit", config, "--trainer.max_steps=3")
+    assert run.returncode == 0, run.stderr
+    assert all(50.0 <= float(share.rstrip("%")) < 55.0 for share in largest_shares(run.stdout))
 
 
 @pytest.mark.timeout(240)  # two commands of two processes each

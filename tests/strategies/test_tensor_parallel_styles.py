@@ -20,7 +20,7 @@ from tests.strategies.styles import (
     make_trainer,
     train,
 )
-from tests.strategies.test_training_styles import ModuleZeroGrad, WassersteinCritic
+from tests.strategies.test_training_styles import Copies, ModuleZeroGrad, WassersteinCritic
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
 
@@ -71,7 +71,7 @@ def check(style: type[Automatic], num_ranks: int, stage: int) -> None:
     )
 
 
-STYLES = [*AUTOMATIC, *MANUAL, ModuleZeroGrad, WassersteinCritic]
+STYLES = [*AUTOMATIC, *MANUAL, Copies, ModuleZeroGrad, WassersteinCritic]
 
 
 @pytest.mark.parametrize("style", STYLES)
