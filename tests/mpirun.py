@@ -25,6 +25,9 @@ OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", 
 # of the rank's own does not.
 _LOGGED = 'exec "$@" >"$RANK_LOGS/rank_$OMPI_COMM_WORLD_RANK.log" 2>&1'
 _OWN_LOG = "mpirun.log"
+# Open MPI's own server sometimes gives up on a busy host, before any rank is started.
+_NOT_STARTED = "The PMIx server's listener thread failed to start"
+_STARTS = 3
 _GRACE_SECONDS = 5.0
 
 
@@ -86,15 +89,19 @@ def run_mpi_command(
     When the time runs out the status is -9 and no process is left. What mpirun itself says stands
     at the end of rank 0's output.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        with mpirun(command, num_ranks, Path(folder), options, variables) as process:
-            try:
-                status = process.wait(timeout=timeout_seconds)
-            except subprocess.TimeoutExpired:
-                status = -signal.SIGKILL
-        logs = [read_log(Path(folder), rank) for rank in range(num_ranks)]
-        logs[0] += _read(Path(folder) / _OWN_LOG)
-        return [Finished(rank=r, returncode=status, output=log) for r, log in enumerate(logs)]
+    for _ in range(_STARTS):
+        with tempfile.TemporaryDirectory() as folder:
+            with mpirun(command, num_ranks, Path(folder), options, variables) as process:
+                try:
+                    status = process.wait(timeout=timeout_seconds)
+                except subprocess.TimeoutExpired:
+                    status = -signal.SIGKILL
+            own = _read(Path(folder) / _OWN_LOG)
+            logs = [read_log(Path(folder), rank) for rank in range(num_ranks)]
+        if _NOT_STARTED not in own:
+            break
+    logs[0] += own
+    return [Finished(rank=r, returncode=status, output=log) for r, log in enumerate(logs)]
 
 
 @contextmanager

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_shard.backends._c10d import PrefixStore
+
 
 def checked_name(backend: str) -> str:
     """Return the name under which c10d knows the checked form of a backend."""
@@ -19,7 +21,7 @@ def make_gloo(options: Any, backend_options: Any) -> dist.ProcessGroup:
     """Make a Gloo group from c10d's `_DistributedBackendOptions`."""
     del backend_options
     backend: Any = dist.ProcessGroupGloo(
-        options.store, options.group_rank, options.group_size, timeout=options.timeout
+        _own_corner(options), options.group_rank, options.group_size, timeout=options.timeout
     )
     return _as_group(options, backend, "cpu", dist.ProcessGroup.BackendType.GLOO)
 
@@ -29,9 +31,18 @@ def make_nccl(options: Any, backend_options: Any) -> dist.ProcessGroup:
     settings: Any = backend_options or dist.ProcessGroupNCCL.Options()
     settings._timeout = options.timeout
     backend: Any = dist.ProcessGroupNCCL(
-        options.store, options.group_rank, options.group_size, settings
+        _own_corner(options), options.group_rank, options.group_size, settings
     )
     return _as_group(options, backend, "cuda", dist.ProcessGroup.BackendType.NCCL)
+
+
+def _own_corner(options: Any) -> Any:
+    """Return a corner of the group's store that no earlier group of its name has used.
+
+    The addresses of one that was destroyed still stand there: a rank that is early would call them.
+    """
+    generation = options.store.add(f"inner/generation/{options.group_rank}", 1)
+    return PrefixStore(f"inner/{generation}", options.store)
 
 
 def _as_group(options: Any, backend: Any, device_type: str, kind: Any) -> dist.ProcessGroup:

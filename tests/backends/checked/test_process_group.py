@@ -1,6 +1,7 @@
 """What a checked group is, beside telling of mismatches: ranks that agree notice nothing."""
 
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from lightning_shard import settings
 from lightning_shard.backends.checked import CheckedExchange
 from lightning_shard.errors import CollectiveMismatchError
 from tests.backends.checked.programs import checked_world, meeting_place, outcome
@@ -85,6 +87,18 @@ def group_made_again_after_a_mismatch() -> list[float]:
         tensor = torch.ones(2)
         dist.all_reduce(tensor)
     return list(tensor.tolist())
+
+
+def group_made_again_by_one_rank_first() -> list[float]:
+    sums = []
+    for turn in range(4):
+        if settings.rank_and_world_size()[0] == turn % 2:
+            time.sleep(0.2)  # meanwhile the other finds what the last group has left in the store
+        with checked_world("late"):
+            tensor = torch.ones(())
+            dist.all_reduce(tensor)
+            sums.append(tensor.item())
+    return sums
 
 
 def told_again_in_the_same_group() -> list[str]:
@@ -162,6 +176,7 @@ PROGRAMS: list[Callable[[], Any]] = [
     groups_in_different_order,
     keys_left_in_the_store,
     group_made_again_after_a_mismatch,
+    group_made_again_by_one_rank_first,
     told_again_in_the_same_group,
     branch_by_rank,
     two_threads_at_once,
@@ -211,6 +226,12 @@ def test_the_store_does_not_grow(ranks: list[dict[str, Any]]) -> None:
 
 def test_a_group_of_the_same_name_starts_afresh(ranks: list[dict[str, Any]]) -> None:
     assert [r["group_made_again_after_a_mismatch"] for r in ranks] == [[2.0, 2.0]] * 2
+
+
+def test_a_rank_that_was_early_called_the_addresses_of_the_last_group(
+    ranks: list[dict[str, Any]],
+) -> None:
+    assert [r["group_made_again_by_one_rank_first"] for r in ranks] == [[2.0] * 4] * 2
 
 
 def test_a_rank_that_swallows_the_error_is_told_again(ranks: list[dict[str, Any]]) -> None:
