@@ -172,6 +172,38 @@ class GroupHandle(_c10d.ProcessGroupBase):
         self.shutdown()
 
 
+class CallWork(dist.Work):
+    """The handle of one call; a subclass says how to wait, and who has sent what it received."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__()
+        self._call = call
+
+    @abstractmethod
+    def _source(self) -> int:
+        """Return the group rank that sent what a receive got."""
+
+    def synchronize(self) -> None:
+        """Wait."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """Wait."""
+        self.wait()
+
+    def result(self) -> list[Any]:
+        """Wait, and return the tensors that were written."""
+        self.wait()
+        return list(self._call.results)
+
+    def source_rank(self) -> int:
+        """Wait, and return the group rank that sent what a receive got."""
+        self.wait()
+        return self._source()
+
+    _source_rank = source_rank
+
+
 class CoalescedWork(dist.Work):
     """Several operations as one handle."""
 

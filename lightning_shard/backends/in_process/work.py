@@ -3,11 +3,11 @@
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
 from lightning_shard.backends.calls import Call
+from lightning_shard.backends.group_handle import CallWork
 from lightning_shard.backends.in_process.channel import Meeting
 from lightning_shard.backends.streams import join_streams
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from lightning_shard.backends.in_process.world import World
 
 
-class InProcessWork(dist.Work):
+class InProcessWork(CallWork):
     """One rank's side of one operation."""
 
     def __init__(self, world: "World", meeting: Meeting, call: Call):
-        super().__init__()
-        self._world, self._meeting, self._call = world, meeting, call
+        super().__init__(call)
+        self._world, self._meeting = world, meeting
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Let the other ranks run until the results are there.
@@ -50,25 +50,8 @@ class InProcessWork(dist.Work):
     def exception(self) -> None:
         """Return None: errors are raised by `wait`."""
 
-    def synchronize(self) -> None:
-        """Wait."""
-        self.wait()
-
-    def block_current_stream(self) -> None:
-        """Wait."""
-        self.wait()
-
-    def result(self) -> list[Any]:
-        """Wait, and return the tensors that were written."""
-        self.wait()
-        return list(self._call.results)
-
-    def source_rank(self) -> int:
-        """Return the group rank that sent what a receive got."""
-        self.wait()
+    def _source(self) -> int:
         return self._meeting.source
-
-    _source_rank = source_rank
 
     def get_future(self) -> Future[Any]:
         """Wait, and return a future that is done; torch's DDP blocks its thread on futures."""

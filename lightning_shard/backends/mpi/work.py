@@ -5,10 +5,10 @@ import time
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
 from torch.futures import Future
 
 from lightning_shard.backends.calls import Call
+from lightning_shard.backends.group_handle import CallWork
 from lightning_shard.backends.mpi.flight import Flight
 
 # A wait spins, then yields the core, then sleeps: answers come in microseconds when the peers run
@@ -17,12 +17,12 @@ _SPINS, _YIELDS = 50, 500
 _SLEEP_SECONDS = 0.0001
 
 
-class MPIWork(dist.Work):
+class MPIWork(CallWork):
     """One rank's side of one operation."""
 
     def __init__(self, flight: Flight, call: Call) -> None:
-        super().__init__()
-        self._flight, self._call = flight, call
+        super().__init__(call)
+        self._flight = flight
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the results are there.
@@ -31,7 +31,8 @@ class MPIWork(dist.Work):
             timeout: Shorter than the group's; None, or c10d's zero, for the group's.
 
         Raises:
-            RankFailedError: A peer has died, or has not come within the time-out.
+            RankFailedError: A peer has died, or has not come within the group's time-out.
+            TimeoutError: The shorter `timeout` is over; the operation goes on.
         """
         end = time.monotonic() + timeout.total_seconds() if timeout else None
         polls = 0
@@ -60,25 +61,8 @@ class MPIWork(dist.Work):
         """Return why the operation failed, if it did."""
         return self._flight.error
 
-    def synchronize(self) -> None:
-        """Wait."""
-        self.wait()
-
-    def block_current_stream(self) -> None:
-        """Wait."""
-        self.wait()
-
-    def result(self) -> list[Any]:
-        """Wait, and return the tensors that were written."""
-        self.wait()
-        return list(self._call.results)
-
-    def source_rank(self) -> int:
-        """Return the group rank that sent what a receive got."""
-        self.wait()
+    def _source(self) -> int:
         return self._flight.source
-
-    _source_rank = source_rank
 
     def get_future(self) -> Future[Any]:
         """Return a future that ends with the operation, on whatever thread sees it end."""
