@@ -20,6 +20,7 @@ from lightning_shard.strategies.data_parallel import (
     ZeRO2Strategy,
     ZeRO3Strategy,
 )
+from lightning_shard.strategies.pipeline_parallel import PipelineParallelStrategy
 from lightning_shard.strategies.registry import register_strategies
 from lightning_shard.strategies.tensor_parallel import TensorParallelStrategy
 
@@ -32,6 +33,7 @@ __all__ = [
     "DeadlockError",
     "LayoutError",
     "ParallelMesh",
+    "PipelineParallelStrategy",
     "RankFailedError",
     "ShardError",
     "TensorParallelStrategy",

@@ -18,14 +18,9 @@ def full_module_state(module: nn.Module, engine: DataParallelEngine) -> dict[str
         On rank 0 every entry, on the CPU, parameters in the optimizer's format; {} elsewhere.
     """
     whole: dict[int, Tensor] = {}
-    for flat in engine.flats:
-        views = flat.whole_values()
-        if engine.collectives.rank > 0:
-            continue
-        for param, view in zip(flat.params, views, strict=True):
-            value = engine.split.whole(param, view.detach())
-            if engine.is_first:
-                whole[id(param)] = value.to("cpu", copy=True)
+    for param, value in engine.whole_parameters():
+        if engine.is_first:
+            whole[id(param)] = value.to("cpu", copy=True)
     if not engine.is_first:
         return {}
     state = module.state_dict(keep_vars=True)

@@ -70,7 +70,9 @@ class DataParallelEngine:
         self.split: ModelSplit = Unsplit() if split is None else split
         self.device = next((param.device for param in model.parameters()), torch.device("cpu"))
         reducing = reducing or collectives.twin()
-        specs = find_units(model, classes=options.units, bucket_mb=options.unit_mb)
+        specs = find_units(
+            model, classes=options.units, bucket_mb=options.unit_mb, is_here=self.split.is_here
+        )
         self.units = [self._build_unit(spec) for spec in specs]
         self.flats = [flat for unit in self.units for flat in unit.flats]
         self.gradients = [
@@ -88,6 +90,9 @@ class DataParallelEngine:
             param: (position, index)
             for position, gradients in enumerate(self.gradients)
             for index, param in enumerate(gradients.flat.params)
+        }
+        self._homes = {
+            param: (flat, index) for flat in self.flats for index, param in enumerate(flat.params)
         }
         self._gatherer = Gatherer(model, self.units, self._close) if options.stage == 3 else None
         record = None if self._gatherer is None else self._gatherer.record
@@ -117,7 +122,7 @@ class DataParallelEngine:
                 self.collectives,
                 stage=self.options.stage,
                 compute_dtype=policy.compute_dtype(named[0][1]),
-                is_split=any(self.split.group_of(param) is not None for _, param in named),
+                is_split=any(param in self.split.full_shapes for _, param in named),
             )
             for named in (
                 list(group) for _, group in groupby(sorted(spec.params, key=kind), key=kind)
@@ -194,8 +199,25 @@ class DataParallelEngine:
 
     def owner(self, param: nn.Parameter) -> tuple[FlatParameters, int]:
         """The buffer that holds `param`, and its index there."""
-        position, index = self._positions[param]
-        return self.gradients[position].flat, index
+        return self._homes[param]
+
+    def whole_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Bring the model's parameters together, one after the other; each rank must call.
+
+        Returns:
+            Each parameter with its whole value in the optimizer's format, on the ranks that are
+            the first of their data-parallel group; nothing elsewhere.
+        """
+        come: dict[FlatParameters, list[Tensor]] = {}
+        for param in self.model.parameters():
+            value = param.data
+            if self.split.is_here(param):
+                flat, index = self.owner(param)
+                if flat not in come:
+                    come = {**_of_one_unit(come, flat, self.units), flat: flat.whole_values()}
+                value = come[flat][index]
+            if self.collectives.rank == 0:
+                yield param, self.split.whole(param, value.detach())
 
     def detach(self, *, restore: bool) -> None:
         """Take the engine off the model; with `restore`, each parameter is whole again.
@@ -219,6 +241,8 @@ class DataParallelEngine:
             self._leave_as_is(unit)
         for param in self.model.parameters():
             param.grad = None
+            if not restore and param in self.split.full_shapes:
+                setattr(param, _LEFTOVER, True)
 
     def _leave_as_is(self, unit: Unit) -> None:
         """After a failure: whole parameters in their own format where they are here."""
@@ -227,8 +251,16 @@ class DataParallelEngine:
                 if unit.is_full:
                     param.grad = None
                     param.data = view.to(flat.shard.dtype, copy=True)
-                if not unit.is_full or self.split.group_of(param) is not None:
+                if not unit.is_full:
                     setattr(param, _LEFTOVER, True)
+
+
+def _of_one_unit(
+    come: dict[FlatParameters, list[Tensor]], flat: FlatParameters, units: Iterable[Unit]
+) -> dict[FlatParameters, list[Tensor]]:
+    """Return what has come of the unit that `flat` belongs to; the rest may go."""
+    same = next(unit.flats for unit in units if flat in unit.flats)
+    return {known: values for known, values in come.items() if known in same}
 
 
 @contextmanager
@@ -253,6 +285,6 @@ def refuse_leftover_pieces(model: nn.Module) -> None:
         if hasattr(param, _LEFTOVER):
             raise ConfigError(
                 f"The parameter {name!r} of {type(model).__name__} is only one rank's piece, left "
-                f"by a run of ZeRO stage 3 or tensor parallel that failed; expected a whole model. "
+                f"by a run of ZeRO stage 3, tensor or pipeline parallel that failed; expected a whole model. "
                 f"Build a new one, or load a checkpoint into a new one."
             )

@@ -1,11 +1,11 @@
 """What the engine must know of a model that is split over other ranks as well.
 
-Under tensor parallelism a parameter here is one rank's part of a whole one. The engine keeps the
-parts in step with those of the ranks that hold the same part; saving, loading and the norm of the
-gradient ask this for the rest.
+Under tensor parallelism a parameter here is one rank's part of a whole one; under pipeline
+parallelism a rank has some of the parameters only. The engine keeps what is here in step with the
+ranks that hold the same; saving, loading and the norm of the gradient ask this for the rest.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -18,33 +18,61 @@ class ModelSplit(Protocol):
     """How the parameters of this rank's model make up whole ones."""
 
     @property
-    def group(self) -> Collectives | None:
-        """Return the ranks that share the model, or None when no others do."""
+    def groups(self) -> Sequence[Collectives]:
+        """Return the groups of ranks that share the model; none when no others do."""
 
     @property
     def full_shapes(self) -> Mapping[nn.Parameter, torch.Size]:
-        """Return the whole shape of each parameter that is only a part here."""
+        """Return the whole shape of each parameter that is a part here, or not here at all."""
 
     @property
     def is_first(self) -> bool:
         """Whether this rank is the first of those that share the model."""
 
+    @property
+    def group_sets(self) -> Sequence[Sequence[Collectives]]:
+        """Return every value of `groups_of`, in the same order on all ranks."""
+
+    def groups_of(self, param: nn.Parameter) -> Sequence[Collectives]:
+        """Return the groups over whose ranks the elements of `param` are spread."""
+
+    def is_here(self, param: nn.Parameter) -> bool:
+        """Whether this rank has `param`, or a part of it."""
+
+    def counts(self, param: nn.Parameter) -> bool:
+        """Whether a norm over `groups_of` counts this rank's elements of `param`."""
+
     def whole(self, param: nn.Parameter, local: Tensor) -> Tensor:
-        """Return a whole tensor from parts shaped as `param`; each rank of the split must call."""
+        """Return a whole tensor from parts shaped as `param`; each rank of the split must call.
+
+        Args:
+            param: Says how the parts lie.
+            local: This rank's part; where there is none, any tensor of the format and device.
+        """
 
     def local(self, param: nn.Parameter, whole: Tensor) -> Tensor:
         """Return this rank's part of a tensor shaped as the whole of `param`; others as is."""
-
-    def group_of(self, param: nn.Parameter) -> Collectives | None:
-        """Return the ranks that hold the other parts of `param`, or None when it is whole here."""
 
 
 class Unsplit:
     """A model of which every rank has all parameters."""
 
-    group = None
+    groups: Sequence[Collectives] = ()
+    group_sets: Sequence[Sequence[Collectives]] = ((),)
     full_shapes: Mapping[nn.Parameter, torch.Size] = {}
     is_first = True
+
+    def groups_of(self, param: nn.Parameter) -> Sequence[Collectives]:
+        """Return no group."""
+        return ()
+
+    def is_here(self, param: nn.Parameter) -> bool:
+        """Return True."""
+        return True
+
+    def counts(self, param: nn.Parameter) -> bool:
+        """Return True."""
+        return True
 
     def whole(self, param: nn.Parameter, local: Tensor) -> Tensor:
         """Return the tensor."""
@@ -53,7 +81,3 @@ class Unsplit:
     def local(self, param: nn.Parameter, whole: Tensor) -> Tensor:
         """Return the tensor."""
         return whole
-
-    def group_of(self, param: nn.Parameter) -> Collectives | None:
-        """Return None."""
-        return None

@@ -15,7 +15,7 @@ between. Everything else, and every parameter that two units share (tied weights
 
 import difflib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -47,7 +47,11 @@ class UnitSpec:
 
 
 def find_units(
-    model: nn.Module, *, classes: Sequence[str] | None, bucket_mb: float
+    model: nn.Module,
+    *,
+    classes: Sequence[str] | None,
+    bucket_mb: float,
+    is_here: Callable[[nn.Parameter], bool] = lambda param: True,
 ) -> list[UnitSpec]:
     """Split the model's parameters into units, in registration order.
 
@@ -55,6 +59,7 @@ def find_units(
         model: Any module; tied parameters appear once.
         classes: Class names of the blocks; None takes the repeated children of lists.
         bucket_mb: Size up to which neighbours are joined.
+        is_here: Whether this rank has a parameter; others are in no unit.
 
     Raises:
         ConfigError: `classes` names one that the model does not contain.
@@ -63,6 +68,8 @@ def find_units(
     owner = _owners(model, blocks)
     specs: list[UnitSpec] = []
     for name, param in model.named_parameters():
+        if not is_here(param):
+            continue
         index = owner[id(param)]
         block = () if index is None else (blocks[index][1],)
         if specs and _extends(specs[-1], block, param, bucket_mb):

@@ -29,11 +29,19 @@ def global_grad_norm(
     Returns:
         Shape (), float32 (float64 when the gradients are).
     """
-    groups: dict[Collectives | None, list[nn.Parameter]] = {}
-    for param in params:
-        groups.setdefault(engine.split.group_of(param), []).append(param)
+    split = engine.split
+    counted = [param for param in params if split.counts(param)]
+    # the same groups on every rank, whichever parameters it has
     with engine.optimizer_view():
-        norms = [_norm_over(same, engine, group, norm_type) for group, same in groups.items()]
+        norms = [
+            _norm_over(
+                [param for param in counted if tuple(split.groups_of(param)) == tuple(groups)],
+                engine,
+                groups,
+                norm_type,
+            )
+            for groups in split.group_sets
+        ]
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     return total
 
@@ -41,7 +49,7 @@ def global_grad_norm(
 def _norm_over(
     params: Sequence[nn.Parameter],
     engine: DataParallelEngine,
-    group: Collectives | None,
+    groups: Sequence[Collectives],
     norm_type: float,
 ) -> Tensor:
     """The norm over parameters that are split alike, from the pieces in the optimizer's view."""
@@ -51,7 +59,7 @@ def _norm_over(
     local = nn.utils.get_total_norm(grads, norm_type)
     local = local.to(engine.device, torch.float64 if wide else torch.float32)
     over = [] if engine.options.stage == 0 else [engine.collectives]
-    for collectives in [*over, *([] if group is None else [group])]:
+    for collectives in [*over, *groups]:
         if norm_type == float("inf"):
             collectives.all_reduce(local, "max").wait()
         else:

@@ -102,7 +102,9 @@ def _cut(engine: DataParallelEngine) -> str:
     """Say what leaves this rank parts of parameters; nothing when it has them whole."""
     if engine.options.stage > 0:
         return f"ZeRO stage {engine.options.stage} gives each rank 1-D pieces of the parameters"
-    return "tensor parallel gives each rank its part of the layers" if engine.split.group else ""
+    if engine.split.groups:
+        return "tensor and pipeline parallel give each rank its part of the layers"
+    return ""
 
 
 def _check_same_parameters(optimizer: Optimizer, engine: DataParallelEngine) -> None:

@@ -4,7 +4,7 @@ A state tensor belongs to a parameter's elements when it has as many of them as 
 is cut and joined as the parameter is. Everything else (step counters) is the same on all ranks.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,9 @@ from lightning_shard.errors import CheckpointError
 def shard_state(optimizer: Optimizer, engine: DataParallelEngine) -> None:
     """Cut the state that an optimizer has made for whole parameters, in place."""
     for param in _params(optimizer):
+        if not engine.split.is_here(param):
+            optimizer.state.pop(param, None)
+            continue
         entries = optimizer.state.get(param, {})
         for key, value in entries.items():
             entries[key] = _cut(key, value, *engine.owner(param))
@@ -45,6 +48,7 @@ def local_state_dict(
             for key, value in entries.items()
         }
         for index, entries in full["state"].items()
+        if engine.split.is_here(params[index])
     }
     return {**full, "state": state}
 
@@ -69,34 +73,75 @@ def full_state_dict(optimizer: Optimizer, engine: DataParallelEngine) -> dict[st
     """
     packed = optimizer.state_dict()
     params = _params(optimizer)
-    kinds = _agree_on_keys(packed["state"], params, engine)
+    pieces, common = _agree_on_keys(packed["state"], params, engine)
     state: dict[int, dict[str, Any]] = {}
-    for (flat, key), (dtype, indices) in kinds["pieces"].items():
-        shard = torch.zeros_like(flat.shard, dtype=dtype)
-        views = flat.shard_views(shard)
-        for index in indices:
-            value = packed["state"].get(index, {}).get(key)
-            if value is not None and value.numel():
-                views[engine.owner(params[index])[1]].copy_(value)
-        whole = flat.gather_shards(shard)
-        for index in indices if engine.collectives.rank == 0 else ():
-            tensor = whole[engine.owner(params[index])[1]]
-            tensor = engine.split.whole(params[index], tensor)
+    joined = _JoinedShards(packed["state"], params, pieces, engine)
+    position = {param: place for place, param in enumerate(engine.model.parameters())}
+    for index in sorted(pieces, key=lambda index: position[params[index]]):
+        param = params[index]
+        for key, dtype in pieces[index].items():
+            whole = param.new_empty(0, dtype=dtype)
+            if engine.split.is_here(param):
+                whole = joined.whole(index, key)
+            if engine.collectives.rank == 0:
+                whole = engine.split.whole(param, whole)
             if engine.is_first:
-                state.setdefault(index, {})[key] = tensor.to("cpu", copy=True)
+                state.setdefault(index, {})[key] = whole.to("cpu", copy=True)
     if not engine.is_first:
         return {}
-    for index, entries in kinds["common"].items():
+    for index, entries in common.items():
         state[index] = {**entries, **state.get(index, {})}
     return {"state": dict(sorted(state.items())), "param_groups": packed["param_groups"]}
 
 
+class _JoinedShards:
+    """Whole state tensors of this rank's parameters, brought together buffer by buffer."""
+
+    def __init__(
+        self,
+        state: Mapping[int, Mapping[str, Any]],
+        params: Sequence[nn.Parameter],
+        pieces: Mapping[int, Mapping[str, torch.dtype]],
+        engine: DataParallelEngine,
+    ) -> None:
+        self._state, self._params, self._pieces, self._engine = state, params, pieces, engine
+        self._flat: FlatParameters | None = None
+        self._whole: dict[str, list[Tensor]] = {}
+
+    def whole(self, index: int, key: str) -> Tensor:
+        """Return the whole tensor; each rank of the data-parallel group must call."""
+        flat, place = self._engine.owner(self._params[index])
+        if flat is not self._flat:
+            self._flat, self._whole = flat, {}
+        if key not in self._whole:
+            self._whole[key] = self._join(flat, key, self._pieces[index][key])
+        return self._whole[key][place]
+
+    def _join(self, flat: FlatParameters, key: str, dtype: torch.dtype) -> list[Tensor]:
+        shard = torch.zeros_like(flat.shard, dtype=dtype)
+        views = flat.shard_views(shard)
+        for index, param in enumerate(self._params):
+            value = self._state.get(index, {}).get(key)
+            if value is None or not self._engine.split.is_here(param):
+                continue
+            home, place = self._engine.owner(param)
+            if home is flat and _is_piece(value, flat, place) and value.numel():
+                views[place].copy_(value)
+        return flat.gather_shards(shard)
+
+
 def _agree_on_keys(
     state: Mapping[int, Mapping[str, Any]], params: list[nn.Parameter], engine: DataParallelEngine
-) -> dict[str, Any]:
-    """What there is to join: a rank without a piece of a parameter has no state for it."""
+) -> tuple[dict[int, dict[str, torch.dtype]], dict[int, dict[str, Any]]]:
+    """What there is to join: a rank without a piece of a parameter has no state for it.
+
+    Returns:
+        By parameter and key the format of what lies in pieces, and the value of what does not.
+    """
     mine: dict[int, dict[str, Any]] = {}
     for index, entries in state.items():
+        if not engine.split.is_here(params[index]):
+            continue
         piece = engine.owner(params[index])
         if _is_elsewhere(*piece):
             continue  # never stepped here: its counters are stale
@@ -104,20 +149,19 @@ def _agree_on_keys(
             key: ("piece", value.dtype) if _is_piece(value, *piece) else ("common", _plain(value))
             for key, value in entries.items()
         }
-    merged: dict[int, dict[str, Any]] = {}
-    for theirs in engine.collectives.all_gather_object(mine):
-        for index, entries in theirs.items():
-            merged.setdefault(index, {}).update(entries)
-    pieces: dict[tuple[FlatParameters, str], tuple[torch.dtype, list[int]]] = {}
+    for group in (engine.collectives, *engine.split.groups):
+        theirs = group.all_gather_object(mine)
+        mine = {}
+        for one in theirs:
+            for index, entries in one.items():
+                mine.setdefault(index, {}).update(entries)
+    pieces: dict[int, dict[str, torch.dtype]] = {}
     common: dict[int, dict[str, Any]] = {}
-    for index in sorted(merged):
-        for key, (kind, value) in merged[index].items():
-            if kind == "piece":
-                flat = engine.owner(params[index])[0]
-                pieces.setdefault((flat, key), (value, []))[1].append(index)
-            else:
-                common.setdefault(index, {})[key] = value
-    return {"pieces": pieces, "common": common}
+    for index, entries in mine.items():
+        for key, (kind, value) in entries.items():
+            target: dict[int, dict[str, Any]] = pieces if kind == "piece" else common
+            target.setdefault(index, {})[key] = value
+    return pieces, common
 
 
 def _params(optimizer: Optimizer) -> list[nn.Parameter]:

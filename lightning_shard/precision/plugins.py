@@ -91,7 +91,7 @@ class ShardedMixedPrecision(ShardedPrecision, MixedPrecision):
     def attach(self, engine: DataParallelEngine) -> None:
         super().attach(engine)
         if self.scaler is not None:
-            groups = [engine.collectives, *filter(None, [engine.split.group])]
+            groups = [engine.collectives, *engine.split.groups]
             self.scaler = ShardedGradScaler(
                 self.scaler, engine.optimizer_view, groups, engine.device
             )

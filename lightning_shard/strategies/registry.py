@@ -10,6 +10,7 @@ from lightning_shard.strategies.data_parallel import (
     ZeRO2Strategy,
     ZeRO3Strategy,
 )
+from lightning_shard.strategies.pipeline_parallel import PipelineParallelStrategy
 from lightning_shard.strategies.tensor_parallel import TensorParallelStrategy
 
 SCHEMES: dict[str, type[DataParallelStrategy]] = {
@@ -19,6 +20,7 @@ SCHEMES: dict[str, type[DataParallelStrategy]] = {
     "zero3": ZeRO3Strategy,
     "shard_fsdp": ZeRO3Strategy,
     "tensor_parallel": TensorParallelStrategy,
+    "pipeline_parallel": PipelineParallelStrategy,
 }
 
 

@@ -173,9 +173,27 @@ class SplitModel:
         """Whether this is the group's rank 0."""
         return self.group.rank == 0
 
-    def group_of(self, param: nn.Parameter) -> Collectives | None:
-        """Return the group that a parameter is split over, or None."""
-        return self.group if param in self.shardings else None
+    @property
+    def groups(self) -> Sequence[Collectives]:
+        """The tensor-parallel group."""
+        return (self.group,)
+
+    @property
+    def group_sets(self) -> Sequence[Sequence[Collectives]]:
+        """Whole parameters are spread over no group, split ones over the tensor-parallel one."""
+        return (), (self.group,)
+
+    def groups_of(self, param: nn.Parameter) -> Sequence[Collectives]:
+        """Return the groups that a parameter is split over."""
+        return (self.group,) if param in self.shardings else ()
+
+    def is_here(self, param: nn.Parameter) -> bool:
+        """Return True: each rank has a part of every parameter, or all of it."""
+        return True
+
+    def counts(self, param: nn.Parameter) -> bool:
+        """Return True: parts count on each rank, and what is whole is not summed over ranks."""
+        return True
 
     def local(self, param: nn.Parameter, whole: Tensor) -> Tensor:
         """Return this rank's shard of a tensor shaped as the whole of `param`; others as is."""

@@ -173,7 +173,7 @@ class HuggingFaceLM(Trained):
         return TensorDataset(_text(num_samples)[0])
 
 
-def llama() -> HuggingFaceLM:
+def llama(num_layers: int = 2) -> HuggingFaceLM:
     """Four query heads share two key and value heads; embedding and head are separate."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -181,7 +181,7 @@ def llama() -> HuggingFaceLM:
         vocab_size=VOCABULARY,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=2,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=CONTEXT,
@@ -190,7 +190,7 @@ def llama() -> HuggingFaceLM:
     return HuggingFaceLM(LlamaForCausalLM(config))
 
 
-def gpt2() -> HuggingFaceLM:
+def gpt2(num_layers: int = 2) -> HuggingFaceLM:
     """Embedding and head are one matrix; no dropout."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -198,7 +198,7 @@ def gpt2() -> HuggingFaceLM:
         vocab_size=VOCABULARY,
         n_positions=CONTEXT,
         n_embd=32,
-        n_layer=2,
+        n_layer=num_layers,
         n_head=4,
         resid_pdrop=0.0,
         embd_pdrop=0.0,
@@ -212,12 +212,12 @@ def gpt2() -> HuggingFaceLM:
 class Encoder(Trained):
     """torch's encoder with an embedding, learnt positions and a classifier of each word."""
 
-    def __init__(self, width: int = 32) -> None:
+    def __init__(self, width: int = 32, num_layers: int = 2) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
         self.position = nn.Parameter(0.1 * torch.randn(CONTEXT, width))
         layer = nn.TransformerEncoderLayer(width, 4, 64, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.encoder = nn.TransformerEncoder(layer, num_layers)
         for param in self.parameters():
             if param.ndim > 1:  # as in GPT-2: with larger ones the noise is louder, see EPS
                 nn.init.normal_(param, std=0.02)
@@ -234,16 +234,34 @@ class Encoder(Trained):
         return TensorDataset(*_text(num_samples))
 
 
+class Layers(Trained):
+    """A plain `nn.Sequential` of layers, and nothing else."""
+
+    def __init__(self, num_layers: int = 8) -> None:
+        super().__init__()
+        width = 24
+        layers = [nn.Linear(64, width), nn.Tanh()]
+        for _ in range(num_layers - 2):
+            layers += [nn.Linear(width, width), nn.Tanh()]
+        self.network = nn.Sequential(*layers, nn.Linear(width, 10))
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        images, labels = batch
+        return F.cross_entropy(self.network(images.flatten(1)), labels)
+
+    data = staticmethod(ConvNet.data)
+
+
 class HuggingFaceViT(Trained):
     """A classifier of images; its patches are those of a convolution."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_layers: int = 2) -> None:
         from transformers import ViTConfig, ViTForImageClassification
 
         super().__init__()
         config = ViTConfig(
             hidden_size=32,
-            num_hidden_layers=2,
+            num_hidden_layers=num_layers,
             num_attention_heads=4,
             intermediate_size=64,
             image_size=8,
@@ -260,14 +278,14 @@ class HuggingFaceViT(Trained):
     data = staticmethod(ConvNet.data)
 
 
-def bert() -> HuggingFaceLM:
+def bert(num_layers: int = 2) -> HuggingFaceLM:
     """Embedding and head are one matrix; learnt positions."""
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(
         vocab_size=VOCABULARY,
         hidden_size=32,
-        num_hidden_layers=2,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         intermediate_size=64,
         max_position_embeddings=CONTEXT,
@@ -277,7 +295,7 @@ def bert() -> HuggingFaceLM:
     return HuggingFaceLM(BertForMaskedLM(config))
 
 
-def t5() -> HuggingFaceLM:
+def t5(num_layers: int = 2) -> HuggingFaceLM:
     """Three embeddings and the head are one matrix; heads are narrower than the width says."""
     from transformers import T5Config, T5ForConditionalGeneration
 
@@ -286,7 +304,7 @@ def t5() -> HuggingFaceLM:
         d_model=32,
         d_kv=6,
         d_ff=64,
-        num_layers=2,
+        num_layers=num_layers,
         num_heads=4,
         relative_attention_num_buckets=8,
         relative_attention_max_distance=16,
@@ -296,7 +314,7 @@ def t5() -> HuggingFaceLM:
     return HuggingFaceLM(T5ForConditionalGeneration(config))
 
 
-def mixtral() -> HuggingFaceLM:
+def mixtral(num_layers: int = 2) -> HuggingFaceLM:
     """Four experts, of which each word uses two; four query heads share two of keys and values."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -304,7 +322,7 @@ def mixtral() -> HuggingFaceLM:
         vocab_size=VOCABULARY,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=2,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         num_local_experts=4,
@@ -313,7 +331,7 @@ def mixtral() -> HuggingFaceLM:
     return HuggingFaceLM(MixtralForCausalLM(config))
 
 
-def qwen3() -> HuggingFaceLM:
+def qwen3(num_layers: int = 2) -> HuggingFaceLM:
     """Four query heads share one of keys and values; queries and keys have norms of each head."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -321,7 +339,7 @@ def qwen3() -> HuggingFaceLM:
         vocab_size=VOCABULARY,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=2,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=1,
         head_dim=8,
@@ -403,4 +421,16 @@ SPLIT_MODELS: dict[str, Callable[[], Trained]] = {
     "vit": HuggingFaceViT,
     "mixtral": mixtral,
     "qwen3": qwen3,
+}
+# With enough blocks for four ranks of two stages each.
+PIPELINE_MODELS: dict[str, Callable[[], Trained]] = {
+    "layers": Layers,
+    "gpt_8": lambda: ExampleGPT(num_layers=8),
+    "encoder_8": lambda: Encoder(num_layers=8),
+    "llama_8": lambda: llama(8),
+    "gpt2_8": lambda: gpt2(8),
+    "bert_8": lambda: bert(8),
+    "vit_8": lambda: HuggingFaceViT(8),
+    "mixtral_8": lambda: mixtral(8),
+    "qwen3_8": lambda: qwen3(8),
 }

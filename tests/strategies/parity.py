@@ -18,7 +18,13 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_shard import DDPStrategy, ZeRO1Strategy, ZeRO2Strategy, ZeRO3Strategy
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
-from tests.strategies.models import MODELS, SPLIT_MODELS, ConvNetOfRanks, Trained
+from tests.strategies.models import (
+    MODELS,
+    PIPELINE_MODELS,
+    SPLIT_MODELS,
+    ConvNetOfRanks,
+    Trained,
+)
 
 STRATEGIES: dict[str, type[DataParallelStrategy]] = {
     "shard_ddp": DDPStrategy,
@@ -117,7 +123,7 @@ class GlobalBatches(L.LightningDataModule):
 def build(name: str) -> Trained:
     """Return the model, with the same values every time."""
     torch.manual_seed(7)
-    return (MODELS | SPLIT_MODELS)[name]()
+    return (MODELS | SPLIT_MODELS | PIPELINE_MODELS)[name]()
 
 
 def quiet_trainer(**options: Any) -> L.Trainer:

@@ -1,0 +1,91 @@
+"""The private names of torch.distributed.pipelining that pipelines need, and nothing else.
+
+`tests/pipeline_parallel/test_torch.py` fails when upstream changes them; checked with torch 2.11
+and 2.13. Of torch's schedules only the order of the computations is taken: no stage, process group
+or runtime of torch's is made. A step crosses this file as a plain (stage, kind, microbatch).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.distributed.pipelining.schedules import (
+    _Action,
+    _add_send_recv,
+    _ComputationType,
+    _PipelineScheduleRuntime,
+)
+
+__all__ = ["Step", "add_messages", "computations", "stage_backward_input", "stage_backward_weight"]
+
+Step = tuple[int, str, int]
+_CLASSES: dict[str, type[_PipelineScheduleRuntime]] = {
+    "interleaved_1f1b": schedules.ScheduleInterleaved1F1B,
+    "looped_bfs": schedules.ScheduleLoopedBFS,
+    "interleaved_zero_bubble": schedules.ScheduleInterleavedZeroBubble,
+    "zbv": schedules.ScheduleZBVZeroBubble,
+    "dual_pipe_v": schedules.ScheduleDualPipeV,
+}
+
+
+@dataclass
+class _StageNumbers:
+    """All that a schedule's constructor reads of a stage."""
+
+    num_stages: int
+    group_size: int
+    group_rank: int = 0
+    submod: None = None
+
+
+def computations(
+    name: str, num_ranks: int, num_stages: int, num_microbatches: int
+) -> list[list[Step | None]]:
+    """Return what each rank computes, in order; None is a slot in which it waits.
+
+    An overlapped forward and backward stand one after the other.
+    """
+    # Without torch's messages: they are added later, to all schedules alike.
+    body = {"_prepare_schedule_with_comms": lambda self, actions: None}
+    stages = [_StageNumbers(num_stages, num_ranks) for _ in range(num_stages // num_ranks)]
+    order = type("Order", (_CLASSES[name],), body)(stages, num_microbatches).pipeline_order
+    return [
+        [step for action in order[rank] for step in _steps(action)] for rank in range(num_ranks)
+    ]
+
+
+def add_messages(
+    tables: Sequence[Sequence[Step | None]], stage_ranks: Sequence[int]
+) -> list[list[Step]]:
+    """Put the sends and receives between the computations of each rank.
+
+    A send follows its computation; the receive is put at the end of what the peer has done by
+    then. So one order of all steps fits every rank's list, and no order of waiting can be a circle.
+    Neighbouring stages on one rank exchange no message.
+    """
+    lowered = _add_send_recv(
+        {rank: [_action(step) for step in table] for rank, table in enumerate(tables)},
+        stage_to_rank=lambda stage: stage_ranks[stage],
+        num_stages=len(stage_ranks),
+    )
+    return [[_step(action) for action in lowered[rank]] for rank in range(len(tables))]
+
+
+def _steps(action: _Action | None) -> list[Step | None]:
+    if action is None:
+        return [None]
+    return [_step(part) for part in action.sub_actions or (action,)]
+
+
+def _step(action: _Action) -> Step:
+    assert action.microbatch_index is not None
+    return action.stage_index, action.computation_type.value, action.microbatch_index
+
+
+def _action(step: Step | None) -> Any:
+    if step is None:
+        return None
+    stage, kind, microbatch = step
+    return _Action(stage, _ComputationType(kind), microbatch)

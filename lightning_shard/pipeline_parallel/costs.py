@@ -1,0 +1,291 @@
+"""What each block costs, measured in one forward of the user's step.
+
+    step     embed ──> block 0 ──> block 1 ──> norm ──> head ──> loss
+    counted  before    0           1           after ──────────────>
+
+The step runs on tensors without elements first: that takes no arithmetic and no memory, so that a
+model larger than this machine can be measured. A step that asks for elements (a router that counts
+its tokens, a metric that checks its labels) cannot run so; it then runs once on the real ones.
+"""
+
+import logging
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from math import prod
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses import fake_tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_shard.errors import ConfigError
+from lightning_shard.pipeline_parallel.blocks import BlockList
+from lightning_shard.pipeline_parallel.partition import BlockCosts, used_at
+
+_UNCOUNTED = {  # by torch's own table
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
+        lambda query, key, value, *args, **kwargs: (
+            2 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+        )
+    ),
+    torch.ops.aten._grouped_mm: (
+        lambda rows, *args, out_shape, **kwargs: 2 * prod(out_shape) * rows[-1]
+    ),
+}
+_TRAINED_BYTES = 16  # per value: weight, gradient and two moments, or halves and a master weight
+
+
+def measure_blocks(
+    model: nn.Module,
+    blocks: BlockList,
+    run: Callable[[], object],
+    *,
+    what: Literal["flops", "memory"] = "flops",
+    device: torch.device | None = None,
+) -> BlockCosts:
+    """Run a step and return what its blocks cost; model and random streams stay as they are.
+
+    Args:
+        model: Whole; its parameters may be on meta.
+        blocks: Of `find_blocks`.
+        run: Calls the user's step on one batch; called twice where the step asks for elements.
+        what: "flops" of the forward, or "memory": bytes saved for backward, and 16 for each trained
+            value.
+        device: Of the batch, where the parameters are not there yet.
+
+    Raises:
+        ConfigError: The step asks for elements, which parameters on meta do not have.
+    """
+    try:
+        with _unlogged():
+            costs = _measure(model, blocks, run, what, _NoValues(device))
+    except Exception as error:
+        if any(param.is_meta for param in model.parameters()):
+            raise ConfigError(
+                f"split={what!r} runs a step of {type(model).__name__}, which failed on parameters "
+                f"without values ({type(error).__name__}: {error}); expected a step that does "
+                f"not ask for them. Use split='parameters', or give the first block of each stage."
+            ) from error
+        costs = _measure(model, blocks, run, what, _Values())
+    return costs if what == "flops" else _with_parameters(model, blocks, costs)
+
+
+class _Meter:
+    """Shares a growing count out to the parts of a step: before, each block, after.
+
+    Args:
+        num_blocks: Of the model.
+        read: Returns the count.
+    """
+
+    def __init__(self, num_blocks: int, read: Callable[[], int]) -> None:
+        self._counts = [0] * (num_blocks + 2)
+        self._read = read
+        self._last = 0
+        self._part = 0
+
+    def enter(self, part: int) -> None:
+        """Count for another part from here."""
+        now = self._read()
+        self._counts[self._part] += now - self._last
+        self._last, self._part = now, part
+
+    def costs(self) -> BlockCosts:
+        """Return the shares."""
+        self.enter(self._part)
+        before, *blocks, after = self._counts
+        return BlockCosts(before=before, blocks=tuple(blocks), after=after)
+
+    @contextmanager
+    def attached(self, blocks: BlockList) -> Iterator[None]:
+        """Follow the calls of the blocks; what is between two counts to the former."""
+        with ExitStack() as handles:
+            for part, block in enumerate(blocks.modules, start=1):
+                hook = block.register_forward_pre_hook(lambda *_, part=part: self.enter(part))
+                handles.enter_context(hook)
+            last = blocks.modules[-1].register_forward_hook(lambda *_: self.enter(len(blocks) + 1))
+            handles.enter_context(last)
+            yield
+
+
+class _Flops(FlopCounterMode):
+    """Counts the arithmetic of matrix products, attention and convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__(display=False, custom_mapping=_UNCOUNTED)
+
+    def read(self) -> int:
+        """Return the operations so far."""
+        return self.get_total_flops()
+
+
+class _SavedBytes(saved_tensors_hooks):
+    """Counts the bytes that autograd keeps for backward, each storage once.
+
+    Args:
+        params: What is there anyway.
+    """
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        super().__init__(self._keep, lambda tensor: tensor)
+        self._storages = {self._key(param): param for param in params}
+        self._total = 0
+
+    def read(self) -> int:
+        """Return the bytes so far."""
+        return self._total
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        if self._key(tensor) not in self._storages:
+            self._storages[self._key(tensor)] = tensor  # alive, so that no other gets its address
+            self._total += tensor.untyped_storage().nbytes()
+        return tensor
+
+    @staticmethod
+    def _key(tensor: Tensor) -> int:
+        return int(tensor.untyped_storage()._cdata)
+
+
+class _Step(nn.Module):
+    """A step as a module, whose parameters can be replaced while it runs."""
+
+    def __init__(self, model: nn.Module, run: Callable[[], object]) -> None:
+        super().__init__()
+        self.model = model
+        self._run = run
+
+    def forward(self) -> None:
+        self._run()
+
+
+class _Values:
+    """Stand-ins with the elements of the real tensors; writes to buffers are lost."""
+
+    def mode(self) -> AbstractContextManager[object]:
+        """Return the mode in which the step runs."""
+        return nullcontext()
+
+    def param(self, param: nn.Parameter) -> nn.Parameter:
+        """Return one that takes the gradients instead."""
+        return nn.Parameter(param.detach(), requires_grad=param.requires_grad)
+
+    def buffer(self, buffer: Tensor) -> Tensor:
+        """Return a copy."""
+        return buffer.clone()
+
+
+class _NoValues:
+    """Stand-ins without elements.
+
+    Args:
+        device: Where they seem to be; None for where the real ones are.
+    """
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._device = device
+        self._mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
+
+    def mode(self) -> AbstractContextManager[object]:
+        """Return the mode in which the step runs: the batch loses its elements, too."""
+        return self._mode
+
+    def param(self, param: nn.Parameter) -> nn.Parameter:
+        """Return one of the same shape."""
+        return nn.Parameter(self.buffer(param), requires_grad=param.requires_grad)
+
+    def buffer(self, buffer: Tensor) -> Tensor:
+        """Return one of the same shape."""
+        device = self._device or torch.device("cpu" if buffer.is_meta else buffer.device)
+        return torch.empty_strided(buffer.shape, buffer.stride(), dtype=buffer.dtype, device=device)
+
+
+def _measure(
+    model: nn.Module,
+    blocks: BlockList,
+    run: Callable[[], object],
+    what: str,
+    stand_ins: _Values | _NoValues,
+) -> BlockCosts:
+    """Run the step with stand-ins for parameters and buffers."""
+    step = _Step(model, run)
+    with _unchanged(model), _uncompiled(), stand_ins.mode():
+        params = {name: stand_ins.param(param) for name, param in step.named_parameters()}
+        buffers = {name: stand_ins.buffer(buffer) for name, buffer in step.named_buffers()}
+        counter = _Flops() if what == "flops" else _SavedBytes(params.values())
+        meter = _Meter(len(blocks), counter.read)
+        with counter, meter.attached(blocks):
+            torch.func.functional_call(step, {**params, **buffers}, ())
+            return meter.costs()
+
+
+def _with_parameters(model: nn.Module, blocks: BlockList, costs: BlockCosts) -> BlockCosts:
+    """Add what the parameters need in training; frozen ones their own size."""
+    totals = [costs.before, *costs.blocks, costs.after]
+    for param, places in used_at(model, blocks, nn.Module.parameters).items():
+        bytes_each = _TRAINED_BYTES if param.requires_grad else param.element_size()
+        for place in places:
+            totals[place + 1] += bytes_each * param.numel()
+    before, *inner, after = totals
+    return BlockCosts(before=before, blocks=tuple(inner), after=after)
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """Keep quiet what torch logs of a run without elements that fails: it is done over."""
+    logger = logging.getLogger(fake_tensor.__name__)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Run what is compiled as it was written, so that its parts can be counted."""
+    is_used = "torch._dynamo" in sys.modules  # which takes seconds to import
+    with warnings.catch_warnings(), ExitStack() as contexts:
+        warnings.simplefilter("ignore")  # the real step gives those of the model's own again
+        if is_used:
+            contexts.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+
+
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Take back what a step does to the random streams and to what modules remember."""
+    python, arrays = random.getstate(), np.random.get_state()
+    cuda = sorted({param.get_device() for param in model.parameters() if param.is_cuda})
+    try:
+        with _attributes_kept(model), torch.random.fork_rng(devices=cuda):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(arrays)
+
+
+@contextmanager
+def _attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Put back the modules' attributes: a metric, for one, has its counts there, not in buffers."""
+    states = [vars(module) for module in model.modules()]
+    values = [value for state in states for value in state.values()]
+    dicts = [*states, *(value for value in values if isinstance(value, dict))]
+    lists = [value for value in values if isinstance(value, list)]
+    tensors = [value for value in values if type(value) is Tensor]
+    kept = [*map(dict, dicts)], [*map(list, lists)], [tensor.detach().clone() for tensor in tensors]
+    try:
+        yield
+    finally:
+        for entries, old in zip(dicts, kept[0], strict=True):
+            entries.clear()
+            entries.update(old)
+        for items, before in zip(lists, kept[1], strict=True):
+            items[:] = before
+        for tensor, elements in zip(tensors, kept[2], strict=True):
+            tensor.detach().copy_(elements)

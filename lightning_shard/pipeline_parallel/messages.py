@@ -1,0 +1,197 @@
+"""Tensors from stage to stage: shapes are told once for every shape of the batch.
+
+    new shapes       header (shapes, formats)   tensor 0   tensor 1 ...
+    known shapes                                tensor 0   tensor 1 ...
+
+All ranks of a pipeline have the same batch, so that both sides know by its shapes whether the other
+one knows. Receives are posted early and sends go on while the rank computes.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.backends.pending import Pending
+from lightning_shard.errors import ConfigError
+
+_HEADER_LENGTH = 256  # numbers; each tensor takes 3 and its dimensions
+_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """What must be known of a tensor to receive it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Look":
+        """Return the look of a tensor."""
+        follows = tensor.requires_grad and torch.is_grad_enabled()
+        return cls(shape=tuple(tensor.shape), dtype=tensor.dtype, requires_grad=follows)
+
+
+class Messages:
+    """Sends and receives lists of tensors between the ranks of a pipeline.
+
+    Args:
+        group: The pipeline's ranks.
+        device: Where tensors are received.
+    """
+
+    def __init__(self, group: Collectives, device: torch.device) -> None:
+        self._group = group
+        self._device = device
+        self._known: dict[Hashable, list[Look]] = {}  # by this rank's sends
+        self._headers: dict[Hashable, _Header] = {}  # by its receives
+        self._sending: list[Pending] = []
+
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int, key: Hashable) -> None:
+        """Start to send; `key` says what determines the looks, and the boundary.
+
+        Raises:
+            ConfigError: They look different from the last time.
+        """
+        looks = [Look.of(tensor) for tensor in tensors]
+        known = self._known.setdefault(key, looks)
+        if known is looks:
+            self._start(_header(looks, self._device), peer, tag)
+        elif known != looks:
+            raise ConfigError(
+                f"Rank {self._group.rank} of the pipeline: a stage's result looks like {looks}, "
+                f"expected {known} as for the last batch of these shapes. Make the shapes of "
+                f"activations depend on the shapes of the batch only."
+            )
+        for tensor in tensors:
+            self._start(tensor.detach().contiguous(), peer, tag)
+
+    def send_known(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
+        """Start to send what the receiver knows the looks of."""
+        for tensor in tensors:
+            self._start(tensor.contiguous(), peer, tag)
+
+    def _start(self, tensor: Tensor, peer: int, tag: int) -> None:
+        if tensor.numel():
+            self._sending.append(self._group.send(tensor, peer, tag, async_op=True))
+
+    def receive(self, peer: int, tag: int, key: Hashable) -> "Receipt":
+        """Start to receive what `send` sends."""
+        if key not in self._headers:
+            header = torch.empty(_HEADER_LENGTH, dtype=torch.int64, device=self._device)
+            self._headers[key] = _Header(header, self._group.recv(header, peer, tag, async_op=True))
+        return Receipt(self, peer, tag, self._headers[key])
+
+    def receive_known(self, looks: Sequence[Look], peer: int, tag: int) -> "Receipt":
+        """Start to receive tensors of these looks."""
+        return Receipt(self, peer, tag, _Known(looks))
+
+    def empty(self, look: Look) -> Tensor:
+        """Return memory for one tensor."""
+        return torch.empty(look.shape, dtype=look.dtype, device=self._device)
+
+    def start_recv(self, tensor: Tensor, peer: int, tag: int) -> Pending | None:
+        """Start to receive one tensor."""
+        return self._group.recv(tensor, peer, tag, async_op=True) if tensor.numel() else None
+
+    def finish(self) -> None:
+        """Wait until everything has been sent."""
+        for pending in self._sending:
+            pending.wait()
+        self._sending.clear()
+
+
+class _Header:
+    """Looks that are on their way, or have come."""
+
+    def __init__(self, numbers: Tensor, pending: Pending) -> None:
+        self._numbers, self._pending = numbers, pending
+        self.looks: Sequence[Look] | None = None
+
+    def wait(self) -> Sequence[Look]:
+        """Return the looks."""
+        if self.looks is None:
+            self._pending.wait()
+            self.looks = _looks(self._numbers)
+        return self.looks
+
+
+class _Known:
+    """Looks that nobody has to tell."""
+
+    def __init__(self, looks: Sequence[Look]) -> None:
+        self.looks = looks
+
+    def wait(self) -> Sequence[Look]:
+        """Return the looks."""
+        return self.looks
+
+
+class Receipt:
+    """Tensors on their way; their receives are posted as soon as their looks are known."""
+
+    def __init__(self, messages: Messages, peer: int, tag: int, header: _Header | _Known) -> None:
+        self._messages, self._peer, self._tag, self._header = messages, peer, tag, header
+        self._coming: list[tuple[Tensor, Look, Pending | None]] | None = None
+        if header.looks is not None:
+            self._post(header.looks)
+
+    def _post(self, looks: Sequence[Look]) -> None:
+        self._coming = []
+        for look in looks:
+            tensor = self._messages.empty(look)
+            pending = self._messages.start_recv(tensor, self._peer, self._tag)
+            self._coming.append((tensor, look, pending))
+
+    def wait(self) -> list[Tensor]:
+        """Return the tensors, which require a gradient where the sender's do."""
+        if self._coming is None:
+            self._post(self._header.wait())
+        assert self._coming is not None
+        for tensor, look, pending in self._coming:
+            if pending is not None:
+                pending.wait()
+            if look.requires_grad and torch.is_grad_enabled():
+                tensor.requires_grad_()
+        return [tensor for tensor, _, _ in self._coming]
+
+
+def _header(looks: Sequence[Look], device: torch.device) -> Tensor:
+    numbers = [len(looks)]
+    for look in looks:
+        numbers += [_DTYPES.index(look.dtype), look.requires_grad, len(look.shape), *look.shape]
+    if len(numbers) > _HEADER_LENGTH:
+        raise ConfigError(
+            f"{len(looks)} tensors between two stages are too many to describe in "
+            f"{_HEADER_LENGTH} numbers. Give the blocks fewer tensors that are computed from "
+            f"parameters."
+        )
+    padding = [0] * (_HEADER_LENGTH - len(numbers))
+    return torch.tensor([*numbers, *padding], dtype=torch.int64, device=device)
+
+
+def _looks(header: Tensor) -> list[Look]:
+    numbers = iter(header.tolist())
+    looks = []
+    for _ in range(next(numbers)):
+        dtype, requires_grad, ndim = next(numbers), next(numbers), next(numbers)
+        shape = tuple(next(numbers) for _ in range(ndim))
+        looks.append(Look(shape=shape, dtype=_DTYPES[dtype], requires_grad=bool(requires_grad)))
+    return looks

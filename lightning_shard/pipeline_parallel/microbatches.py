@@ -1,0 +1,247 @@
+"""A batch cut into microbatches, and what the steps returned made one again.
+
+    batch of 10            4 microbatches            outputs            as if of one step
+    {"x": (10, S)}   ──>   (3, S) (3, S) ...   ──>   loss, logits ──>   mean by size, (10, C)
+
+What belongs to the samples is known by its size alone: a tensor whose first dimension is the batch
+size is split, also where the two are equal by chance. Everything else is passed whole.
+"""
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from lightning_shard.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Microbatch:
+    """Consecutive samples of a batch.
+
+    Attributes:
+        index: Its place in the batch, from 0.
+        content: Of the batch's own type.
+        size: Samples.
+        weight: Samples as a share of the batch's; what its mean counts for in the batch's.
+    """
+
+    index: int
+    content: Any
+    size: int
+    weight: float
+
+
+def batch_size_of(batch: Any) -> int:
+    """Return the first dimension of the first tensor in `batch` that has one.
+
+    Args:
+        batch: Tensors in any nesting of mappings, lists, tuples and dataclasses.
+
+    Raises:
+        ConfigError: There is no such tensor, or a packed sequence.
+    """
+    for tensor in _tensors(batch):
+        if tensor.ndim:
+            return tensor.shape[0]
+    raise ConfigError(
+        f"A batch of type {type(batch).__name__} cannot be split into microbatches: got no tensor "
+        f"with a dimension in it, expected the samples along the first dimension of one. Let the "
+        f"collate function make tensors, in dictionaries, lists, tuples or dataclasses."
+    )
+
+
+def split_batch(batch: Any, num_microbatches: int) -> list[Microbatch]:
+    """Cut a batch of B samples into microbatches, the larger ones first.
+
+    A tensor whose first dimension is B is split (into views). So is a list or tuple of B values
+    that holds no such tensor, like one string per sample. Everything else goes whole into every
+    microbatch.
+
+    Args:
+        batch: As for `batch_size_of`, which says what B is.
+        num_microbatches: At least 1.
+
+    Returns:
+        Sizes as of `torch.tensor_split`: 10 samples in 4 are 3, 3, 2 and 2.
+
+    Raises:
+        ConfigError: Fewer samples than microbatches, or no samples can be found.
+    """
+    size = batch_size_of(batch)
+    if size < num_microbatches:
+        raise ConfigError(
+            f"A batch of {size} samples cannot be split into {num_microbatches} microbatches, "
+            f"expected one sample for each at least. Use a batch size of {num_microbatches} or "
+            f"more with DataLoader(drop_last=True), or num_microbatches={max(size, 1)}."
+        )
+    smaller, larger = divmod(size, num_microbatches)
+    sizes = [smaller + (index < larger) for index in range(num_microbatches)]
+    stops = accumulate(sizes)
+    return [
+        Microbatch(
+            index=index,
+            content=_samples(batch, size, slice(stop - part, stop)),
+            size=part,
+            weight=part / size,
+        )
+        for index, (part, stop) in enumerate(zip(sizes, stops, strict=True))
+    ]
+
+
+def merge_outputs(outputs: list[Any], sizes: list[int]) -> Any:
+    """Make one output, as of one step, of those of the microbatches.
+
+    | what every microbatch returned                             | becomes                     |
+    |------------------------------------------------------------|-----------------------------|
+    | tensors with the microbatch's size, or one and the same    | concatenated                |
+    | multiple of it (flattened tokens), as first dimension      |                             |
+    | tensors of differing first dimension, else of one shape    | concatenated                |
+    | other tensors of one shape, scalars among them; numbers    | equal ones kept, else the   |
+    |                                                            | mean by size                |
+    | lists, tuples with one value per sample, holding no tensor | concatenated                |
+    | with the microbatch's size as first dimension              |                             |
+    | mappings of the same keys, dataclasses, other sequences of | merged value by value       |
+    | one length                                                 |                             |
+    | equal values, None                                         | kept                        |
+    | anything else                                              | a list, one per microbatch  |
+
+    Nothing raises: an output that nobody reads must not end a run.
+
+    Args:
+        outputs: One per microbatch.
+        sizes: The microbatches' samples, in the same order.
+    """
+    first = outputs[0]
+    if len(outputs) == 1:
+        return first
+    if all(isinstance(output, Tensor) for output in outputs):
+        return _merge_tensors(outputs, sizes)
+    if all(isinstance(output, np.ndarray) and output.dtype.kind in "biuf" for output in outputs):
+        merged = _merge_tensors([torch.from_numpy(output) for output in outputs], sizes)
+        return merged.numpy() if isinstance(merged, Tensor) else outputs
+    if _are_samples(outputs, sizes):
+        return type(first)(value for output in outputs for value in output)
+    held = [held_values(output) or {} for output in outputs]
+    same_type = all(type(output) is type(first) for output in outputs)
+    if held[0] and same_type and all(values.keys() == held[0].keys() for values in held):
+        merged = {key: merge_outputs([values[key] for values in held], sizes) for key in held[0]}
+        return with_values(first, merged)
+    return _merge_leaves(outputs, sizes)
+
+
+def held_values(container: Any) -> dict[Any, Any] | None:
+    """Return what a mapping, list, tuple or dataclass holds, by key; None for anything else."""
+    if isinstance(container, Mapping):
+        return dict(container.items())
+    if isinstance(container, list | tuple):
+        return dict(enumerate(container))
+    if is_dataclass(container) and not isinstance(container, type):
+        return {field.name: getattr(container, field.name) for field in fields(container)}
+    return None
+
+
+def with_values(container: Any, values: dict[Any, Any]) -> Any:
+    """Return a copy of `container` that holds `values`, by the keys of `held_values`."""
+    if isinstance(container, list | tuple):
+        is_named = hasattr(container, "_fields")
+        return type(container)(*values.values()) if is_named else type(container)(values.values())
+    copied = copy.copy(container)
+    for key, value in values.items():
+        if isinstance(container, Mapping):
+            copied[key] = value
+        else:
+            object.__setattr__(copied, key, value)  # the dataclass may be frozen
+    return copied
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, PackedSequence):
+        raise ConfigError(
+            "A PackedSequence cannot be split into microbatches: its samples are interleaved, "
+            "expected them along a first dimension. Put the padded tensor and the lengths into "
+            "the batch and call pack_padded_sequence in the model."
+        )
+    if isinstance(batch, Tensor):
+        yield batch
+    for value in (held_values(batch) or {}).values():
+        yield from _tensors(value)
+
+
+def _has_first_dimension(values: Any, size: int) -> bool:
+    return any(tensor.ndim > 0 and tensor.shape[0] == size for tensor in _tensors(values))
+
+
+def _samples(value: Any, batch_size: int, part: slice) -> Any:
+    """Return the samples `part` of `value`, or all of it where it does not belong to samples."""
+    if isinstance(value, Tensor | np.ndarray):
+        return value[part] if value.ndim and value.shape[0] == batch_size else value
+    is_per_sample = _is_sequence(value) and len(value) == batch_size
+    if is_per_sample and not _has_first_dimension(value, batch_size):
+        return type(value)(value[part])
+    held = held_values(value)
+    if held is None:
+        return value
+    return with_values(value, {key: _samples(one, batch_size, part) for key, one in held.items()})
+
+
+def _is_sequence(value: Any) -> bool:
+    """Whether it may hold one value per sample; a named tuple holds fields."""
+    return isinstance(value, list | tuple) and not hasattr(value, "_fields")
+
+
+def _are_samples(outputs: Sequence[Any], sizes: Sequence[int]) -> bool:
+    if not all(_is_sequence(output) and type(output) is type(outputs[0]) for output in outputs):
+        return False
+    pairs = list(zip(outputs, sizes, strict=True))
+    if all(len(output) == size for output, size in pairs):
+        return not any(_has_first_dimension(output, size) for output, size in pairs)
+    return len({len(output) for output in outputs}) > 1
+
+
+def _merge_tensors(outputs: Sequence[Tensor], sizes: Sequence[int]) -> Any:
+    shapes = [output.shape for output in outputs]
+    if all(shapes) and len({shape[1:] for shape in shapes}) == 1:
+        per_sample = {shape[0] / size for shape, size in zip(shapes, sizes, strict=True)}
+        multiple = per_sample.pop()
+        same_multiple = not per_sample and multiple > 0 and multiple.is_integer()
+        if same_multiple or len(set(shapes)) > 1:
+            return torch.cat(list(outputs))
+    return _merge_leaves(outputs, sizes)
+
+
+def _merge_leaves(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
+    if all(_same(output, outputs[0]) for output in outputs):
+        return outputs[0]
+    if all(isinstance(output, int | float) for output in outputs):
+        return sum(_weighted(outputs, sizes)) / sum(sizes)
+    shapes = {output.shape if isinstance(output, Tensor) else None for output in outputs}
+    if len(shapes) == 1 and None not in shapes:
+        return _mean_tensor(outputs, sizes)
+    return list(outputs)
+
+
+def _same(left: Any, right: Any) -> bool:
+    """Compare plain values, and empty containers; what tensors are in cannot be compared."""
+    if left is right:
+        return True
+    is_plain = isinstance(left, str | int | float) or held_values(left) == {}
+    return is_plain and type(left) is type(right) and bool(left == right)
+
+
+def _mean_tensor(outputs: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    """Return the mean by size; added up in float32 at least, integers become floating point."""
+    dtype = torch.promote_types(outputs[0].dtype, torch.float32)
+    mean = sum(_weighted([output.to(dtype) for output in outputs], sizes)) / sum(sizes)
+    assert isinstance(mean, Tensor)
+    return mean.to(outputs[0].dtype) if outputs[0].is_floating_point() else mean
+
+
+def _weighted(values: Iterable[Any], sizes: Sequence[int]) -> Iterator[Any]:
+    return (value * size for value, size in zip(values, sizes, strict=True))

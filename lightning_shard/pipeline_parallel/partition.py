@@ -1,0 +1,264 @@
+"""Which stage gets which blocks, and which stages need what stands around them.
+
+    model        embed   block 0   block 1   block 2   block 3   norm   head
+    bounds               0                   2                   4
+    stage        |------- 0 ---------------| |---------- 1 ------------------|
+
+What is registered before the block list goes to the first stage and what comes after it to the
+last. The cut is the one whose most expensive stage is the cheapest, found exactly.
+"""
+
+import operator
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate, pairwise
+from math import inf
+from typing import Literal, TypeVar, get_args
+
+from torch import Tensor, nn
+
+from lightning_shard.errors import ConfigError
+from lightning_shard.pipeline_parallel.blocks import BlockList, all_children
+
+Split = Literal["parameters", "flops", "memory"]
+Stages = tuple[int, ...]
+
+_BEFORE = -1  # the place of what is used before the first block
+_Cost = Callable[[int, int], float]  # of a stage with the blocks from start to stop
+_T = TypeVar("_T", bound=Tensor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockCosts:
+    """What a model's parts cost, in any one unit; whole numbers tie exactly.
+
+    Attributes:
+        before: What stands before the first block.
+        blocks: Each block.
+        after: What comes after the last one.
+    """
+
+    before: float
+    blocks: tuple[float, ...]
+    after: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partition:
+    """The blocks of each stage.
+
+    Attributes:
+        blocks: What is cut.
+        bounds: Stage s has the blocks `bounds[s] <= i < bounds[s + 1]`, at least one.
+    """
+
+    blocks: BlockList
+    bounds: tuple[int, ...]
+
+    @property
+    def num_stages(self) -> int:
+        """Return the number of stages."""
+        return len(self.bounds) - 1
+
+    def stage_of(self, block: int) -> int:
+        """Return the stage that has a block."""
+        return bisect_right(self.bounds, block) - 1
+
+    def modules(self, stage: int) -> tuple[nn.Module, ...]:
+        """Return a stage's blocks."""
+        return self.blocks.modules[self.bounds[stage] : self.bounds[stage + 1]]
+
+
+def partition_blocks(
+    model: nn.Module,
+    blocks: BlockList,
+    *,
+    num_stages: int,
+    split: Split | Sequence[int] = "parameters",
+    measured: BlockCosts | None = None,
+) -> Partition:
+    """Cut the blocks into stages.
+
+    Args:
+        model: The blocks' model.
+        blocks: Of `find_blocks`.
+        num_stages: Of the whole pipeline; a rank may have several.
+        split: What is balanced between the stages, or the first block of each stage but the first.
+            Ties go to even numbers of blocks, then to fewer blocks on the earlier stages, which
+            hold the most activations.
+        measured: Of `measure_blocks`, for "flops" and "memory".
+
+    Raises:
+        ConfigError: Fewer blocks than stages, an unknown `split`, or indices that are no cut into
+            `num_stages` stages.
+    """
+    if not 1 <= num_stages <= len(blocks):
+        raise ConfigError(
+            f"{blocks.path!r} has {len(blocks)} blocks, which cannot be cut into {num_stages} "
+            f"pipeline stages; expected between 1 and {len(blocks)} stages. Use fewer ranks or "
+            f"fewer stages per rank, or name a longer list with blocks=...."
+        )
+    if not isinstance(split, str):
+        return Partition(blocks=blocks, bounds=_given_bounds(split, len(blocks), num_stages))
+    _check_split(split)
+    if split == "parameters":
+        cost = _parameter_cost(model, blocks)
+    else:
+        if measured is None:
+            raise ConfigError(f"split={split!r} balances measured costs; give those of a step.")
+        cost = _measured_cost(measured)
+    return Partition(blocks=blocks, bounds=best_bounds(cost, len(blocks), num_stages))
+
+
+def parameter_stages(model: nn.Module, partition: Partition) -> dict[nn.Parameter, Stages]:
+    """Return the stages that need each parameter, in order.
+
+    A block's parameter is on the block's stage; one outside the blocks is on the first stage if it
+    is registered before them, else on the last. One that several modules share is on the stages of
+    all of them. What a module that contains the blocks has itself, a position embedding or a
+    temperature, may be used before them or after, and its place does not say: it is on both.
+    """
+    return _on_stages(partition, used_at(model, partition.blocks, nn.Module.parameters))
+
+
+def buffer_stages(model: nn.Module, partition: Partition) -> dict[Tensor, Stages]:
+    """Return the stages that each buffer belongs to, by the rules for parameters.
+
+    A buffer outside the blocks is often a table of positions or a mask with which every stage
+    computes, so that all stages should keep it. Where a step changes it, as running statistics, the
+    first of the stages given here has the value that counts.
+    """
+    return _on_stages(partition, used_at(model, partition.blocks, nn.Module.buffers))
+
+
+def used_at(
+    model: nn.Module, blocks: BlockList, tensors: Callable[..., Iterator[_T]]
+) -> dict[_T, set[int]]:
+    """Return where each tensor may be used: -1 before the blocks, at a block's index, or past them.
+
+    Modules are visited at each place where they are registered, but those that contain blocks once:
+    a second name of a whole model says nothing of where its layers are used.
+
+    Args:
+        model: The blocks' model.
+        blocks: Of `find_blocks`.
+        tensors: `nn.Module.parameters` or `nn.Module.buffers`.
+    """
+    index_of = {block: index for index, block in enumerate(blocks.modules)}
+    containing = {one for one in model.modules() if not index_of.keys().isdisjoint(one.modules())}
+    outside = [_BEFORE]  # grows once a block has been passed
+    found: dict[_T, set[int]] = {}
+
+    def note(given: Iterable[_T], places: Iterable[int]) -> None:
+        for tensor in given:
+            found.setdefault(tensor, set()).update(places)
+
+    def visit(module: nn.Module) -> None:
+        if module in index_of:
+            note(tensors(module), [index_of[module]])
+            outside.append(len(blocks))
+        elif module not in containing:
+            note(tensors(module), outside[-1:])
+        elif module not in entered:
+            entered.add(module)
+            note(tensors(module, recurse=False), [_BEFORE, len(blocks)])
+            for child in all_children(module):
+                visit(child)
+
+    entered: set[nn.Module] = set()
+    visit(model)
+    return found
+
+
+def best_bounds(cost: _Cost, num_blocks: int, num_stages: int) -> tuple[int, ...]:
+    """Return the bounds of the stages whose largest cost is the smallest possible.
+
+    Args:
+        cost: Of a stage with the blocks `start <= i < stop`.
+        num_blocks: At least `num_stages`.
+        num_stages: Each gets at least one block.
+    """
+    largest, _ = _cheapest(cost, max, num_blocks, num_stages)
+
+    def unevenness(start: int, stop: int) -> float:
+        return (stop - start) ** 2 if cost(start, stop) <= largest else inf
+
+    return _cheapest(unevenness, operator.add, num_blocks, num_stages)[1]
+
+
+def _cheapest(
+    cost: _Cost, join: Callable[[float, float], float], num_blocks: int, num_stages: int
+) -> tuple[float, tuple[int, ...]]:
+    """Return the least joint cost of the stages, and bounds that have it.
+
+    `best[stop]` is that of the blocks before `stop` on the stages so far.
+    """
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0, (0,))}
+    for stage in range(1, num_stages + 1):
+        best = {
+            stop: min(
+                (join(total, cost(start, stop)), (*bounds, stop))
+                for start, (total, bounds) in best.items()
+                if start < stop
+            )
+            for stop in range(stage, num_blocks - num_stages + stage + 1)
+        }
+    return best[num_blocks]
+
+
+def _check_split(split: str) -> None:
+    if split not in get_args(Split):
+        raise ConfigError(
+            f"split={split!r} is unknown; expected {', '.join(map(repr, get_args(Split)))} or the "
+            f"first block of each stage but the first, such as [2, 5] for three stages."
+        )
+
+
+def _given_bounds(starts: Sequence[int], num_blocks: int, num_stages: int) -> tuple[int, ...]:
+    bounds = (0, *starts, num_blocks)
+    rise = all(type(one) is int for one in bounds) and all(a < b for a, b in pairwise(bounds))
+    if len(starts) != num_stages - 1 or not rise:
+        even = [stage * num_blocks // num_stages for stage in range(1, num_stages)]
+        raise ConfigError(
+            f"split={list(starts)} does not cut {num_blocks} blocks into {num_stages} pipeline "
+            f"stages; expected the first block of each stage but the first: {num_stages - 1} "
+            f"rising indices from 1 to {num_blocks - 1}, such as {even}."
+        )
+    return bounds
+
+
+def _measured_cost(costs: BlockCosts) -> _Cost:
+    sums = (0, *accumulate(costs.blocks))
+
+    def cost(start: int, stop: int) -> float:
+        before = costs.before if start == 0 else 0
+        after = costs.after if stop == len(costs.blocks) else 0
+        return before + sums[stop] - sums[start] + after
+
+    return cost
+
+
+def _parameter_cost(model: nn.Module, blocks: BlockList) -> _Cost:
+    """Return what counts the parameters of a stage, shared ones once."""
+    params_at: dict[int, list[nn.Parameter]] = {}
+    for param, places in used_at(model, blocks, nn.Module.parameters).items():
+        for place in places:
+            params_at.setdefault(place, []).append(param)
+
+    @cache
+    def cost(start: int, stop: int) -> float:
+        places = range(start - (start == 0), stop + (stop == len(blocks)))
+        params = {param for place in places for param in params_at.get(place, ())}
+        return sum(param.numel() for param in params)
+
+    return cost
+
+
+def _on_stages(partition: Partition, places: Mapping[_T, set[int]]) -> dict[_T, Stages]:
+    last = len(partition.blocks) - 1
+    return {
+        tensor: tuple(sorted({partition.stage_of(min(max(at, 0), last)) for at in found}))
+        for tensor, found in places.items()
+    }

@@ -1,0 +1,379 @@
+"""The pipeline at work: runs a schedule's actions on this rank's stages, batch by batch.
+
+    RECV_F ──> inbox ──> F ──┬──> SEND_F
+                             │ StageRun kept until its backward
+    RECV_B ──> inbox ──> B ──┴──> SEND_B           B, or I (inputs) and later W (weights)
+                         └──> gradient stash ──> handed over once per batch
+
+A neighbouring stage on the same rank is handed its tensors without a message.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.errors import ConfigError
+from lightning_shard.pipeline_parallel.backward import (
+    full_backward,
+    input_backward,
+    weight_backward,
+)
+from lightning_shard.pipeline_parallel.gradients import GradientStash, hooks_set_aside
+from lightning_shard.pipeline_parallel.leaves import map_tensors, signature
+from lightning_shard.pipeline_parallel.messages import Look, Messages, Receipt
+from lightning_shard.pipeline_parallel.microbatches import Microbatch
+from lightning_shard.pipeline_parallel.randomness import StageRandomness
+from lightning_shard.pipeline_parallel.schedules import Action, Schedule, forward_schedule
+from lightning_shard.pipeline_parallel.skipped_blocks import UnknownResultError
+from lightning_shard.pipeline_parallel.stage_run import Needed, Probe, StageRun
+from lightning_shard.pipeline_parallel.staged_model import StagedModel
+
+Step = Callable[[Microbatch, bool], Any]  # whether it is the last stage's
+LossOf = Callable[[Any], Tensor | None]
+Observer = Callable[[Action, float, float], None]
+
+
+@dataclass
+class _Batch:
+    """What is going on with one batch."""
+
+    kind: str
+    microbatches: Sequence[Microbatch]
+    step: Step
+    stash: GradientStash | None = None
+    loss_of: LossOf = lambda result: None
+    runs: dict[tuple[int, int], StageRun] = field(default_factory=dict)
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    inbox: dict[tuple[str, int, int], Receipt | list[Tensor]] = field(default_factory=dict)
+    grads: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)  # of inputs
+    halves: dict[tuple[int, int], Callable[[], None]] = field(default_factory=dict)
+    results: dict[int, Any] = field(default_factory=dict)
+
+
+class Pipeline:
+    """Runs steps through the stages of a model.
+
+    Args:
+        model: Its stages.
+        group: The pipeline's ranks, one after the other; each must construct this.
+        stage_params: The parameters of each stage of this rank.
+        schedules: Makes the schedule of training for a number of microbatches.
+        stage_ranks: The rank of each stage.
+        device: Of this rank.
+
+    Attributes:
+        observer: Told of every action with its begin and end, in seconds.
+        peak_activations: The most runs that were kept for their backward at one time.
+    """
+
+    def __init__(
+        self,
+        model: StagedModel,
+        group: Collectives,
+        stage_params: dict[int, list[nn.Parameter]],
+        schedules: Callable[[int], Schedule],
+        stage_ranks: Sequence[int],
+        device: torch.device,
+    ) -> None:
+        self.observer: Observer | None = None
+        self.peak_activations = 0
+        self._model, self._group, self._schedules = model, group, schedules
+        self._stage_params = stage_params
+        self._stage_ranks = tuple(stage_ranks)
+        self._messages = Messages(group, device)
+        self._randomness = StageRandomness(group)
+        self._needed: dict[str, list[Needed | None]] = {}
+        self._without_network: set[str] = set()
+        self._actions: dict[str, Callable[[Action], None]] = {
+            "F": self._forward,
+            "B": self._backward,
+            "I": self._backward_inputs,
+            "W": self._backward_weights,
+            "SEND_F": self._send_outputs,
+            "RECV_F": self._receive_inputs,
+            "SEND_B": self._send_grads,
+            "RECV_B": self._receive_grads,
+        }
+        self._batch: _Batch
+
+    @property
+    def num_stages(self) -> int:
+        """Stages over all ranks."""
+        return len(self._stage_ranks)
+
+    @property
+    def has_last_stage(self) -> bool:
+        """Whether this rank sees the results of steps."""
+        return self._stage_ranks[-1] == self._group.rank
+
+    @property
+    def last_rank(self) -> int:
+        """The rank in the pipeline that has the last stage."""
+        return self._stage_ranks[-1]
+
+    def train(
+        self,
+        kind: str,
+        microbatches: Sequence[Microbatch],
+        step: Step,
+        loss_of: LossOf,
+        seed: float = 1.0,
+    ) -> tuple[dict[int, Any], GradientStash]:
+        """Run forwards and backwards of one batch; each rank must call.
+
+        Args:
+            kind: Names the step: its blocks are called with the same structure every time.
+            microbatches: Of the batch, the same on every rank.
+            step: Runs the user's step on one.
+            loss_of: Finds the loss in what the step returned; None skips the microbatch.
+            seed: Multiplies the gradients while they travel: a loss scaler's scale.
+
+        Returns:
+            What the step returned for each microbatch (on the last stage's rank, else nothing),
+            and the gradients of the mean over the batch's samples.
+
+        Raises:
+            ConfigError: A step that cannot be pipelined.
+        """
+        params = {param: None for own in self._stage_params.values() for param in own}
+        stash = GradientStash([param for param in params if param.requires_grad], seed)
+        batch = _Batch(kind, microbatches, step, stash, loss_of)
+        with hooks_set_aside(stash.params):
+            self._run(batch, self._schedules(len(microbatches)))
+        return batch.results, stash
+
+    def evaluate(
+        self, kind: str, microbatches: Sequence[Microbatch], step: Step
+    ) -> dict[int, Any] | None:
+        """Run forwards of one batch only; as `train` otherwise.
+
+        Returns:
+            None, on every rank, where the step does not use the network at all.
+        """
+        batch = _Batch(kind, microbatches, step)
+        uses = self._run(batch, forward_schedule(self._stage_ranks, len(microbatches)))
+        return batch.results if uses else None
+
+    def _run(self, batch: _Batch, schedule: Schedule) -> bool:
+        """Do what this rank has to; return whether the step uses the network."""
+        self._batch = batch
+        self._randomness.next_batch()
+        with self._model.batch():
+            uses = self._agree_on_needs()
+            for action in schedule.actions[self._group.rank] if uses else ():
+                self._act(action)
+            self._messages.finish()
+        del self._batch
+        return uses
+
+    def _act(self, action: Action) -> None:
+        if self.observer is None:
+            self._actions[action.kind](action)
+            return
+        begin = time.perf_counter()
+        self._actions[action.kind](action)
+        self.observer(action, begin, time.perf_counter())
+
+    def _agree_on_needs(self) -> bool:
+        """For a step that is new, see what each stage's first block needs of earlier stages.
+
+        Returns:
+            Whether the step calls the blocks; only an evaluation may do without.
+        """
+        kind = self._batch.kind
+        if kind in self._needed or self.num_stages == 1:
+            return True
+        if kind in self._without_network:
+            return False
+        everyone = self._needs_of_all()
+        if any(isinstance(needed, str) for needed in everyone.values()):
+            self._learn_of_blocks()
+            everyone = self._needs_of_all()
+        unknown = {stage: one for stage, one in everyone.items() if isinstance(one, str)}
+        for stage, reason in unknown.items():
+            raise ConfigError(f"Before stage {stage} of the pipeline: {reason}")
+        missing = [stage for stage, needed in everyone.items() if needed is None]
+        if self._batch.stash is None and len(missing) == len(everyone):
+            self._without_network.add(kind)
+            return False
+        if missing:
+            block = self._model.block_names[self._model.partition.bounds[missing[0]]]
+            raise ConfigError(
+                f"The {kind} step ended without calling the block {block!r} of stage "
+                f"{missing[0]}, expected it to call the network once, all blocks in order."
+            )
+        needs = {stage: one for stage, one in everyone.items() if isinstance(one, Needed)}
+        self._needed[kind] = [needs.get(stage) for stage in range(self.num_stages)]
+        return True
+
+    def _needs_of_all(self) -> dict[int, Needed | str | None]:
+        """Return what each stage needs, None where its block is not called, or why it is open."""
+        found = {stage: self._needs(stage) for stage in self._stage_params if stage > 0}
+        everyone: dict[int, Needed | str | None] = {}
+        for theirs in self._group.all_gather_object(found):
+            everyone |= theirs
+        return everyone
+
+    def _needs(self, stage: int) -> Needed | str | None:
+        try:
+            return self._probe(stage).needed
+        except UnknownResultError as error:
+            return str(error.__cause__)
+
+    def _learn_of_blocks(self) -> None:
+        """Let the first stage run its first block, and tell the others what that returns."""
+        template = None
+        if 0 in self._stage_params:
+            with self._model.buffers_kept():
+                template = self._probe(0).template
+        self._model.hint = self._group.broadcast_object(template, src=self._stage_ranks[0])
+
+    def _probe(self, stage: int) -> Probe:
+        microbatch = self._batch.microbatches[0]
+        probe = Probe(self._model.partition.bounds[stage])
+        self._randomness.begin(microbatch.index)
+        with self._model.running(probe, stage):
+            probe.forward(lambda: self._batch.step(microbatch, False))
+        return probe
+
+    def _needed_by(self, stage: int) -> Needed | None:
+        return self._needed[self._batch.kind][stage] if stage < self.num_stages else None
+
+    def _key(self, boundary: int, microbatch: int) -> tuple[Any, ...]:
+        """What the looks of the tensors at a boundary depend on."""
+        content = self._batch.microbatches[microbatch].content
+        return boundary, self._batch.kind, torch.is_grad_enabled(), signature(content)
+
+    def _tag(self, stage: int, microbatch: int, *, is_grad: bool) -> int:
+        return (microbatch * self.num_stages + stage) * 2 + is_grad
+
+    def _receive_inputs(self, action: Action) -> None:
+        stage, _, index = action
+        peer = self._stage_ranks[stage - 1]
+        tag = self._tag(stage, index, is_grad=False)
+        receipt = self._messages.receive(peer, tag, self._key(stage, index))
+        self._batch.inbox["F", stage, index] = receipt
+
+    def _send_outputs(self, action: Action) -> None:
+        stage, _, index = action
+        peer = self._stage_ranks[stage + 1]
+        tag = self._tag(stage + 1, index, is_grad=False)
+        outputs = self._batch.runs[stage, index].outputs
+        self._messages.send(outputs, peer, tag, self._key(stage + 1, index))
+        if self._batch.stash is None:
+            del self._batch.runs[stage, index]
+
+    def _receive_grads(self, action: Action) -> None:
+        stage, _, index = action
+        peer = self._stage_ranks[stage + 1]
+        tag = self._tag(stage, index, is_grad=True)
+        looks = [Look.of(one) for one in _followed(self._batch.runs[stage, index].outputs)]
+        receipt = self._messages.receive_known(looks, peer, tag)
+        self._batch.inbox["B", stage, index] = receipt
+
+    def _send_grads(self, action: Action) -> None:
+        stage, _, index = action
+        peer = self._stage_ranks[stage - 1]
+        tag = self._tag(stage - 1, index, is_grad=True)
+        self._messages.send_known(self._batch.grads.pop((stage, index)), peer, tag)
+
+    def _inputs(self, stage: int, index: int) -> list[Tensor] | None:
+        """What the previous stage has sent, or handed over on this rank."""
+        if stage == 0:
+            return None
+        came = self._batch.inbox.pop(("F", stage, index), None)
+        if isinstance(came, Receipt):
+            return came.wait()
+        runs = self._batch.runs
+        outputs = runs[stage - 1, index].outputs
+        if self._batch.stash is None:
+            del runs[stage - 1, index]
+        return [one.detach().requires_grad_(Look.of(one).requires_grad) for one in outputs]
+
+    def _forward(self, action: Action) -> None:
+        stage, _, index = action
+        batch, bounds = self._batch, self._model.partition.bounds
+        microbatch = batch.microbatches[index]
+        run = StageRun(
+            stage,
+            bounds[stage],
+            bounds[stage + 1],
+            self._model.block_names,
+            needed=self._needed_by(stage + 1),
+            received=self._inputs(stage, index),
+            entering=lambda: self._randomness.enter(index, stage),
+        )
+        self._randomness.begin(index)
+        with self._model.running(run, stage):
+            run.forward(lambda: batch.step(microbatch, stage == self.num_stages - 1))
+        if stage == self.num_stages - 1:
+            self._keep_loss(run, microbatch)
+            batch.results[index] = map_tensors(run.result, Tensor.detach)
+            run.result = None
+        batch.runs[stage, index] = run
+        self.peak_activations = max(self.peak_activations, len(batch.runs))
+        if batch.stash is None and stage == self.num_stages - 1:
+            del batch.runs[stage, index]
+
+    def _keep_loss(self, run: StageRun, microbatch: Microbatch) -> None:
+        batch = self._batch
+        if batch.stash is not None and (loss := batch.loss_of(run.result)) is not None:
+            batch.losses[microbatch.index] = loss * (microbatch.weight * batch.stash.seed)
+
+    def _roots(self, stage: int, index: int) -> tuple[list[Tensor], list[Tensor] | None]:
+        """Where a backward begins, and the gradients there (None: one)."""
+        batch = self._batch
+        if stage == self.num_stages - 1:
+            loss = batch.losses.pop(index, None)
+            return [] if loss is None or not loss.requires_grad else [loss], None
+        outputs = _followed(batch.runs[stage, index].outputs)
+        came = batch.inbox.pop(("B", stage, index), None)
+        grads = came.wait() if isinstance(came, Receipt) else batch.grads.pop((stage + 1, index))
+        return outputs, [grad.detach() for grad in grads]
+
+    def _params(self, stage: int) -> list[nn.Parameter]:
+        return [param for param in self._stage_params[stage] if param.requires_grad]
+
+    def _backward(self, action: Action) -> None:
+        stage, _, index = action
+        roots, grads = self._roots(stage, index)
+        run, params, stash = self._batch.runs.pop((stage, index)), self._params(stage), self._stash
+        with self._model.running(run, stage):
+            input_grads, param_grads = full_backward(roots, grads, _followed(run.inputs), params)
+        stash.add(params, param_grads)
+        self._batch.grads[stage, index] = input_grads
+
+    def _backward_inputs(self, action: Action) -> None:
+        stage, _, index = action
+        roots, grads = self._roots(stage, index)
+        run, params, stash = self._batch.runs[stage, index], self._params(stage), self._stash
+        inputs = _followed(run.inputs)
+        with self._model.running(run, stage):
+            input_grads, rest = input_backward(roots, grads, inputs, params)
+
+        def weights() -> None:
+            with self._model.running(run, stage):
+                stash.add(params, weight_backward(rest, params))
+
+        self._batch.halves[stage, index] = weights
+        self._batch.grads[stage, index] = input_grads
+
+    def _backward_weights(self, action: Action) -> None:
+        stage, _, index = action
+        del self._batch.runs[stage, index]
+        self._batch.halves.pop((stage, index))()
+
+    @property
+    def _stash(self) -> GradientStash:
+        assert self._batch.stash is not None
+        return self._batch.stash
+
+
+def _followed(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Those of some tensors that have gradients."""
+    return [tensor for tensor in tensors if tensor.requires_grad]

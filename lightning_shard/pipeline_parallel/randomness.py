@@ -1,0 +1,49 @@
+"""Random numbers in a pipeline: a step draws the same on every stage before its blocks.
+
+    microbatch i    before the blocks: seed(i), on each stage      (noise, timesteps, mixing)
+                    from the blocks on: seed(i, stage)             (dropout)
+
+Every stage runs the user's step, so what the step draws of its own must agree; what blocks draw must
+not repeat another stage's. Seeds come from a number that the pipeline's ranks agree on once.
+"""
+
+import random
+
+import numpy as np
+import torch
+
+from lightning_shard.backends.collectives import Collectives
+
+_NUM_SEEDS = 2**32
+
+
+class StageRandomness:
+    """Seeds the generators of Python, numpy and torch for each stage's run of a microbatch.
+
+    Args:
+        group: The pipeline's ranks; each must construct this. Rank 0's generator decides.
+    """
+
+    def __init__(self, group: Collectives) -> None:
+        drawn = int(torch.randint(_NUM_SEEDS, ()).item())
+        self._generator = random.Random(group.broadcast_object(drawn))
+        self._batch = 0
+
+    def next_batch(self) -> None:
+        """Go on to the seeds of another batch; each rank must call."""
+        self._batch = self._generator.randrange(_NUM_SEEDS)
+
+    def begin(self, microbatch: int) -> None:
+        """Draw as every stage does for this microbatch."""
+        self._seed(microbatch, 0)
+
+    def enter(self, microbatch: int, stage: int) -> None:
+        """Draw as no other stage does."""
+        if stage > 0:
+            self._seed(microbatch, stage)
+
+    def _seed(self, microbatch: int, stage: int) -> None:
+        seed = random.Random(f"{self._batch} {microbatch} {stage}").randrange(_NUM_SEEDS)
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        random.seed(seed)

@@ -1,0 +1,167 @@
+"""Replay a schedule with given durations: who waits for whom, and for how long.
+
+Each rank does its actions in order; a computation waits for its input. A message travels while
+its sender goes on, and any number of them at once: the model knows latency, not bandwidth.
+
+    rank 0   F0 ─┬─ F1 ...
+                 └ message ┐
+    rank 1                 F0 ...
+
+The replay is also a proof that a table fits together: a rank that waits for what never comes is
+a `DeadlockError` that lists every such rank.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+from lightning_shard.errors import DeadlockError
+from lightning_shard.pipeline_parallel.schedules import Action, Kind, Schedule
+from lightning_shard.pipeline_parallel.timeline import Event, Timeline
+
+_Input = tuple[int, str, int]  # the stage that takes it, "F" or "B", the microbatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Durations:
+    """How long each kind of action takes, in any one unit.
+
+    Attributes:
+        forward: F of one stage and microbatch.
+        backward: B, the whole backward.
+        backward_input: I, the gradients of the inputs.
+        backward_weight: W, the gradients of the weights.
+        message: From a send until the receiver can compute with it.
+    """
+
+    forward: float = 1.0
+    backward: float = 2.0
+    backward_input: float = 1.0
+    backward_weight: float = 1.0
+    message: float = 0.0
+
+    def of_kinds(self) -> dict[Kind, float]:
+        """Return the duration of each kind that computes."""
+        return {
+            "F": self.forward,
+            "B": self.backward,
+            "I": self.backward_input,
+            "W": self.backward_weight,
+        }
+
+
+def replay(schedule: Schedule, durations: Durations | None = None) -> Timeline:
+    """Run a schedule's table on simulated ranks.
+
+    Messages stand in the timeline only when they take time.
+
+    Args:
+        schedule: The table.
+        durations: By default 1 for F, I and W, 2 for B, and nothing for a message.
+
+    Raises:
+        DeadlockError: The table has a rank wait for what no rank sends.
+    """
+    simulation = _Replay(schedule, durations or Durations())
+    simulation.run()
+    return Timeline.of_rows(simulation.events)
+
+
+class _Replay:
+    """The state of a replay.
+
+    `sent` holds when a message arrives, from its SEND to its RECV; `ready` when an input is there,
+    from its RECV (or from the neighbouring stage on the same rank) to the computation.
+    """
+
+    def __init__(self, schedule: Schedule, durations: Durations) -> None:
+        self.schedule = schedule
+        self.durations = durations.of_kinds()
+        self.message = durations.message
+        self.stages = [schedule.stages_of(rank) for rank in range(schedule.num_ranks)]
+        self.events: list[list[Event]] = [[] for _ in schedule.actions]
+        self.clocks = [0.0] * schedule.num_ranks
+        self.positions = [0] * schedule.num_ranks
+        self.sent: dict[_Input, float] = {}
+        self.ready: dict[_Input, float] = {}
+        self.waiting: dict[_Input, int] = {}
+        self.runnable = deque(range(schedule.num_ranks))
+
+    def run(self) -> None:
+        while self.runnable:
+            rank = self.runnable.popleft()
+            row = self.schedule.actions[rank]
+            while self.positions[rank] < len(row) and self._do(rank, row[self.positions[rank]]):
+                self.positions[rank] += 1
+        self._check_all_done()
+
+    def _do(self, rank: int, action: Action) -> bool:
+        """Do one action; False when the rank has to wait for its message."""
+        if action.computes:
+            return self._compute(rank, action)
+        if action.kind.startswith("SEND"):
+            self._send(rank, action)
+            return True
+        return self._receive(rank, action)
+
+    def _send(self, rank: int, action: Action) -> None:
+        message = _output_of(action)
+        self.sent[message] = self.clocks[rank] + self.message
+        self._record_message(rank, action, self.sent[message])
+        if message in self.waiting:
+            self.runnable.append(self.waiting.pop(message))
+
+    def _receive(self, rank: int, action: Action) -> bool:
+        message = (action.stage, action.kind[-1], action.microbatch)
+        if message not in self.sent:
+            self.waiting[message] = rank
+            return False
+        self.ready[message] = self.sent.pop(message)
+        self._record_message(rank, action, self.ready[message])
+        return True
+
+    def _compute(self, rank: int, action: Action) -> bool:
+        start = self.clocks[rank]
+        needed = self._input_of(action)
+        if needed is not None:
+            if needed not in self.ready:
+                return False
+            start = max(start, self.ready.pop(needed))
+        end = self.clocks[rank] = start + self.durations[action.kind]
+        self.events[rank].append(Event(action, start, end))
+        if action.kind != "W":
+            self._hand_over(rank, action)
+        return True
+
+    def _hand_over(self, rank: int, action: Action) -> None:
+        """Give the next stage its input without a message, where it is on the same rank."""
+        output = _output_of(action)
+        if output[0] in self.stages[rank]:
+            self.ready[output] = self.clocks[rank]
+
+    def _input_of(self, action: Action) -> _Input | None:
+        """Return what a computation takes from another stage; None for the ends and for W."""
+        first_or_last = 0 if action.kind == "F" else self.schedule.num_stages - 1
+        if action.kind == "W" or action.stage == first_or_last:
+            return None
+        return action.stage, "F" if action.kind == "F" else "B", action.microbatch
+
+    def _record_message(self, rank: int, action: Action, arrival: float) -> None:
+        if self.message:
+            self.events[rank].append(Event(action, arrival - self.message, arrival))
+
+    def _check_all_done(self) -> None:
+        rows = enumerate(zip(self.positions, self.schedule.actions, strict=True))
+        stuck = [f"rank {rank} at {row[at]}" for rank, (at, row) in rows if at < len(row)]
+        if stuck:
+            raise DeadlockError(
+                f"The schedule {self.schedule.name!r} waits for what is never sent: "
+                f"{', '.join(stuck)}; expected every action to find its input. The table was "
+                "changed by hand, or its messages are in another order than their sends."
+            )
+
+
+def _output_of(action: Action) -> _Input:
+    """Return what a forward or backward, or its SEND, makes for the next stage."""
+    if action.kind in ("F", "SEND_F"):
+        return action.stage + 1, "F", action.microbatch
+    return action.stage - 1, "B", action.microbatch

@@ -1,0 +1,136 @@
+"""A model of which each rank of a pipeline has its own stages' parameters only.
+
+    rank 0   embed.weight   blocks.0   blocks.1      -          -       head.weight (tied)
+    rank 1        -            -          -       blocks.2   blocks.3   head.weight
+
+A parameter that is not here has no elements; it stays the object that optimizers and schedulers
+hold. One that two stages share is on both: their gradients are summed, so both take one step.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.pipeline_parallel.gradients import GradientStash
+from lightning_shard.pipeline_parallel.partition import Partition, buffer_stages, parameter_stages
+
+
+class PipelineSplit:
+    """Takes the parameters of other stages off a rank, until `restore`.
+
+    Args:
+        model: Whole; rank 0's values win. Each rank of the pipeline must construct this.
+        partition: Its stages.
+        stage_ranks: The rank of each stage.
+        group: The pipeline's ranks.
+        device: Where this rank's part is to be.
+
+    Attributes:
+        param_stages: The stages of each parameter.
+        full_shapes: The whole shape of each parameter that is not here.
+        shapes: That of every parameter.
+    """
+
+    is_first: bool
+
+    def __init__(
+        self,
+        model: nn.Module,
+        partition: Partition,
+        stage_ranks: Sequence[int],
+        group: Collectives,
+        device: torch.device,
+    ) -> None:
+        self.group = group
+        self._device = device
+        self.is_first = group.rank == 0
+        self.param_stages = parameter_stages(model, partition)
+        self.shapes = {param: param.shape for param in self.param_stages}
+        self._model, self._partition, self._stage_ranks = model, partition, stage_ranks
+        self._ranks = {param: self._ranks_of(s) for param, s in self.param_stages.items()}
+        self.full_shapes: Mapping[nn.Parameter, torch.Size] = {
+            param: shape for param, shape in self.shapes.items() if not self.is_here(param)
+        }
+        self._ties = self._groups_of_ties()
+        for tensor in (*model.parameters(), *model.buffers()):
+            same = tensor.data.to(device).contiguous()
+            group.broadcast(same).wait()
+            tensor.data = same.new_empty(0) if tensor in self.full_shapes else same
+
+    def _ranks_of(self, stages: Sequence[int]) -> tuple[int, ...]:
+        return tuple(sorted({self._stage_ranks[stage] for stage in stages}))
+
+    def _groups_of_ties(self) -> dict[tuple[int, ...], Collectives]:
+        """Make a group of every set of ranks that share a parameter."""
+        made = {}
+        for ranks in sorted({ranks for ranks in self._ranks.values() if len(ranks) > 1}):
+            if self.group.rank in ranks:
+                known = [dist.get_process_group_ranks(self.group.group)[rank] for rank in ranks]
+                made[ranks] = type(self.group)(
+                    dist.new_group(known, use_local_synchronization=True)
+                )
+        return made
+
+    def stage_params(self, stage: int) -> list[nn.Parameter]:
+        """Return the parameters of one stage, in the model's order."""
+        return [param for param, stages in self.param_stages.items() if stage in stages]
+
+    def sum_ties(self, stash: GradientStash) -> None:
+        """Sum the gradients of parameters that several ranks share; each rank must call."""
+        for param, ranks in self._ranks.items():
+            if param.requires_grad and ranks in self._ties:
+                total = stash.own(param)
+                self._ties[ranks].all_reduce(total).wait()
+
+    @property
+    def groups(self) -> Sequence[Collectives]:
+        """The pipeline's ranks."""
+        return (self.group,)
+
+    @property
+    def group_sets(self) -> Sequence[Sequence[Collectives]]:
+        """Every parameter's elements are somewhere in the pipeline."""
+        return ((self.group,),)
+
+    def groups_of(self, param: nn.Parameter) -> Sequence[Collectives]:
+        """Return the pipeline's ranks."""
+        return (self.group,)
+
+    def is_here(self, param: nn.Parameter) -> bool:
+        """Whether a stage of this rank has a parameter."""
+        return self.group.rank in self._ranks[param]
+
+    def counts(self, param: nn.Parameter) -> bool:
+        """Whether this rank is the first that has a parameter."""
+        return self._ranks[param][0] == self.group.rank
+
+    def local(self, param: nn.Parameter, whole: Tensor) -> Tensor:
+        """Return the tensor: what is here is whole."""
+        return whole
+
+    @torch.no_grad()
+    def whole(self, param: nn.Parameter, local: Tensor) -> Tensor:
+        """Return a tensor shaped as `param` from the first rank that has it; each rank must call."""
+        here = self.is_here(param)
+        tensor = local.contiguous() if here else local.new_empty(self.shapes[param])
+        self.group.broadcast(tensor, src=self._ranks[param][0]).wait()
+        return tensor
+
+    @torch.no_grad()
+    def share_buffers(self) -> None:
+        """Give every rank the buffers as their first stages have them; each rank must call."""
+        for buffer, stages in buffer_stages(self._model, self._partition).items():
+            same = buffer.contiguous()
+            self.group.broadcast(same, src=self._stage_ranks[stages[0]]).wait()
+            buffer.copy_(same)
+
+    def restore(self, *, whole: bool = True) -> None:
+        """With `whole`, give every rank all parameters and buffers again; each rank must call."""
+        if not whole:
+            return
+        for param in self.shapes:
+            param.data = self.whole(param, param.data).cpu()
+        self.share_buffers()

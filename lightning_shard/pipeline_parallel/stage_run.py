@@ -1,0 +1,233 @@
+"""One microbatch on one stage: the user's whole step, of which only the stage's part is computed.
+
+    step ──> before ──> block 0 .. first-1 ──> first .. stop-1 ──> block `stop`
+             (stands in)     (skipped)    ▲        (computed)         └─ Cut: its arguments are sent
+                                          └─ arguments received
+
+The last stage has no block `stop`: there the step runs on to its result.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_shard.errors import ConfigError
+from lightning_shard.pipeline_parallel.elsewhere import is_elsewhere
+from lightning_shard.pipeline_parallel.leaves import map_tensors, tensors_in
+from lightning_shard.pipeline_parallel.skipped_blocks import SkippedBlock, Template
+
+Arguments = tuple[Sequence[Any], Mapping[str, Any]]
+
+
+class Needed(NamedTuple):
+    """Which tensors of the arguments of a stage's first block come from earlier stages.
+
+    Attributes:
+        places: Their indices.
+        num_tensors: Number of all tensors there.
+    """
+
+    places: tuple[int, ...]
+    num_tensors: int
+
+
+class Cut(BaseException):
+    """Ends a step on a stage that has done its part; never seen by user code's `except`."""
+
+
+class StageRun:
+    """The run of one microbatch through one stage, from its forward to its backward.
+
+    Args:
+        stage: Number of the stage.
+        first: Its first block.
+        stop: The first block after it.
+        block_names: Of all blocks, for messages.
+        needed: Which tensors of the next stage's first call go there; None on the last stage.
+        received: What the previous stage has sent, in its order; None on the first stage.
+        entering: Called when the first block of the stage begins.
+
+    Attributes:
+        inputs: The received tensors.
+        outputs: What the next stage needs.
+        result: What the step returned, on the last stage.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        first: int,
+        stop: int,
+        block_names: Sequence[str],
+        *,
+        needed: Needed | None,
+        received: Sequence[Tensor] | None = None,
+        entering: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.stage = stage
+        self.inputs = list(received or ())
+        self.outputs: list[Tensor] = []
+        self.result: Any = None
+        self._first, self._stop = first, stop
+        self._names = block_names
+        self._needed = needed
+        self._is_later = received is not None
+        self._entering = entering
+        self._entered = self._cut = self._is_over = False
+        self._values: dict[int, Tensor] = {}  # by the identity of what stands in for them
+        self._stand_ins: list[Tensor] = []  # alive, so that an identity means one tensor
+
+    def forward(self, step: Callable[[], Any]) -> None:
+        """Run the step.
+
+        Raises:
+            ConfigError: It does not call the blocks once, in order, or it uses a value of another
+                stage in another way than as an argument of a block.
+        """
+        try:
+            self.result = step()
+        except Cut:
+            return
+        finally:
+            self._is_over = True
+        if not self._entered or (self._needed is not None and not self._cut):
+            missed = self._names[self._stop if self._entered else self._first]
+            raise ConfigError(
+                f"Stage {self.stage}: the step ended without calling the block {missed!r}, "
+                f"expected it to call the network once, all blocks in order."
+            )
+        for tensor in tensors_in(self.result):
+            self._refuse_elsewhere(tensor, "the step's result")
+
+    def call(
+        self,
+        index: int,
+        skipped: SkippedBlock,
+        call: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Do what the call of block `index` means on this stage."""
+        if index < self._first:
+            return skipped(args, kwargs)
+        if index >= self._stop:
+            self._end(index, (args, kwargs))
+        if index == self._first and not self._is_over:
+            self._enter((args, kwargs))
+        args, kwargs = self._with_values((args, kwargs), index)
+        return call(*args, **kwargs)
+
+    def _enter(self, arguments: Arguments) -> None:
+        if self._entered:
+            raise ConfigError(
+                f"Stage {self.stage}: the step calls the block {self._names[self._first]!r} twice, "
+                f"expected the network to be called once per step: a pipeline sends each batch "
+                f"through its stages once. Concatenate the inputs of both calls along the batch, "
+                f"or use strategy='zero3'."
+            )
+        self._entered = True
+        if self._is_later:
+            places = elsewhere_in(arguments)
+            if len(places) != len(self.inputs):
+                raise ConfigError(
+                    f"Stage {self.stage}: the block {self._names[self._first]!r} is called with "
+                    f"{len(places)} tensors of earlier stages, expected {len(self.inputs)} as in "
+                    f"the first batch. The arguments of the blocks must have the same structure in "
+                    f"every step."
+                )
+            leaves = tensors_in(arguments)
+            for place, value in zip(places, self.inputs, strict=True):
+                self._values[id(leaves[place])] = value
+                self._stand_ins.append(leaves[place])
+        self._entering()
+
+    def _with_values(self, arguments: Arguments, index: int) -> Arguments:
+        """Exchange what stands in for received tensors."""
+
+        def value(tensor: Tensor) -> Tensor:
+            known = self._values.get(id(tensor), tensor)
+            self._refuse_elsewhere(known, f"the arguments of {self._names[index]!r}")
+            return known
+
+        exchanged: Arguments = map_tensors(arguments, value)
+        return exchanged
+
+    def _refuse_elsewhere(self, tensor: Tensor, where: str) -> None:
+        if is_elsewhere(tensor):
+            raise ConfigError(
+                f"Stage {self.stage}: {where} holds a value of shape {tuple(tensor.shape)} that is "
+                f"computed from {getattr(tensor, 'origin', '')!r} on another stage and has not "
+                f"passed through the blocks, expected values to reach a later stage as arguments "
+                f"of its first block. Give it to the blocks as an argument, or let the module that "
+                f"computes it stand after the blocks."
+            )
+
+    def _end(self, index: int, arguments: Arguments) -> None:
+        """Take what the next stage needs, and end the step."""
+        if not self._entered or index != self._stop or self._needed is None:
+            raise ConfigError(
+                f"Stage {self.stage}: the block {self._names[index]!r} is called after "
+                f"{self._stop - self._first} others of this stage, expected the blocks in order."
+            )
+        leaves = tensors_in(self._with_values(arguments, index))
+        if len(leaves) != self._needed.num_tensors:
+            raise ConfigError(
+                f"Stage {self.stage}: the block {self._names[index]!r} is called with "
+                f"{len(leaves)} tensors, expected {self._needed.num_tensors} as on the next stage."
+            )
+        self.outputs = [leaves[place] for place in self._needed.places]
+        self._cut = True
+        raise Cut
+
+
+class Probe:
+    """Runs a step up to a stage's first block, to see which of its arguments are missing there.
+
+    Args:
+        first: The stage's first block. Block 0 is run, to see what it returns.
+
+    Attributes:
+        needed: What is missing; None when the step does not call the block.
+        template: What block 0 returns.
+    """
+
+    def __init__(self, first: int) -> None:
+        self._first = first
+        self.needed: Needed | None = None
+        self.template: Template | None = None
+
+    @torch.no_grad()
+    def forward(self, step: Callable[[], Any]) -> None:
+        """Run the step as far as that."""
+        try:
+            step()
+        except Cut:
+            return
+
+    def call(
+        self,
+        index: int,
+        skipped: SkippedBlock,
+        call: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Skip what stands before, and end at the stage's first block."""
+        if index < self._first:
+            return skipped(args, kwargs)
+        leaves = tensors_in((args, kwargs))
+        self.needed = Needed(tuple(elsewhere_in((args, kwargs))), len(leaves))
+        if index == 0:
+            self.template = Template.of(call(*args, **kwargs), leaves)
+        raise Cut
+
+
+def elsewhere_in(arguments: Arguments) -> list[int]:
+    """Return the indices of the tensors of other stages, each tensor once."""
+    found: dict[int, int] = {}
+    for index, tensor in enumerate(tensors_in(arguments)):
+        if is_elsewhere(tensor):
+            found.setdefault(id(tensor), index)
+    return list(found.values())

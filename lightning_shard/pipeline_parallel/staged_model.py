@@ -1,0 +1,179 @@
+"""A model whose blocks tell the running stage of their calls, and whose absent parameters stand in.
+
+Each block's class becomes a subclass made here, and its own again in the end; so names, hooks and
+`isinstance` go on working. Calls are caught before anything that is wrapped around `forward`, such
+as activation checkpointing.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from lightning_shard.pipeline_parallel.elsewhere import Elsewhere
+from lightning_shard.pipeline_parallel.partition import Partition, Stages
+from lightning_shard.pipeline_parallel.skipped_blocks import SkippedBlock, Template
+
+_PLACE = "_pipeline_place"
+
+
+class Run(Protocol):
+    """What is told of the calls of blocks: a `StageRun` or a `Probe`."""
+
+    def call(
+        self,
+        index: int,
+        skipped: SkippedBlock,
+        call: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Do what the call of block `index` means."""
+
+
+class StagedModel:
+    """Catches the calls of a model's blocks until `restore`.
+
+    Args:
+        model: The whole module.
+        partition: Its stages.
+        param_stages: The stages of each parameter.
+        full_shapes: The whole shape of each parameter.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        partition: Partition,
+        param_stages: Mapping[nn.Parameter, Stages],
+        full_shapes: Mapping[nn.Parameter, Sequence[int]],
+    ) -> None:
+        self.partition = partition
+        self._model = model
+        self.block_names = [partition.blocks.name(i) for i in range(len(partition.blocks))]
+        self._run: Run | None = None
+        self._hint: Template | None = None
+        self._homes = [
+            (module._parameters, name, param)
+            for module in model.modules()
+            for name, param in module._parameters.items()
+            if param is not None
+        ]
+        self._names = {param: name for name, param in model.named_parameters()}
+        self._param_stages, self._full_shapes = param_stages, full_shapes
+        self._absent: dict[int, list[tuple[dict[str, Any], str, nn.Parameter, Elsewhere]]] = {}
+        self._shown: int | None = None  # the stage whose absent parameters stand in now
+        for index, block in enumerate(partition.blocks.modules):
+            setattr(block, _PLACE, _Place(self, index, SkippedBlock(block)))
+            block.__class__ = _caught_class(type(block))
+
+    @property
+    def run(self) -> Run | None:
+        """What is told of the blocks' calls now; None outside of steps."""
+        return self._run
+
+    @contextmanager
+    def running(self, run: Run, stage: int) -> Iterator[None]:
+        """Tell `run` of the blocks' calls inside, the parameters of other stages standing in."""
+        self._show(stage)
+        self._run = run
+        try:
+            yield
+        finally:
+            self._run = None
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Put every parameter back in its place at the end of the runs inside."""
+        try:
+            yield
+        finally:
+            self._show(None)
+
+    @contextmanager
+    def buffers_kept(self) -> Iterator[None]:
+        """Undo what the runs inside do to buffers, such as running statistics."""
+        kept = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, before in kept:
+                    buffer.copy_(before)
+
+    def _show(self, stage: int | None) -> None:
+        if stage == self._shown:
+            return
+        for home, name, param, _ in self._stand_ins(self._shown):
+            home[name] = param
+        self._shown = stage
+        for home, name, _, stand_in in self._stand_ins(stage):
+            home[name] = stand_in
+
+    def _stand_ins(
+        self, stage: int | None
+    ) -> list[tuple[dict[str, Any], str, nn.Parameter, Elsewhere]]:
+        if stage is None:
+            return []
+        if stage not in self._absent:
+            absent = {
+                param: Elsewhere.of(param, self._full_shapes[param], self._names[param])
+                for param, stages in self._param_stages.items()
+                if stage not in stages
+            }
+            self._absent[stage] = [
+                (home, name, param, absent[param])
+                for home, name, param in self._homes
+                if param in absent
+            ]
+        return self._absent[stage]
+
+    @property
+    def hint(self) -> Template | None:
+        """What block 0 returns, for the blocks of its class that cannot be run without values."""
+        return self._hint
+
+    @hint.setter
+    def hint(self, hint: Template | None) -> None:
+        self._hint = hint
+        first, *_ = blocks = self.partition.blocks.modules
+        for block in blocks:
+            if type(block) is type(first):
+                getattr(block, _PLACE).skipped.hint = hint
+
+    def restore(self) -> None:
+        """Give every block its own class back."""
+        self._show(None)
+        for block in self.partition.blocks.modules:
+            if _PLACE in block.__dict__:
+                delattr(block, _PLACE)
+                block.__class__ = type(block).__mro__[2]
+        self._absent, self._homes = {}, []
+
+
+class _Place:
+    """Where a block stands in its model."""
+
+    def __init__(self, model: StagedModel, index: int, skipped: SkippedBlock) -> None:
+        self.model, self.index, self.skipped = model, index, skipped
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Place":
+        """Return this place: a copy of a block works in no pipeline of its own."""
+        return self
+
+
+class _Caught:
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        place: _Place = getattr(self, _PLACE)
+        run = place.model.run
+        if run is None:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        return run.call(place.index, place.skipped, super().__call__, args, kwargs)  # type: ignore[misc]
+
+
+@cache
+def _caught_class(own: type[nn.Module]) -> type[nn.Module]:
+    return type(f"Staged{own.__name__}", (_Caught, own), {})

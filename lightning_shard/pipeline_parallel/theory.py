@@ -1,0 +1,129 @@
+"""What the papers say of each schedule: the idle share and the peak of live activations.
+
+All stages alike, messages free. A rank computes v stages of m microbatches; a step takes that and
+some waiting, and the idle share is the part of the step that is waiting:
+
+    |<------------- v m (F + B) ------------->|<- waiting ->|
+
+F, B, I and W are the durations of one stage and microbatch, p the number of ranks. In the units of
+the papers, which divide by the computing: GPipe (p - 1) / m, interleaved (p - 1) / (v m).
+
+| schedule                | waiting                                      | equality        |
+|-------------------------|----------------------------------------------|-----------------|
+| gpipe, 1f1b             | (p - 1) (F + B)                              | always          |
+| interleaved, looped_bfs | (p - 1 + (v - 1) max(0, p - m)) (F + B)      | always          |
+| interleaved_zero_bubble | (p - 1) max(F, I, F + I - W)                 | m >= p          |
+| zbv                     | (p - 1) F, or 2 (2 p - 1 - m) F for small m  | F = I = W       |
+| dual_pipe_v             | (p - 1) F                                    | F = I = W = B/2 |
+
+Elsewhere the waiting is a lower bound (0 for dual_pipe_v, which has both, when B is not I + W).
+What is left with zbv is that rank p - 1 starts (p - 1) F later than rank 0, which every schedule
+has; with dual_pipe_v short waits on the first ranks come to the same. DeepSeek's
+(p - 1) (F&B + B - 3 W) takes the forward and backward of a pair as one kernel of duration F&B; here
+each starts as soon as its own input is there.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from lightning_shard.pipeline_parallel.schedules import checked_stages
+from lightning_shard.pipeline_parallel.simulation import Durations
+
+
+class IdleShare(NamedTuple):
+    """A closed form of the idle share, 0 to 1; not exact: a lower bound."""
+
+    share: float
+    exact: bool
+
+
+def theoretical_idle_share(
+    name: str,
+    *,
+    num_ranks: int,
+    num_microbatches: int,
+    num_stages: int | None = None,
+    durations: Durations | None = None,
+) -> IdleShare:
+    """Return the share of a step in which a rank waits.
+
+    Args:
+        name: One of `SCHEDULES`.
+        num_ranks: Ranks of the pipeline.
+        num_microbatches: Parts of the batch.
+        num_stages: Stages over all ranks; by default what `make_schedule` takes.
+        durations: By default those of `replay`. The message is taken as free.
+
+    Raises:
+        ConfigError: The schedule does not exist, or does not allow these numbers.
+
+    Source:
+        gpipe arXiv:1811.06965; 1f1b and interleaved_1f1b arXiv:2104.04473, section 2.2;
+        looped_bfs arXiv:2211.05953; interleaved_zero_bubble and zbv arXiv:2401.10241;
+        dual_pipe_v https://github.com/deepseek-ai/DualPipe. The terms for fewer microbatches
+        than ranks are not in them: the tests find them in the replay.
+    """
+    num_stages = checked_stages(name, num_ranks, num_microbatches, num_stages)
+    durations = durations or Durations()
+    stages_per_rank = num_stages // num_ranks
+    waiting, exact = _waiting(name, num_ranks, num_microbatches, stages_per_rank, durations)
+    computing = stages_per_rank * num_microbatches * _forward_and_backward(name, durations)
+    return IdleShare(waiting / (waiting + computing), exact)
+
+
+def theoretical_peak_activations(
+    name: str, *, num_ranks: int, num_microbatches: int, num_stages: int | None = None
+) -> tuple[int, ...]:
+    """Return for each rank the most forwards that await their B or W at once.
+
+    The unit is what one stage holds of one microbatch: with v stages per rank, 1 / v of what a
+    rank holds of it.
+
+    Args:
+        name: One of `SCHEDULES`.
+        num_ranks: Ranks of the pipeline.
+        num_microbatches: Parts of the batch.
+        num_stages: Stages over all ranks; by default what `make_schedule` takes.
+
+    Raises:
+        ConfigError: The schedule does not exist, or does not allow these numbers.
+
+    Source:
+        As `theoretical_idle_share`; Megatron's warm-up for interleaved_1f1b, arXiv:2104.04473.
+    """
+    num_stages = checked_stages(name, num_ranks, num_microbatches, num_stages)
+    p, m, v = num_ranks, num_microbatches, num_stages // num_ranks
+    earlier = (v - 1) * (m // max(1, m // p))  # a round of forwards through all stages but one
+    peaks: dict[str, Callable[[int], int]] = {
+        "gpipe": lambda rank: m,
+        "1f1b": lambda rank: p - rank,
+        "interleaved_1f1b": lambda rank: earlier + 2 * (p - 1 - rank) + 1,
+        "looped_bfs": lambda rank: v * m,
+        "interleaved_zero_bubble": lambda rank: earlier + p,
+        "zbv": lambda rank: min(2 * p, m + 1 + rank),
+        "dual_pipe_v": lambda rank: 2 * p + 1,
+    }
+    return tuple(min(v * m, peaks[name](rank)) for rank in range(p))
+
+
+def _waiting(name: str, p: int, m: int, v: int, durations: Durations) -> tuple[float, bool]:
+    forward, backward_input = durations.forward, durations.backward_input
+    backward_weight = durations.backward_weight
+    even = forward == backward_input == backward_weight
+    if name == "interleaved_zero_bubble":
+        hop = max(forward, backward_input, forward + backward_input - backward_weight)
+        return (p - 1) * hop, m >= p
+    if name == "zbv":
+        return max(p - 1, 2 * (2 * p - 1 - m) if even else 0) * forward, even
+    if name == "dual_pipe_v":
+        whole = durations.backward == backward_input + backward_weight
+        return (p - 1) * forward * whole, even and whole
+    hops = p - 1 + (v - 1) * max(0, p - m)
+    return hops * (forward + durations.backward), True
+
+
+def _forward_and_backward(name: str, durations: Durations) -> float:
+    halves = durations.backward_input + durations.backward_weight
+    if name in ("interleaved_zero_bubble", "zbv"):
+        return durations.forward + halves
+    return durations.forward + durations.backward

@@ -1,0 +1,230 @@
+"""When each rank did what: idle shares, live activations, and pictures of them.
+
+A timeline is measured (a profiler's events) or simulated (`simulation.replay`). As text, 1F1B on
+two ranks with three microbatches, a dot for each slot of waiting:
+
+    rank 0   F0F1....B0--F2B1--..B2--  25% idle
+    rank 1   ..F0B0--F1B1--F2B2--....  25% idle
+
+`save_png` draws the same with matplotlib, and `save_chrome_trace` writes it for chrome://tracing
+and https://ui.perfetto.dev.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lightning_shard.errors import ConfigError
+from lightning_shard.pipeline_parallel.schedules import Action, Kind
+
+_LIVE_CHANGE = {"F": 1, "B": -1, "W": -1}
+_COMPUTATIONS: tuple[Kind, ...] = ("F", "B", "I", "W")
+_MOST_LABELS = 60  # in a row of a picture: more would not be legible
+
+
+class _Look(NamedTuple):
+    category: str
+    colour: str  # of matplotlib
+    chrome_colour: str  # a name that chrome://tracing knows
+
+
+_LOOKS: dict[Kind, _Look] = {
+    "F": _Look("forward", "#4c78a8", "thread_state_running"),
+    "B": _Look("backward", "#54a24b", "good"),
+    "I": _Look("backward of inputs", "#88d27a", "rail_response"),
+    "W": _Look("backward of weights", "#f2a93b", "rail_animation"),
+    "SEND_F": _Look("message", "#9d9da1", "grey"),
+    "RECV_F": _Look("message", "#d3d3d6", "generic_work"),
+    "SEND_B": _Look("message", "#9d9da1", "grey"),
+    "RECV_B": _Look("message", "#d3d3d6", "generic_work"),
+}
+
+
+class Event(NamedTuple):
+    """One action of a rank, and when: in seconds, or in the units that a simulation was given."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The events of each rank, in order of their starts; all ranks on one clock.
+
+    Attributes:
+        rows: For each rank its events.
+    """
+
+    rows: tuple[tuple[Event, ...], ...]
+
+    @classmethod
+    def of_events(
+        cls, events: Iterable[tuple[int, Action, float, float]], num_ranks: int
+    ) -> "Timeline":
+        """Sort measured events, each (rank, action, start, end), into a timeline."""
+        rows: list[list[Event]] = [[] for _ in range(num_ranks)]
+        for rank, action, start, end in events:
+            rows[rank].append(Event(action, start, end))
+        return cls.of_rows(rows)
+
+    @classmethod
+    def of_rows(cls, rows: Iterable[Iterable[Event]]) -> "Timeline":
+        """Sort the events of each rank by their starts."""
+        return cls(tuple(tuple(sorted(row, key=lambda event: event.start)) for row in rows))
+
+    @cached_property
+    def computations(self) -> tuple[tuple[Event, ...], ...]:
+        """The events without messages; those of one rank do not overlap."""
+        return tuple(tuple(event for event in row if event.action.computes) for row in self.rows)
+
+    @property
+    def start(self) -> float:
+        """When the first rank began to compute."""
+        return min((row[0].start for row in self.computations if row), default=0.0)
+
+    @property
+    def duration(self) -> float:
+        """From the first rank's first computation to the end of the last rank's last."""
+        return max((row[-1].end for row in self.computations if row), default=0.0) - self.start
+
+    @property
+    def idle_shares(self) -> tuple[float, ...]:
+        """For each rank the share of the duration in which it did not compute, 0 to 1."""
+        duration = self.duration
+        busy = (sum(event.end - event.start for event in row) for row in self.computations)
+        return tuple(1 - seconds / duration if duration else 0.0 for seconds in busy)
+
+    @property
+    def idle_share(self) -> float:
+        """The mean of the ranks' idle shares: the pipeline's bubble."""
+        return sum(self.idle_shares) / len(self.rows)
+
+    @property
+    def peak_activations(self) -> tuple[int, ...]:
+        """For each rank the most microbatches of a stage that were held at once.
+
+        A forward holds its activations until the whole backward (B), or the backward of the
+        weights (W): the backward of the inputs (I) alone frees only what no weight needs.
+        """
+        return tuple(peak_activations(event.action for event in row) for row in self.rows)
+
+
+def peak_activations(actions: Iterable[Action]) -> int:
+    """Return the most forwards that await their B or W at once, as the actions of a rank run."""
+    return max(accumulate(_LIVE_CHANGE.get(action.kind, 0) for action in actions), default=0)
+
+
+def draw_text(timeline: Timeline, width: int = 100) -> str:
+    """Draw the computations as one line of text per rank.
+
+    Args:
+        timeline: Measured or simulated.
+        width: Columns for the duration. A label that has no room is cut: a wider drawing has it.
+    """
+    one_stage = all(
+        len({event.action.stage for event in row}) <= 1 for row in timeline.computations
+    )
+    scale = width / timeline.duration if timeline.duration else 0.0
+    lines = []
+    for rank, (row, idle) in enumerate(
+        zip(timeline.computations, timeline.idle_shares, strict=True)
+    ):
+        cells = ["."] * width
+        for action, start, end in row:
+            first, last = (round((time - timeline.start) * scale) for time in (start, end))
+            label = f"{action.kind}{action.microbatch}" if one_stage else str(action)
+            cells[first:last] = label[: last - first].ljust(last - first, "-")
+        lines.append(f"rank {rank:<2}  {''.join(cells)}  {idle:.0%} idle")
+    return "\n".join(lines)
+
+
+def save_png(timeline: Timeline, path: str | Path, *, title: str = "") -> None:
+    """Draw a row per rank, with its idle share, into a PNG file.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        figure_of = import_module("matplotlib.figure").Figure
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"A picture of a pipeline ({path}) needs {error.name}, which is not installed: "
+            "pip install matplotlib. draw_text and save_chrome_trace need nothing."
+        ) from error
+    figure = figure_of(figsize=(14, 1.2 + 0.45 * len(timeline.rows)), layout="constrained")
+    axes = figure.add_subplot()
+    for rank, row in enumerate(timeline.computations):
+        _draw_bars(axes, timeline, rank, row)
+    idle = (f"rank {rank}\n{share:.1%} idle" for rank, share in enumerate(timeline.idle_shares))
+    axes.set_yticks(range(len(timeline.rows)), list(idle), fontsize=7)
+    axes.invert_yaxis()
+    axes.set(title=title, xlabel=f"seconds; idle in all {timeline.idle_share:.1%}")
+    names, bars = _legend(axes)
+    axes.legend(bars, names, loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)
+    figure.savefig(path, format="png", dpi=150)
+
+
+def chrome_trace(timeline: Timeline) -> dict[str, Any]:
+    """Return the events in the Trace Event Format: a process per rank, microseconds.
+
+    Messages overlap the computations, so they lie in a row of their own under them.
+
+    Source:
+        "Trace Event Format", the Chromium project.
+    """
+    events: list[dict[str, Any]] = []
+    for rank, row in enumerate(timeline.rows):
+        events.append(_named("process_name", f"rank {rank}", rank, 0))
+        events += (_traced(rank, event, timeline.start) for event in row)
+        for thread in sorted({not event.action.computes for event in row}):
+            name = "messages" if thread else "computations"
+            events.append(_named("thread_name", name, rank, int(thread)))
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def save_chrome_trace(timeline: Timeline, path: str | Path) -> None:
+    """Write `chrome_trace` as JSON, for chrome://tracing or https://ui.perfetto.dev."""
+    Path(path).write_text(json.dumps(chrome_trace(timeline)))
+
+
+def _draw_bars(axes: Any, timeline: Timeline, rank: int, row: tuple[Event, ...]) -> None:
+    spans = [(event.start - timeline.start, event.end - event.start) for event in row]
+    colours = [_LOOKS[event.action.kind].colour for event in row]
+    axes.broken_barh(spans, (rank - 0.4, 0.8), color=colours, edgecolor="white", linewidth=0.3)
+    if len(row) > _MOST_LABELS:
+        return
+    for event, (start, width) in zip(row, spans, strict=True):
+        axes.text(start + width / 2, rank, str(event.action), ha="center", va="center", fontsize=5)
+
+
+def _legend(axes: Any) -> tuple[list[str], list[Any]]:
+    looks = [_LOOKS[kind] for kind in _COMPUTATIONS]
+    return [look.category for look in looks], [
+        axes.broken_barh([], (0, 0), color=look.colour) for look in looks
+    ]
+
+
+def _named(kind: str, name: str, rank: int, thread: int) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": rank, "tid": thread, "args": {"name": name}}
+
+
+def _traced(rank: int, event: Event, origin: float) -> dict[str, Any]:
+    action, start, end = event
+    look = _LOOKS[action.kind]
+    return {
+        "ph": "X",
+        "name": str(action),
+        "cat": look.category,
+        "cname": look.chrome_colour,
+        "pid": rank,
+        "tid": int(not action.computes),
+        "ts": (start - origin) * 1e6,
+        "dur": (end - start) * 1e6,
+        "args": {"stage": action.stage, "microbatch": action.microbatch},
+    }

@@ -1,0 +1,44 @@
+"""The private names of torchmetrics that the strategies touch.
+
+Checked with torchmetrics 1.9; `tests/strategies/test_metric_sources.py` fails when one changes.
+"""
+
+from typing import Any
+
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from torchmetrics import Metric
+
+
+def computes_whole(metric: Metric) -> bool:
+    """Whether `compute` would ask for the whole state: nothing cached, not inside `forward`."""
+    return metric._computed is None and metric._should_unsync
+
+
+def forget_computed(metric: Metric) -> None:
+    """Let the next `compute` compute."""
+    metric._computed = None
+
+
+def is_persistent(metric: Metric) -> bool:
+    """Whether the metric's state is part of the module's state dict."""
+    return any(metric._persistent.values())
+
+
+def set_state(metric: Metric, states: dict[str, Any], update_count: int) -> None:
+    """Give the metric a state as if it had been updated to it."""
+    for name, state in states.items():
+        is_kept_on_cpu = metric.compute_on_cpu and isinstance(state, list)
+        device = "cpu" if is_kept_on_cpu else metric.device
+        setattr(metric, name, apply_to_collection(state, Tensor, Tensor.to, device))
+    metric._update_count = update_count
+
+
+def step_value(metric: Metric) -> Any:
+    """Return what `forward` last returned, which Lightning logs on a step."""
+    return metric._forward_cache
+
+
+def set_step_value(metric: Metric, value: Any) -> None:
+    """Let Lightning log `value` on a step."""
+    metric._forward_cache = value

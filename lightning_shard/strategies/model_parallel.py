@@ -1,0 +1,108 @@
+"""What the strategies share whose ranks split one model: their groups, and the same batches.
+
+The ranks of one model are given the same batch; the ranks that differ in nothing but the data are
+data parallel to each other.
+"""
+
+from typing import Any, ClassVar
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from typing_extensions import override
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.errors import ConfigError
+from lightning_shard.mesh import Axis, ParallelMesh
+from lightning_shard.strategies._lightning import seed_workers
+from lightning_shard.strategies.batches import check_same_lengths
+from lightning_shard.strategies.data_parallel import DataParallelStrategy
+from lightning_shard.strategies.metric_groups import MetricGroups
+from lightning_shard.strategies.same_batches import SameBatches
+
+
+class ModelParallelStrategy(DataParallelStrategy):
+    """One model over the ranks of a group; what they leave of the world is data parallel."""
+
+    model_axis: ClassVar[Axis]
+    _data: Collectives | None = None
+    _sharers: Collectives | None = None  # the ranks of one model
+    _metrics: MetricGroups | None = None
+    _same_batches: SameBatches | None = None
+
+    @property
+    def mesh(self) -> ParallelMesh:
+        """The grid of this run's ranks."""
+        raise NotImplementedError
+
+    @property
+    @override
+    def data_collectives(self) -> Collectives:
+        if self._data is None:
+            raise ConfigError("There are no groups before trainer.fit (or validate ...) runs.")
+        return self._data
+
+    @property
+    def model_collectives(self) -> Collectives:
+        """Collectives over the ranks that share one model."""
+        if self._sharers is None:
+            raise ConfigError("There are no groups before trainer.fit (or validate ...) runs.")
+        return self._sharers
+
+    @override
+    def _make_groups(self) -> None:
+        self._data, self._sharers = self._peers("dp"), self._peers(self.model_axis)
+        super()._make_groups()
+
+    def _peers(self, axis: Axis) -> Collectives:
+        ranks = list(self.mesh.peers(axis, self.global_rank))
+        group = dist.new_group(ranks, timeout=self._timeout, use_local_synchronization=True)
+        return self.backend.collectives(group)
+
+    @override
+    def _leave(self) -> None:
+        self._data = self._sharers = None
+        super()._leave()
+
+    @property
+    @override
+    def _has_whole_parameters(self) -> bool:
+        return super()._has_whole_parameters and self.mesh.size(self.model_axis) == 1
+
+    @property
+    @override
+    def _holds_pieces(self) -> bool:
+        return super()._holds_pieces or self.mesh.size(self.model_axis) > 1
+
+    @override
+    def setup(self, trainer: "pl.Trainer") -> None:
+        super().setup(trainer)
+        assert self.model is not None
+        self._metrics = MetricGroups(self.model, self.data_collectives.group)
+        ranks = self.mesh.peers(self.model_axis, self.global_rank)
+        self._same_batches = SameBatches(self.model_collectives, ranks, self.root_device)
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        if self._is_predicting:  # data-parallel ranks may have more batches than others
+            check_same_lengths(dataloader, self.model_collectives)
+        seed_workers(dataloader, self.data_collectives.rank)  # alike on the ranks of one model
+        return super().process_dataloader(dataloader)
+
+    @override
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        if self._same_batches is not None and self.lightning_module is not None:
+            stage = self.lightning_module.trainer.state.stage
+            assert stage is not None
+            self._same_batches.check(batch, f"{stage.value} loader {dataloader_idx}")
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
+    def teardown(self) -> None:
+        super().teardown()
+        self._unsplit_model(whole=False)  # where the set-up has failed
+        if self._metrics is not None:
+            self._metrics.restore()
+        self._metrics = self._same_batches = None

@@ -1,0 +1,316 @@
+"""Pipeline parallelism as a Lightning strategy: stages of layers, batches in microbatches."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.utilities.seed import isolate_rng
+from lightning.pytorch.plugins.precision import Precision
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_shard.backends.base import DEFAULT_TIMEOUT
+from lightning_shard.data_parallel.agreement import check_same_model
+from lightning_shard.data_parallel.engine import refuse_leftover_pieces
+from lightning_shard.data_parallel.model_split import ModelSplit
+from lightning_shard.errors import ConfigError
+from lightning_shard.mesh import ParallelMesh
+from lightning_shard.pipeline_parallel.blocks import find_blocks
+from lightning_shard.pipeline_parallel.gradients import GradientStash
+from lightning_shard.pipeline_parallel.microbatches import (
+    Microbatch,
+    batch_size_of,
+    merge_outputs,
+    split_batch,
+)
+from lightning_shard.pipeline_parallel.partition import Partition, partition_blocks
+from lightning_shard.pipeline_parallel.pipeline import Pipeline
+from lightning_shard.pipeline_parallel.schedules import (
+    Schedule,
+    check_name,
+    default_stages_per_rank,
+    make_schedule,
+    place_stages,
+)
+from lightning_shard.pipeline_parallel.split import PipelineSplit
+from lightning_shard.pipeline_parallel.staged_model import StagedModel
+from lightning_shard.strategies.data_parallel import DataParallelStrategy
+from lightning_shard.strategies.model_parallel import ModelParallelStrategy
+from lightning_shard.strategies.step_logs import StepLogs
+
+
+class PipelineParallelStrategy(ModelParallelStrategy):
+    """Consecutive layers on each rank, microbatches in flight; `strategy="pipeline_parallel"`.
+
+    Args:
+        accelerator: See `ShardStrategy`, as for the next eight.
+        parallel_devices: One device per local rank.
+        cluster_environment: Lightning's.
+        checkpoint_io: Lightning's.
+        precision_plugin: Lightning's.
+        backend: "auto" or a backend's name.
+        num_ranks: With backend "in_process": ranks to run here.
+        timeout: Seconds after which a silent peer is an error.
+        debug: Compare every collective call.
+        pipeline_parallel_size: Ranks of one pipeline; by default all. What they leave of the world
+            is data parallel.
+        schedule: One of `pipeline_parallel.schedules.SCHEDULES`.
+        num_microbatches: Parts of each batch; by default twice the ranks of the pipeline. A batch
+            of fewer samples has one part for each.
+        blocks: Path of the list of repeated blocks; found where there is one.
+        split: What the stages have alike: "parameters", "flops" or "memory" (measured in the
+            first batch); or the first block of each stage but the first.
+
+    Raises:
+        ConfigError: A size, schedule or split that cannot be.
+    """
+
+    stage = 0
+    model_axis = "pp"
+
+    def __init__(
+        self,
+        accelerator: "pl.accelerators.Accelerator | None" = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        backend: str = "auto",
+        num_ranks: int | None = None,
+        timeout: float | timedelta = DEFAULT_TIMEOUT,
+        debug: bool = False,
+        pipeline_parallel_size: int | None = None,
+        schedule: str = "1f1b",
+        num_microbatches: int | None = None,
+        blocks: str | None = None,
+        split: str | list[int] = "parameters",
+    ) -> None:
+        check_name(schedule)
+        if num_microbatches is not None and num_microbatches < 1:
+            raise ConfigError(f"num_microbatches must be at least 1, got {num_microbatches}.")
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            backend=backend,
+            num_ranks=num_ranks,
+            timeout=timeout,
+            debug=debug,
+        )
+        self._pipeline_parallel_size = pipeline_parallel_size
+        self._schedule = schedule
+        self._num_microbatches = num_microbatches
+        self._blocks = blocks
+        self._balance = split
+        self._partition: Partition | None = None
+        self._staged: StagedModel | None = None
+        self._split: PipelineSplit | None = None
+        self._pipeline: Pipeline | None = None
+        self._logs: StepLogs | None = None
+        self._warned_of_bubble = False
+
+    @property
+    @override
+    def mesh(self) -> ParallelMesh:
+        size = self._pipeline_parallel_size
+        return ParallelMesh.of_world(self.world_size, pp=self.world_size if size is None else size)
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The pipeline; there from `setup` to `teardown`."""
+        if self._pipeline is None:
+            raise ConfigError("There is no pipeline before the strategy's setup or after teardown.")
+        return self._pipeline
+
+    @property
+    def num_microbatches(self) -> int:
+        """Parts of a batch that has as many samples."""
+        return self._num_microbatches or 2 * self.mesh.pp
+
+    @property
+    def num_stages(self) -> int:
+        """Stages over all ranks of the pipeline."""
+        if isinstance(self._balance, list):
+            return len(self._balance) + 1
+        return self.mesh.pp * default_stages_per_rank(self._schedule)
+
+    def schedule(self, num_microbatches: int) -> Schedule:
+        """Return what the ranks do with a batch of so many parts.
+
+        Raises:
+            ConfigError: The schedule does not allow it.
+        """
+        return make_schedule(
+            self._schedule,
+            num_ranks=self.mesh.pp,
+            num_microbatches=num_microbatches,
+            num_stages=self.num_stages,
+        )
+
+    @override
+    def setup(self, trainer: "pl.Trainer") -> None:
+        module = self.lightning_module
+        assert module is not None
+        if not module.automatic_optimization:
+            raise ConfigError(
+                f"{type(module).__name__} optimizes by hand, but a pipeline runs training_step "
+                f"once for each microbatch and stage, and would step the optimizer each time; "
+                f"expected automatic optimization. Use strategy='zero3' for manual optimization."
+            )
+        if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+            raise ConfigError(
+                f"{type(module).__name__}.training_step takes the loader's iterator, expected the "
+                f"batch, which a pipeline splits into microbatches."
+            )
+        super().setup(trainer)
+
+    @override
+    def model_to_device(self) -> None:
+        """Move the model once it has been split: a device never holds other stages' layers."""
+
+    @override
+    def _split_model(self) -> ModelSplit:
+        assert self.model is not None
+        assert self.lightning_module is not None
+        model, group = self.model, self.model_collectives
+        refuse_leftover_pieces(model)
+        check_same_model(model, group)
+        self._partition = partition_blocks(
+            model,
+            find_blocks(model, self._blocks),
+            num_stages=self.num_stages,
+            split=self._balance,  # type: ignore[arg-type]
+        )
+        ranks = place_stages(self._schedule, self.mesh.pp, self.num_stages)
+        self.schedule(self.num_microbatches)  # refused here, where nothing has been changed
+        self._split = PipelineSplit(model, self._partition, ranks, group, self.root_device)
+        self._staged = StagedModel(
+            model, self._partition, self._split.param_stages, self._split.shapes
+        )
+        own = [stage for stage, rank in enumerate(ranks) if rank == group.rank]
+        params = {stage: self._split.stage_params(stage) for stage in own}
+        self._pipeline = Pipeline(
+            self._staged, group, params, self.schedule, ranks, self.root_device
+        )
+        self._logs = StepLogs(self.lightning_module, group, self._pipeline.last_rank)
+        return self._split
+
+    @override
+    def _unsplit_model(self, *, whole: bool) -> None:
+        if self._logs is not None:
+            self._logs.restore()
+        if self._staged is not None:
+            self._staged.restore()
+        if self._split is not None:
+            self._split.restore(whole=whole)
+        self._logs = self._staged = self._split = self._pipeline = None
+
+    def _microbatches(self, batch: Any) -> list[Microbatch]:
+        return split_batch(batch, min(self.num_microbatches, batch_size_of(batch)))
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._split is not None
+        pipeline = self.pipeline
+        microbatches = self._microbatches(args[0])
+        self._warn_of_bubble(len(microbatches))
+        step = self._step(super(DataParallelStrategy, self).training_step, args, kwargs)
+        with self.engine.step(), isolate_rng():
+            results, stash = pipeline.train("training", microbatches, step, _loss, self._seed)
+            self._split.sum_ties(stash)
+        outputs = self._shared(results, microbatches)
+        return _with_gradients(outputs, stash)
+
+    @property
+    def _seed(self) -> float:
+        """What gradients are multiplied with while they travel: the scale of a loss scaler."""
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        return 1.0 if scaler is None else float(scaler.get_scale())
+
+    def _step(
+        self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[[Microbatch, bool], Any]:
+        logs = self._logs
+        assert logs is not None
+
+        def step(microbatch: Microbatch, is_last: bool) -> Any:
+            with logs.recording(microbatch.size, counts=is_last):
+                return run(microbatch.content, *args[1:], **kwargs)
+
+        return step
+
+    def _shared(self, results: dict[int, Any], microbatches: list[Microbatch]) -> Any:
+        """Merge what the last stage's steps have returned, and give it to every rank."""
+        assert self._logs is not None
+        outputs = None
+        if self.pipeline.has_last_stage:
+            sizes = [one.size for one in microbatches]
+            outputs = merge_outputs([results[one.index] for one in microbatches], sizes)
+        return self._logs.replay(outputs)
+
+    def _evaluate(
+        self, kind: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        pipeline = self.pipeline
+        microbatches = self._microbatches(args[0])
+        loader = ", ".join(str(one) for one in args[2:])
+        with self.engine.step(), isolate_rng():
+            step = self._step(run, args, kwargs)
+            results = pipeline.evaluate(f"{kind} {loader}", microbatches, step)
+        if results is None:  # a step that does not use the network
+            return run(*args, **kwargs)
+        return self._shared(results, microbatches)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        run = super(DataParallelStrategy, self).validation_step
+        return self._evaluate("validation", run, args, kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        run = super(DataParallelStrategy, self).test_step
+        return self._evaluate("test", run, args, kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        run = super(DataParallelStrategy, self).predict_step
+        return self._evaluate("predict", run, args, kwargs)
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self._split is not None and self._logs is not None:
+            self._split.share_buffers()
+            self._logs.share_persistent_metrics()
+        return super().lightning_module_state_dict()
+
+    def _warn_of_bubble(self, num_microbatches: int) -> None:
+        if num_microbatches < self.num_stages and not self._warned_of_bubble:
+            self._warned_of_bubble = True
+            ranks = self.mesh.pp
+            idle = (ranks - 1) / (num_microbatches + ranks - 1)
+            rank_zero_warn(
+                f"{num_microbatches} microbatches are fewer than the {self.num_stages} stages: "
+                f"expect each rank to be idle for about {idle:.0%} of a step. Set num_microbatches "
+                f"to {4 * ranks} or more, with a batch of as many samples."
+            )
+
+
+def _loss(result: Any) -> Tensor | None:
+    found = result.get("loss") if isinstance(result, Mapping) else result
+    return found if isinstance(found, Tensor) else None
+
+
+def _with_gradients(outputs: Any, stash: GradientStash) -> Any:
+    """Connect the loss that the step returns with the gradients that are already there."""
+    loss = _loss(outputs)
+    if loss is None:
+        return outputs
+    handed = stash.hand_over(loss)
+    return {**outputs, "loss": handed} if isinstance(outputs, Mapping) else handed

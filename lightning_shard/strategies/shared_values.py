@@ -1,0 +1,247 @@
+"""One rank's values on every rank of its group, in one small message where their form is known.
+
+    {"loss": tensor(0.5), "n": 3, "text": "a"}
+      numbers   0.5  3                                one float64 tensor, every time
+      form      {"loss": slot, "n": slot, "text": "a"}   an object, the first time only
+      the rest  larger tensors, other objects         messages of their own
+
+The message is as long as the longest form that the group has met, so that ranks which wait for it
+need not know what comes.
+"""
+
+import math
+import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.errors import ConfigError
+from lightning_shard.pipeline_parallel.elsewhere import Elsewhere
+from lightning_shard.pipeline_parallel.microbatches import held_values, with_values
+
+_MAX_FORMS = 64  # names that change with every batch must not fill the memory
+_MAX_NUMEL = 64  # of a tensor among the numbers
+_MAX_INTEGER = 2**53  # exact in float64
+_UNKNOWN = -1.0
+
+
+class SharedValues:
+    """Sends values from one rank of a group to the others.
+
+    Args:
+        group: Each of its ranks must call `share` in the same order.
+        source: Rank in `group` that has the values.
+    """
+
+    def __init__(self, group: Collectives, source: int) -> None:
+        self._group = group
+        self._source = source
+        self._forms: list[_Form] = []
+        self._indices: dict[bytes, int] = {}
+        self._capacity = 0
+
+    def share(self, value: Any, device: torch.device) -> Any:
+        """Return the source's value on every rank.
+
+        Args:
+            value: Tensors, numbers and picklable objects in mappings, lists, tuples and
+                dataclasses; what other ranks than the source pass is ignored.
+            device: Where this rank's messages and the tensors it receives lie.
+
+        Returns:
+            On the source `value` itself; elsewhere copies of it, out of any graph.
+        """
+        if self._group.size == 1:
+            return value
+        if self._group.rank == self._source:
+            self._send(_packed(value), device)
+            return value
+        return self._receive(device)
+
+    def _send(self, packed: "_Packed", device: torch.device) -> None:
+        form = _Form(value=packed.form, num_scalars=len(packed.scalars))
+        encoded = pickle.dumps(form)
+        index = self._indices.get(encoded)
+        numbers = _joined(packed, device)
+        message = torch.zeros(1 + self._capacity, dtype=torch.float64, device=device)
+        message[0] = _UNKNOWN if index is None else index
+        if index is not None:
+            message[1 : 1 + len(numbers)] = numbers
+        self._group.broadcast(message, self._source).wait()
+        if index is None:
+            self._group.broadcast_object((encoded, numbers.tolist()), self._source)
+            self._learn(encoded, form, len(numbers))
+        if packed.objects:
+            self._group.broadcast_object(packed.objects, self._source)
+        for tensor in packed.tensors:
+            self._group.broadcast(_bytes_of(tensor.to(device)), self._source).wait()
+
+    def _receive(self, device: torch.device) -> Any:
+        message = torch.empty(1 + self._capacity, dtype=torch.float64, device=device)
+        self._group.broadcast(message, self._source).wait()
+        first, *numbers = message.tolist()
+        if first == _UNKNOWN:
+            nothing: tuple[bytes, list[float]] = (b"", [])
+            encoded, numbers = self._group.broadcast_object(nothing, self._source)
+            form = pickle.loads(encoded)
+            self._learn(encoded, form, len(numbers))
+            message = torch.tensor([first, *numbers], dtype=torch.float64, device=device)
+        else:
+            form = self._forms[int(first)]
+        unpacking = _Unpacking(
+            group=self._group,
+            source=self._source,
+            scalars=iter(numbers[: form.num_scalars]),
+            elements=message[1 + form.num_scalars :],
+        )
+        return unpacking.unpacked(form.value)
+
+    def _learn(self, encoded: bytes, form: "_Form", num_numbers: int) -> None:
+        """Remember a form; the same on each rank, so that they give it the same index."""
+        if len(self._forms) == _MAX_FORMS:
+            self._forms.clear()
+            self._indices.clear()
+        self._indices[encoded] = len(self._forms)
+        self._forms.append(form)
+        self._capacity = max(self._capacity, num_numbers)
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A value whose numbers, tensors and objects are taken out; the scalars come first."""
+
+    value: Any
+    num_scalars: int
+
+
+@dataclass(frozen=True)
+class _Number:
+    """Stands in a form for an int or a float."""
+
+    kind: type[int] | type[float]
+
+
+@dataclass(frozen=True)
+class _SmallTensor:
+    """Stands in a form for a floating-point tensor among the numbers."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Object:
+    """Stands in a form for the next of the objects, which may be a `_LargeTensor`."""
+
+
+@dataclass(frozen=True)
+class _LargeTensor:
+    """Stands among the objects for a tensor that is sent by itself."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass
+class _Packed:
+    """A value taken apart: its form, and what was taken out of it, in order."""
+
+    form: Any = None
+    scalars: list[float] = field(default_factory=list)
+    small_tensors: list[Tensor] = field(default_factory=list)
+    objects: list[Any] = field(default_factory=list)
+    tensors: list[Tensor] = field(default_factory=list)
+
+    def taken(self, value: Any) -> Any:
+        """Return what stands in the form for `value`."""
+        if isinstance(value, Tensor):
+            return self._taken_tensor(value.detach())
+        if type(value) is float or (type(value) is int and abs(value) < _MAX_INTEGER):
+            self.scalars.append(value)
+            return _Number(type(value))
+        if value is None or isinstance(
+            value, str | bool | torch.dtype | FunctionType | BuiltinFunctionType
+        ):
+            return value
+        held = None if isinstance(value, torch.Size) else held_values(value)
+        if held is None:
+            self.objects.append(value)
+            return _Object()
+        return with_values(value, {key: self.taken(one) for key, one in held.items()})
+
+    def _taken_tensor(self, tensor: Tensor) -> _SmallTensor | _Object:
+        shape = tuple(tensor.shape)
+        if isinstance(tensor, Elsewhere):
+            raise ConfigError(
+                f"The step returns a tensor of shape {shape} that is computed from "
+                f"{tensor.origin!r}, which another stage of the pipeline holds, expected what the "
+                f"last stage has. Return what is computed from the blocks or the batch alone."
+            )
+        if tensor.layout != torch.strided:
+            self.objects.append(tensor.cpu())
+        elif tensor.is_floating_point() and tensor.numel() <= _MAX_NUMEL:
+            self.small_tensors.append(tensor.reshape(-1))
+            return _SmallTensor(tensor.dtype, shape)
+        else:
+            self.objects.append(_LargeTensor(tensor.dtype, shape))
+            self.tensors.append(tensor)
+        return _Object()
+
+
+def _packed(value: Any) -> _Packed:
+    packed = _Packed()
+    packed.form = packed.taken(value)
+    return packed
+
+
+def _joined(packed: _Packed, device: torch.device) -> Tensor:
+    scalars = torch.tensor(packed.scalars, dtype=torch.float64, device=device)
+    return torch.cat([scalars, *(one.to(device, torch.float64) for one in packed.small_tensors)])
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Return its memory, or a copy; not every backend moves every type."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+@dataclass
+class _Unpacking:
+    """Puts what was taken out back into a form, in the same order."""
+
+    group: Collectives
+    source: int
+    scalars: Iterator[float]
+    elements: Tensor
+    objects: list[Any] | None = None
+
+    def unpacked(self, form: Any) -> Any:
+        if isinstance(form, _Number):
+            return form.kind(next(self.scalars))
+        if isinstance(form, _SmallTensor):
+            return self._small_tensor(form)
+        if isinstance(form, _Object):
+            return self._object()
+        held = held_values(form)
+        if held is None:
+            return form
+        return with_values(form, {key: self.unpacked(one) for key, one in held.items()})
+
+    def _small_tensor(self, form: _SmallTensor) -> Tensor:
+        numel = math.prod(form.shape)
+        flat, self.elements = self.elements[:numel], self.elements[numel:]
+        return flat.to(form.dtype, copy=True).reshape(form.shape)
+
+    def _object(self) -> Any:
+        if self.objects is None:
+            self.objects = self.group.broadcast_object([], self.source)
+        value = self.objects.pop(0)
+        if not isinstance(value, _LargeTensor):
+            return value
+        tensor = torch.empty(value.shape, dtype=value.dtype, device=self.elements.device)
+        self.group.broadcast(_bytes_of(tensor), self.source).wait()
+        return tensor

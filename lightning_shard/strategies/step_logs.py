@@ -1,0 +1,244 @@
+"""What the last stage logs, microbatch by microbatch, logged once per batch on every rank.
+
+    microbatch     0            1            2
+    last stage     log(loss)    log(loss)    log(loss)   ──> recorded, not logged
+                         └───────── mean by size ──────────┘
+    every rank                  log(loss, batch_size=all)    one broadcast of a few numbers
+
+Lightning's loggers, progress bars and callbacks then see on each rank what they would have seen
+on a single device.
+"""
+
+import inspect
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from numbers import Number
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.errors import ConfigError
+from lightning_shard.pipeline_parallel.elsewhere import Elsewhere
+from lightning_shard.strategies import _torchmetrics
+from lightning_shard.strategies.metric_sources import MetricSources
+from lightning_shard.strategies.replaced import replaced
+from lightning_shard.strategies.shared_values import SharedValues
+
+_OPTIONS = tuple(inspect.signature(pl.LightningModule.log).parameters)[3:]  # self, name, value
+_REDUCTIONS = {"sum": torch.sum, "min": torch.min, "max": torch.max}  # all others: the mean
+
+
+class _LoggedMetric(NamedTuple):
+    """Stands for a metric, which each rank has its own object of."""
+
+    attribute: str
+    step_value: Tensor | None
+
+
+class _Record(NamedTuple):
+    """One call of `log`; `value` is a scalar in float32 or more."""
+
+    name: str
+    value: Tensor | _LoggedMetric
+    batch_size: float
+    options: dict[str, Any]
+
+
+class StepLogs:
+    """Records the `log` calls of a module's steps and replays them merged.
+
+    Args:
+        module: Its metrics are made to compute the same on every rank, until `restore`.
+        pipeline: Over the ranks of this rank's pipeline.
+        source: Rank in `pipeline` of the last stage.
+    """
+
+    def __init__(self, module: pl.LightningModule, pipeline: Collectives, source: int) -> None:
+        self._module = module
+        self._shared = SharedValues(pipeline, source)
+        self._metrics = MetricSources(module, pipeline, source)
+        self._names: dict[int, str] = {}
+        self._microbatches: list[list[_Record]] = []
+        self._is_between_batches = True
+
+    @contextmanager
+    def recording(self, size: int, *, counts: bool = True) -> Iterator[None]:
+        """Around the step of one microbatch on one stage: `module.log` only records.
+
+        A step that is left by an exception, as one that is cut short, has logged nothing.
+
+        Args:
+            size: The microbatch's samples.
+            counts: Whether it is the last stage's; other stages' logs and metric updates are
+                dropped.
+        """
+        if self._is_between_batches:
+            self._is_between_batches = False
+            self._metrics.find()
+            self._names = {}
+        records: list[_Record] = []
+
+        def record(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            options = dict(zip(_OPTIONS, args, strict=False)) | kwargs
+            if counts:
+                records.append(self._record(name, value, size, options))
+
+        with self._metrics.step(counts=counts), replaced(self._module, "log", record):
+            yield
+        if counts:
+            self._microbatches.append(records)
+
+    def replay(self, outputs: Any = None) -> Any:
+        """Log what was recorded since the last time, merged; each rank calls once per batch.
+
+        Means are weighted by the number of samples (`log(batch_size=...)`, or the microbatch's),
+        sums, minima and maxima are those over the microbatches. What a metric object shows on a
+        step is the mean by size of its microbatches' values; over an epoch it is exact.
+
+        Args:
+            outputs: On the source, what to give to the other ranks beside, like the merged
+                outputs of the step. Numbers and small floating-point tensors cost nothing more.
+
+        Returns:
+            On the source `outputs` itself, elsewhere copies of it.
+        """
+        merged = _merged(self._microbatches)
+        self._microbatches = []
+        self._is_between_batches = True
+        outputs, records = self._shared.share((outputs, merged), self._module.device)
+        for record in records:
+            self._log(record)
+        return outputs
+
+    def share_persistent_metrics(self) -> None:
+        """Before a checkpoint: every rank's metrics get the states that are saved in it."""
+        self._metrics.share_persistent()
+
+    def restore(self) -> None:
+        """Give the module's metrics back as they were."""
+        self._metrics.restore()
+
+    def _record(self, name: str, value: Any, size: int, options: dict[str, Any]) -> _Record:
+        if options.get("sync_dist_group") is not None:
+            raise ConfigError(
+                f"log({name!r}, sync_dist_group=...) cannot be used with pipeline parallelism: the "
+                f"value is logged on every stage, expected no group. Leave it out; sync_dist=True "
+                f"reduces over the data-parallel ranks."
+            )
+        batch_size = options.pop("batch_size", None)
+        return _Record(
+            name=name,
+            value=self._held(name, value, options),
+            batch_size=float(size if batch_size is None else batch_size),
+            options=options,
+        )
+
+    def _held(self, name: str, value: Any, options: dict[str, Any]) -> Tensor | _LoggedMetric:
+        if isinstance(value, Metric):
+            step_value = _torchmetrics.step_value(value)
+            is_scalar = isinstance(step_value, Tensor) and step_value.numel() == 1
+            return _LoggedMetric(
+                attribute=self._attribute(name, value, options),
+                step_value=_scalar(step_value, self._module.device) if is_scalar else None,
+            )
+        if isinstance(value, Elsewhere):
+            raise ConfigError(
+                f"log({name!r}, ...): got a value that is computed from {value.origin!r}, which "
+                f"another stage of the pipeline holds; the last stage logs, expected what it has. "
+                f"Log what is computed from the blocks or the batch alone."
+            )
+        is_tensor = isinstance(value, Tensor) and value.numel() == 1
+        if not is_tensor and not isinstance(value, Number):
+            got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value)
+            raise ConfigError(
+                f"log({name!r}, ...): got {got}, expected a number, a tensor of one element or a "
+                f"torchmetrics.Metric. Log value.mean(), for example."
+            )
+        return _scalar(value, self._module.device)
+
+    def _attribute(self, name: str, metric: Metric, options: dict[str, Any]) -> str:
+        if id(metric) not in self._names:
+            self._names = {
+                id(part): path
+                for path, part in self._module.named_modules()
+                if isinstance(part, Metric)
+            }
+        attribute = self._names.get(id(metric), options.get("metric_attribute"))
+        if attribute is None:
+            raise ConfigError(
+                f"log({name!r}, metric): got a {type(metric).__name__} that is not an attribute of "
+                f"{type(self._module).__name__}, expected one of {sorted(self._names.values())}. "
+                f"Make it an attribute of the module."
+            )
+        return str(attribute)
+
+    def _log(self, record: _Record) -> None:
+        value: Any = record.value
+        if isinstance(value, _LoggedMetric):
+            metric = self._module.get_submodule(value.attribute)
+            assert isinstance(metric, Metric)
+            _torchmetrics.set_step_value(metric, value.step_value)
+            value = metric
+        batch_size = int(record.batch_size)
+        self._module.log(record.name, value, batch_size=batch_size, **record.options)
+
+
+def _scalar(value: Any, device: torch.device) -> Tensor:
+    """Return a copy that Lightning would log as it is: of the default type, if not a wider one."""
+    scalar = torch.as_tensor(value).detach().reshape(())
+    dtype = torch.promote_types(scalar.dtype, torch.get_default_dtype())
+    return scalar.to(device, dtype, copy=True)
+
+
+def _merged(microbatches: Sequence[Sequence[_Record]]) -> list[_Record]:
+    """Make one record, as of one step, of those that belong together.
+
+    These are the n-th calls of each microbatch with one name and the same options.
+    """
+    groups: defaultdict[Any, list[_Record]] = defaultdict(list)
+    for records in microbatches:
+        calls: defaultdict[Any, int] = defaultdict(int)
+        for record in records:
+            kind = record.value.attribute if isinstance(record.value, _LoggedMetric) else None
+            key = (record.name, kind, repr(record.options))
+            groups[key, calls[key]].append(record)
+            calls[key] += 1
+    return [_merged_record(group) for group in groups.values()]
+
+
+def _merged_record(records: Sequence[_Record]) -> _Record:
+    first = records[0]
+    sizes = [record.batch_size for record in records]
+    values = [record.value for record in records]
+    value: Tensor | _LoggedMetric
+    if isinstance(first.value, _LoggedMetric):
+        shown = [value.step_value for value in values if isinstance(value, _LoggedMetric)]
+        known = [value for value in shown if value is not None]
+        mean = _mean(known, sizes) if len(known) == len(records) else None
+        value = first.value._replace(step_value=mean)
+    else:
+        value = _reduced([value for value in values if isinstance(value, Tensor)], sizes, first)
+    return first._replace(value=value, batch_size=sum(sizes))
+
+
+def _reduced(values: Sequence[Tensor], sizes: Sequence[float], first: _Record) -> Tensor:
+    reduce_fx = first.options.get("reduce_fx", "mean")
+    if isinstance(reduce_fx, str):
+        reduce_fx = _REDUCTIONS.get(reduce_fx.lower(), torch.mean)
+    if reduce_fx is torch.mean:
+        return _mean(values, sizes)
+    return torch.as_tensor(reduce_fx(torch.stack(list(values))))
+
+
+def _mean(values: Sequence[Tensor], sizes: Sequence[float]) -> Tensor:
+    """Return the mean by size, added up in float64; that of values without size by count."""
+    stacked = torch.stack(list(values))
+    weights = torch.tensor(sizes, dtype=torch.float64, device=stacked.device)
+    if sum(sizes) == 0:
+        weights.fill_(1)
+    return ((stacked * weights).sum() / weights.sum()).to(stacked.dtype)
