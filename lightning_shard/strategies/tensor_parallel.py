@@ -1,6 +1,6 @@
 """Tensor parallelism as a Lightning strategy: layers split over ranks, the rest data parallel."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.plugins.precision import Precision
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_shard.backends.base import DEFAULT_TIMEOUT
@@ -24,7 +25,9 @@ from lightning_shard.strategies.batches import check_same_lengths
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from lightning_shard.strategies.metric_groups import MetricGroups
 from lightning_shard.strategies.same_batches import SameBatches
+from lightning_shard.strategies.same_results import SameResults
 from lightning_shard.tensor_parallel.automatic import automatic_plan
+from lightning_shard.tensor_parallel.fused_layouts import check_layouts
 from lightning_shard.tensor_parallel.parted_tensor import made_whole
 from lightning_shard.tensor_parallel.plan import PlannedLayer, match_plan
 from lightning_shard.tensor_parallel.randomness import share_random_state
@@ -74,6 +77,8 @@ class TensorParallelStrategy(DataParallelStrategy):
     ) -> None:
         if isinstance(plan, str) and plan != "auto":
             raise ConfigError(f"plan must be 'auto' or map patterns to styles, got {plan!r}.")
+        if plan == {}:
+            raise ConfigError("plan is empty, expected patterns and styles, or 'auto'.")
         if zero_stage not in STAGES:
             raise ConfigError(f"zero_stage must be one of {STAGES}, got {zero_stage!r}.")
         self.stage = zero_stage  # type: ignore[misc]
@@ -96,13 +101,13 @@ class TensorParallelStrategy(DataParallelStrategy):
         self._split: SplitModel | None = None
         self._metrics: MetricGroups | None = None
         self._same_batches: SameBatches | None = None
+        self._same_results: SameResults | None = None
 
     @property
     def mesh(self) -> ParallelMesh:
         """The grid of this run's ranks."""
-        return ParallelMesh.of_world(
-            self.world_size, tp=self._tensor_parallel_size or self.world_size
-        )
+        size = self._tensor_parallel_size
+        return ParallelMesh.of_world(self.world_size, tp=self.world_size if size is None else size)
 
     @property
     @override
@@ -144,6 +149,7 @@ class TensorParallelStrategy(DataParallelStrategy):
         self._metrics = MetricGroups(self.model, self.data_collectives.group)
         ranks = self.mesh.peers("tp", self.global_rank)
         self._same_batches = SameBatches(self._tensor, ranks, self.root_device)
+        self._same_results = SameResults(self._tensor, ranks, self.root_device)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -162,6 +168,38 @@ class TensorParallelStrategy(DataParallelStrategy):
             assert stage is not None
             self._same_batches.check(batch, f"{stage.value} loader {dataloader_idx}")
         return super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
+    def pre_backward(self, closure_loss: torch.Tensor) -> None:
+        assert self._same_results is not None
+        if closure_loss.numel() == 1 and self._same_results.is_due("loss"):
+            self._same_results.check_loss(closure_loss)
+        super().pre_backward(closure_loss)
+
+    @override
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        def checked() -> Any:
+            result = closure()
+            self._check_gradients(optimizer)
+            return result
+
+        return super().optimizer_step(optimizer, checked, model, **kwargs)
+
+    def _check_gradients(self, optimizer: Optimizer) -> None:
+        assert self.model is not None
+        assert self._same_results is not None
+        if not self._same_results.is_due(f"optimizer {self.optimizers.index(optimizer)}"):
+            return
+        own = {param for group in optimizer.param_groups for param in group["params"]}
+        whole = {
+            param: name
+            for name, param in self.model.named_parameters()
+            if param in own and self.engine.split.group_of(param) is None
+        }
+        with self.engine.optimizer_view():
+            self._same_results.check_gradients(list(whole.values()), list(whole))
 
     # What a step returns goes to code that may run on one rank only, so it is made whole.
 
@@ -187,12 +225,14 @@ class TensorParallelStrategy(DataParallelStrategy):
         self._unsplit_model(whole=False)  # where the set-up has failed
         if self._metrics is not None:
             self._metrics.restore()
-        self._metrics = self._same_batches = None
+        self._metrics = self._same_batches = self._same_results = None
 
     def _planned_layers(self, model: torch.nn.Module) -> list[PlannedLayer]:
         """Return what the plan splits, given or found."""
         if isinstance(self._plan, dict):
-            return match_plan(model, self._plan)
+            layers = match_plan(model, self._plan)
+            check_layouts(model, layers, self.mesh.tp)
+            return layers
         return automatic_plan(model, self.mesh.tp).layers
 
     @override
