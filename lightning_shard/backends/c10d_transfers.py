@@ -46,12 +46,14 @@ class C10dTransfers:
         widen = output.dtype != source.dtype or (op == "avg" and is_narrow(source.dtype))
         return torch.float32 if widen else source.dtype
 
-    def _all_reduce(self, tensor: torch.Tensor, op: ReduceOpName) -> Transfer:
-        if self._is_still(tensor):
-            return Transfer()
-        wire = tensor.to(self._all_reduce_dtype(tensor, op))
+    def _all_reduce(self, output: torch.Tensor, source: torch.Tensor, op: ReduceOpName) -> Transfer:
+        if self._is_still(source):
+            return copy_unless_same(output, source)
+        dtype = self._all_reduce_dtype(source, op)
+        wire = source.to(dtype) if source.dtype != dtype else output
+        copy_unless_same(wire, source)
         work = dist.all_reduce(wire, C10D_OPS[op], group=self.group, async_op=True)
-        return Transfer(works=[work], finish=lambda: self._settle(tensor, wire, op))
+        return Transfer(works=[work], finish=lambda: self._settle(output, wire, op))
 
     def _reduce_scatter(
         self, output: torch.Tensor, source: torch.Tensor, op: ReduceOpName

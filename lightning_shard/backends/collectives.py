@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_shard.backends.c10d_transfers import C10dTransfers
-from lightning_shard.backends.pending import Pending, Place, Transfer, peer_failures, timed
+from lightning_shard.backends.pending import Pending, Place, Stretch, Transfer
 from lightning_shard.backends.reduction import ReduceOpName, check_op
 from lightning_shard.backends.shapes import (
     check_contiguous,
@@ -27,6 +27,7 @@ from lightning_shard.backends.shapes import (
     check_full_and_local,
     check_message,
     check_peer,
+    check_result,
     check_same_dtype,
     check_sum_dtype,
     checked_splits,
@@ -74,25 +75,34 @@ class Collectives(C10dTransfers):
         return twin
 
     def all_reduce(
-        self, tensor: torch.Tensor, op: ReduceOpName = "sum", *, async_op: bool = False
+        self,
+        tensor: torch.Tensor,
+        op: ReduceOpName = "sum",
+        *,
+        output: torch.Tensor | None = None,
+        async_op: bool = False,
     ) -> Pending:
-        """Reduce `tensor` over the ranks, in place, to the same values everywhere.
+        """Reduce `tensor` over the ranks to the same values everywhere.
 
         Args:
             tensor: Any shape, contiguous, the same on each rank.
             op: "avg" is a sum and one division; narrow types are then summed in float32.
+            output: Where the result goes, as `tensor`; None: in place.
             async_op: Return before it is done.
 
         Raises:
-            LayoutError: Not contiguous, or an average of integers.
+            LayoutError: Not contiguous, shapes or types differ, or an average of integers.
             RankFailedError: A peer has died.
         """
         check_op(op, tensor.dtype)
         check_contiguous("all_reduce", self.rank, tensor)
         sent = ring_share(2 * tensor.numel(), self.size)
         self.traffic.count("all_reduce", sent, self._all_reduce_dtype(tensor, op).itemsize)
-        flat = tensor.detach().view(-1)
-        return self._start("all_reduce", lambda: self._all_reduce(flat, op), async_op)
+        source = target = tensor.detach().view(-1)
+        if output is not None:
+            check_result("all_reduce", self.rank, output, tensor)
+            target = output.detach().view(-1)
+        return self._start("all_reduce", lambda: self._all_reduce(target, source, op), async_op)
 
     def reduce_scatter(
         self,
@@ -249,7 +259,7 @@ class Collectives(C10dTransfers):
         self, operation: str, begin: Callable[[], Transfer], async_op: bool = False
     ) -> Pending:
         place = self._place(operation)
-        with timed(place), peer_failures(place):
+        with Stretch(place):
             transfer = begin()
         pending = Pending(transfer, place)
         if not async_op:
@@ -261,9 +271,9 @@ class Collectives(C10dTransfers):
 
     @contextmanager
     def _call(self, operation: str) -> Iterator[None]:
-        place = self._place(operation)
-        with timed(place, waiting=True), peer_failures(place):
+        with Stretch(self._place(operation)) as stretch:
             yield
+            stretch.has_waited()
 
     @classmethod
     def traffic_by_group(cls) -> list[GroupTraffic]:

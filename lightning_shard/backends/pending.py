@@ -1,10 +1,9 @@
 """An operation in flight, and what a dead peer looks like from here."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from time import perf_counter
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -21,8 +20,7 @@ _PEER_GONE = re.compile(
 _NO_PEER = ("DataLoader ", "CUDA error")  # these time out by themselves
 
 
-@dataclass(frozen=True, kw_only=True)
-class Place:
+class Place(NamedTuple):
     """Who is doing what, for error messages and counters."""
 
     operation: str
@@ -31,8 +29,7 @@ class Place:
     traffic: Traffic
 
 
-@dataclass(frozen=True, kw_only=True)
-class Transfer:
+class Transfer(NamedTuple):
     """What moves, and what is left to do once it has moved.
 
     Attributes:
@@ -68,46 +65,49 @@ class Pending:
         """
         if self._transfer is None:
             return
-        with peer_failures(self._place):
-            with timed(self._place, waiting=True):
-                for work in self._transfer.works:
-                    work.wait()
+        with Stretch(self._place) as stretch:
+            for work in self._transfer.works:
+                work.wait()
+            stretch.has_waited()
             if self._transfer.finish is not None:
-                with timed(self._place):
-                    self._transfer.finish()
+                self._transfer.finish()
         self._transfer = None
 
 
-@contextmanager
-def timed(place: Place, *, waiting: bool = False) -> Iterator[None]:
-    """Charge the time spent inside to the operation's counter, as waiting for peers or as work."""
-    start = perf_counter()
-    try:
-        yield
-    finally:
-        seconds = perf_counter() - start
-        place.traffic.spend(place.operation, seconds, waited=seconds if waiting else 0.0)
+class Stretch:
+    """A stretch of an operation: times it, and says of a lost peer that it is one.
 
-
-@contextmanager
-def peer_failures(place: Place) -> Iterator[None]:
-    """Turn what the transport says of a lost peer into a RankFailedError; let the rest pass.
-
-    With a lifeline the error says which peer that was, and comes before the operation when the
-    peer is known to have failed already.
+    What the transport says then becomes a RankFailedError; the rest passes. With a lifeline the
+    error says which peer that was, and comes before the operation when the peer is known to have
+    failed already.
     """
-    lifeline = liveness.current()
-    if lifeline is not None:
-        lifeline.entered(place.operation)
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_about_a_peer(error):
-            raise
-        raise _lost_peer(place, error) from error
-    finally:
-        if lifeline is not None:
-            lifeline.left()
+
+    __slots__ = ("_begin", "_lifeline", "_place", "_waited")
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._waited = 0.0
+        self._lifeline = liveness.current()
+
+    def __enter__(self) -> "Stretch":
+        if self._lifeline is not None:
+            self._lifeline.entered(self._place.operation)
+        self._begin = perf_counter()
+        return self
+
+    def has_waited(self) -> None:
+        """Say that what has passed up to now was waiting for peers."""
+        self._waited = perf_counter() - self._begin
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        seconds = perf_counter() - self._begin
+        self._place.traffic.spend(self._place.operation, seconds, waited=self._waited)
+        try:
+            if isinstance(error, RuntimeError) and is_about_a_peer(error):
+                raise _lost_peer(self._place, error) from error
+        finally:
+            if self._lifeline is not None:
+                self._lifeline.left()
 
 
 def is_about_a_peer(error: BaseException) -> bool:

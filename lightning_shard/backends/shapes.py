@@ -53,6 +53,18 @@ def check_same_dtype(operation: str, rank: int, output: torch.Tensor, source: to
         )
 
 
+def check_result(operation: str, rank: int, output: torch.Tensor, source: torch.Tensor) -> None:
+    """Raise LayoutError unless `output` can hold a result of the shape and type of `source`."""
+    check_contiguous(operation, rank, output)
+    check_same_dtype(operation, rank, output, source)
+    if output.shape != source.shape:
+        raise LayoutError(
+            f"{operation} on rank {rank}: got an output of shape {tuple(output.shape)} for an "
+            f"input of shape {tuple(source.shape)}, expected the same. Pass "
+            "torch.empty_like(input)."
+        )
+
+
 def check_sum_dtype(operation: str, rank: int, output: torch.Tensor, source: torch.Tensor) -> None:
     """Raise LayoutError unless the output holds the input's type, or float32 for a narrower one."""
     if is_narrow(source.dtype) and output.dtype == torch.float32:

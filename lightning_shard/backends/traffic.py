@@ -20,10 +20,10 @@ Each `Collectives` has one `Traffic`; `traffic_table` sets several groups' side 
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class OperationTraffic:
     """What one operation has cost this rank so far.
 
@@ -86,13 +86,16 @@ class GroupTraffic:
 
 
 class Traffic(Mapping[str, OperationTraffic]):
-    """Counters of one `Collectives`, by operation name; an unused operation counts zero."""
+    """Counters of one `Collectives`, by operation name; an unused operation counts zero.
+
+    What is read is a copy, which later operations do not change.
+    """
 
     def __init__(self) -> None:
         self._operations: dict[str, OperationTraffic] = {}
 
     def __getitem__(self, operation: str) -> OperationTraffic:
-        return self._operations.get(operation, _NOTHING)
+        return replace(self._operations.get(operation, _NOTHING))
 
     def __contains__(self, operation: object) -> bool:
         return operation in self._operations
@@ -125,14 +128,16 @@ class Traffic(Mapping[str, OperationTraffic]):
 
     def count(self, operation: str, elements: int, element_bytes: int) -> None:
         """Add one call that sends `elements` of `element_bytes` bytes each."""
-        self.add(
-            operation,
-            OperationTraffic(calls=1, elements=elements, bytes=elements * element_bytes),
-        )
+        own = self._own(operation)
+        own.calls += 1
+        own.elements += elements
+        own.bytes += elements * element_bytes
 
     def spend(self, operation: str, seconds: float, *, waited: float = 0.0) -> None:
         """Add time spent in `operation`, `waited` seconds of it for data to arrive."""
-        self.add(operation, OperationTraffic(seconds=seconds, seconds_waited=waited))
+        own = self._own(operation)
+        own.seconds += seconds
+        own.seconds_waited += waited
 
     def add(self, operation: str, more: OperationTraffic) -> None:
         """Add to the counters of `operation`."""
@@ -144,7 +149,13 @@ class Traffic(Mapping[str, OperationTraffic]):
 
     def snapshot(self) -> dict[str, OperationTraffic]:
         """Return a copy that later operations do not change."""
-        return dict(self._operations)
+        return dict(self)
+
+    def _own(self, operation: str) -> OperationTraffic:
+        own = self._operations.get(operation)
+        if own is None:
+            own = self._operations[operation] = OperationTraffic()
+        return own
 
 
 def ring_share(numel: int, size: int) -> int:

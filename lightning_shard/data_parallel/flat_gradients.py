@@ -97,7 +97,8 @@ class FlatGradients:
         view = self._views[index]
         grad = param.grad
         assert grad is not None
-        self._check_not_reducing(index)
+        if self.was_reduced and self.accumulates:
+            raise self._came_twice(index)
         if grad is not view:
             self._store(view, self._arrived(index, grad), index)
             param.grad = view if self._keeps_views else self.flat.stand_in(index)
@@ -112,6 +113,7 @@ class FlatGradients:
             grad = grad.note.take_arrival()
         else:
             self._forget(index)  # `.grad` was None
+        grad = grad.detach()  # it is in a graph where backward creates one
         return grad.to_dense() if grad.is_sparse else grad
 
     def observe(self, index: int) -> None:
@@ -129,26 +131,28 @@ class FlatGradients:
         self._held[index] = self.used[index] = self.valid[index] = self._fresh[index] = False
 
     def _store(self, view: Tensor, grad: Tensor, index: int) -> None:
-        with torch.no_grad():
-            if self._fresh[index]:  # an earlier micro-batch, or reentrant checkpointing
-                view.add_(grad)
-            else:
-                self._keep_reduced_part()
-                view.copy_(grad)
+        if self._fresh[index]:  # an earlier micro-batch, or reentrant checkpointing
+            view.add_(grad)
+        else:
+            self._keep_reduced_part()
+            view.copy_(grad)
 
-    def _check_not_reducing(self, index: int) -> None:
-        if self.was_reduced and self.accumulates:
-            name = self.flat.layout.slots[index].name
-            raise ConfigError(
-                f"Rank {self._collectives.rank}: the gradient of {name!r} arrived again after its "
-                f"unit had been reduced, expected one arrival per backward. Use activation "
-                f"checkpointing with use_reentrant=False, or ZeRO stage 2 or 3."
-            )
+    def _came_twice(self, index: int) -> ConfigError:
+        name = self.flat.layout.slots[index].name
+        return ConfigError(
+            f"Rank {self._collectives.rank}: the gradient of {name!r} arrived again after its "
+            f"unit had been reduced, expected one arrival per backward. Use activation "
+            f"checkpointing with use_reentrant=False, or ZeRO stage 2 or 3."
+        )
 
     def _keep_reduced_part(self) -> None:
         """Before new gradients overwrite `full`, set aside what was reduced into part of it."""
-        in_full = self.accumulates and not self._is_plain
-        if in_full and any(self._held) and self._stash is None:
+        if not self.accumulates or self._is_plain or self._stash is not None:
+            return
+        if any(self._held):
+            for index in range(len(self._held)):  # zero_grad has perhaps let go of all
+                self.observe(index)
+        if any(self._held):
             assert self._local is not None
             self._stash = self._local.clone()
 

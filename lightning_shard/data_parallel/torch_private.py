@@ -1,4 +1,4 @@
-"""The two private names of torch that the engine needs, and nothing else.
+"""The private names of torch that the engine and split layers need, and nothing else.
 
 `tests/data_parallel/test_torch_private.py` fails when upstream changes them.
 """
@@ -12,6 +12,15 @@ from torch.autograd import Variable
 def in_backward() -> bool:
     """Whether this thread is inside an autograd graph task."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def saving_hook() -> Callable[..., object] | None:
+    """What autograd hands the tensors to that it would save now, such as a checkpoint's; or None.
+
+    Every checkpoint of activations, and every recomputation of one, has its own.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return None if hooks is None else hooks[0]
 
 
 def queue_after_backward(callback: Callable[[], None]) -> None:

@@ -24,7 +24,7 @@ def shard_state(optimizer: Optimizer, engine: DataParallelEngine) -> None:
             continue
         entries = optimizer.state.get(param, {})
         for key, value in entries.items():
-            entries[key] = _cut(key, value, *engine.owner(param))
+            entries[key] = _cut(key, _own_part(value, param, engine), *engine.owner(param))
 
 
 def local_state_dict(

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
@@ -33,6 +33,7 @@ from lightning_shard.precision.plugins import ShardedPrecision
 from lightning_shard.precision.policy import dtype_policy
 from lightning_shard.strategies.base import ShardStrategy
 from lightning_shard.strategies.batches import agree_on_batches, lengths_on_ranks
+from lightning_shard.strategies.finetuning import compare_by_identity
 from lightning_shard.strategies.layer_sync import SyncBatchNormOnCpu
 
 
@@ -116,7 +117,8 @@ class DataParallelStrategy(ShardStrategy):
         self.model_to_device()
         if fitting:
             self._check_trainable()
-            self._check_callbacks(trainer)
+            if not self._has_whole_parameters:
+                self._prepare_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
             self.setup_optimizers(trainer)  # while parameters have their full shapes
         self._start_engine()
         if fitting:
@@ -133,11 +135,11 @@ class DataParallelStrategy(ShardStrategy):
                 f"trainer.validate, test or predict instead of fit."
             )
 
-    def _check_callbacks(self, trainer: "pl.Trainer") -> None:
-        """Callbacks that copy weights parameter by parameter need whole parameters."""
-        averaging = (StochasticWeightAveraging, WeightAveraging)
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if not self._has_whole_parameters and isinstance(callback, averaging):
+    def _prepare_callbacks(self, callbacks: list[Callback]) -> None:
+        """Refuse callbacks that need whole parameters; let others look for them by identity."""
+        compare_by_identity(callbacks)
+        for callback in callbacks:
+            if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
                 raise ConfigError(
                     f"{type(callback).__name__} averages whole parameters, but under ZeRO stage 3 "
                     f"and tensor parallel each rank has pieces of them between the steps. Use "

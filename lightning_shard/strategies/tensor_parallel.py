@@ -1,37 +1,34 @@
 """Tensor parallelism as a Lightning strategy: layers split over ranks, the rest data parallel."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.plugins.precision import Precision
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_shard.backends.base import DEFAULT_TIMEOUT
-from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.agreement import check_same_model
 from lightning_shard.data_parallel.engine import refuse_leftover_pieces
 from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.data_parallel.options import STAGES
 from lightning_shard.errors import ConfigError
-from lightning_shard.mesh import Axis, ParallelMesh
-from lightning_shard.strategies._lightning import seed_workers
-from lightning_shard.strategies.batches import check_same_lengths
-from lightning_shard.strategies.data_parallel import DataParallelStrategy
-from lightning_shard.strategies.metric_groups import MetricGroups
-from lightning_shard.strategies.same_batches import SameBatches
+from lightning_shard.mesh import ParallelMesh
+from lightning_shard.strategies.model_parallel import ModelParallelStrategy
+from lightning_shard.strategies.same_results import SameResults
 from lightning_shard.tensor_parallel.automatic import automatic_plan
+from lightning_shard.tensor_parallel.fused_layouts import check_layouts
 from lightning_shard.tensor_parallel.parted_tensor import made_whole
 from lightning_shard.tensor_parallel.plan import PlannedLayer, match_plan
 from lightning_shard.tensor_parallel.randomness import share_random_state
 from lightning_shard.tensor_parallel.split import SplitModel
 
 
-class TensorParallelStrategy(DataParallelStrategy):
+class TensorParallelStrategy(ModelParallelStrategy):
     """Wide layers in parts over the ranks of a group; `strategy="tensor_parallel"`.
 
     Args:
@@ -56,6 +53,8 @@ class TensorParallelStrategy(DataParallelStrategy):
         ConfigError: A size, stage or plan that cannot be.
     """
 
+    model_axis = "tp"
+
     def __init__(
         self,
         accelerator: "pl.accelerators.Accelerator | None" = None,
@@ -74,6 +73,8 @@ class TensorParallelStrategy(DataParallelStrategy):
     ) -> None:
         if isinstance(plan, str) and plan != "auto":
             raise ConfigError(f"plan must be 'auto' or map patterns to styles, got {plan!r}.")
+        if plan == {}:
+            raise ConfigError("plan is empty, expected patterns and styles, or 'auto'.")
         if zero_stage not in STAGES:
             raise ConfigError(f"zero_stage must be one of {STAGES}, got {zero_stage!r}.")
         self.stage = zero_stage  # type: ignore[misc]
@@ -91,77 +92,52 @@ class TensorParallelStrategy(DataParallelStrategy):
         self._tensor_parallel_size = tensor_parallel_size
         self._plan = plan
         self._sequence_parallel = sequence_parallel
-        self._data: Collectives | None = None
-        self._tensor: Collectives | None = None
         self._split: SplitModel | None = None
-        self._metrics: MetricGroups | None = None
-        self._same_batches: SameBatches | None = None
+        self._same_results: SameResults | None = None
 
     @property
+    @override
     def mesh(self) -> ParallelMesh:
-        """The grid of this run's ranks."""
-        return ParallelMesh.of_world(
-            self.world_size, tp=self._tensor_parallel_size or self.world_size
-        )
-
-    @property
-    @override
-    def data_collectives(self) -> Collectives:
-        if self._data is None:
-            raise ConfigError("There are no groups before trainer.fit (or validate ...) runs.")
-        return self._data
-
-    @override
-    def _make_groups(self) -> None:
-        self._data, self._tensor = self._peers("dp"), self._peers("tp")
-        super()._make_groups()
-
-    def _peers(self, axis: Axis) -> Collectives:
-        ranks = list(self.mesh.peers(axis, self.global_rank))
-        group = dist.new_group(ranks, timeout=self._timeout, use_local_synchronization=True)
-        return self.backend.collectives(group)
-
-    @override
-    def _leave(self) -> None:
-        self._data = self._tensor = None
-        super()._leave()
-
-    @property
-    @override
-    def _has_whole_parameters(self) -> bool:
-        return super()._has_whole_parameters and self.mesh.tp == 1
-
-    @property
-    @override
-    def _holds_pieces(self) -> bool:
-        return super()._holds_pieces or self.mesh.tp > 1
+        size = self._tensor_parallel_size
+        return ParallelMesh.of_world(self.world_size, tp=self.world_size if size is None else size)
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
         super().setup(trainer)
-        assert self.model is not None
-        assert self._tensor is not None
-        self._metrics = MetricGroups(self.model, self.data_collectives.group)
         ranks = self.mesh.peers("tp", self.global_rank)
-        self._same_batches = SameBatches(self._tensor, ranks, self.root_device)
+        self._same_results = SameResults(self.model_collectives, ranks, self.root_device)
 
     @override
-    def process_dataloader(self, dataloader: object) -> object:
-        assert self._tensor is not None
-        if self._is_predicting:  # data-parallel ranks may have more batches than others
-            check_same_lengths(dataloader, self._tensor)
-        seed_workers(dataloader, self.data_collectives.rank)  # alike in a tensor-parallel group
-        return super().process_dataloader(dataloader)
+    def pre_backward(self, closure_loss: torch.Tensor) -> None:
+        assert self._same_results is not None
+        if closure_loss.numel() == 1 and self._same_results.is_due("loss"):
+            self._same_results.check_loss(closure_loss)
+        super().pre_backward(closure_loss)
 
     @override
-    def batch_to_device(
-        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        if self._same_batches is not None and self.lightning_module is not None:
-            stage = self.lightning_module.trainer.state.stage
-            assert stage is not None
-            self._same_batches.check(batch, f"{stage.value} loader {dataloader_idx}")
-        return super().batch_to_device(batch, device, dataloader_idx)
+        def checked() -> Any:
+            result = closure()
+            self._check_gradients(optimizer)
+            return result
+
+        return super().optimizer_step(optimizer, checked, model, **kwargs)
+
+    def _check_gradients(self, optimizer: Optimizer) -> None:
+        assert self.model is not None
+        assert self._same_results is not None
+        if not self._same_results.is_due(f"optimizer {self.optimizers.index(optimizer)}"):
+            return
+        own = {param for group in optimizer.param_groups for param in group["params"]}
+        whole = {
+            param: name
+            for name, param in self.model.named_parameters()
+            if param in own and not self.engine.split.groups_of(param)
+        }
+        with self.engine.optimizer_view():
+            self._same_results.check_gradients(list(whole.values()), list(whole))
 
     # What a step returns goes to code that may run on one rank only, so it is made whole.
 
@@ -184,34 +160,31 @@ class TensorParallelStrategy(DataParallelStrategy):
     @override
     def teardown(self) -> None:
         super().teardown()
-        self._unsplit_model(whole=False)  # where the set-up has failed
-        if self._metrics is not None:
-            self._metrics.restore()
-        self._metrics = self._same_batches = None
+        self._same_results = None
 
     def _planned_layers(self, model: torch.nn.Module) -> list[PlannedLayer]:
         """Return what the plan splits, given or found."""
         if isinstance(self._plan, dict):
-            return match_plan(model, self._plan)
+            layers = match_plan(model, self._plan)
+            check_layouts(model, layers, self.mesh.tp)
+            return layers
         return automatic_plan(model, self.mesh.tp).layers
 
     @override
     def _split_model(self) -> ModelSplit | None:
         assert self.model is not None
-        assert self._tensor is not None
-        refuse_leftover_pieces(self.model)
-        check_same_model(self.model, self._tensor)
-        layers = self._planned_layers(self.model)
-        if self._tensor.size == 1:
+        model, group = self.model, self.model_collectives
+        refuse_leftover_pieces(model)
+        check_same_model(model, group)
+        layers = self._planned_layers(model)
+        if group.size == 1:
             return None
-        for tensor in (*self.model.parameters(), *self.model.buffers()):
+        for tensor in (*model.parameters(), *model.buffers()):
             same = tensor.data.contiguous()
-            self._tensor.broadcast(same).wait()
+            group.broadcast(same).wait()
             tensor.data = same
-        share_random_state(self._tensor, self.root_device)
-        self._split = SplitModel(
-            self.model, layers, self._tensor, sequence_parallel=self._sequence_parallel
-        )
+        share_random_state(group, self.root_device)
+        self._split = SplitModel(model, layers, group, sequence_parallel=self._sequence_parallel)
         _forget_graphs(self._split.shardings)
         return self._split
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_shard.tensor_parallel.regions import gather_copies, reduce_from_region
 from lightning_shard.tensor_parallel.sequence import saved_as_slice
@@ -30,6 +31,8 @@ def is_plain_attention(module: nn.Module) -> bool:
     return (
         isinstance(module, nn.MultiheadAttention)
         and type(module).forward is nn.MultiheadAttention.forward
+        and not is_parametrized(module)
+        and not is_parametrized(module.out_proj)
         and module.bias_k is None
         and not module.add_zero_attn
     )
@@ -95,6 +98,8 @@ class ParallelAttention:
         output = place.leave(F.linear(mixed.transpose(1, 2).flatten(2), self.out_proj.weight))
         if self.out_proj.bias is not None:
             output = output + self.out_proj.bias
+        if self.training:
+            output = _as_torch_lays_it(output)
         if not is_batched:
             return output.squeeze(0), None if weights is None else weights.squeeze(0)
         return (output if self.batch_first else output.transpose(0, 1)), weights
@@ -106,6 +111,11 @@ def _transposed(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
     second = first if key is query else key.transpose(0, 1)
     third = second if value is key else value.transpose(0, 1)
     return first, second, third
+
+
+def _as_torch_lays_it(output: Tensor) -> Tensor:
+    """Let (B, T, C) lie in memory as (T, B, C): a dropout of it draws its zeros in this order."""
+    return output.transpose(0, 1).contiguous().transpose(0, 1)
 
 
 def _weights(module: Any) -> tuple[Tensor, ...]:

@@ -26,7 +26,7 @@ from lightning_shard.tensor_parallel.candidates import (
     find_pairs,
 )
 from lightning_shard.tensor_parallel.huggingface import own_plans
-from lightning_shard.tensor_parallel.layers import is_plain_linear
+from lightning_shard.tensor_parallel.layers import has_weight, is_plain_linear
 from lightning_shard.tensor_parallel.plan import PlannedLayer, WholeLayer, pattern_of
 from lightning_shard.tensor_parallel.probe import Verdict, table_is_right, try_out
 from lightning_shard.tensor_parallel.styles import STYLES, Style
@@ -81,6 +81,7 @@ class _Finder:
             id(param) for module in self.names for param in module._parameters.values()
         )
         self._tried: dict[tuple[object, ...], Verdict] = {}
+        self._untried: list[Candidate] = []
 
     def find(self) -> None:
         """Go through the four kinds."""
@@ -96,6 +97,8 @@ class _Finder:
             for owner in inner_first:
                 for candidate in find(owner, self.num_ranks, self._is_free):
                     self._consider(candidate)
+        for candidate in self._untried:
+            self._believe(candidate)
         self._plan_vocabulary()
 
     def split(self) -> Iterator[PlannedLayer]:
@@ -144,36 +147,51 @@ class _Finder:
         )
 
     def _consider(self, candidate: Candidate) -> None:
-        """Plan a candidate's layers if a trial, or else their names, say so."""
-        layers = {name: candidate.owner.get_submodule(name) for name in candidate.styles}
+        """Plan a candidate's layers if a trial says so; the module around it may have it tried."""
+        layers = _layers(candidate)
         if any(layer in self.planned for layer in layers.values()):
             return
         key = candidate.signature
         if key not in self._tried:
             self._tried[key] = try_out(candidate, self.num_ranks)
         tried = self._tried[key]
-        if tried.is_right or (tried.is_right is None and candidate.is_known and candidate.is_all):
+        if tried.is_right:
             for name, module in layers.items():
                 has_heads = candidate.is_attention and name != candidate.out
                 self._plan(module, candidate.styles[name], has_heads=has_heads)
             for name in tried.inner:
                 inner = candidate.owner.get_submodule(name)
                 self._plan(inner, STYLES["replicated_with_grad_allreduce"])
+        elif tried.is_right is None:
+            self._untried.append(candidate)
+        else:
+            for layer in layers.values():
+                reason = f"with {candidate.out!r} it computes something else in parts"
+                self.reasons.setdefault(layer, reason)
+
+    def _believe(self, candidate: Candidate) -> None:
+        """Plan a pair that nobody could try out by its names; of an attention they say too little.
+
+        Heads may be counted where no plan sees it: by the slopes of ALiBi, or a scale.
+        """
+        layers = _layers(candidate)
+        if any(layer in self.planned or layer in self.reasons for layer in layers.values()):
             return
-        reason = (
-            "could not be tried out"
-            if tried.is_right is None
-            else "computes something else in parts"
-        )
+        if candidate.is_known and candidate.is_all and not candidate.is_attention:
+            for name, module in layers.items():
+                self._plan(module, candidate.styles[name])
+            return
         for layer in layers.values():
-            self.reasons.setdefault(layer, f"with {candidate.out!r} it {reason}")
+            self.reasons[layer] = f"with {candidate.out!r} it could not be tried out"
 
     def _plan_vocabulary(self) -> None:
         """Split the largest embedding by rows, and others like it; their output layers alike."""
         tables = [
             module
             for module in self.names
-            if isinstance(module, nn.Embedding) and module not in self.planned
+            if isinstance(module, nn.Embedding)
+            and has_weight(module)
+            and module not in self.planned
         ]
         heads = [one for one in self.names if self._is_head(one)]
         largest = max((table.weight.numel() for table in tables), default=0)
@@ -233,3 +251,7 @@ class _Finder:
     def _is_tied_head(self, module: nn.Module) -> bool:
         planned = self.planned.get(module)
         return self._is_head(module) or (planned is not None and planned.style.form == "colwise")
+
+
+def _layers(candidate: Candidate) -> dict[str, nn.Module]:
+    return {name: candidate.owner.get_submodule(name) for name in candidate.styles}

@@ -151,7 +151,12 @@ def unsplit_layer(module: nn.Module) -> None:
 def is_plain_linear(module: nn.Module) -> bool:
     """Whether a layer is linear, and has no forward of its own beside."""
     own = getattr(type(module), "forward", None)
-    return is_transposed(module) or own is nn.Linear.forward
+    return has_weight(module) and (is_transposed(module) or own is nn.Linear.forward)
+
+
+def has_weight(module: nn.Module) -> bool:
+    """Whether a layer's weight is a parameter, and not worked out as by `weight_norm`."""
+    return module._parameters.get("weight") is not None
 
 
 def is_transposed(module: nn.Module) -> bool:
@@ -161,5 +166,6 @@ def is_transposed(module: nn.Module) -> bool:
 
 def _product(module: Any, input: Tensor) -> Tensor:  # noqa: A002
     """Return a linear layer's result without its bias."""
-    weight: Tensor = module.weight
-    return torch.matmul(input, weight if is_transposed(module) else weight.t())
+    if is_transposed(module):
+        return torch.matmul(input, module.weight)
+    return F.linear(input, module.weight)

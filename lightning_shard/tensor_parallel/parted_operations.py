@@ -138,7 +138,10 @@ def _dropout(
     if not training or p == 0:
         return input
     part: Part = input.part
-    mask = part.narrow(func(part.local.new_ones(input.shape), p, True)).clone()
+    strides = part.local.stride()
+    order = sorted(range(input.ndim), key=lambda dim: -strides[dim])  # of drawing: that of memory
+    drawn = func(part.local.new_ones([input.shape[dim] for dim in order]), p, True)
+    mask = part.narrow(drawn.permute([order.index(dim) for dim in range(input.ndim)])).clone()
     if inplace:
         input.note_change()
     return part.widen(part.local.mul_(mask) if inplace else part.local * mask)

@@ -121,6 +121,7 @@ class PartedTensor(Tensor):
         return f"PartedTensor(shape={tuple(self.shape)}, part={self.part.local!r})"
 
     @classmethod
+    @untraced  # traced by dynamo, `numel()` of a parted tensor became the tensor itself
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:

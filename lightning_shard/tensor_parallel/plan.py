@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_shard.errors import ConfigError
 from lightning_shard.tensor_parallel.attention import is_plain_attention
-from lightning_shard.tensor_parallel.layers import is_plain_linear, is_transposed
+from lightning_shard.tensor_parallel.layers import has_weight, is_plain_linear, is_transposed
 from lightning_shard.tensor_parallel.styles import Form, Style, style_name, style_of
 
 
@@ -135,14 +135,24 @@ def _check_layer(name: str, module: nn.Module, style: Style) -> None:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or is_transposed(module)
+    return has_weight(module) and (isinstance(module, nn.Linear) or is_transposed(module))
+
+
+def _is_embedding(module: nn.Module) -> bool:
+    return has_weight(module) and isinstance(module, nn.Embedding)
 
 
 _EXPECTED: dict[Form, tuple[str, Callable[[nn.Module], bool]]] = {
-    "colwise": ("a linear layer", lambda one: _is_linear(one) or isinstance(one, nn.Embedding)),
-    "rowwise": ("a linear layer without a forward of its own", is_plain_linear),
-    "shared": ("a Linear", lambda one: isinstance(one, nn.Linear)),
-    "vocab": ("an Embedding", lambda one: isinstance(one, nn.Embedding)),
+    "colwise": (
+        "a linear layer whose weight is a parameter",
+        lambda one: _is_linear(one) or _is_embedding(one),
+    ),
+    "rowwise": (
+        "a linear layer without a forward of its own, whose weight is a parameter",
+        is_plain_linear,
+    ),
+    "shared": ("a Linear", lambda one: has_weight(one) and isinstance(one, nn.Linear)),
+    "vocab": ("an Embedding whose weight is a parameter", _is_embedding),
     "attention": ("torch's MultiheadAttention with its own forward", is_plain_attention),
     "experts": ("a layer with parameters of its own", lambda one: bool(one._parameters)),
     "replica": ("a layer with parameters of its own", lambda one: bool(one._parameters)),

@@ -59,10 +59,10 @@ def try_out(candidate: Candidate, num_ranks: int) -> Verdict:
     if is_large or any(isinstance(one, LightningModule) for one in candidate.owner.modules()):
         return Verdict(is_right=None)  # a copy of a LightningModule has a copy of its trainer
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        whole = _run_whole(candidate)
-        if whole is None:
-            return Verdict(is_right=None)
         try:
+            whole = _run_whole(candidate)
+            if whole is None:
+                return Verdict(is_right=None)
             parts = [_run_part(whole, candidate, rank, num_ranks) for rank in range(num_ranks)]
         except Exception:
             return Verdict(is_right=False)  # the owner knows another way how wide its layers are
@@ -83,6 +83,10 @@ def table_is_right(table: nn.Embedding, num_ranks: int) -> bool:
             return _is_close(torch.stack(parts).sum(0), whole["table"](ids))
         except Exception:
             return False
+
+
+class _NotCalledOnceError(Exception):
+    """The owner uses a layer's weight by itself, or the layer for several things."""
 
 
 class _Run:
@@ -120,6 +124,8 @@ class _Run:
             given = owner(*args)
         finally:
             handle.remove()
+        if len(results) != 1:
+            raise _NotCalledOnceError
         (self.result,) = results
         self.given = [leaf.detach() for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
 
@@ -155,6 +161,8 @@ def _run_whole(candidate: Candidate) -> _Run | None:
             for param in owner.parameters():
                 param.requires_grad_(True)
             return _Run(owner, candidate.out, [width, *[None if missing else width] * others])
+        except _NotCalledOnceError:
+            raise
         except Exception:
             continue
     return None
@@ -226,10 +234,12 @@ class _Alone:
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
-    def all_reduce(self, tensor: Tensor) -> "_Alone":
-        """Leave the part as it is, or clear a gradient."""
+    def all_reduce(self, tensor: Tensor, *, output: Tensor) -> "_Alone":
+        """Give the part as it is, or no gradient."""
         if torch._C._current_graph_task_id() != -1:
-            tensor.zero_()
+            output.zero_()
+        else:
+            output.copy_(tensor)
         return self
 
     def wait(self) -> None:

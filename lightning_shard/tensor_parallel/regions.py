@@ -9,6 +9,9 @@
     leave    gather (copies)    forward: all-gather            backward: the own slice
     enter    split              forward: the own slice         backward: all-gather
 
+The backward of each is the forward of another, which is called as such, so that a gradient can be
+differentiated once more: by a gradient penalty.
+
 Source: Megatron-LM, arXiv:1909.08053 and arXiv:2205.05198.
 """
 
@@ -60,8 +63,9 @@ def split_to_region(tensor: Tensor, dim: int, group: Collectives) -> Tensor:
 
 def all_reduced(tensor: Tensor, group: Collectives) -> Tensor:
     """Return the sum over the ranks, in new memory."""
-    total = tensor.clone(memory_format=torch.contiguous_format)
-    group.all_reduce(total).wait()
+    own = tensor.contiguous()
+    total = torch.empty_like(own)
+    group.all_reduce(own, output=total).wait()
     return total
 
 
@@ -104,17 +108,18 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return all_reduced(grads[0], ctx.group), None
+        return _Reduce.apply(grads[0], ctx.group), None  # type: ignore[no-untyped-call]
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Collectives) -> Tensor:
+        ctx.group = group
         return all_reduced(tensor, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0], None
+        return _Copy.apply(grads[0], ctx.group), None  # type: ignore[no-untyped-call]
 
 
 class _Gather(torch.autograd.Function):
@@ -125,7 +130,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return reduce_scattered(grads[0], ctx.dim, ctx.group), None, None
+        return _ReduceScatter.apply(grads[0], ctx.dim, ctx.group), None, None  # type: ignore[no-untyped-call]
 
 
 class _ReduceScatter(torch.autograd.Function):
@@ -136,7 +141,7 @@ class _ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return all_gathered(grads[0], ctx.dim, ctx.group), None, None
+        return _Gather.apply(grads[0], ctx.dim, ctx.group), None, None  # type: ignore[no-untyped-call]
 
 
 class _GatherCopies(torch.autograd.Function):
@@ -147,7 +152,7 @@ class _GatherCopies(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return own_slice(grads[0], ctx.dim, ctx.group).contiguous(), None, None
+        return _Split.apply(grads[0], ctx.dim, ctx.group), None, None  # type: ignore[no-untyped-call]
 
 
 class _Split(torch.autograd.Function):
@@ -158,4 +163,4 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return all_gathered(grads[0], ctx.dim, ctx.group), None, None
+        return _GatherCopies.apply(grads[0], ctx.dim, ctx.group), None, None  # type: ignore[no-untyped-call]

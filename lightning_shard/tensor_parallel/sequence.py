@@ -31,15 +31,20 @@ from lightning_shard.tensor_parallel.regions import (
     copy_to_region,
     reduce_from_region,
     reduce_scatter_from_region,
-    reduce_scattered,
     untraced,
 )
 
 
-@untraced
 def enter_region(tensor: Tensor, group: Collectives) -> Tensor:
     """Enter with a whole activation, or with every rank's slice of one."""
-    if not isinstance(tensor, PartedTensor) or tensor.part.dim == tensor.ndim - 1:
+    if isinstance(tensor, PartedTensor):
+        return _enter_in_parts(tensor, group)
+    return copy_to_region(tensor, group)
+
+
+@untraced
+def _enter_in_parts(tensor: PartedTensor, group: Collectives) -> Tensor:
+    if tensor.part.dim == tensor.ndim - 1:
         return copy_to_region(made_whole(tensor), group)
     local = tensor.part.local
     if torch.is_autocast_enabled(local.device.type) and local.dtype == torch.float32:
@@ -97,7 +102,7 @@ class _GatherSlices(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return reduce_scattered(grads[0], ctx.dim, ctx.group), None, None
+        return reduce_scatter_from_region(grads[0], ctx.dim, ctx.group), None, None
 
 
 class _Saved:

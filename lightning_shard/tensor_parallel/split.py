@@ -8,8 +8,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.data_parallel.torch_private import saving_hook
 from lightning_shard.errors import ConfigError, LayoutError
 from lightning_shard.tensor_parallel.attention import attention_cuts, fast_paths
+from lightning_shard.tensor_parallel.candidates import check_heads
 from lightning_shard.tensor_parallel.head_counts import Attributes, count_heads
 from lightning_shard.tensor_parallel.layers import (
     Crossing,
@@ -28,6 +30,7 @@ from lightning_shard.tensor_parallel.regions import (
     reduce_from_region,
     reduce_scatter_from_region,
     split_to_region,
+    untraced,
 )
 from lightning_shard.tensor_parallel.sequence import enter_region, leave_in_slices
 from lightning_shard.tensor_parallel.sharding import Sharding
@@ -71,6 +74,7 @@ class SplitModel:
         self._around_dropout = set(layers_around_dropout(model, layers))
         for layer in layers:
             self._decide(layer)
+        self._check_users(model)
         try:
             count_heads(model, layers, group.size, self._attributes)
         except ConfigError:
@@ -86,6 +90,9 @@ class SplitModel:
 
     def _decide(self, layer: PlannedLayer) -> None:
         """Say how a layer's parameters are cut."""
+        if isinstance(layer.module, nn.MultiheadAttention):
+            num_heads = layer.module.num_heads
+            check_heads(layer.name, num_heads, num_heads, self.group.size)
         for cut in _cuts(layer.module, layer.style):
             param = layer.module.get_parameter(cut.name)
             if param in self.shardings:
@@ -121,6 +128,21 @@ class SplitModel:
         for param in module.parameters(recurse=False):
             if param.requires_grad:
                 self._hooks.append(param.register_hook(summed))  # type: ignore[no-untyped-call]
+
+    def _check_users(self, model: nn.Module) -> None:
+        """Raise if a layer that the plan leaves whole shares a weight that it cuts."""
+        planned = {one for layer in self._layers for one in layer.module.modules()}
+        for name, module in model.named_modules():
+            for param in module._parameters.values():
+                if param not in self.shardings or module in planned:
+                    continue
+                # a parent may list its layer's bias once more, as BERT's head does
+                if param.ndim > 1 or planned.isdisjoint(module.modules()):
+                    raise ConfigError(
+                        f"The plan leaves {name!r} whole, but cuts a weight that it shares with "
+                        f"another layer; expected both in the plan. An embedding by rows goes with "
+                        f"a head by columns."
+                    )
 
     def _check_tied(self, layer: PlannedLayer, cut: Cut, param: nn.Parameter) -> None:
         """Raise unless a layer that shares its weight with another cuts it in the same way."""
@@ -234,21 +256,29 @@ class _Entrance:
     """Enters a region once for all layers that are given the same activation.
 
     Query, key and value all take one activation: their gradients are then added up on this rank,
-    and summed over the ranks once instead of three times.
+    and summed over the ranks once instead of three times. It enters anew when it was changed in
+    place, and in a checkpoint of activations, which has to save again what it saved.
     """
 
     def __init__(self, group: Collectives) -> None:
         self._group = group
         self._last: weakref.ref[Tensor] | None = None
         self._entered: Tensor | None = None
+        self._version = 0
+        self._saver: Callable[[], object] = _none
 
+    @untraced
     def __call__(self, tensor: Tensor) -> Tensor:
-        entered = self._entered
+        entered, saver = self._entered, saving_hook()
+        # Tensors of inference mode do not tell whether they were changed.
+        version = -1 if torch.is_inference_mode_enabled() else tensor._version
         is_known = self._last is not None and self._last() is tensor
+        is_known = is_known and version == self._version >= 0 and self._saver() is saver
         if entered is None or not is_known or entered.requires_grad != self._follows(tensor):
             entered = enter_region(tensor, self._group)
             self._last = None  # what it stood for may end with the next line
             self._entered, self._last = entered, weakref.ref(tensor, self._forget)
+            self._version, self._saver = version, _none if saver is None else weakref.ref(saver)
         return entered
 
     def _follows(self, tensor: Tensor) -> bool:
@@ -262,6 +292,10 @@ class _Entrance:
     def _forget(self, reference: "weakref.ref[Tensor]") -> None:
         if reference is self._last:
             self.forget()
+
+
+def _none() -> None:
+    """Stand in for a reference to nothing."""
 
 
 def _cuts(module: nn.Module, style: Style) -> tuple[Cut, ...]:

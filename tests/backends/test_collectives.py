@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.registry import get_backend
-from lightning_shard.errors import RankFailedError
+from lightning_shard.errors import LayoutError, RankFailedError
 from lightning_shard.testing import Fault, run_ranks
 
 
@@ -35,6 +35,26 @@ def test_one_rank_copies_only_what_lies_elsewhere() -> None:
         assert collectives.traffic["reduce_scatter"].calls == 3
 
     run_ranks(body, 1)
+
+
+@pytest.mark.parametrize("backend", ["in_process", "gloo"])  # c10d's own way, and the exchange
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("numel", [6, 40_000])
+def test_an_all_reduce_into_an_output_leaves_its_input(
+    backend: str, dtype: torch.dtype, numel: int
+) -> None:
+    def body(rank: int) -> None:
+        assert dist.group.WORLD is not None
+        collectives = get_backend(backend).collectives(dist.group.WORLD)
+        source = torch.full((2, numel // 2), rank + 1, dtype=dtype)
+        output = torch.empty_like(source)
+        collectives.all_reduce(source, output=output)
+        assert torch.equal(output, torch.full_like(output, 6))
+        assert torch.equal(source, torch.full_like(source, rank + 1))
+        with pytest.raises(LayoutError, match=f"rank {rank}: got an output of shape"):
+            collectives.all_reduce(source, output=output.view(-1))
+
+    run_ranks(body, 3)
 
 
 def test_a_widened_reduction_counts_the_bytes_on_the_wire() -> None:

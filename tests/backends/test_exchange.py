@@ -15,7 +15,9 @@ SMALL = 1_000
 @pytest.mark.parametrize(
     ("num_ranks", "dtype", "numel", "messages", "wire_dtype"),
     [
-        (2, torch.float32, LARGE, 1, torch.float32),
+        (2, torch.float32, SMALL, 1, torch.float32),
+        (2, torch.float32, LARGE, 0, torch.float32),  # as much, of middling size
+        (2, torch.float32, 40 * LARGE, 1, torch.float32),
         (3, torch.float32, LARGE, 0, torch.float32),
         (3, torch.float32, SMALL, 2, torch.float32),
         (2, torch.bfloat16, LARGE, 1, torch.bfloat16),

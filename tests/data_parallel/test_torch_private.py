@@ -1,8 +1,13 @@
 """Fails when torch changes what we use of its insides."""
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
-from lightning_shard.data_parallel.torch_private import in_backward, queue_after_backward
+from lightning_shard.data_parallel.torch_private import (
+    in_backward,
+    queue_after_backward,
+    saving_hook,
+)
 
 
 def test_in_backward() -> None:
@@ -50,3 +55,19 @@ def test_a_freed_storage_comes_back_under_the_same_views() -> None:
     full.untyped_storage().resize_(16)
     full.copy_(torch.arange(4.0))
     assert view.tolist() == [1.0, 2.0]
+
+
+def test_every_checkpoint_and_recomputation_has_a_saving_hook_of_its_own() -> None:
+    hooks: list[object] = []
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        hooks.append(saving_hook())
+        return x.tanh().tanh()
+
+    x = torch.ones(2, requires_grad=True)
+    assert saving_hook() is None
+    for _ in range(2):
+        checkpoint(keep, x, use_reentrant=False).sum().backward()
+    assert None not in hooks
+    assert len(set(hooks)) == len(hooks) == 4
+    assert saving_hook() is None

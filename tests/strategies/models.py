@@ -216,7 +216,10 @@ class Encoder(Trained):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
         self.position = nn.Parameter(0.1 * torch.randn(CONTEXT, width))
-        layer = nn.TransformerEncoderLayer(width, 4, 64, dropout=0.0, batch_first=True)
+        # A ReLU's gradient jumps where a rounding error changes the sign of what goes in.
+        layer = nn.TransformerEncoderLayer(
+            width, 4, 64, dropout=0.0, activation="gelu", batch_first=True
+        )
         self.encoder = nn.TransformerEncoder(layer, num_layers)
         for param in self.parameters():
             if param.ndim > 1:  # as in GPT-2: with larger ones the noise is louder, see EPS
@@ -309,6 +312,7 @@ def t5(num_layers: int = 2) -> HuggingFaceLM:
         relative_attention_num_buckets=8,
         relative_attention_max_distance=16,
         dropout_rate=0.0,
+        feed_forward_proj="gelu",  # see Encoder
         decoder_start_token_id=0,
     )
     return HuggingFaceLM(T5ForConditionalGeneration(config))

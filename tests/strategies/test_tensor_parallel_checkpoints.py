@@ -176,7 +176,11 @@ def test_a_refused_plan_left_the_model_half_split() -> None:
     classes = [type(module) for module in model.modules()]
     strategy = TensorParallelStrategy(
         backend="in_process",
-        plan={"blocks.*.up": "colwise", "blocks.*.down": "rowwise", "blocks.*.qkv": "colwise"},
+        plan={
+            "blocks.*.up": "colwise",
+            "blocks.*.down": "rowwise",
+            "blocks.*.qkv": "packed_colwise(3)",
+        },
     )
     model.blocks[2].qkv = torch.nn.Linear(32, 97).double()
     with pytest.raises(ConfigError, match="97"):

@@ -21,7 +21,17 @@ from torch.optim import Optimizer
 
 from lightning_shard.errors import ShardError
 
-from .styles import AUTOMATIC, MANUAL, Automatic, Manual, check, make_trainer, ranks, train
+from .styles import (
+    AUTOMATIC,
+    MANUAL,
+    Automatic,
+    Backbone,
+    Manual,
+    check,
+    make_trainer,
+    ranks,
+    train,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings(r"ignore:.*does not have many workers"),
@@ -40,6 +50,23 @@ def test_styles(style: type[Automatic], stage: int) -> None:
 @pytest.mark.parametrize("stage", range(4))
 def test_styles_on_three_ranks(style: type[Automatic], stage: int) -> None:
     check(style, stage, num_ranks=3)
+
+
+class BackboneWithState(Backbone):
+    def configure_optimizers(self) -> Optimizer:
+        return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=0.01)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_finetuning_takes_no_empty_piece_for_another(num_ranks: int) -> None:
+    """It looks by `torch.equal` for parameters that the optimizer has: ranks' groups differed."""
+
+    def state(strategy: Any) -> dict[str, Any]:
+        return train(BackboneWithState, strategy).trainer.optimizers[0].state_dict()
+
+    joined, expected = state(ranks(3, num_ranks)), state("auto")
+    assert [len(group["params"]) for group in joined["param_groups"]] == [4, 12]
+    torch.testing.assert_close(joined["state"], expected["state"], rtol=1e-4, atol=1e-6)
 
 
 class LimitedMemory(Automatic):

@@ -25,9 +25,9 @@ def exchange_collectives(group: dist.ProcessGroup) -> ExchangeCollectives:
 class CheckedExchange(ExchangeCollectives):
     """Exchange collectives whose ranks first compare what they call; for a `CheckedGroup` alone."""
 
-    def _all_reduce(self, tensor: torch.Tensor, op: ReduceOpName) -> Transfer:
-        self._compare("all_reduce", [tensor], reduce_op=_OPS[op])
-        return super()._all_reduce(tensor, op)
+    def _all_reduce(self, output: torch.Tensor, source: torch.Tensor, op: ReduceOpName) -> Transfer:
+        self._compare("all_reduce", [source], reduce_op=_OPS[op])
+        return super()._all_reduce(output, source, op)
 
     def _reduce_scatter(
         self, output: torch.Tensor, source: torch.Tensor, op: ReduceOpName
