@@ -285,6 +285,6 @@ def refuse_leftover_pieces(model: nn.Module) -> None:
         if hasattr(param, _LEFTOVER):
             raise ConfigError(
                 f"The parameter {name!r} of {type(model).__name__} is only one rank's piece, left "
-                f"by a run of ZeRO stage 3, tensor or pipeline parallel that failed; expected a whole model. "
-                f"Build a new one, or load a checkpoint into a new one."
+                f"by a run of ZeRO stage 3, tensor or pipeline parallel that failed; expected a "
+                f"whole model. Build a new one, or load a checkpoint into a new one."
             )

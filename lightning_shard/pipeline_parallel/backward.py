@@ -57,7 +57,7 @@ def input_backward(
         return found, lambda: [None] * len(params)
     # torch detaches the roots in place, which a view does not allow
     ends = [root.clone() if root._is_view() or root.is_leaf else root for root in roots]
-    found, groups = stage_backward_input(
+    given, groups = stage_backward_input(
         ends, None if grads is None else list(grads), list(inputs), iter(params)
     )
     for one in inputs:
@@ -68,7 +68,7 @@ def input_backward(
             stage_backward_weight(iter(params), groups)
             return [param.grad for param in params]
 
-    return _filled(found, inputs), rest
+    return _filled(given, inputs), rest
 
 
 def weight_backward(rest: Rest, params: Sequence[nn.Parameter]) -> Sequence[Tensor | None]:

@@ -104,7 +104,7 @@ def _as_meta(tensor: Tensor) -> Tensor:
 def _written(func: Any) -> tuple[int, ...]:
     """Which positional arguments an operation writes to."""
     arguments = enumerate(func._schema.arguments)
-    return tuple(i for i, one in arguments if one.alias_info is not None and one.alias_info.is_write)
+    return tuple(i for i, one in arguments if one.alias_info and one.alias_info.is_write)
 
 
 def _refuse_writes(func: Any, args: Sequence[Any], origin: str) -> None:

@@ -109,9 +109,11 @@ class _HandOver(torch.autograd.Function):
 @contextmanager
 def hooks_set_aside(params: Sequence[nn.Parameter]) -> Iterator[None]:
     """Keep the hooks of parameters for the one gradient of the whole batch."""
-    hooked = [(param._backward_hooks, dict(param._backward_hooks)) for param in params if param._backward_hooks]
-    for hooks, _ in hooked:
-        hooks.clear()
+    hooked: list[tuple[dict[int, Any], dict[int, Any]]] = []
+    for param in params:
+        if hooks := param._backward_hooks:
+            hooked.append((hooks, dict(hooks)))
+            hooks.clear()
     try:
         yield
     finally:

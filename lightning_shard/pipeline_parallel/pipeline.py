@@ -8,8 +8,8 @@
 A neighbouring stage on the same rank is handed its tensors without a message.
 """
 
-import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,14 +28,16 @@ from lightning_shard.pipeline_parallel.leaves import map_tensors, signature
 from lightning_shard.pipeline_parallel.messages import Look, Messages, Receipt
 from lightning_shard.pipeline_parallel.microbatches import Microbatch
 from lightning_shard.pipeline_parallel.randomness import StageRandomness
-from lightning_shard.pipeline_parallel.schedules import Action, Schedule, forward_schedule
+from lightning_shard.pipeline_parallel.schedules import Action, Kind, Schedule, forward_schedule
 from lightning_shard.pipeline_parallel.skipped_blocks import UnknownResultError
 from lightning_shard.pipeline_parallel.stage_run import Needed, Probe, StageRun
 from lightning_shard.pipeline_parallel.staged_model import StagedModel
 
 Step = Callable[[Microbatch, bool], Any]  # whether it is the last stage's
 LossOf = Callable[[Any], Tensor | None]
-Observer = Callable[[Action, float, float], None]
+Observer = Callable[[Action], AbstractContextManager[object]]
+
+_RECEIVES: dict[Kind, Kind] = {"F": "RECV_F", "B": "RECV_B", "I": "RECV_B"}  # their inputs
 
 
 @dataclass
@@ -67,7 +69,8 @@ class Pipeline:
         device: Of this rank.
 
     Attributes:
-        observer: Told of every action with its begin and end, in seconds.
+        observer: Makes what surrounds every action, to take its time. A computation's waiting for
+            its message stands around by itself, as the receive; posting a receive does not.
         peak_activations: The most runs that were kept for their backward at one time.
     """
 
@@ -172,12 +175,21 @@ class Pipeline:
         return uses
 
     def _act(self, action: Action) -> None:
-        if self.observer is None:
+        if self.observer is None or action.kind in _RECEIVES.values():
             self._actions[action.kind](action)
             return
-        begin = time.perf_counter()
-        self._actions[action.kind](action)
-        self.observer(action, begin, time.perf_counter())
+        if action.kind in _RECEIVES:
+            self._await(action, self.observer)
+        with self.observer(action):
+            self._actions[action.kind](action)
+
+    def _await(self, action: Action, observer: Observer) -> None:
+        """Wait for what a computation else waits for itself."""
+        receive = _RECEIVES[action.kind]
+        coming = self._batch.inbox.get((receive[-1], action.stage, action.microbatch))
+        if isinstance(coming, Receipt):
+            with observer(action._replace(kind=receive)):
+                coming.wait()
 
     def _agree_on_needs(self) -> bool:
         """For a step that is new, see what each stage's first block needs of earlier stages.

@@ -3,8 +3,8 @@
     microbatch i    before the blocks: seed(i), on each stage      (noise, timesteps, mixing)
                     from the blocks on: seed(i, stage)             (dropout)
 
-Every stage runs the user's step, so what the step draws of its own must agree; what blocks draw must
-not repeat another stage's. Seeds come from a number that the pipeline's ranks agree on once.
+Every stage runs the user's step, so what the step draws of its own must agree; what blocks draw
+must not repeat another stage's. Seeds come from a number that the pipeline's ranks agree on once.
 """
 
 import random

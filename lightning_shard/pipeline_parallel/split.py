@@ -113,7 +113,7 @@ class PipelineSplit:
 
     @torch.no_grad()
     def whole(self, param: nn.Parameter, local: Tensor) -> Tensor:
-        """Return a tensor shaped as `param` from the first rank that has it; each rank must call."""
+        """Return a tensor shaped as `param` from its first rank; each rank must call."""
         here = self.is_here(param)
         tensor = local.contiguous() if here else local.new_empty(self.shapes[param])
         self.group.broadcast(tensor, src=self._ranks[param][0]).wait()

@@ -68,7 +68,8 @@ class StagedModel:
         self._shown: int | None = None  # the stage whose absent parameters stand in now
         for index, block in enumerate(partition.blocks.modules):
             setattr(block, _PLACE, _Place(self, index, SkippedBlock(block)))
-            block.__class__ = _caught_class(type(block))
+            own: Any = type(block)
+            block.__class__ = _caught_class(own)
 
     @property
     def run(self) -> Run | None:

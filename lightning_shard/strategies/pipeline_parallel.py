@@ -40,6 +40,7 @@ from lightning_shard.pipeline_parallel.schedules import (
 from lightning_shard.pipeline_parallel.split import PipelineSplit
 from lightning_shard.pipeline_parallel.staged_model import StagedModel
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
+from lightning_shard.strategies.measured_stages import measured_costs
 from lightning_shard.strategies.model_parallel import ModelParallelStrategy
 from lightning_shard.strategies.step_logs import StepLogs
 
@@ -182,12 +183,7 @@ class PipelineParallelStrategy(ModelParallelStrategy):
         model, group = self.model, self.model_collectives
         refuse_leftover_pieces(model)
         check_same_model(model, group)
-        self._partition = partition_blocks(
-            model,
-            find_blocks(model, self._blocks),
-            num_stages=self.num_stages,
-            split=self._balance,  # type: ignore[arg-type]
-        )
+        self._partition = self._stages(model)
         ranks = place_stages(self._schedule, self.mesh.pp, self.num_stages)
         self.schedule(self.num_microbatches)  # refused here, where nothing has been changed
         self._split = PipelineSplit(model, self._partition, ranks, group, self.root_device)
@@ -201,6 +197,25 @@ class PipelineParallelStrategy(ModelParallelStrategy):
         )
         self._logs = StepLogs(self.lightning_module, group, self._pipeline.last_rank)
         return self._split
+
+    def _stages(self, model: torch.nn.Module) -> Partition:
+        assert self.lightning_module is not None
+        blocks = find_blocks(model, self._blocks)
+        measured = None
+        if self._balance in ("flops", "memory"):
+            measured = measured_costs(
+                self.lightning_module,
+                blocks,
+                self._balance,  # type: ignore[arg-type]
+                self.model_collectives,
+            )
+        return partition_blocks(
+            model,
+            blocks,
+            num_stages=self.num_stages,
+            split=self._balance,  # type: ignore[arg-type]
+            measured=measured,
+        )
 
     @override
     def _unsplit_model(self, *, whole: bool) -> None:

@@ -1,0 +1,63 @@
+"""What a model's blocks cost in the first batch, for stages that are alike in time or memory.
+
+Rank 0 of the pipeline asks for one batch before there is a loop, from a loader of its own, and runs
+the module's step on it without arithmetic; the random streams and the logs know nothing of it.
+"""
+
+import inspect
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.seed import isolate_rng
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.errors import ConfigError
+from lightning_shard.pipeline_parallel.blocks import BlockList
+from lightning_shard.pipeline_parallel.costs import measure_blocks
+from lightning_shard.pipeline_parallel.partition import BlockCosts
+from lightning_shard.strategies._lightning import request_dataloader
+from lightning_shard.strategies.replaced import replaced
+
+
+def measured_costs(
+    module: "pl.LightningModule",
+    blocks: BlockList,
+    what: Literal["flops", "memory"],
+    pipeline: Collectives,
+) -> BlockCosts:
+    """Return the costs of the blocks in a training step; each rank of the pipeline must call.
+
+    Raises:
+        ConfigError: There is no training data, since nothing is fitted.
+    """
+    if module.trainer.state.fn != TrainerFn.FITTING:
+        raise ConfigError(
+            f"split={what!r} measures a training step, but nothing is trained here; expected "
+            f"trainer.fit. Use split='parameters', or give the first block of each stage."
+        )
+    costs = _measure(module, blocks, what) if pipeline.rank == 0 else None
+    agreed = pipeline.broadcast_object(costs)
+    assert agreed is not None
+    return agreed
+
+
+def _measure(
+    module: "pl.LightningModule", blocks: BlockList, what: Literal["flops", "memory"]
+) -> BlockCosts:
+    batch = _first_batch(module.trainer)
+    takes = len(inspect.signature(module.training_step).parameters)
+    with replaced(module, "log", lambda *args, **kwargs: None):
+        return measure_blocks(
+            module, blocks, lambda: module.training_step(*(batch, 0)[:takes]), what=what
+        )
+
+
+def _first_batch(trainer: "pl.Trainer") -> Any:
+    with isolate_rng():
+        loader = request_dataloader(trainer.fit_loop._data_source)
+        if not isinstance(loader, CombinedLoader):
+            loader = CombinedLoader(loader, "min_size")
+        batch, *_ = next(iter(loader))
+    return batch

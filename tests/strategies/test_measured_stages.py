@@ -1,0 +1,55 @@
+"""Stages that are alike in what a step costs, measured before training."""
+
+import pytest
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_shard import PipelineParallelStrategy
+from lightning_shard.errors import ConfigError
+from lightning_shard.pipeline_parallel.partition import Partition
+from tests.strategies.models import ExampleGPT
+from tests.strategies.parity import UPSTREAM_WARNINGS, GlobalBatches, quiet_trainer
+
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{one}") for one in UPSTREAM_WARNINGS]
+
+
+class Wide(ExampleGPT):
+    """Its head is as much work as several blocks."""
+
+    def __init__(self) -> None:
+        super().__init__(num_layers=6)
+
+
+class Recorded(PipelineParallelStrategy):
+    """Keeps the stages that it has found."""
+
+    bounds: tuple[int, ...] = ()
+
+    def _stages(self, model: nn.Module) -> Partition:
+        partition = super()._stages(model)
+        self.bounds = partition.bounds
+        return partition
+
+
+def bounds_of(split: str) -> tuple[int, ...]:
+    model = Wide()
+    strategy = Recorded(backend="in_process", split=split)
+    trainer = quiet_trainer(strategy=strategy, devices=2, max_steps=1, accumulate_grad_batches=1)
+    trainer.fit(model, datamodule=GlobalBatches(model))
+    return strategy.bounds
+
+
+@pytest.mark.parametrize("split", ["flops", "memory"])
+def test_the_stage_with_the_head_has_fewer_blocks(split: str) -> None:
+    first, cut, last = bounds_of(split)
+    assert (first, last) == (0, 6)
+    assert cut >= 3
+
+
+def test_nothing_to_measure_without_training() -> None:
+    model = Wide()
+    strategy = PipelineParallelStrategy(backend="in_process", split="flops")
+    trainer = quiet_trainer(strategy=strategy, devices=2)
+    data = DataLoader(GlobalBatches(model).dataset, batch_size=4)
+    with pytest.raises(ConfigError, match="nothing is trained"):
+        trainer.validate(model, dataloaders=data)
