@@ -4,6 +4,7 @@ Parameters come together buffer by buffer, so that no rank but rank 0 holds more
 above its share; rank 0 holds the whole on the CPU, as it must to write one file.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,3 +32,18 @@ def full_module_state(module: nn.Module, engine: DataParallelEngine) -> dict[str
 
 def _plain(value: Any) -> Any:
     return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
+def load_module_state(
+    module: nn.Module, engine: DataParallelEngine, state: Mapping[str, Any], *, strict: bool
+) -> None:
+    """Load a whole `state_dict` into a module that an engine holds; no communication.
+
+    The whole module is on the CPU for a moment, as when it was made.
+
+    Raises:
+        RuntimeError: torch's, when names or shapes do not fit.
+    """
+    missing: list[str] = []
+    with engine.loading(missing):
+        missing += module.load_state_dict(state, strict=strict).missing_keys

@@ -11,7 +11,7 @@ The module keeps its own parameters, the optimizer keeps its own object; the eng
 `param.data` and `param.grad` point at. Source: ZeRO, arXiv:1910.02054; FSDP, arXiv:2304.11277.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import groupby
 
@@ -200,6 +200,34 @@ class DataParallelEngine:
     def owner(self, param: nn.Parameter) -> tuple[FlatParameters, int]:
         """The buffer that holds `param`, and its index there."""
         return self._homes[param]
+
+    @contextmanager
+    def loading(self, missing: Container[str]) -> Iterator[None]:
+        """Let every parameter be whole inside, without values, and take in what they are set to.
+
+        Args:
+            missing: Names of those that keep their value; read at the end.
+        """
+        shown = [(param, param.data, param.grad) for param in self.model.parameters()]
+        for param, value, _ in shown:
+            param.grad = None
+            param.data = torch.empty(self._whole_shape(param), dtype=value.dtype)
+        try:
+            yield
+            for name, param in self.model.named_parameters():
+                if self.split.is_here(param) and name not in missing:
+                    flat, index = self.owner(param)
+                    flat.load(index, self.split.local(param, param.data))
+        finally:
+            for param, value, grad in shown:
+                param.data, param.grad = value, grad
+
+    def _whole_shape(self, param: nn.Parameter) -> Sequence[int]:
+        shape = self.split.full_shapes.get(param)
+        if shape is not None:
+            return shape
+        flat, index = self.owner(param)
+        return flat.layout.slots[index].shape
 
     def whole_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Bring the model's parameters together, one after the other; each rank must call.

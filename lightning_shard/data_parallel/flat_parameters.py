@@ -161,6 +161,16 @@ class FlatParameters:
         edited = own != self.shard.to(own.dtype)
         self.shard.copy_(torch.where(edited, own.to(self.shard.dtype), self.shard))
 
+    @torch.no_grad()
+    def load(self, index: int, value: Tensor) -> None:
+        """Overwrite one parameter by a tensor of its own shape, however it shows itself now."""
+        if self.is_gathered:
+            self.full_views[index].copy_(value)
+        if self.stage > 0:
+            piece = self.layout.piece(self.layout.slots[index], self.shard_index)
+            value = value.flatten()[piece.param_offset : piece.param_stop]
+        self.local_views[index].copy_(value)
+
     def free(self) -> None:
         """Point the parameters at their pieces and give the full memory back."""
         self.present_local()

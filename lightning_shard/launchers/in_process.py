@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from lightning_shard.backends.in_process import World, current_world
 from lightning_shard.errors import ConfigError
-from lightning_shard.launchers._lightning import Launcher
+from lightning_shard.launchers._lightning import Launcher, TunerExit
 from lightning_shard.launchers.replicas import Replica
 
 
@@ -56,10 +56,23 @@ class InProcessLauncher(Launcher):
             Replica.copy_of(function, trainer, args, kwargs) for _ in range(1, self._num_ranks)
         ]
 
-        def run_rank(rank: int) -> Any:
-            return function(*args, **kwargs) if rank == 0 else replicas[rank - 1].run()
+        exits: list[TunerExit] = []
 
-        return world.run(run_rank)[0]
+        def run_rank(rank: int) -> Any:
+            if rank > 0:
+                return replicas[rank - 1].run()
+            try:
+                return function(*args, **kwargs)
+            except TunerExit as left:  # by every rank; Lightning tears down after the world's end
+                exits.append(left)
+                if trainer is not None:
+                    trainer.strategy.teardown()
+                return None
+
+        result = world.run(run_rank)[0]
+        if exits:
+            raise exits[0]
+        return result
 
     @override
     def kill(self, signum: Any) -> None:

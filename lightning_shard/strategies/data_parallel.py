@@ -1,6 +1,6 @@
 """Replicated data parallel and ZeRO stages 1 to 3 as Lightning strategies: the engine's adapter."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_shard.backends.base import DEFAULT_TIMEOUT
-from lightning_shard.checkpoint.full import full_module_state
+from lightning_shard.checkpoint.full import full_module_state, load_module_state
 from lightning_shard.data_parallel.agreement import check_same_optimizers
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.held_bytes import HeldBytes, replicated, storage_bytes
@@ -277,6 +277,16 @@ class DataParallelStrategy(ShardStrategy):
             self._check_whole()
             return self.lightning_module.state_dict() if self.is_global_zero else {}
         return full_module_state(self.lightning_module, self._engine)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if self._engine is None:
+            super().load_model_state_dict(checkpoint, strict)
+            return
+        assert self.lightning_module is not None
+        load_module_state(
+            self.lightning_module, self._engine, checkpoint["state_dict"], strict=strict
+        )
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
