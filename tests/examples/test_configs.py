@@ -22,6 +22,7 @@ def test_no_config_is_forgotten_here() -> None:
         "gpt_demo.yaml",
         "gpt_zero3.yaml",
         "gpt_tensor_parallel.yaml",
+        "gpt_pipeline_parallel.yaml",
         "digits_zero2.yaml",
     }
 
@@ -64,6 +65,15 @@ def test_gpt_tensor_parallel_over_gloo_holds_about_half(tmp_path: Path) -> None:
     run = run_command(tmp_path, "fit", config, "--trainer.max_steps=3")
     assert run.returncode == 0, run.stderr
     assert all(50.0 <= float(share.rstrip("%")) < 55.0 for share in largest_shares(run.stdout))
+
+
+def test_gpt_pipeline_parallel_over_gloo_trains_and_validates(tmp_path: Path) -> None:
+    config = "--config=configs/gpt_pipeline_parallel.yaml"
+    limits = ["--trainer.max_steps=3", "--trainer.limit_val_batches=2"]
+    run = run_command(tmp_path, "fit", config, *limits, "--trainer.val_check_interval=3")
+    assert run.returncode == 0, run.stderr
+    loss, bigram = last_losses(run.stdout)
+    assert bigram < loss < 8.0
 
 
 @pytest.mark.timeout(240)  # two commands of two processes each
