@@ -113,10 +113,13 @@ class ParallelMesh:
             rank = rank * self.size(axis) + coordinates.get(axis, 0)
         return rank
 
-    def peers(self, axis: Axis, rank: int) -> tuple[int, ...]:
-        """Return the ranks that differ from `rank` on this axis only, itself among them."""
+    def peers(self, axis: Axis | Sequence[Axis], rank: int) -> tuple[int, ...]:
+        """Return the ranks that differ from `rank` on these axes only, in order, itself too."""
+        axes = [axis] if isinstance(axis, str) else list(axis)
         here = self.coordinates(rank)
-        return tuple(self.rank_at(here | {axis: index}) for index in range(self.size(axis)))
+        places = product(*(range(self.size(one)) for one in axes))
+        found = (self.rank_at(here | dict(zip(axes, at, strict=True))) for at in places)
+        return tuple(sorted(found))
 
     def groups(self, axis: Axis) -> list[tuple[int, ...]]:
         """Return every group of peers along an axis, in the order of their first ranks."""

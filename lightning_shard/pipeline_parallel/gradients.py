@@ -88,9 +88,16 @@ class GradientStash:
                 "gradients are handed over and not kept. Call backward once."
             )
         factor = grad / self.seed
-        taken = [(self._sums.pop(param) * factor).to(param.dtype) for param in params]
+        is_one = factor.device.type == "cpu" and factor.item() == 1  # elsewhere asking would wait
+        taken = [self._scaled(param, None if is_one else factor).to(param.dtype) for param in params]
         self._sums.clear()
         return taken
+
+    def _scaled(self, param: nn.Parameter, factor: Tensor | None) -> Tensor:
+        total = self._sums.pop(param)
+        if param not in self._own:
+            return total.clone() if factor is None else total * factor
+        return total if factor is None else total.mul_(factor)
 
 
 class _HandOver(torch.autograd.Function):

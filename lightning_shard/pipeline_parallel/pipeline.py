@@ -89,7 +89,7 @@ class Pipeline:
         self._stage_params = stage_params
         self._stage_ranks = tuple(stage_ranks)
         self._messages = Messages(group, device)
-        self._randomness = StageRandomness(group)
+        self._randomness = StageRandomness(group, device)
         self._needed: dict[str, list[Needed | None]] = {}
         self._without_network: set[str] = set()
         self._actions: dict[str, Callable[[Action], None]] = {

@@ -22,9 +22,11 @@ class StageRandomness:
 
     Args:
         group: The pipeline's ranks; each must construct this. Rank 0's generator decides.
+        device: Whose generator is seeded beside the CPU's.
     """
 
-    def __init__(self, group: Collectives) -> None:
+    def __init__(self, group: Collectives, device: torch.device) -> None:
+        self._device = device
         drawn = int(torch.randint(_NUM_SEEDS, ()).item())
         self._generator = random.Random(group.broadcast_object(drawn))
         self._batch = 0
@@ -44,6 +46,9 @@ class StageRandomness:
 
     def _seed(self, microbatch: int, stage: int) -> None:
         seed = random.Random(f"{self._batch} {microbatch} {stage}").randrange(_NUM_SEEDS)
-        torch.manual_seed(seed)
+        # torch.manual_seed would also queue a seed, with a traceback, for every absent accelerator
+        torch.default_generator.manual_seed(seed)
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).manual_seed(seed)
         np.random.seed(seed)
         random.seed(seed)

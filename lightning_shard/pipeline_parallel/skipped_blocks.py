@@ -15,7 +15,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from lightning_shard.errors import ConfigError
-from lightning_shard.pipeline_parallel.elsewhere import Elsewhere
+from lightning_shard.elsewhere import Elsewhere
 from lightning_shard.pipeline_parallel.leaves import signature, tensors_in
 
 _PLAIN = (type(None), bool, int, float, str)

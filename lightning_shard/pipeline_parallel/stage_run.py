@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.errors import ConfigError
-from lightning_shard.pipeline_parallel.elsewhere import is_elsewhere
+from lightning_shard.elsewhere import is_elsewhere
 from lightning_shard.pipeline_parallel.leaves import map_tensors, tensors_in
 from lightning_shard.pipeline_parallel.skipped_blocks import SkippedBlock, Template
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from lightning_shard.pipeline_parallel.elsewhere import Elsewhere
+from lightning_shard.elsewhere import Elsewhere
 from lightning_shard.pipeline_parallel.partition import Partition, Stages
 from lightning_shard.pipeline_parallel.skipped_blocks import SkippedBlock, Template
 

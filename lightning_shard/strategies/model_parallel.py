@@ -24,9 +24,10 @@ from lightning_shard.strategies.same_batches import SameBatches
 class ModelParallelStrategy(DataParallelStrategy):
     """One model over the ranks of a group; what they leave of the world is data parallel."""
 
-    model_axis: ClassVar[Axis]
+    model_axes: ClassVar[tuple[Axis, ...]]
     _data: Collectives | None = None
     _sharers: Collectives | None = None  # the ranks of one model
+    _along: dict[Axis, Collectives]  # its axes, one by one
     _metrics: MetricGroups | None = None
     _same_batches: SameBatches | None = None
 
@@ -49,38 +50,56 @@ class ModelParallelStrategy(DataParallelStrategy):
             raise ConfigError("There are no groups before trainer.fit (or validate ...) runs.")
         return self._sharers
 
+    def along(self, axis: Axis) -> Collectives:
+        """Return collectives over the ranks that share this model along one axis."""
+        if self._sharers is None:
+            raise ConfigError("There are no groups before trainer.fit (or validate ...) runs.")
+        return self._along[axis]
+
+    @property
+    def model_ranks(self) -> tuple[int, ...]:
+        """The global ranks that share this rank's model."""
+        return self.mesh.peers(self.model_axes, self.global_rank)
+
     @override
     def _make_groups(self) -> None:
-        self._data, self._sharers = self._peers("dp"), self._peers(self.model_axis)
+        self._data, self._sharers = self._group(("dp",)), self._group(self.model_axes)
+        self._along = {axis: self._group((axis,)) for axis in self.model_axes}
         super()._make_groups()
 
-    def _peers(self, axis: Axis) -> Collectives:
-        ranks = list(self.mesh.peers(axis, self.global_rank))
+    def _group(self, axes: tuple[Axis, ...]) -> Collectives:
+        ranks = list(self.mesh.peers(axes, self.global_rank))
         group = dist.new_group(ranks, timeout=self._timeout, use_local_synchronization=True)
         return self.backend.collectives(group)
 
     @override
     def _leave(self) -> None:
         self._data = self._sharers = None
+        self._along = {}
         super()._leave()
+
+    @property
+    def _shares_model(self) -> bool:
+        return len(self.model_ranks) > 1
 
     @property
     @override
     def _has_whole_parameters(self) -> bool:
-        return super()._has_whole_parameters and self.mesh.size(self.model_axis) == 1
+        return super()._has_whole_parameters and not self._shares_model
 
     @property
     @override
     def _holds_pieces(self) -> bool:
-        return super()._holds_pieces or self.mesh.size(self.model_axis) > 1
+        return super()._holds_pieces or self._shares_model
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
         super().setup(trainer)
         assert self.model is not None
         self._metrics = MetricGroups(self.model, self.data_collectives.group)
-        ranks = self.mesh.peers(self.model_axis, self.global_rank)
-        self._same_batches = SameBatches(self.model_collectives, ranks, self.root_device)
+        self._same_batches = SameBatches(
+            self.model_collectives, self.model_ranks, self.root_device
+        )
 
     @override
     def process_dataloader(self, dataloader: object) -> object:

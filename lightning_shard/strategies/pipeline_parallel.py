@@ -72,7 +72,7 @@ class PipelineParallelStrategy(ModelParallelStrategy):
     """
 
     stage = 0
-    model_axis = "pp"
+    model_axes = ("pp",)
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class PipelineParallelStrategy(ModelParallelStrategy):
     def _split_model(self) -> ModelSplit:
         assert self.model is not None
         assert self.lightning_module is not None
-        model, group = self.model, self.model_collectives
+        model, group = self.model, self.along("pp")
         refuse_leftover_pieces(model)
         check_same_model(model, group)
         self._partition = self._stages(model)
@@ -207,7 +207,7 @@ class PipelineParallelStrategy(ModelParallelStrategy):
                 self.lightning_module,
                 blocks,
                 self._balance,  # type: ignore[arg-type]
-                self.model_collectives,
+                self.along("pp"),
             )
         return partition_blocks(
             model,

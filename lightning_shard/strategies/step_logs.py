@@ -23,7 +23,7 @@ from torchmetrics import Metric
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.errors import ConfigError
-from lightning_shard.pipeline_parallel.elsewhere import Elsewhere
+from lightning_shard.elsewhere import Elsewhere
 from lightning_shard.strategies import _torchmetrics
 from lightning_shard.strategies.metric_sources import MetricSources
 from lightning_shard.strategies.replaced import replaced

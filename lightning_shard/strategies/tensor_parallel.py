@@ -53,7 +53,7 @@ class TensorParallelStrategy(ModelParallelStrategy):
         ConfigError: A size, stage or plan that cannot be.
     """
 
-    model_axis = "tp"
+    model_axes = ("tp",)
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class TensorParallelStrategy(ModelParallelStrategy):
     def setup(self, trainer: "pl.Trainer") -> None:
         super().setup(trainer)
         ranks = self.mesh.peers("tp", self.global_rank)
-        self._same_results = SameResults(self.model_collectives, ranks, self.root_device)
+        self._same_results = SameResults(self.along("tp"), ranks, self.root_device)
 
     @override
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
@@ -173,7 +173,7 @@ class TensorParallelStrategy(ModelParallelStrategy):
     @override
     def _split_model(self) -> ModelSplit | None:
         assert self.model is not None
-        model, group = self.model, self.model_collectives
+        model, group = self.model, self.along("tp")
         refuse_leftover_pieces(model)
         check_same_model(model, group)
         layers = self._planned_layers(model)

@@ -12,6 +12,7 @@
 The backward of each is the forward of another, which is called as such, so that a gradient can be
 differentiated once more: by a gradient penalty.
 
+A value of another pipeline stage has a shape and no elements: it passes without a message.
 Source: Megatron-LM, arXiv:1909.08053 and arXiv:2205.05198.
 """
 
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.elsewhere import is_elsewhere
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -65,7 +67,8 @@ def all_reduced(tensor: Tensor, group: Collectives) -> Tensor:
     """Return the sum over the ranks, in new memory."""
     own = tensor.contiguous()
     total = torch.empty_like(own)
-    group.all_reduce(own, output=total).wait()
+    if not is_elsewhere(own):
+        group.all_reduce(own, output=total).wait()
     return total
 
 
@@ -73,7 +76,8 @@ def all_gathered(tensor: Tensor, dim: int, group: Collectives) -> Tensor:
     """Return the ranks' slices one after the other along `dim`."""
     own = tensor.contiguous().view(-1)
     flat = own.new_empty(group.size * own.numel())
-    group.all_gather(flat, own).wait()
+    if not is_elsewhere(own):
+        group.all_gather(flat, own).wait()
     slices = flat.view(group.size, *tensor.shape).unbind()
     return torch.cat(slices, dim=dim)
 
@@ -82,7 +86,8 @@ def reduce_scattered(tensor: Tensor, dim: int, group: Collectives) -> Tensor:
     """Return this rank's slice along `dim` of the sum over the ranks."""
     slices = torch.stack(tensor.chunk(group.size, dim=dim))  # (W, ...)
     own = torch.empty_like(slices[0])
-    group.reduce_scatter(own.view(-1), slices.view(-1)).wait()
+    if not is_elsewhere(own):
+        group.reduce_scatter(own.view(-1), slices.view(-1)).wait()
     return own
 
 

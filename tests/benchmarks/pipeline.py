@@ -18,9 +18,9 @@ two ready-made halves of the model, and has the loss on the last rank only.
 import argparse
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Any, Protocol
+from typing import Protocol
 
 import lightning as L  # noqa: N812
 import torch
@@ -91,10 +91,10 @@ class Torch:
         losses: list[Tensor] = []
         if dist.get_rank() == 0:
             self.schedule.step(x)
-            return 0.0
-        self.schedule.step(target=target, losses=losses)
+        else:
+            self.schedule.step(target=target, losses=losses)
         self.optimizer.step()
-        return torch.stack(losses).mean().item()
+        return sum(loss.item() for loss in losses) / max(1, len(losses))
 
 
 class Ours:
@@ -123,3 +123,155 @@ class Lightning:
         loop = self.trainer.fit_loop.epoch_loop.automatic_optimization
         output = loop.run(self.trainer.optimizers[0], 0, {"batch": batch, "batch_idx": 0})
         return output["loss"].item()
+
+
+class Inside(L.Callback):
+    """Calls a function once the Trainer has set everything up, and ends the run."""
+
+    def __init__(self, function: Callable[[L.Trainer], None]) -> None:
+        self.function = function
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.function(trainer)
+        trainer.should_stop = True
+
+
+def inside_trainers(
+    models: Sequence[Model],
+    make_strategy: Callable[[], PipelineParallelStrategy],
+    function: Callable[[Sequence[L.Trainer]], None],
+    trainers: Sequence[L.Trainer] = (),
+) -> None:
+    """Call a function inside a running Trainer for each model, one within the other."""
+    if not models:
+        function(trainers)
+        return
+    model, *others = models
+    inner = Inside(lambda one: inside_trainers(others, make_strategy, function, (*trainers, one)))
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=NUM_RANKS,
+        strategy=make_strategy(),
+        callbacks=[inner],
+        max_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model, DataLoader(TensorDataset(torch.zeros(1))))
+
+
+def time_contenders(
+    rank: int, size: str, schedule: str, num_microbatches: int, num_rounds: int, num_steps: int
+) -> dict[str, Record]:
+    """Train every contender in interleaved rounds; each rank calls.
+
+    Raises:
+        LossMismatchError: A loss is further than `LOSS_TOLERANCE` from `torch`'s.
+    """
+    width, _, samples = SIZES[size]
+    shape = (num_microbatches * samples, LENGTH, width)
+    records: dict[str, Record] = {}
+
+    def take_turns(trainers: Sequence[L.Trainer]) -> None:
+        ours, lightning = trainers
+        contenders: dict[str, Contender] = {
+            "ours": Ours(ours),
+            "lightning": Lightning(lightning),
+            "torch": Torch(size, schedule, num_microbatches),
+            "torch_again": Torch(size, schedule, num_microbatches),
+        }
+        for name, contender in contenders.items():
+            records[name] = Record()
+            _take_turn(contender, records[name], shape, 3)
+            records[name].step_seconds.clear()
+            records[name].cpu_seconds.clear()
+        for round_index in range(num_rounds):
+            for name in turn_order(list(contenders), round_index):
+                _take_turn(contenders[name], records[name], shape, num_steps)
+
+    os.environ |= {"LOCAL_RANK": str(rank), "RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # the ranks have met
+    models = [Model(size, logs=False), Model(size, logs=True)]
+    inside_trainers(models, lambda: _strategy(schedule, num_microbatches), take_turns)
+    if rank == NUM_RANKS - 1:
+        _check_losses(records)
+    return records
+
+
+def _strategy(schedule: str, num_microbatches: int) -> PipelineParallelStrategy:
+    return PipelineParallelStrategy(
+        backend="gloo", schedule=schedule, num_microbatches=num_microbatches
+    )
+
+
+def _take_turn(
+    contender: Contender, record: Record, shape: tuple[int, ...], num_steps: int
+) -> None:
+    generator = torch.Generator().manual_seed(len(record.losses))
+    batches = [torch.randn(2, *shape, generator=generator).unbind() for _ in range(num_steps)]
+    dist.barrier()
+    begin, cpu_begin = time.perf_counter(), time.process_time()
+    record.losses += [contender.step(batch) for batch in batches]
+    cpu_seconds = torch.tensor((time.process_time() - cpu_begin) / num_steps)
+    dist.barrier()
+    record.step_seconds.append((time.perf_counter() - begin) / num_steps)
+    dist.all_reduce(cpu_seconds)
+    record.cpu_seconds.append(cpu_seconds.item())
+
+
+def _check_losses(records: dict[str, Record]) -> None:
+    for name, record in records.items():
+        pairs = zip(record.losses, records["torch"].losses, strict=True)
+        for step, (loss, expected) in enumerate(pairs):
+            if abs(loss - expected) > LOSS_TOLERANCE * abs(expected):
+                raise LossMismatchError(
+                    f"Step {step} of {name!r} has the loss {loss:.7f}, but torch's pipeline has "
+                    f"{expected:.7f}."
+                )
+
+
+def render(title: str, records: dict[str, Record]) -> str:
+    """Lay the medians and the ratios to torch's pipeline out as a table."""
+    table = Table(
+        *("contender", "median ms", "it / torch", "quartiles", "CPU ms", "it / torch", "goal"),
+        title=title,
+    )
+    cpu_of_torch = median(records["torch"].cpu_seconds)
+    for name, record in records.items():
+        ratio = Ratio.of(record, records["torch"])
+        cpu = median(record.cpu_seconds)
+        table.add_row(
+            name,
+            f"{median(record.step_seconds) * 1e3:.1f}",
+            f"{ratio.median:.3f}",
+            f"{ratio.low:.3f} - {ratio.high:.3f}",
+            f"{cpu * 1e3:.1f}",
+            f"{cpu / cpu_of_torch:.3f}",
+            f"<= {GOAL}" if name == "ours" else "",
+        )
+    console = Console(width=100)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
+def main() -> None:
+    """Run the benchmark of the sizes and schedules that the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=3)
+    options = parser.parse_args()
+    for size in options.sizes:
+        for schedule in options.schedules:
+            turns = (schedule, options.microbatches, options.rounds, options.steps)
+            records = on_ranks(time_contenders, size, *turns)
+            print(render(f"{size}, {schedule}, {options.microbatches} microbatches", records))
+
+
+if __name__ == "__main__":
+    main()
