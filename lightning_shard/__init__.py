@@ -20,6 +20,7 @@ from lightning_shard.strategies.data_parallel import (
     ZeRO2Strategy,
     ZeRO3Strategy,
 )
+from lightning_shard.strategies.hybrid_parallel import HybridParallelStrategy
 from lightning_shard.strategies.pipeline_parallel import PipelineParallelStrategy
 from lightning_shard.strategies.registry import register_strategies
 from lightning_shard.strategies.tensor_parallel import TensorParallelStrategy
@@ -31,6 +32,7 @@ __all__ = [
     "ConfigError",
     "DDPStrategy",
     "DeadlockError",
+    "HybridParallelStrategy",
     "LayoutError",
     "ParallelMesh",
     "PipelineParallelStrategy",

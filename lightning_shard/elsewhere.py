@@ -7,9 +7,13 @@ A stage runs the user's whole step, but has only its own parameters. `Elsewhere`
 others, and whatever is computed from it is an `Elsewhere` again: it costs no arithmetic and no
 memory, and it cannot be mistaken for a value. So the arguments of a stage's first block that are
 `Elsewhere` are exactly those that have to be received; all others every stage computes by itself.
+Once one has been received, it has a `value`, with which everything goes on.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -20,6 +24,7 @@ from torch import Tensor
 from lightning_shard.errors import ConfigError
 
 _UPDATES_STATISTICS = ("batch_norm",)  # of another stage: they are its own to keep
+_born: ContextVar[list["weakref.ref[Elsewhere]"] | None] = ContextVar("born", default=None)
 
 
 class Elsewhere(Tensor):
@@ -28,10 +33,12 @@ class Elsewhere(Tensor):
     Attributes:
         like: A meta tensor of the same shape and format.
         origin: The parameter that it was computed from, for messages.
+        value: What it stands for, while that is known here.
     """
 
     like: Tensor
     origin: str
+    value: Tensor | None
 
     @staticmethod
     def __new__(cls, like: Tensor, device: torch.device, origin: str) -> "Elsewhere":
@@ -39,7 +46,10 @@ class Elsewhere(Tensor):
         tensor: Elsewhere = Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device
         )
-        tensor.like, tensor.origin = like, origin
+        tensor.like, tensor.origin, tensor.value = like, origin, None
+        born = _born.get()
+        if born is not None:
+            born.append(weakref.ref(tensor))
         return tensor
 
     @classmethod
@@ -53,6 +63,20 @@ class Elsewhere(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Elsewhere(of={self.origin!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Compute with the values that are known: autograd sees those."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(
+                *map(_known, args), **{key: _known(one) for key, one in (kwargs or {}).items()}
+            )
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -71,7 +95,8 @@ class Elsewhere(Tensor):
         sources: list[Elsewhere] = []
         apply_to_collection(given, cls, sources.append)
         source = sources[0]
-        _refuse_writes(func, args, source.origin)
+        _refuse_writes(func, *given, source.origin)
+        _draw(func, given)
         device = given[1].get("device") or source.device
         if "device" in given[1]:
             given[1]["device"] = torch.device("meta")
@@ -100,28 +125,68 @@ def _as_meta(tensor: Tensor) -> Tensor:
     return tensor.like if isinstance(tensor, Elsewhere) else tensor.to("meta")
 
 
+def _known(value: Any) -> Any:
+    if isinstance(value, Elsewhere):
+        return value if value.value is None else value.value
+    if type(value) in (tuple, list):
+        return type(value)(map(_known, value))
+    return value
+
+
+def _draw(func: Any, given: Any) -> None:
+    """Draw the random numbers that the stage draws which has the elements.
+
+    What is drawn afterwards is the same on every stage then. Which elements there are does not
+    matter for how many numbers are drawn, but they have to be probabilities.
+    """
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return
+
+    def element(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, Elsewhere):
+            return tensor
+        half = torch.empty_like(tensor.like, device=tensor.device)
+        return half.fill_(0.5 if half.is_floating_point() else 1)
+
+    args, kwargs = apply_to_collection(given, Tensor, element)
+    func(*args, **kwargs)
+
+
 @cache
-def _written(func: Any) -> tuple[int, ...]:
-    """Which positional arguments an operation writes to."""
+def _written(func: Any) -> tuple[tuple[int, str], ...]:
+    """Which arguments an operation writes to: their positions and names."""
     arguments = enumerate(func._schema.arguments)
-    return tuple(i for i, one in arguments if one.alias_info and one.alias_info.is_write)
+    return tuple(
+        (i, one.name) for i, one in arguments if one.alias_info and one.alias_info.is_write
+    )
 
 
-def _refuse_writes(func: Any, args: Sequence[Any], origin: str) -> None:
+def _refuse_writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], origin: str) -> None:
     """Raise where unknown elements would go into a tensor that looks known afterwards."""
-    for index in _written(func):
-        target = args[index] if index < len(args) else None
-        if not isinstance(target, Tensor) or isinstance(target, Elsewhere):
-            continue
-        if not any(name in str(func) for name in _UPDATES_STATISTICS):
+    for index, name in _written(func):
+        target = args[index] if index < len(args) else kwargs.get(name)
+        known: list[Tensor] = []
+        apply_to_collection(target, Tensor, known.append, wrong_dtype=Elsewhere)
+        if known and not any(name in str(func) for name in _UPDATES_STATISTICS):
             raise ConfigError(
                 f"{func} writes a value that is computed from {origin!r} on another stage of the "
-                f"pipeline into a tensor of shape {tuple(target.shape)}, expected it to be an "
+                f"pipeline into a tensor of shape {tuple(known[0].shape)}, expected it to be an "
                 f"argument of the blocks. Make a new tensor of it (torch.cat, torch.where) instead "
                 f"of writing into one, or do so inside a block."
             )
 
 
+@contextmanager
+def births() -> Iterator[list["weakref.ref[Elsewhere]"]]:
+    """Note every `Elsewhere` that this thread makes inside."""
+    born: list[weakref.ref[Elsewhere]] = []
+    token = _born.set(born)
+    try:
+        yield born
+    finally:
+        _born.reset(token)
+
+
 def is_elsewhere(value: object) -> bool:
-    """Whether a value is one of another stage."""
-    return isinstance(value, Elsewhere)
+    """Whether a value is one of another stage, and not known here."""
+    return isinstance(value, Elsewhere) and value.value is None

@@ -8,21 +8,50 @@
     pp 1  dp 0      4       5
           dp 1      6       7
 
-Pure arithmetic; `device_mesh` alone needs process groups.
+Pure arithmetic; `device_mesh` alone needs process groups. `print(mesh)` draws the grid.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from itertools import product
 from math import prod
+from pathlib import Path
 from typing import Literal, get_args
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_shard.errors import ConfigError
+from lightning_shard.mesh_picture import abbreviated, draw_text, save_png
 
 Axis = Literal["pp", "dp", "tp"]
 AXES: tuple[Axis, ...] = get_args(Axis)
+_NUM_PROPOSALS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Which groups of a mesh reach over several nodes.
+
+    Attributes:
+        num_nodes: Nodes that hold a rank.
+        ranks_per_node: Neighbouring ranks that share a node's fast links.
+        nodes_per_group: For each axis of more than one rank the most nodes that a group lies on.
+        warnings: What will be slow, and the sizes or the order that would change it.
+    """
+
+    num_nodes: int
+    ranks_per_node: int
+    nodes_per_group: Mapping[Axis, int]
+    warnings: tuple[str, ...]
+
+    def __str__(self) -> str:
+        places = (
+            f"{axis} across {num} nodes" if num > 1 else f"{axis} inside a node"
+            for axis, num in self.nodes_per_group.items()
+        )
+        nodes = "1 node" if self.num_nodes == 1 else f"{self.num_nodes} nodes"
+        return ": ".join(filter(None, (f"{nodes} of {self.ranks_per_node}", ", ".join(places))))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +82,7 @@ class ParallelMesh:
             )
         for axis in AXES:
             if self.size(axis) < 1:
-                raise ConfigError(f"The {axis} axis must have at least 1 rank, got {self}.")
+                raise ConfigError(f"The {axis} axis must have at least 1 rank, got {self!r}.")
 
     @classmethod
     def of_world(
@@ -62,26 +91,36 @@ class ParallelMesh:
         *,
         pp: int = 1,
         tp: int = 1,
+        dp: int = -1,
         axis_order: Sequence[Axis] = AXES,
     ) -> "ParallelMesh":
-        """Give the dp axis whatever the others leave of `world_size` ranks.
+        """Make the mesh of all of `world_size` ranks; an axis of -1 takes what the others leave.
 
         Raises:
-            ConfigError: They do not divide it.
+            ConfigError: A size is neither -1 nor at least 1, two are -1, or they do not multiply
+                to the world's; with the nearest sizes that do.
         """
-        inner = pp * tp
-        if inner < 1 or world_size % inner:
-            sizes = [n for n in range(1, world_size + 1) if world_size % n == 0]
-            raise ConfigError(
-                f"{world_size} ranks cannot be split into groups of pp={pp} times tp={tp}; "
-                f"expected a product of {', '.join(map(str, sizes))}."
+        sizes: dict[Axis, int] = {"pp": pp, "dp": dp, "tp": tp}
+        asked = {axis: size for axis, size in sizes.items() if size > 0}
+        rest = [axis for axis, size in sizes.items() if size == -1]
+        num_asked = prod(asked.values())
+        if world_size < 1:
+            raise ConfigError(f"got a world of {world_size} ranks, expected at least 1.")
+        if len(asked) + len(rest) < len(AXES) or len(rest) > 1:
+            problem = (
+                f"got {_named(sizes)} for {world_size} ranks, expected sizes of at least 1, "
+                "or -1 for one axis, which takes the remaining ranks."
             )
-        return cls(
-            pp=pp,
-            dp=world_size // inner,
-            tp=tp,
-            axis_order=tuple(axis_order),
-        )
+        elif world_size % num_asked or not (rest or num_asked == world_size):
+            problem = (
+                f"{world_size} ranks cannot be split into groups of {_named(asked, ' times ')}; "
+                f"expected sizes that {'divide' if rest else 'multiply to'} {world_size}, "
+                f"got {num_asked}."
+            )
+        else:
+            sizes |= {axis: world_size // num_asked for axis in rest}
+            return cls(**sizes, axis_order=tuple(axis_order))
+        raise ConfigError(f"{problem} Sizes that fit: {_nearest_sizes(world_size, asked)}.")
 
     @property
     def world_size(self) -> int:
@@ -100,7 +139,7 @@ class ParallelMesh:
             ConfigError: No such rank.
         """
         if not 0 <= rank < self.world_size:
-            raise ConfigError(f"got rank {rank}, expected 0 to {self.world_size - 1} of {self}.")
+            raise ConfigError(f"got rank {rank}, expected 0 to {self.world_size - 1} of {self!r}.")
         found: dict[Axis, int] = {}
         for axis in reversed(self.axis_order):
             rank, found[axis] = divmod(rank, self.size(axis))
@@ -114,25 +153,151 @@ class ParallelMesh:
         return rank
 
     def peers(self, axis: Axis | Sequence[Axis], rank: int) -> tuple[int, ...]:
-        """Return the ranks that differ from `rank` on these axes only, in order, itself too."""
-        axes = [axis] if isinstance(axis, str) else list(axis)
-        here = self.coordinates(rank)
-        places = product(*(range(self.size(one)) for one in axes))
-        found = (self.rank_at(here | dict(zip(axes, at, strict=True))) for at in places)
-        return tuple(sorted(found))
+        """Return the ranks that differ from `rank` on these axes only, itself among them.
 
-    def groups(self, axis: Axis) -> list[tuple[int, ...]]:
-        """Return every group of peers along an axis, in the order of their first ranks."""
-        others = [other for other in AXES if other != axis]
-        starts = product(*(range(self.size(other)) for other in others))
-        firsts = sorted(self.rank_at(dict(zip(others, start, strict=True))) for start in starts)
-        return [self.peers(axis, first) for first in firsts]
+        Args:
+            axis: One axis, or several in any order.
+            rank: Of this mesh.
+
+        Returns:
+            In ascending order.
+
+        Raises:
+            ConfigError: No such rank or axis.
+        """
+        axes = _axes(axis)
+        first = self.rank_at(self.coordinates(rank) | dict.fromkeys(axes, 0))
+        return tuple(first + offset for offset in self._corner(axes))
+
+    def groups(self, axis: Axis | Sequence[Axis]) -> list[tuple[int, ...]]:
+        """Return every group of peers along these axes, in the order of their first ranks.
+
+        Raises:
+            ConfigError: No such axis.
+        """
+        axes = _axes(axis)
+        offsets = self._corner(axes)
+        firsts = self._corner([other for other in AXES if other not in axes])
+        return [tuple(first + offset for offset in offsets) for first in firsts]
+
+    def _corner(self, axes: Sequence[Axis]) -> list[int]:
+        """Return the ranks at index 0 of every other axis, ascending."""
+        ranks = [0]
+        for axis in self.axis_order:
+            size = self.size(axis)
+            indices = range(size if axis in axes else 1)
+            ranks = [rank * size + index for rank in ranks for index in indices]
+        return ranks
+
+    def placement(self, ranks_per_node: int) -> Placement:
+        """Say which axes reach over nodes that hold `ranks_per_node` neighbouring ranks each.
+
+        tp exchanges the most and belongs inside a node; pp the least, and belongs across nodes.
+
+        Raises:
+            ConfigError: Less than one rank per node.
+        """
+        if ranks_per_node < 1:
+            raise ConfigError(f"got {ranks_per_node} ranks per node, expected at least 1.")
+        nodes = self._nodes_per_group(ranks_per_node)
+        warnings = []
+        if nodes.get("tp", 1) > 1:
+            warnings.append(self._warning_of_tp(ranks_per_node))
+        ordered = replace(self, axis_order=AXES)._nodes_per_group(ranks_per_node)
+        if nodes.get("pp") == 1 and nodes.get("dp", 1) > ordered.get("dp", 1):
+            warnings.append(
+                f"dp crosses nodes of {ranks_per_node} ranks and pp does not, though a model's "
+                "gradients are more than what passes between its stages; "
+                f"axis_order={AXES} puts pp across nodes."
+            )
+        return Placement(
+            num_nodes=-(-self.world_size // ranks_per_node),
+            ranks_per_node=ranks_per_node,
+            nodes_per_group=nodes,
+            warnings=tuple(warnings),
+        )
+
+    def _nodes_per_group(self, ranks_per_node: int) -> dict[Axis, int]:
+        return {
+            axis: max(len(_nodes(group, ranks_per_node)) for group in self.groups(axis))
+            for axis in reversed(AXES)
+            if self.size(axis) > 1
+        }
+
+    def _warning_of_tp(self, ranks_per_node: int) -> str:
+        groups = self.groups("tp")
+        crossing = [group for group in groups if len(_nodes(group, ranks_per_node)) > 1]
+        order = "" if self.axis_order[-1] == "tp" else f"axis_order={AXES}"
+        if ranks_per_node % self.tp == 0:
+            remedy = f"{order} keeps tp inside a node"
+        else:
+            sizes = {axis: self.size(axis) for axis in AXES}
+            near = _nearest_sizes(self.world_size, sizes, lambda tp: ranks_per_node % tp == 0)
+            remedy = f"sizes that keep tp inside a node{order and ', with '}{order}: {near}"
+        return (
+            f"{len(crossing)} of {len(groups)} tp groups cross nodes of {ranks_per_node} ranks, "
+            f"such as ranks {', '.join(abbreviated(crossing[0], 4))}: every layer waits for the "
+            f"network between them; {remedy}."
+        )
 
     def device_mesh(self, device_type: str) -> DeviceMesh:
         """Make torch's mesh of the same shape and names; each rank must call."""
         shape = tuple(self.size(axis) for axis in self.axis_order)
         return init_device_mesh(device_type, shape, mesh_dim_names=self.axis_order)
 
+    def save_png(self, path: str | Path, *, ranks_per_node: int | None = None) -> None:
+        """Draw the grid into a PNG file, a colour per stage, or per node where its size is given.
+
+        Raises:
+            ConfigError: matplotlib is not installed.
+        """
+        save_png(self._stages(), path, ranks_per_node=ranks_per_node)
+
+    def _stages(self) -> list[list[tuple[int, ...]]]:
+        return [
+            [self.peers("tp", self.rank_at({"pp": pp, "dp": dp})) for dp in range(self.dp)]
+            for pp in range(self.pp)
+        ]
+
     def __str__(self) -> str:
-        sizes = ", ".join(f"{axis}={self.size(axis)}" for axis in self.axis_order)
-        return f"ParallelMesh({sizes})"
+        return draw_text(self._stages())
+
+    def __repr__(self) -> str:
+        order = "" if self.axis_order == AXES else f", axis_order={self.axis_order}"
+        return f"ParallelMesh({_named({axis: self.size(axis) for axis in AXES})}{order})"
+
+
+def _axes(axis: Axis | Sequence[Axis]) -> tuple[Axis, ...]:
+    axes = tuple(one for one in AXES if one == axis) if isinstance(axis, str) else tuple(axis)
+    if not axes or not set(axes) <= set(AXES):
+        raise ConfigError(f"got {axis!r}, expected one or several of {', '.join(AXES)}.")
+    return axes
+
+
+def _nodes(ranks: Sequence[int], ranks_per_node: int) -> set[int]:
+    return {rank // ranks_per_node for rank in ranks}
+
+
+def _named(sizes: Mapping[Axis, int], between: str = ", ") -> str:
+    return between.join(f"{axis}={size}" for axis, size in sizes.items())
+
+
+def _nearest_sizes(
+    world_size: int, asked: Mapping[Axis, int], allows_tp: Callable[[int], bool] = lambda _: True
+) -> str:
+    """Name the sizes that multiply to the world's and differ least, as factors, from `asked`."""
+    divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
+    fitting: list[dict[Axis, int]] = [
+        {"pp": pp, "dp": world_size // (pp * tp), "tp": tp}
+        for tp, pp in product(filter(allows_tp, divisors), divisors)
+        if world_size % (pp * tp) == 0
+    ]
+
+    def distance(sizes: dict[Axis, int]) -> tuple[Fraction, ...]:
+        factors = [
+            max(ratio := Fraction(sizes[axis], asked.get(axis, sizes[axis])), 1 / ratio)
+            for axis in ("tp", "pp", "dp")
+        ]
+        return (prod(factors, start=Fraction(1)), *factors)  # of equals, the one that keeps tp
+
+    return "; ".join(map(_named, sorted(fitting, key=distance)[:_NUM_PROPOSALS]))

@@ -89,7 +89,9 @@ class GradientStash:
             )
         factor = grad / self.seed
         is_one = factor.device.type == "cpu" and factor.item() == 1  # elsewhere asking would wait
-        taken = [self._scaled(param, None if is_one else factor).to(param.dtype) for param in params]
+        taken = [
+            self._scaled(param, None if is_one else factor).to(param.dtype) for param in params
+        ]
         self._sums.clear()
         return taken
 
@@ -111,6 +113,20 @@ class _HandOver(torch.autograd.Function):
         if not ctx.params:  # a stage whose parameters are all frozen or unused
             return None, None
         return None, None, *ctx.stash.take(ctx.params, grads[0])
+
+
+def leaves_of_graph(root: Tensor) -> Iterator[Tensor]:
+    """Yield the leaves that a tensor's gradient goes to."""
+    seen = set()
+    nodes = [root.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        nodes += [following for following, _ in node.next_functions]
 
 
 @contextmanager

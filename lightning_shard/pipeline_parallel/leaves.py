@@ -1,10 +1,12 @@
 """The tensors in what a module is called with or returns: tuples, lists, mappings, dataclasses."""
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+
+from lightning_shard.pipeline_parallel.microbatches import held_values, with_values
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -17,6 +19,26 @@ def tensors_in(value: Any) -> list[Tensor]:
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """Return a nested value with each of its tensors exchanged."""
     return apply_to_collection(value, Tensor, function)
+
+
+def exchange_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Return a nested value with each of its tensors exchanged, the same lists and mappings in it.
+
+    What a module appends to a list that it is called with is seen by its caller.
+    """
+    if isinstance(value, Tensor):
+        return function(value)
+    held = held_values(value)
+    if held is None:
+        return value
+    exchanged = {key: exchange_tensors(one, function) for key, one in held.items()}
+    if all(exchanged[key] is one for key, one in held.items()):
+        return value
+    if not isinstance(value, list | MutableMapping):
+        return with_values(value, exchanged)
+    for key, one in exchanged.items():
+        value[key] = one
+    return value
 
 
 def signature(value: Any) -> tuple[tuple[tuple[int, ...], str], ...]:

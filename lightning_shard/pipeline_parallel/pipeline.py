@@ -23,7 +23,7 @@ from lightning_shard.pipeline_parallel.backward import (
     input_backward,
     weight_backward,
 )
-from lightning_shard.pipeline_parallel.gradients import GradientStash, hooks_set_aside
+from lightning_shard.pipeline_parallel.gradients import GradientStash, hooks_set_aside, leaves_of_graph
 from lightning_shard.pipeline_parallel.leaves import map_tensors, signature
 from lightning_shard.pipeline_parallel.messages import Look, Messages, Receipt
 from lightning_shard.pipeline_parallel.microbatches import Microbatch
@@ -47,6 +47,7 @@ class _Batch:
     kind: str
     microbatches: Sequence[Microbatch]
     step: Step
+    trainable: tuple[bool, ...] = ()
     stash: GradientStash | None = None
     loss_of: LossOf = lambda result: None
     runs: dict[tuple[int, int], StageRun] = field(default_factory=dict)
@@ -145,7 +146,7 @@ class Pipeline:
         """
         params = {param: None for own in self._stage_params.values() for param in own}
         stash = GradientStash([param for param in params if param.requires_grad], seed)
-        batch = _Batch(kind, microbatches, step, stash, loss_of)
+        batch = _Batch(kind, microbatches, step, self._model.trainable, stash, loss_of)
         with hooks_set_aside(stash.params):
             self._run(batch, self._schedules(len(microbatches)))
         return batch.results, stash
@@ -241,15 +242,23 @@ class Pipeline:
         """Let the first stage run its first block, and tell the others what that returns."""
         template = None
         if 0 in self._stage_params:
-            with self._model.buffers_kept():
-                template = self._probe(0).template
-        self._model.hint = self._group.broadcast_object(template, src=self._stage_ranks[0])
+            template = self._probe(0).template
+        template = self._group.broadcast_object(template, src=self._stage_ranks[0])
+        if template is not None and template.keeps_gradients:
+            raise ConfigError(
+                f"The block {self._model.block_names[0]!r} keeps tensors that require gradients "
+                f"beside its result, such as an auxiliary loss, and cannot be skipped without "
+                f"running it, for it asks for elements; expected that the last stage gets all "
+                f"that the loss is computed from. Let the blocks take such a tensor as an argument "
+                f"and return it, or turn its collection off."
+            )
+        self._model.hint = template
 
     def _probe(self, stage: int) -> Probe:
         microbatch = self._batch.microbatches[0]
         probe = Probe(self._model.partition.bounds[stage])
         self._randomness.begin(microbatch.index)
-        with self._model.running(probe, stage):
+        with self._model.buffers_kept(), self._model.running(probe, stage):
             probe.forward(lambda: self._batch.step(microbatch, False))
         return probe
 
@@ -259,7 +268,7 @@ class Pipeline:
     def _key(self, boundary: int, microbatch: int) -> tuple[Any, ...]:
         """What the looks of the tensors at a boundary depend on."""
         content = self._batch.microbatches[microbatch].content
-        return boundary, self._batch.kind, torch.is_grad_enabled(), signature(content)
+        return boundary, self._batch.kind, self._batch.trainable, signature(content)
 
     def _tag(self, stage: int, microbatch: int, *, is_grad: bool) -> int:
         return (microbatch * self.num_stages + stage) * 2 + is_grad
@@ -335,6 +344,8 @@ class Pipeline:
     def _keep_loss(self, run: StageRun, microbatch: Microbatch) -> None:
         batch = self._batch
         if batch.stash is not None and (loss := batch.loss_of(run.result)) is not None:
+            if microbatch.index == 0:
+                self._model.refuse_others(leaves_of_graph(loss), run.stage)
             batch.losses[microbatch.index] = loss * (microbatch.weight * batch.stash.seed)
 
     def _roots(self, stage: int, index: int) -> tuple[list[Tensor], list[Tensor] | None]:

@@ -7,16 +7,17 @@
 The last stage has no block `stop`: there the step runs on to its result.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lightning_shard.elsewhere import Elsewhere, is_elsewhere
 from lightning_shard.errors import ConfigError
-from lightning_shard.elsewhere import is_elsewhere
-from lightning_shard.pipeline_parallel.leaves import map_tensors, tensors_in
-from lightning_shard.pipeline_parallel.skipped_blocks import SkippedBlock, Template
+from lightning_shard.pipeline_parallel.leaves import exchange_tensors, map_tensors, tensors_in
+from lightning_shard.pipeline_parallel.skipped_blocks import SkippedBlock, Template, template_of_call
 
 Arguments = tuple[Sequence[Any], Mapping[str, Any]]
 
@@ -76,8 +77,7 @@ class StageRun:
         self._is_later = received is not None
         self._entering = entering
         self._entered = self._cut = self._is_over = False
-        self._values: dict[int, Tensor] = {}  # by the identity of what stands in for them
-        self._stand_ins: list[Tensor] = []  # alive, so that an identity means one tensor
+        self._received: list[_Received] = []
 
     def forward(self, step: Callable[[], Any]) -> None:
         """Run the step.
@@ -92,14 +92,33 @@ class StageRun:
             return
         finally:
             self._is_over = True
+            self._note_writes()
         if not self._entered or (self._needed is not None and not self._cut):
             missed = self._names[self._stop if self._entered else self._first]
             raise ConfigError(
                 f"Stage {self.stage}: the step ended without calling the block {missed!r}, "
                 f"expected it to call the network once, all blocks in order."
             )
+        self.result = map_tensors(self.result, _value_of)
         for tensor in tensors_in(self.result):
             self._refuse_elsewhere(tensor, "the step's result")
+
+    @contextmanager
+    def known(self) -> Iterator[None]:
+        """Let what stands in for received tensors have their values inside."""
+        for one in self._received:
+            one.stand_in.value = one.value
+        try:
+            yield
+        finally:
+            for one in self._received:
+                one.stand_in.value = None
+
+    def _note_writes(self) -> None:
+        """Let the previous stage's backward see writes to tensors that it may have saved."""
+        for tensor, one in zip(self.inputs, self._received, strict=False):
+            if one.value is not tensor and one.value._version:
+                torch.autograd.graph.increment_version(tensor)
 
     def call(
         self,
@@ -111,7 +130,7 @@ class StageRun:
     ) -> Any:
         """Do what the call of block `index` means on this stage."""
         if index < self._first:
-            return skipped(args, kwargs)
+            return skipped(call, args, kwargs)
         if index >= self._stop:
             self._end(index, (args, kwargs))
         if index == self._first and not self._is_over:
@@ -138,20 +157,19 @@ class StageRun:
                     f"every step."
                 )
             leaves = tensors_in(arguments)
-            for place, value in zip(places, self.inputs, strict=True):
-                self._values[id(leaves[place])] = value
-                self._stand_ins.append(leaves[place])
+            for place, tensor in zip(places, self.inputs, strict=True):
+                self._received.append(_Received(leaves[place], tensor))
         self._entering()
 
     def _with_values(self, arguments: Arguments, index: int) -> Arguments:
         """Exchange what stands in for received tensors."""
 
         def value(tensor: Tensor) -> Tensor:
-            known = self._values.get(id(tensor), tensor)
+            known = _value_of(tensor)
             self._refuse_elsewhere(known, f"the arguments of {self._names[index]!r}")
             return known
 
-        exchanged: Arguments = map_tensors(arguments, value)
+        exchanged: Arguments = exchange_tensors(arguments, value)
         return exchanged
 
     def _refuse_elsewhere(self, tensor: Tensor, where: str) -> None:
@@ -182,6 +200,36 @@ class StageRun:
         raise Cut
 
 
+class _Received:
+    """A received tensor, and what stands in for it, which has the value from now on."""
+
+    def __init__(self, stand_in: Tensor, tensor: Tensor) -> None:
+        assert isinstance(stand_in, Elsewhere)
+        self.stand_in = stand_in
+        self.value: Tensor = tensor
+        if tensor.requires_grad:
+            self.value = _Computed.apply(tensor)  # type: ignore[no-untyped-call]
+        stand_in.value = self.value
+
+
+class _Computed(torch.autograd.Function):
+    """A leaf as if it had been computed here: blocks may write to what they are called with."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.data  # in the same memory, but no view
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def _value_of(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, Elsewhere) and tensor.value is not None:
+        return tensor.value
+    return tensor
+
+
 class Probe:
     """Runs a step up to a stage's first block, to see which of its arguments are missing there.
 
@@ -197,6 +245,10 @@ class Probe:
         self._first = first
         self.needed: Needed | None = None
         self.template: Template | None = None
+
+    def known(self) -> AbstractContextManager[None]:
+        """Nothing is received."""
+        return nullcontext()
 
     @torch.no_grad()
     def forward(self, step: Callable[[], Any]) -> None:
@@ -216,11 +268,11 @@ class Probe:
     ) -> Any:
         """Skip what stands before, and end at the stage's first block."""
         if index < self._first:
-            return skipped(args, kwargs)
+            return skipped(call, args, kwargs)
         leaves = tensors_in((args, kwargs))
         self.needed = Needed(tuple(elsewhere_in((args, kwargs))), len(leaves))
         if index == 0:
-            self.template = Template.of(call(*args, **kwargs), leaves)
+            self.template = template_of_call(call, args, kwargs)
         raise Cut
 
 

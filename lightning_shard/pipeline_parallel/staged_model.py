@@ -5,15 +5,16 @@ Each block's class becomes a subclass made here, and its own again in the end; s
 as activation checkpointing.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_shard.elsewhere import Elsewhere
+from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.partition import Partition, Stages
 from lightning_shard.pipeline_parallel.skipped_blocks import SkippedBlock, Template
 
@@ -32,6 +33,9 @@ class Run(Protocol):
         kwargs: Mapping[str, Any],
     ) -> Any:
         """Do what the call of block `index` means."""
+
+    def known(self) -> AbstractContextManager[None]:
+        """Let what stands in for received tensors have their values inside."""
 
 
 class StagedModel:
@@ -82,9 +86,31 @@ class StagedModel:
         self._show(stage)
         self._run = run
         try:
-            yield
+            with run.known():
+                yield
         finally:
             self._run = None
+
+    def refuse_others(self, tensors: Iterable[Tensor], stage: int) -> None:
+        """Raise if a parameter of another stage is among some tensors of this one.
+
+        Raises:
+            ConfigError: It has been kept in a list, or comes from an optimizer; only in its module
+                something stands in for it.
+        """
+        for tensor in tensors:
+            if stage not in self._param_stages.get(tensor, (stage,)):  # type: ignore[call-overload]
+                raise ConfigError(
+                    f"The loss is computed from the parameter {self._names[tensor]!r} outside of "  # type: ignore[index]
+                    f"its module, but the last stage of the pipeline does not have it; expected "
+                    f"a loss of what the blocks return. Let the optimizer do what concerns the "
+                    f"weights alone (weight_decay=...), or use strategy='zero3'."
+                )
+
+    @property
+    def trainable(self) -> tuple[bool, ...]:
+        """Which parameters require gradients now."""
+        return tuple(param.requires_grad for param in self._param_stages)
 
     @contextmanager
     def batch(self) -> Iterator[None]:

@@ -97,9 +97,7 @@ class ModelParallelStrategy(DataParallelStrategy):
         super().setup(trainer)
         assert self.model is not None
         self._metrics = MetricGroups(self.model, self.data_collectives.group)
-        self._same_batches = SameBatches(
-            self.model_collectives, self.model_ranks, self.root_device
-        )
+        self._same_batches = SameBatches(self.model_collectives, self.model_ranks, self.root_device)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:

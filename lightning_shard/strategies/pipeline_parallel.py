@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
@@ -19,7 +19,7 @@ from lightning_shard.data_parallel.agreement import check_same_model
 from lightning_shard.data_parallel.engine import refuse_leftover_pieces
 from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.errors import ConfigError
-from lightning_shard.mesh import ParallelMesh
+from lightning_shard.mesh import Axis, ParallelMesh
 from lightning_shard.pipeline_parallel.blocks import find_blocks
 from lightning_shard.pipeline_parallel.gradients import GradientStash
 from lightning_shard.pipeline_parallel.microbatches import (
@@ -72,7 +72,7 @@ class PipelineParallelStrategy(ModelParallelStrategy):
     """
 
     stage = 0
-    model_axes = ("pp",)
+    model_axes: ClassVar[tuple[Axis, ...]] = ("pp",)
 
     def __init__(
         self,
@@ -91,9 +91,7 @@ class PipelineParallelStrategy(ModelParallelStrategy):
         blocks: str | None = None,
         split: str | list[int] = "parameters",
     ) -> None:
-        check_name(schedule)
-        if num_microbatches is not None and num_microbatches < 1:
-            raise ConfigError(f"num_microbatches must be at least 1, got {num_microbatches}.")
+        self._set_pipeline(pipeline_parallel_size, schedule, num_microbatches, blocks, split)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -105,14 +103,27 @@ class PipelineParallelStrategy(ModelParallelStrategy):
             timeout=timeout,
             debug=debug,
         )
-        self._pipeline_parallel_size = pipeline_parallel_size
+
+    def _set_pipeline(
+        self,
+        size: int | None,
+        schedule: str,
+        num_microbatches: int | None,
+        blocks: str | None,
+        split: str | list[int],
+    ) -> None:
+        """Take the options of the pipeline."""
+        check_name(schedule)
+        if num_microbatches is not None and num_microbatches < 1:
+            raise ConfigError(f"num_microbatches must be at least 1, got {num_microbatches}.")
+        self._pipeline_parallel_size = size
         self._schedule = schedule
         self._num_microbatches = num_microbatches
         self._blocks = blocks
         self._balance = split
         self._partition: Partition | None = None
         self._staged: StagedModel | None = None
-        self._split: PipelineSplit | None = None
+        self._stage_split: PipelineSplit | None = None
         self._pipeline: Pipeline | None = None
         self._logs: StepLogs | None = None
         self._warned_of_bubble = False
@@ -157,6 +168,11 @@ class PipelineParallelStrategy(ModelParallelStrategy):
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
+        if self.mesh.pp > 1:
+            self._check_steps()
+        super().setup(trainer)
+
+    def _check_steps(self) -> None:
         module = self.lightning_module
         assert module is not None
         if not module.automatic_optimization:
@@ -170,14 +186,16 @@ class PipelineParallelStrategy(ModelParallelStrategy):
                 f"{type(module).__name__}.training_step takes the loader's iterator, expected the "
                 f"batch, which a pipeline splits into microbatches."
             )
-        super().setup(trainer)
 
     @override
     def model_to_device(self) -> None:
-        """Move the model once it has been split: a device never holds other stages' layers."""
+        if self.mesh.pp == 1:  # else once it has been split: no device holds other stages' layers
+            super().model_to_device()
 
     @override
-    def _split_model(self) -> ModelSplit:
+    def _split_model(self) -> ModelSplit | None:
+        if self.mesh.pp == 1:
+            return None
         assert self.model is not None
         assert self.lightning_module is not None
         model, group = self.model, self.along("pp")
@@ -186,17 +204,17 @@ class PipelineParallelStrategy(ModelParallelStrategy):
         self._partition = self._stages(model)
         ranks = place_stages(self._schedule, self.mesh.pp, self.num_stages)
         self.schedule(self.num_microbatches)  # refused here, where nothing has been changed
-        self._split = PipelineSplit(model, self._partition, ranks, group, self.root_device)
+        self._stage_split = PipelineSplit(model, self._partition, ranks, group, self.root_device)
         self._staged = StagedModel(
-            model, self._partition, self._split.param_stages, self._split.shapes
+            model, self._partition, self._stage_split.param_stages, self._stage_split.shapes
         )
         own = [stage for stage, rank in enumerate(ranks) if rank == group.rank]
-        params = {stage: self._split.stage_params(stage) for stage in own}
+        params = {stage: self._stage_split.stage_params(stage) for stage in own}
         self._pipeline = Pipeline(
             self._staged, group, params, self.schedule, ranks, self.root_device
         )
         self._logs = StepLogs(self.lightning_module, group, self._pipeline.last_rank)
-        return self._split
+        return self._stage_split
 
     def _stages(self, model: torch.nn.Module) -> Partition:
         assert self.lightning_module is not None
@@ -223,23 +241,25 @@ class PipelineParallelStrategy(ModelParallelStrategy):
             self._logs.restore()
         if self._staged is not None:
             self._staged.restore()
-        if self._split is not None:
-            self._split.restore(whole=whole)
-        self._logs = self._staged = self._split = self._pipeline = None
+        if self._stage_split is not None:
+            self._stage_split.restore(whole=whole)
+        self._logs = self._staged = self._stage_split = self._pipeline = None
 
     def _microbatches(self, batch: Any) -> list[Microbatch]:
         return split_batch(batch, min(self.num_microbatches, batch_size_of(batch)))
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._split is not None
-        pipeline = self.pipeline
+        if self._pipeline is None:
+            return super().training_step(*args, **kwargs)
+        pipeline = self._pipeline
         microbatches = self._microbatches(args[0])
         self._warn_of_bubble(len(microbatches))
         step = self._step(super(DataParallelStrategy, self).training_step, args, kwargs)
         with self.engine.step(), isolate_rng():
             results, stash = pipeline.train("training", microbatches, step, _loss, self._seed)
-            self._split.sum_ties(stash)
+            assert self._stage_split is not None
+            self._stage_split.sum_ties(stash)
         outputs = self._shared(results, microbatches)
         return _with_gradients(outputs, stash)
 
@@ -257,9 +277,13 @@ class PipelineParallelStrategy(ModelParallelStrategy):
 
         def step(microbatch: Microbatch, is_last: bool) -> Any:
             with logs.recording(microbatch.size, counts=is_last):
-                return run(microbatch.content, *args[1:], **kwargs)
+                return self._completed(run(microbatch.content, *args[1:], **kwargs))
 
         return step
+
+    def _completed(self, result: Any) -> Any:
+        """What the last stage's step has returned, as other ranks can take it."""
+        return result
 
     def _shared(self, results: dict[int, Any], microbatches: list[Microbatch]) -> Any:
         """Merge what the last stage's steps have returned, and give it to every rank."""
@@ -285,23 +309,29 @@ class PipelineParallelStrategy(ModelParallelStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._pipeline is None:
+            return super().validation_step(*args, **kwargs)
         run = super(DataParallelStrategy, self).validation_step
         return self._evaluate("validation", run, args, kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._pipeline is None:
+            return super().test_step(*args, **kwargs)
         run = super(DataParallelStrategy, self).test_step
         return self._evaluate("test", run, args, kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._pipeline is None:
+            return super().predict_step(*args, **kwargs)
         run = super(DataParallelStrategy, self).predict_step
         return self._evaluate("predict", run, args, kwargs)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self._split is not None and self._logs is not None:
-            self._split.share_buffers()
+        if self._stage_split is not None and self._logs is not None:
+            self._stage_split.share_buffers()
             self._logs.share_persistent_metrics()
         return super().lightning_module_state_dict()
 

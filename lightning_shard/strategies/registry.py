@@ -10,6 +10,7 @@ from lightning_shard.strategies.data_parallel import (
     ZeRO2Strategy,
     ZeRO3Strategy,
 )
+from lightning_shard.strategies.hybrid_parallel import HybridParallelStrategy
 from lightning_shard.strategies.pipeline_parallel import PipelineParallelStrategy
 from lightning_shard.strategies.tensor_parallel import TensorParallelStrategy
 
@@ -21,6 +22,7 @@ SCHEMES: dict[str, type[DataParallelStrategy]] = {
     "shard_fsdp": ZeRO3Strategy,
     "tensor_parallel": TensorParallelStrategy,
     "pipeline_parallel": PipelineParallelStrategy,
+    "hybrid_parallel": HybridParallelStrategy,
 }
 
 

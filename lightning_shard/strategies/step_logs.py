@@ -23,7 +23,7 @@ from torchmetrics import Metric
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.errors import ConfigError
-from lightning_shard.elsewhere import Elsewhere
+from lightning_shard.elsewhere import is_elsewhere
 from lightning_shard.strategies import _torchmetrics
 from lightning_shard.strategies.metric_sources import MetricSources
 from lightning_shard.strategies.replaced import replaced
@@ -146,7 +146,7 @@ class StepLogs:
                 attribute=self._attribute(name, value, options),
                 step_value=_scalar(step_value, self._module.device) if is_scalar else None,
             )
-        if isinstance(value, Elsewhere):
+        if is_elsewhere(value):
             raise ConfigError(
                 f"log({name!r}, ...): got a value that is computed from {value.origin!r}, which "
                 f"another stage of the pipeline holds; the last stage logs, expected what it has. "

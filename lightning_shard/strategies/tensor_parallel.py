@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
@@ -17,7 +17,7 @@ from lightning_shard.data_parallel.engine import refuse_leftover_pieces
 from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.data_parallel.options import STAGES
 from lightning_shard.errors import ConfigError
-from lightning_shard.mesh import ParallelMesh
+from lightning_shard.mesh import Axis, ParallelMesh
 from lightning_shard.strategies.model_parallel import ModelParallelStrategy
 from lightning_shard.strategies.same_results import SameResults
 from lightning_shard.tensor_parallel.automatic import automatic_plan
@@ -53,7 +53,7 @@ class TensorParallelStrategy(ModelParallelStrategy):
         ConfigError: A size, stage or plan that cannot be.
     """
 
-    model_axes = ("tp",)
+    model_axes: ClassVar[tuple[Axis, ...]] = ("tp",)
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class TensorParallelStrategy(ModelParallelStrategy):
         self._tensor_parallel_size = tensor_parallel_size
         self._plan = plan
         self._sequence_parallel = sequence_parallel
-        self._split: SplitModel | None = None
+        self._layers_split: SplitModel | None = None
         self._same_results: SameResults | None = None
 
     @property
@@ -128,13 +128,16 @@ class TensorParallelStrategy(ModelParallelStrategy):
     def _check_gradients(self, optimizer: Optimizer) -> None:
         assert self.model is not None
         assert self._same_results is not None
-        if not self._same_results.is_due(f"optimizer {self.optimizers.index(optimizer)}"):
+        split = self._layers_split
+        if split is None or not self._same_results.is_due(
+            f"optimizer {self.optimizers.index(optimizer)}"
+        ):
             return
         own = {param for group in optimizer.param_groups for param in group["params"]}
         whole = {
             param: name
             for name, param in self.model.named_parameters()
-            if param in own and not self.engine.split.groups_of(param)
+            if param in own and self.engine.split.is_here(param) and not split.groups_of(param)
         }
         with self.engine.optimizer_view():
             self._same_results.check_gradients(list(whole.values()), list(whole))
@@ -180,21 +183,23 @@ class TensorParallelStrategy(ModelParallelStrategy):
         if group.size == 1:
             return None
         for tensor in (*model.parameters(), *model.buffers()):
-            same = tensor.data.contiguous()
+            same = tensor.data.to(self.root_device).contiguous()
             group.broadcast(same).wait()
-            tensor.data = same
+            tensor.data = same.to(tensor.device)
         share_random_state(group, self.root_device)
-        self._split = SplitModel(model, layers, group, sequence_parallel=self._sequence_parallel)
-        _forget_graphs(self._split.shardings)
-        return self._split
+        self._layers_split = SplitModel(
+            model, layers, group, sequence_parallel=self._sequence_parallel
+        )
+        _forget_graphs(self._layers_split.shardings)
+        return self._layers_split
 
     @override
     def _unsplit_model(self, *, whole: bool) -> None:
-        if self._split is not None:
-            params = list(self._split.shardings)
-            self._split.restore(whole=whole)
+        if self._layers_split is not None:
+            params = list(self._layers_split.shardings)
+            self._layers_split.restore(whole=whole)
             _forget_graphs(params)
-            self._split = None
+            self._layers_split = None
 
 
 def _forget_graphs(params: Iterable[torch.nn.Parameter]) -> None:

@@ -9,7 +9,11 @@
                                         └─ all-gather ─► a plain tensor of shape (B, T, V)
 
 Logits are in parts by their classes, activations under sequence parallel by their positions; the
-latter stay so in norms, dropout and residual sums.
+latter stay so in norms, dropout and residual sums. Query, key and value are in parts by heads where
+an attention computes with the whole width; they stay so until they reach a layer that is cut by its
+inputs. Fused in one tensor, each rank has a part of each of the three blocks:
+
+    [ q0 q1 | k0 k1 | v0 v1 ]       rank 1 has [ q1 k1 v1 ], num_blocks is 3
 
 Operations come in through `__torch_function__`; `parted_operations` says which of them work on the
 parts. What gets past it, in an autograd function of the user's or in C++, sees a whole tensor: the
@@ -29,6 +33,7 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.errors import ConfigError
 from lightning_shard.tensor_parallel.regions import (
     all_gathered,
+    copy_to_region,
     gather_copies,
     own_slice,
     split_to_region,
@@ -44,44 +49,112 @@ class Part:
         local: Shape of the whole, but for dimension `dim`, of which it has 1 / W.
         dim: Counted from 0.
         group: The W ranks.
+        num_blocks: Equal blocks along `dim`, of each of which it has 1 / W.
     """
 
     local: Tensor
     dim: int
     group: Collectives
+    num_blocks: int = 1
 
-    def widen(self, local: Any, dim: int | None = None) -> Any:
+    @property
+    def place(self) -> int:
+        """Where `dim` is from the end, as shapes are broadcast."""
+        return self.local.ndim - self.dim
+
+    @property
+    def width(self) -> int:
+        """Size of the whole along `dim`."""
+        return self.local.shape[self.dim] * self.group.size
+
+    def is_like(self, other: "Part") -> bool:
+        """Whether ranks have the same of both, where they are broadcast to one shape."""
+        own = (self.place, self.num_blocks)
+        return own == (other.place, other.num_blocks) and self.group is other.group
+
+    def widen(self, local: Any, dim: int | None = None, num_blocks: int | None = None) -> Any:
         """Return what was made of this part, seen as a whole; all but tensors as it is."""
         if not isinstance(local, Tensor):
             return local
-        return in_parts(local, self.group, self.dim if dim is None else dim)
+        dim = self.dim if dim is None else dim
+        return in_parts(local, self.group, dim, self.num_blocks if num_blocks is None else num_blocks)
 
     def narrow(self, value: Any) -> Any:
         """Return this rank's part of a tensor like the whole; all but tensors as it is."""
         if isinstance(value, PartedTensor):
             return value.part.local
-        return own_slice(value, self.dim, self.group) if isinstance(value, Tensor) else value
+        return self._by_block(own_slice, value, self.dim) if isinstance(value, Tensor) else value
+
+    def split(self, value: Tensor, dim: int) -> Tensor:
+        """Return this rank's part of a replicated tensor along `dim`."""
+        return self._by_block(split_to_region, value, dim)
+
+    def gather(self) -> Tensor:
+        """Return the whole, as a replicated tensor; each rank must call."""
+        return self._by_block(gather_copies, self.local, self.dim)
+
+    def gather_detached(self) -> Tensor:
+        """Return the values of the whole; each rank must call."""
+        return self._by_block(all_gathered, self.local.detach(), self.dim)
+
+    def shared(self, value: Any) -> Any:
+        """Return what every rank uses for its part: each rank knows a part of the gradient only."""
+        follows = isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
+        return copy_to_region(value, self.group) if follows else value
+
+    def operand(self, value: Any) -> Any:
+        """Return what is combined with this part, shapes being broadcast; or NotImplemented."""
+        if not isinstance(value, Tensor):
+            return value
+        if isinstance(value, PartedTensor):
+            is_alike = value.part.is_like(self) and value.part.width == self.width
+            return value.part.local if is_alike else NotImplemented
+        if value.ndim < self.place or value.shape[-self.place] == 1:
+            return self.shared(value)
+        if value.shape[-self.place] != self.width:
+            return NotImplemented
+        return self.split(value, value.ndim - self.place)
+
+    def _by_block(
+        self, function: Callable[[Tensor, int, Collectives], Tensor], tensor: Tensor, dim: int
+    ) -> Tensor:
+        """Do along each block of a dimension what `function` does along a dimension."""
+        if self.num_blocks == 1:
+            return function(tensor, dim, self.group)
+        blocks = tensor.unflatten(dim, (self.num_blocks, -1))
+        return function(blocks, dim + 1, self.group).flatten(dim, dim + 1)
 
 
 @untraced
-def in_parts(local: Tensor, group: Collectives, dim: int = -1) -> Tensor:
+def in_parts(local: Tensor, group: Collectives, dim: int = -1, num_blocks: int = 1) -> Tensor:
     """Make a whole tensor of each rank's part, without moving any of it.
 
     Args:
         local: This rank's part along `dim`; the parts are equal in size, in rank order.
         group: The ranks that have the others.
         dim: The dimension in parts.
+        num_blocks: Equal blocks along `dim`, each of which is in parts.
 
     Returns:
         A `PartedTensor`; on a single rank `local`.
     """
     if group.size == 1:
         return local
-    part = Part(local=local, dim=dim % local.ndim, group=group)
+    part = Part(local=local, dim=dim % local.ndim, group=group, num_blocks=num_blocks)
     link = _Link()
-    wide: Any = _Widen.apply(local, part.dim, group, link)  # type: ignore[no-untyped-call]
+    wide: Any = _Widen.apply(local, part, link)  # type: ignore[no-untyped-call]
     wide._part, wide._link = part, link
     return wide  # type: ignore[no-any-return]
+
+
+@untraced
+def own_features(tensor: Tensor, group: Collectives) -> Tensor:
+    """Return this rank's part along the last dimension of what is whole, or in such parts."""
+    if isinstance(tensor, PartedTensor):
+        part = tensor.part
+        if (part.place, part.num_blocks) == (1, 1) and part.group is group:
+            return part.local
+    return split_to_region(made_whole(tensor), -1, group)
 
 
 def made_whole(value: Any) -> Any:
@@ -153,22 +226,20 @@ class PartedTensor(Tensor):
         return func(*args, **kwargs)
 
 
-def _gather(logits: PartedTensor) -> Tensor:
-    part = logits.part
-    return gather_copies(part.local, part.dim, part.group)
+def _gather(parted: PartedTensor) -> Tensor:
+    return parted.part.gather()
 
 
-def _gather_detached(logits: PartedTensor) -> Tensor:
-    part = logits.part
-    return all_gathered(part.local.detach(), part.dim, part.group)
+def _gather_detached(parted: PartedTensor) -> Tensor:
+    return parted.part.gather_detached()
 
 
 def _on_whole(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Gather and go on with plain tensors; what was written goes back into the part."""
     gathered: dict[int, Tensor] = {}
 
-    def whole(logits: PartedTensor) -> Tensor:
-        return gathered.setdefault(id(logits), _gather(logits))
+    def whole(parted: PartedTensor) -> Tensor:
+        return gathered.setdefault(id(parted), _gather(parted))
 
     full_args, full_kwargs = tree_map_only(PartedTensor, whole, (args, kwargs))
     result = func(*full_args, **full_kwargs)
@@ -177,7 +248,7 @@ def _on_whole(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> An
         return result
     part = target.part
     written = gathered[id(target)].to(part.local.dtype)
-    part.local.copy_(split_to_region(written, part.dim, part.group))
+    part.local.copy_(part.split(written, part.dim))
     target.note_change()
     return target if isinstance(result, Tensor) else result
 
@@ -204,10 +275,10 @@ class _Widen(torch.autograd.Function):
     """Forward: a wrapper of the whole's shape, without memory. Backward: the own slice."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, dim: int, group: Collectives, link: _Link) -> Tensor:
-        ctx.dim, ctx.group, ctx.link = dim, group, link
+    def forward(ctx: Any, local: Tensor, part: Part, link: _Link) -> Tensor:
+        ctx.part, ctx.link = replace(part, local=local.new_empty(0)), link
         shape = list(local.shape)
-        shape[dim] *= group.size
+        shape[part.dim] = part.width
         wrapper: Tensor = Tensor._make_wrapper_subclass(
             PartedTensor, shape, dtype=local.dtype, device=local.device
         )
@@ -217,14 +288,11 @@ class _Widen(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.link.is_broken:
             raise ConfigError(
-                f"Rank {ctx.group.rank}: a tensor of which each rank has a part was changed in "
+                f"Rank {ctx.part.group.rank}: a tensor of which each rank has a part was changed in "
                 "place and given to an autograd function, such as a reentrant checkpoint; expected "
                 "one or the other. Use x = x + y for x += y, or use_reentrant=False."
             )
-        grad = grads[0]
-        local = grad.part.local if isinstance(grad, PartedTensor) else None
-        own = own_slice(grad, ctx.dim, ctx.group) if local is None else local
-        return own, None, None, None
+        return ctx.part.narrow(grads[0]), None, None
 
 
 class _Narrow(torch.autograd.Function):

@@ -44,12 +44,13 @@ def enter_region(tensor: Tensor, group: Collectives) -> Tensor:
 
 @untraced
 def _enter_in_parts(tensor: PartedTensor, group: Collectives) -> Tensor:
-    if tensor.part.dim == tensor.ndim - 1:
+    part = tensor.part
+    if part.place == 1 or part.num_blocks > 1:
         return copy_to_region(made_whole(tensor), group)
-    local = tensor.part.local
+    local = part.local
     if torch.is_autocast_enabled(local.device.type) and local.dtype == torch.float32:
         local = local.to(torch.get_autocast_dtype(local.device.type))  # as the layer would
-    entered: Tensor = _GatherSlices.apply(local, tensor.part.dim, group)  # type: ignore[no-untyped-call]
+    entered: Tensor = _GatherSlices.apply(local, part.dim, group)  # type: ignore[no-untyped-call]
     return entered
 
 

@@ -20,7 +20,7 @@ from lightning_shard.tensor_parallel.layers import (
     split_layer,
     unsplit_layer,
 )
-from lightning_shard.tensor_parallel.parted_tensor import in_parts, made_whole
+from lightning_shard.tensor_parallel.parted_tensor import in_parts, made_whole, own_features
 from lightning_shard.tensor_parallel.plan import PlannedLayer
 from lightning_shard.tensor_parallel.randomness import RegionRandomness, layers_around_dropout
 from lightning_shard.tensor_parallel.regions import (
@@ -29,7 +29,6 @@ from lightning_shard.tensor_parallel.regions import (
     gather_to_region,
     reduce_from_region,
     reduce_scatter_from_region,
-    split_to_region,
     untraced,
 )
 from lightning_shard.tensor_parallel.sequence import enter_region, leave_in_slices
@@ -175,17 +174,20 @@ class SplitModel:
             return self._entrance
         if style.form == "colwise":
             return self._entrance if style.whole_input else self._crossing(gather_to_region, -1)
-        return self._crossing(split_to_region, -1) if style.whole_input else _unchanged
+        return self._entering_features if style.whole_input else _unchanged
 
     def _leave(self, style: Style) -> Crossing:
         if style.lazy_output:
-            return self._crossing(in_parts)
+            return lambda tensor: in_parts(tensor, self.group, -1, style.num_blocks)
         if style.form == "colwise":
             return self._crossing(gather_copies, -1) if style.whole_output else _unchanged
         if style.whole_output:
             leave = leave_in_slices if self._sequence_parallel else reduce_from_region
             return self._crossing(leave)
         return self._crossing(reduce_scatter_from_region, -1)
+
+    def _entering_features(self, tensor: Tensor) -> Tensor:
+        return own_features(tensor, self.group)
 
     def _crossing(self, function: Callable[..., Tensor], *dim: int) -> Crossing:
         return lambda tensor: function(made_whole(tensor), *dim, self.group)

@@ -3,12 +3,13 @@
     style                     weight is cut       takes          gives
     colwise                   by outputs          whole          features
     colwise_gather_output     by outputs          whole          whole
-    colwise_logits            by outputs          whole          whole, gathered only if need be
+    colwise_parted            by outputs          whole          whole, gathered only if need be
     rowwise                   by inputs           features       whole (a sum over ranks)
     rowwise_split_input       by inputs           whole          whole (a sum over ranks)
     embedding_rowwise         by vocabulary       whole ids      whole (a sum over ranks)
     embedding_colwise         by features         whole ids      whole
     packed_colwise(n)         n fused matrices, each by outputs; as colwise
+    packed_colwise_parted(n)  the same, as colwise_parted
     shared_heads(n)           not at all: each of the n heads of keys or values, which are fewer
                               than the ranks, is computed by several; as colwise
     attention                 torch's MultiheadAttention as a whole, by heads
@@ -16,8 +17,10 @@
                               not at all: a layer within a region, such as a norm of each head
 
 An activation is *whole* when every rank has all of it, and in *features* when each has its part
-of the last dimension. The names are those of Hugging Face's `tp_plan`; `colwise_rep`,
-`rowwise_rep` and torch's style objects mean the same.
+of the last dimension. What is whole may be in parts that look so:
+`rowwise_split_input` takes the parts of `colwise_parted` as they are. The names are those of Hugging
+Face's `tp_plan`; `colwise_rep`, `rowwise_rep`, `colwise_logits` (parted) and torch's style objects
+mean the same.
 """
 
 import difflib
@@ -56,7 +59,7 @@ class Style:
         whole_input: The layer is given whole activations, not features.
         whole_output: The layer gives whole activations, not features.
         lazy_output: The whole activation stays in parts for as long as what is done with it can
-            be done so; cross_entropy can. See `parted_tensor`.
+            be done so; cross_entropy can, and attention by heads. See `parted_tensor`.
         cuts: How the parameters of experts are cut; other forms know by themselves.
     """
 
@@ -71,7 +74,7 @@ class Style:
 STYLES: dict[str, Style] = {
     "colwise": Style(form="colwise", whole_output=False),
     "colwise_gather_output": Style(form="colwise"),
-    "colwise_logits": Style(form="colwise", lazy_output=True),
+    "colwise_parted": Style(form="colwise", lazy_output=True),
     "rowwise": Style(form="rowwise", whole_input=False),
     "rowwise_split_input": Style(form="rowwise"),
     "embedding_rowwise": Style(form="vocab"),
@@ -79,8 +82,12 @@ STYLES: dict[str, Style] = {
     "attention": Style(form="attention"),
     "replicated_with_grad_allreduce": Style(form="replica", whole_input=False, whole_output=False),
 }
-_ALIASES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
-_COUNTED = re.compile(r"(packed_colwise|shared_heads)\((\d+)\)")
+_ALIASES = {
+    "colwise_rep": "colwise_gather_output",
+    "colwise_logits": "colwise_parted",
+    "rowwise_rep": "rowwise_split_input",
+}
+_COUNTED = re.compile(r"(packed_colwise(?:_parted)?|shared_heads)\((\d+)\)")
 
 
 def style_of(value: Any, pattern: str) -> Style:
@@ -103,7 +110,7 @@ def style_of(value: Any, pattern: str) -> Style:
 def style_name(style: Style) -> str:
     """Return the name by which a plan can say a style, or that of its form."""
     if style.form == "colwise" and style.num_blocks > 1:
-        return f"packed_colwise({style.num_blocks})"
+        return f"packed_colwise{'_parted' * style.lazy_output}({style.num_blocks})"
     if style.form == "shared":
         return f"shared_heads({style.num_blocks})"
     return next((name for name, known in STYLES.items() if known == style), style.form)
@@ -114,8 +121,11 @@ def _named(name: str, pattern: str) -> Style:
     if name in STYLES:
         return STYLES[name]
     if (counted := _COUNTED.fullmatch(name)) is not None:
+        num_blocks = int(counted[2])
+        if counted[1] == "packed_colwise_parted":
+            return Style(form="colwise", num_blocks=num_blocks, lazy_output=True)
         form: Form = "colwise" if counted[1] == "packed_colwise" else "shared"
-        return Style(form=form, num_blocks=int(counted[2]), whole_output=False)
+        return Style(form=form, num_blocks=num_blocks, whole_output=False)
     known = [*STYLES, *_ALIASES, "packed_colwise(3)", "shared_heads(1)"]
     near = difflib.get_close_matches(name, known, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,157 @@
+"""A grid of ranks as text and as a picture: the stages side by side, a row for each replica.
+
+    8 ranks: 2 stages (pp) x 2 replicas (dp) x 2 ranks to a layer (tp)
+
+          stage 0    stage 1
+          +-----+    +-----+
+    dp 0  | 0 1 | -> | 4 5 |
+    dp 1  | 2 3 | -> | 6 7 |
+          +-----+    +-----+
+
+What does not fit is left out between the first and the last of an axis.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from lightning_shard.figures import new_figure
+
+Stages = Sequence[Sequence[Sequence[int]]]  # ranks by stage, replica and place in the tensor group
+
+_WIDTH = 100  # columns of the text
+_MOST_ROWS = 8
+_MOST_COLUMNS = 16
+_FEWEST = 3  # the first, an ellipsis, the last
+_NUM_COLOURS = 12  # of the colour map Set3: light, so that numbers are legible on it
+_CELL = (0.4, 0.35)  # inches
+_LARGEST = (16.0, 12.0)  # inches
+_MOST_LABELS = 1024
+
+
+def draw_text(stages: Stages) -> str:
+    """Draw the grid and list its groups, at most 100 columns wide."""
+    most_stages, most_ranks = (
+        min(size, _MOST_COLUMNS) for size in (len(stages), len(stages[0][0]))
+    )
+    while True:
+        lines = _draw_boxes(stages, most_stages, most_ranks)
+        if len(lines[1]) <= _WIDTH or max(most_stages, most_ranks) <= _FEWEST:
+            break
+        if most_stages > most_ranks:
+            most_stages -= 1
+        else:
+            most_ranks -= 1
+    return "\n".join([_summary(stages), "", *lines, "", *_group_lines(stages)]).rstrip()
+
+
+def abbreviated(items: Sequence[object], most: int) -> list[str]:
+    """Write each item, or the first ones, an ellipsis and the last where there are too many."""
+    return ["..." if index is None else str(items[index]) for index in _shown(len(items), most)]
+
+
+def save_png(stages: Stages, path: str | Path, *, ranks_per_node: int | None = None) -> None:
+    """Draw the grid into a PNG file, a colour per stage, or per node where its size is given.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    num_stages, num_replicas, num_ranks = _sizes(stages)
+    step = num_ranks + 1  # a column is left free between the stages
+    width = min(_LARGEST[0], 2 + _CELL[0] * num_stages * step)
+    height = min(_LARGEST[1], 1.5 + _CELL[1] * num_replicas)
+    figure = new_figure(path, size=(width, height), otherwise="print(mesh) needs nothing.")
+    axes = figure.add_subplot()
+    for number, stage in enumerate(stages):
+        places = [
+            [(rank // ranks_per_node if ranks_per_node else number) % _NUM_COLOURS for rank in row]
+            for row in stage
+        ]
+        axes.pcolormesh(
+            range(number * step, (number + 1) * step),
+            range(num_replicas + 1),
+            places,
+            cmap="Set3",
+            vmin=0,
+            vmax=_NUM_COLOURS - 1,
+            edgecolors="white",
+        )
+        if num_stages * num_replicas * num_ranks <= _MOST_LABELS:
+            _label(axes, stage, number * step, min(9.0, 100 * width / (num_stages * step * 4)))
+    axes.set_xticks(*_ticks("stage", num_stages, lambda index: index * step + num_ranks / 2))
+    axes.set_yticks(*_ticks("dp", num_replicas, lambda index: index + 0.5))
+    axes.tick_params(length=0, labelsize=8)
+    axes.invert_yaxis()
+    axes.set_frame_on(False)
+    colours = f"a colour per node of {ranks_per_node}" if ranks_per_node else "a colour per stage"
+    axes.set_title(f"{_summary(stages)}; {colours}", fontsize=8, wrap=True)
+    figure.savefig(path, format="png", dpi=150)
+
+
+def _sizes(stages: Stages) -> tuple[int, int, int]:
+    return len(stages), len(stages[0]), len(stages[0][0])
+
+
+def _summary(stages: Stages) -> str:
+    pp, dp, tp = _sizes(stages)
+    axes = [(pp, "stage", "(pp)"), (dp, "replica", "(dp)"), (tp, "rank", "to a layer (tp)")]
+    counts = " x ".join(f"{_count(size, name)} {axis}" for size, name, axis in axes)
+    return f"{_count(pp * dp * tp, 'rank')}: {counts}"
+
+
+def _count(num: int, name: str) -> str:
+    return f"{num} {name}" if num == 1 else f"{num} {name}s"
+
+
+def _shown(size: int, most: int) -> list[int | None]:
+    """Return the indices of an axis that are drawn; None stands for those left out."""
+    return list(range(size)) if size <= most else [*range(most - 2), None, size - 1]
+
+
+def _draw_boxes(stages: Stages, most_stages: int, most_ranks: int) -> list[str]:
+    pp, dp, tp = _sizes(stages)
+    rows = _shown(dp, _MOST_ROWS)
+    labels = ["..." if row is None else f"dp {row}" for row in rows]
+    blocks = [["", "", *labels, ""]]
+    is_abbreviated = None in rows or tp > most_ranks
+    width = max(len(str(pp * dp * tp - 1)), 3 if is_abbreviated else 1)
+    for number in _shown(pp, most_stages):
+        arrow = "  " if len(blocks) == 1 else " -> "
+        blocks.append(["", "", *[arrow] * len(rows), ""])
+        if number is None:
+            blocks.append(["...", "", *["..."] * len(rows), ""])
+        else:
+            cells = (
+                ["..."] * min(tp, most_ranks)
+                if row is None
+                else abbreviated(stages[number][row], most_ranks)
+                for row in rows
+            )
+            lines = [" ".join(cell.rjust(width) for cell in row) for row in cells]
+            blocks.append(_box(f"stage {number}", lines))
+    widths = [max(map(len, block)) for block in blocks]
+    return [
+        "".join(map(str.ljust, parts, widths)).rstrip()
+        for parts in zip(*blocks, strict=True)
+    ]
+
+
+def _box(title: str, lines: list[str]) -> list[str]:
+    width = max(len(lines[0]), len(title) - 2)
+    border = f"+{'-' * (width + 2)}+"
+    return [f" {title}", border, *(f"| {line.center(width)} |" for line in lines), border]
+
+
+def _group_lines(stages: Stages) -> list[str]:
+    """Return a line for each axis of more than one rank: the groups along it."""
+    groups = {
+        "pp groups, a pipeline each:     ": [
+            pipeline for replica in zip(*stages, strict=True) for pipeline in zip(*replica)
+        ],
+        "dp groups, of equal parameters: ": [group for stage in stages for group in zip(*stage)],
+        "tp groups, sharing each layer:  ": [group for stage in stages for group in stage],
+    }
+    return [
+        name + _fitting([" ".join(abbreviated(group, 4)) for group in sorted(found)], name)
+        for name, found in groups.items()
+        if len(found[0]) > 1
+    ]

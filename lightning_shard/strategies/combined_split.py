@@ -1,0 +1,71 @@
+"""A model that is split twice: each stage of a pipeline has parts of its layers on several ranks.
+
+whole ──tensor parallel──> this rank's part of every layer ──pipeline──> of its stages' layers
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.pipeline_parallel.split import PipelineSplit
+from lightning_shard.tensor_parallel.split import SplitModel
+
+
+class CombinedSplit:
+    """Both splits as one.
+
+    Args:
+        tensor: Made first, of the whole model.
+        pipeline: Made of what that has left.
+
+    Attributes:
+        full_shapes: The whole shape of each parameter that is a part here, or not here.
+    """
+
+    def __init__(self, tensor: SplitModel, pipeline: PipelineSplit) -> None:
+        self._tensor, self._pipeline = tensor, pipeline
+        self.full_shapes: Mapping[nn.Parameter, torch.Size] = {
+            **pipeline.full_shapes,
+            **tensor.full_shapes,
+        }
+
+    @property
+    def groups(self) -> Sequence[Collectives]:
+        """The ranks of a layer, and those of the pipeline."""
+        return (*self._tensor.groups, *self._pipeline.groups)
+
+    @property
+    def group_sets(self) -> Sequence[Sequence[Collectives]]:
+        """Every set of groups that a parameter can be spread over."""
+        return [
+            (*inner, *outer)
+            for inner in self._tensor.group_sets
+            for outer in self._pipeline.group_sets
+        ]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first rank of both."""
+        return self._tensor.is_first and self._pipeline.is_first
+
+    def groups_of(self, param: nn.Parameter) -> Sequence[Collectives]:
+        """Return the groups over whose ranks the elements of `param` are spread."""
+        return (*self._tensor.groups_of(param), *self._pipeline.groups_of(param))
+
+    def is_here(self, param: nn.Parameter) -> bool:
+        """Whether a stage of this rank has `param`."""
+        return self._pipeline.is_here(param)
+
+    def counts(self, param: nn.Parameter) -> bool:
+        """Whether this rank's stage is the first that has `param`."""
+        return self._pipeline.counts(param)
+
+    def whole(self, param: nn.Parameter, local: Tensor) -> Tensor:
+        """Return a whole tensor; each rank must call."""
+        return self._tensor.whole(param, self._pipeline.whole(param, local))
+
+    def local(self, param: nn.Parameter, whole: Tensor) -> Tensor:
+        """Return this rank's part of a whole tensor."""
+        return self._tensor.local(param, whole)
