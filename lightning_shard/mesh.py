@@ -46,12 +46,11 @@ class Placement:
     warnings: tuple[str, ...]
 
     def __str__(self) -> str:
-        places = (
-            f"{axis} across {num} nodes" if num > 1 else f"{axis} inside a node"
+        places = [
+            f"; {axis} across {num} nodes" if num > 1 else f"; {axis} inside a node"
             for axis, num in self.nodes_per_group.items()
-        )
-        nodes = "1 node" if self.num_nodes == 1 else f"{self.num_nodes} nodes"
-        return ": ".join(filter(None, (f"{nodes} of {self.ranks_per_node}", ", ".join(places))))
+        ]
+        return f"nodes of {self.ranks_per_node} ranks: {self.num_nodes}{''.join(places)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +117,7 @@ class ParallelMesh:
                 f"got {num_asked}."
             )
         else:
-            sizes |= {axis: world_size // num_asked for axis in rest}
+            sizes |= dict.fromkeys(rest, world_size // num_asked)
             return cls(**sizes, axis_order=tuple(axis_order))
         raise ConfigError(f"{problem} Sizes that fit: {_nearest_sizes(world_size, asked)}.")
 
@@ -153,14 +152,11 @@ class ParallelMesh:
         return rank
 
     def peers(self, axis: Axis | Sequence[Axis], rank: int) -> tuple[int, ...]:
-        """Return the ranks that differ from `rank` on these axes only, itself among them.
+        """Return the ranks that differ from `rank` on these axes only, ascending, itself too.
 
         Args:
             axis: One axis, or several in any order.
             rank: Of this mesh.
-
-        Returns:
-            In ascending order.
 
         Raises:
             ConfigError: No such rank or axis.
@@ -268,9 +264,9 @@ class ParallelMesh:
 
 
 def _axes(axis: Axis | Sequence[Axis]) -> tuple[Axis, ...]:
-    axes = tuple(one for one in AXES if one == axis) if isinstance(axis, str) else tuple(axis)
-    if not axes or not set(axes) <= set(AXES):
-        raise ConfigError(f"got {axis!r}, expected one or several of {', '.join(AXES)}.")
+    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    if not set(axes) <= set(AXES):
+        raise ConfigError(f"got axis {axis!r}, expected one or several of {', '.join(AXES)}.")
     return axes
 
 

@@ -2,17 +2,19 @@
 
     8 ranks: 2 stages (pp) x 2 replicas (dp) x 2 ranks to a layer (tp)
 
-          stage 0    stage 1
-          +-----+    +-----+
-    dp 0  | 0 1 | -> | 4 5 |
-    dp 1  | 2 3 | -> | 6 7 |
-          +-----+    +-----+
+           stage 0      stage 1
+          +-------+    +-------+
+    dp 0  |  0 1  | -> |  4 5  |
+    dp 1  |  2 3  | -> |  6 7  |
+          +-------+    +-------+
 
 What does not fit is left out between the first and the last of an axis.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from math import nan
 from pathlib import Path
+from typing import Any
 
 from lightning_shard.figures import new_figure
 
@@ -25,7 +27,8 @@ _FEWEST = 3  # the first, an ellipsis, the last
 _NUM_COLOURS = 12  # of the colour map Set3: light, so that numbers are legible on it
 _CELL = (0.4, 0.35)  # inches
 _LARGEST = (16.0, 12.0)  # inches
-_MOST_LABELS = 1024
+_MOST_LABELS = 1024  # ranks; more would not be legible
+_MOST_TICKS = 32
 
 
 def draw_text(stages: Stages) -> str:
@@ -55,35 +58,26 @@ def save_png(stages: Stages, path: str | Path, *, ranks_per_node: int | None = N
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    num_stages, num_replicas, num_ranks = _sizes(stages)
-    step = num_ranks + 1  # a column is left free between the stages
-    width = min(_LARGEST[0], 2 + _CELL[0] * num_stages * step)
-    height = min(_LARGEST[1], 1.5 + _CELL[1] * num_replicas)
+    pp, dp, tp = _sizes(stages)
+    step = tp + 1  # a column is left free between the stages
+    width = min(_LARGEST[0], 2 + _CELL[0] * pp * step)
+    height = min(_LARGEST[1], 1.5 + _CELL[1] * dp)
     figure = new_figure(path, size=(width, height), otherwise="print(mesh) needs nothing.")
     axes = figure.add_subplot()
-    for number, stage in enumerate(stages):
-        places = [
-            [(rank // ranks_per_node if ranks_per_node else number) % _NUM_COLOURS for rank in row]
-            for row in stage
-        ]
-        axes.pcolormesh(
-            range(number * step, (number + 1) * step),
-            range(num_replicas + 1),
-            places,
-            cmap="Set3",
-            vmin=0,
-            vmax=_NUM_COLOURS - 1,
-            edgecolors="white",
-        )
-        if num_stages * num_replicas * num_ranks <= _MOST_LABELS:
-            _label(axes, stage, number * step, min(9.0, 100 * width / (num_stages * step * 4)))
-    axes.set_xticks(*_ticks("stage", num_stages, lambda index: index * step + num_ranks / 2))
-    axes.set_yticks(*_ticks("dp", num_replicas, lambda index: index + 0.5))
+    _draw_cells(axes, stages, ranks_per_node)
+    if pp * dp * tp <= _MOST_LABELS:
+        _label_ranks(axes, stages, min(9.0, 30 * width / (pp * step)))
+    indices, names = _ticks("stage", pp)
+    axes.set_xticks([index * step + tp / 2 for index in indices], names)
+    indices, names = _ticks("dp", dp)
+    axes.set_yticks([index + 0.5 for index in indices], names)
     axes.tick_params(length=0, labelsize=8)
     axes.invert_yaxis()
     axes.set_frame_on(False)
-    colours = f"a colour per node of {ranks_per_node}" if ranks_per_node else "a colour per stage"
-    axes.set_title(f"{_summary(stages)}; {colours}", fontsize=8, wrap=True)
+    colours = (
+        f"a colour per node of {ranks_per_node} ranks" if ranks_per_node else "a colour per stage"
+    )
+    axes.set_title(f"{_summary(stages)}\n{colours}", fontsize=8)
     figure.savefig(path, format="png", dpi=150)
 
 
@@ -129,10 +123,7 @@ def _draw_boxes(stages: Stages, most_stages: int, most_ranks: int) -> list[str]:
             lines = [" ".join(cell.rjust(width) for cell in row) for row in cells]
             blocks.append(_box(f"stage {number}", lines))
     widths = [max(map(len, block)) for block in blocks]
-    return [
-        "".join(map(str.ljust, parts, widths)).rstrip()
-        for parts in zip(*blocks, strict=True)
-    ]
+    return ["".join(map(str.ljust, parts, widths)).rstrip() for parts in zip(*blocks, strict=True)]
 
 
 def _box(title: str, lines: list[str]) -> list[str]:
@@ -143,15 +134,51 @@ def _box(title: str, lines: list[str]) -> list[str]:
 
 def _group_lines(stages: Stages) -> list[str]:
     """Return a line for each axis of more than one rank: the groups along it."""
-    groups = {
+    groups: dict[str, list[tuple[int, ...]]] = {
         "pp groups, a pipeline each:     ": [
-            pipeline for replica in zip(*stages, strict=True) for pipeline in zip(*replica)
+            group for replica in zip(*stages, strict=True) for group in zip(*replica, strict=True)
         ],
-        "dp groups, of equal parameters: ": [group for stage in stages for group in zip(*stage)],
-        "tp groups, sharing each layer:  ": [group for stage in stages for group in stage],
+        "dp groups, of equal parameters: ": [
+            group for stage in stages for group in zip(*stage, strict=True)
+        ],
+        "tp groups, sharing each layer:  ": [tuple(group) for stage in stages for group in stage],
     }
     return [
-        name + _fitting([" ".join(abbreviated(group, 4)) for group in sorted(found)], name)
+        name + _fitted([" ".join(abbreviated(group, 4)) for group in sorted(found)], len(name))
         for name, found in groups.items()
         if len(found[0]) > 1
     ]
+
+
+def _fitted(groups: Sequence[str], indent: int) -> str:
+    lines = (
+        " | ".join(abbreviated(groups, most)) for most in range(_MOST_COLUMNS, _FEWEST - 1, -1)
+    )
+    return next((line for line in lines if indent + len(line) <= _WIDTH), "...")
+
+
+def _draw_cells(axes: Any, stages: Stages, ranks_per_node: int | None) -> None:
+    """Draw the replicas as rows of coloured cells, a free column after each stage."""
+    rows = []
+    for replica in zip(*stages, strict=True):
+        colours: list[float] = []
+        for number, ranks in enumerate(replica):
+            places = (rank // ranks_per_node if ranks_per_node else number for rank in ranks)
+            colours += [*(place % _NUM_COLOURS for place in places), nan]
+        rows.append(colours)
+    axes.pcolormesh(rows, cmap="Set3", vmin=0, vmax=_NUM_COLOURS - 1, edgecolors="white")
+
+
+def _label_ranks(axes: Any, stages: Stages, font_size: float) -> None:
+    step = len(stages[0][0]) + 1
+    for number, stage in enumerate(stages):
+        for row, ranks in enumerate(stage):
+            for column, rank in enumerate(ranks, start=number * step):
+                axes.text(
+                    column + 0.5, row + 0.5, rank, ha="center", va="center", fontsize=font_size
+                )
+
+
+def _ticks(name: str, size: int) -> tuple[range, list[str]]:
+    indices = range(0, size, -(-size // _MOST_TICKS))
+    return indices, [f"{name} {index}" for index in indices]

@@ -165,6 +165,18 @@ class DataParallelEngine:
         if self._gatherer is not None:
             self._gatherer.end_backward()
 
+    def take_gradient(self, param: nn.Parameter, grad: Tensor) -> None:
+        """Inside `backward`, take a gradient that has been computed aside.
+
+        Args:
+            param: May show a piece of itself now.
+            grad: In the parameter's own shape; its hooks are called here.
+        """
+        for hook in (param._backward_hooks or {}).values():
+            changed = hook(grad)
+            grad = grad if changed is None else changed
+        self.reducer.take(*self._positions[param], grad)
+
     def hold_parameters(self) -> None:
         """Keep whole parameters from now on, for ranks that take different numbers of steps.
 

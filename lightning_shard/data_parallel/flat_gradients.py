@@ -85,6 +85,27 @@ class FlatGradients:
         late = self.was_reduced and any(self._fresh) and not self.accumulates
         return late or (not self.was_reduced and self.is_trained)
 
+    @torch.no_grad()
+    def take(self, index: int, grad: Tensor) -> None:
+        """Take a gradient that has been computed aside, in the parameter's own shape."""
+        if self._full is None:
+            self._allocate()
+        if self.was_reduced and self.accumulates:
+            raise self._came_twice(index)
+        param, view = self.flat.params[index], self._views[index]
+        if param.grad is view:
+            view.add_(grad)
+        else:
+            self.observe(index)
+            self._store(view, grad, index)
+            param.grad = view if self._keeps_views else self.flat.stand_in(index)
+        self._note(index)
+
+    def _note(self, index: int) -> None:
+        self._fresh[index] = True
+        self._seen.add(index)
+        self.used[index] = True
+
     def accept(self, index: int) -> None:
         """Take the gradient that autograd has just put on a parameter.
 
@@ -102,9 +123,7 @@ class FlatGradients:
         if grad is not view:
             self._store(view, self._arrived(index, grad), index)
             param.grad = view if self._keeps_views else self.flat.stand_in(index)
-        self._fresh[index] = True
-        self._seen.add(index)
-        self.used[index] = True
+        self._note(index)
 
     def _arrived(self, index: int, grad: Tensor) -> Tensor:
         """The gradient that has just come, out of what stands in `.grad` now."""

@@ -17,6 +17,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+from torch import Tensor
+
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.flat_gradients import FlatGradients
 from lightning_shard.data_parallel.torch_private import queue_after_backward
@@ -79,6 +81,15 @@ class Reducer:
             queue_after_backward(self.flush)  # a bare loss.backward()
         gradients = self._gradients[position]
         gradients.accept(index)
+        self._arrived(position, gradients)
+
+    def take(self, position: int, index: int, grad: Tensor) -> None:
+        """Take a gradient that has been computed aside, inside `backward`."""
+        gradients = self._gradients[position]
+        gradients.take(index, grad)
+        self._arrived(position, gradients)
+
+    def _arrived(self, position: int, gradients: FlatGradients) -> None:
         if gradients.is_complete and not gradients.was_reduced:
             self._completed.append(position)
             self._reduce_ready()

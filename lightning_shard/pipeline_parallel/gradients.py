@@ -5,11 +5,11 @@
 
 Lightning zeroes gradients after `training_step` and before `backward`, divides the loss for
 accumulation and scales it; the data-parallel engine reduces what one backward brings. All that goes
-on as ever, because the loss that the step returns is connected to the parameters by `HandOver`,
-whose backward multiplies the stash by the gradient of the loss.
+on as ever, because the backward of the loss that the step returns is `HandOver`: it multiplies the
+stash by the gradient of the loss and gives it to the engine.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.errors import ConfigError
+
+Taker = Callable[[nn.Parameter, Tensor], None]
+"""Takes the gradient of a parameter: `DataParallelEngine.take_gradient`."""
 
 _NARROW = (torch.float16, torch.bfloat16)  # added up in float32
 
@@ -33,6 +36,7 @@ class GradientStash:
         self.params = list(params)
         self.seed = seed
         self._sums: dict[nn.Parameter, Tensor] = {}
+        self._is_given = False
         self._own: set[nn.Parameter] = set()  # whose sums lie in memory of our own
 
     @torch.no_grad()
@@ -67,52 +71,43 @@ class GradientStash:
         """Whether a parameter has had a gradient."""
         return param in self._sums
 
-    def hand_over(self, loss: Tensor) -> Tensor:
-        """Return the loss's value, whose backward gives the parameters their sums."""
-        params = [param for param in self.params if param in self._sums]
+    def hand_over(self, loss: Tensor, taker: Taker) -> Tensor:
+        """Return the loss's value, whose backward gives every sum to `taker`."""
         handed: Tensor = _HandOver.apply(  # type: ignore[no-untyped-call]
-            loss.detach().requires_grad_(), self, *params
+            loss.detach().requires_grad_(), self, taker
         )
         return handed
 
     @torch.no_grad()
-    def take(self, params: Sequence[nn.Parameter], grad: Tensor) -> list[Tensor]:
-        """Return the sums times the gradient of the loss, and forget them.
+    def give(self, grad: Tensor, taker: Taker) -> None:
+        """Give the sums away, times the gradient of the loss, and forget them.
 
         Raises:
-            ConfigError: They have been taken already.
+            ConfigError: They have been given away already.
         """
-        if not self._sums:
+        if self._is_given:
             raise ConfigError(
                 "The loss of a pipeline's step was sent backward twice, expected once: its "
                 "gradients are handed over and not kept. Call backward once."
             )
+        self._is_given = True
         factor = grad / self.seed
         is_one = factor.device.type == "cpu" and factor.item() == 1  # elsewhere asking would wait
-        taken = [
-            self._scaled(param, None if is_one else factor).to(param.dtype) for param in params
-        ]
-        self._sums.clear()
-        return taken
-
-    def _scaled(self, param: nn.Parameter, factor: Tensor | None) -> Tensor:
-        total = self._sums.pop(param)
-        if param not in self._own:
-            return total.clone() if factor is None else total * factor
-        return total if factor is None else total.mul_(factor)
+        for param in [param for param in self.params if param in self._sums]:
+            total = self._sums.pop(param)
+            taker(param, total if is_one else total * factor)
 
 
 class _HandOver(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, stash: GradientStash, *params: nn.Parameter) -> Tensor:
-        ctx.stash, ctx.params = stash, params
+    def forward(ctx: Any, loss: Tensor, stash: GradientStash, taker: Taker) -> Tensor:
+        ctx.stash, ctx.taker = stash, taker
         return loss.clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if not ctx.params:  # a stage whose parameters are all frozen or unused
-            return None, None
-        return None, None, *ctx.stash.take(ctx.params, grads[0])
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        ctx.stash.give(grads[0], ctx.taker)
+        return None, None, None
 
 
 def leaves_of_graph(root: Tensor) -> Iterator[Tensor]:

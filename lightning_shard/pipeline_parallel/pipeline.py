@@ -250,7 +250,7 @@ class Pipeline:
                 f"beside its result, such as an auxiliary loss, and cannot be skipped without "
                 f"running it, for it asks for elements; expected that the last stage gets all "
                 f"that the loss is computed from. Let the blocks take such a tensor as an argument "
-                f"and return it, or turn its collection off."
+                f"and return it, detach it, or turn its collection off."
             )
         self._model.hint = template
 

@@ -34,6 +34,7 @@ SCHEDULES = (
 )
 _ONE_STAGE = ("gpipe", "1f1b")
 _V_SHAPED = ("zbv", "dual_pipe_v")
+_SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv", "dual_pipe_v")
 _IN_ROUNDS = ("interleaved_1f1b", "interleaved_zero_bubble")
 FORWARD_ONLY = "forward_only"
 
@@ -151,6 +152,11 @@ def allowed_microbatches(name: str, num_ranks: int, num_microbatches: int) -> bo
         rounds = max(1, num_microbatches // num_ranks)
         return num_microbatches % rounds == 0
     return name != "dual_pipe_v" or num_microbatches >= 2 * num_ranks
+
+
+def splits_backward(name: str) -> bool:
+    """Whether a schedule computes the gradients of inputs and of weights apart."""
+    return name in _SPLIT_BACKWARD
 
 
 def check_name(name: str) -> None:

@@ -1,25 +1,36 @@
 """What a block of another stage seems to return: the right structure, shapes and formats.
 
-The first time, the block's own forward runs on `Elsewhere` values, which costs its Python code and
-no arithmetic. Where each tensor of the result looks like one of the arguments (hidden states do),
-that is remembered, and the block is not run again, whatever shapes come. A block that cannot run so
-(a router counts its tokens) is taken to return what the first block of its class returns.
+The first time, the block itself runs on `Elsewhere` values, which costs its Python code and no
+arithmetic. Where each tensor of the result looks like one of the arguments (hidden states do), that
+is remembered, and the block is not run again, whatever shapes come. A block that cannot run so (a
+router counts its tokens) is taken to return what the first block of its class returns.
+
+A block may leave more than its result behind: an auxiliary loss in an attribute, hidden states in a
+list that a hook fills. Who collects these must find a value of another stage there, not one less.
+So whether any `Elsewhere` of a run outlives it is looked at, and such a block runs every time.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import copy
+import gc
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from lightning_shard.elsewhere import Elsewhere, births
 from lightning_shard.errors import ConfigError
-from lightning_shard.elsewhere import Elsewhere
 from lightning_shard.pipeline_parallel.leaves import signature, tensors_in
+from lightning_shard.pipeline_parallel.microbatches import held_values
 
 _PLAIN = (type(None), bool, int, float, str)
 _ORIGIN = "a block of an earlier stage"
+_CACHES = "transformers.cache_utils"  # what they keep of a block is for that block alone
+_MAX_TEMPLATES = 64  # a number that changes with every batch must not fill the memory
 
 
 class UnknownResultError(BaseException):
@@ -50,10 +61,12 @@ class Template:
     Attributes:
         structure: The result, with a look in place of each tensor.
         num_arguments: Tensors that the block was called with.
+        keeps_gradients: Whether the block keeps other tensors that require gradients.
     """
 
     structure: Any
     num_arguments: int
+    keeps_gradients: bool = False
 
     @classmethod
     def of(cls, result: Any, arguments: Sequence[Tensor]) -> "Template":
@@ -71,10 +84,10 @@ class Template:
 
     @property
     def follows_arguments(self) -> bool:
-        """Whether every tensor looks as an argument does, so that any shapes may come."""
-        own: list[_Look] = []
-        apply_to_collection(self.structure, _Look, own.append)
-        return all(look.argument is not None for look in own)
+        """Whether nothing but the arguments' shapes says how it looks: any may come."""
+        found: list[Any] = []
+        apply_to_collection(self.structure, (_Look, int, float), found.append)
+        return all(getattr(one, "argument", None) is not None for one in found)
 
     @property
     def is_plain(self) -> bool:
@@ -99,33 +112,119 @@ class SkippedBlock:
     def __init__(self, block: nn.Module) -> None:
         self.hint: Template | None = None
         self._block = block
+        self._keeps = False  # values beside its result
         self._templates: dict[Any, Template] = {}
 
-    def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def __call__(
+        self, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
         """Return what looks like the block's result for these arguments.
+
+        Args:
+            call: The block with its hooks.
+            args: What it is called with.
+            kwargs: As well.
 
         Raises:
             UnknownResultError: The block needs elements, and there is no hint.
         """
         leaves = tensors_in((args, kwargs))
-        shapes = signature(leaves)
-        known = self._templates.get(len(leaves)) or self._templates.get(shapes)
+        settings = _settings((args, kwargs))
+        keys = (len(leaves), settings), (signature(leaves), settings)
+        known = self._templates.get(keys[0]) or self._templates.get(keys[1])
         if known is not None:
             return known.build(leaves)
-        try:
-            result = self._run(args, kwargs)
-        except ConfigError as error:
-            if self.hint is None or self.hint.num_arguments != len(leaves):
-                raise UnknownResultError from error
-            return self.hint.build(leaves)
-        template = Template.of(result, leaves)
-        if template.is_plain:
-            self._templates[len(leaves) if template.follows_arguments else shapes] = template
-        return result
+        with births() as born:
+            result, template = self._run(call, args, kwargs, leaves)
+        if template is None:
+            return result
+        del result
+        self._keeps = self._keeps or _outlives(born)
+        if not self._keeps:
+            if len(self._templates) == _MAX_TEMPLATES:
+                self._templates.clear()
+            self._templates[keys[not template.follows_arguments]] = template
+        return template.build(leaves)
 
     @torch.no_grad()
-    def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        return self._block.forward(*args, **kwargs)
+    def _run(
+        self,
+        call: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        leaves: Sequence[Tensor],
+    ) -> tuple[Any, Template | None]:
+        """Return a result, and its template if the result does not matter beside it."""
+        try:
+            result = _on_copies(call, args, kwargs)
+        except ConfigError:
+            try:  # a hook may be what has asked for elements
+                result = _on_copies(self._block.forward, args, kwargs)
+            except ConfigError as error:
+                if self.hint is None or self.hint.num_arguments != len(leaves):
+                    raise UnknownResultError from error
+                return self.hint.build(leaves), None
+        template = Template.of(result, leaves)
+        return (None, template) if template.is_plain else (result, None)
+
+
+def template_of_call(
+    call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Template:
+    """Call a block with values, and return the structure of its result."""
+    leaves = tensors_in((args, kwargs))
+    with torch.inference_mode(mode=False), torch.enable_grad(), _Computed() as computed:
+        result = _on_copies(call, args, kwargs)
+    template = Template.of(result, leaves)
+    del result
+    return replace(template, keeps_gradients=_outlives(computed.followed))
+
+
+class _Computed(TorchFunctionMode):
+    """Notes the tensors that are computed inside and require gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.followed: list[weakref.ref[Tensor]] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tensors_in(result) if isinstance(result, Tensor | tuple | list) else ():
+            if not tensor.is_leaf:
+                self.followed.append(weakref.ref(tensor))
+        return result
+
+
+def _on_copies(call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call with arguments of which it can be seen whether they are kept; with the same lists."""
+    return call(*map(_copied, args), **{name: _copied(value) for name, value in kwargs.items()})
+
+
+def _copied(value: Any) -> Any:
+    if any(cls.__module__ == _CACHES for cls in type(value).__mro__):
+        return copy.deepcopy(value)
+    if isinstance(value, Elsewhere):
+        return value.again()
+    if isinstance(value, Tensor) and value.is_inference() and not torch.is_inference_mode_enabled():
+        return value.clone()
+    return value
+
+
+def _outlives(born: Sequence["weakref.ref[Any]"]) -> bool:
+    """Whether one of these is still there."""
+    if any(one() is not None for one in born):
+        gc.collect()
+    return any(one() is not None for one in born)
+
+
+def _settings(value: Any) -> tuple[Any, ...]:
+    """Return the numbers, strings and such in a block's arguments."""
+    if isinstance(value, _PLAIN):
+        return (type(value), value)
+    held = None if isinstance(value, Tensor) else held_values(value)
+    return () if held is None else tuple(found for one in held.values() if (found := _settings(one)))
 
 
 def _is_plain(value: Any) -> bool:

@@ -133,13 +133,13 @@ class StageRun:
             return skipped(call, args, kwargs)
         if index >= self._stop:
             self._end(index, (args, kwargs))
-        if index == self._first and not self._is_over:
+        if index == self._first:  # again in backward, where a checkpoint around it computes again
             self._enter((args, kwargs))
         args, kwargs = self._with_values((args, kwargs), index)
         return call(*args, **kwargs)
 
     def _enter(self, arguments: Arguments) -> None:
-        if self._entered:
+        if self._entered and not self._is_over:
             raise ConfigError(
                 f"Stage {self.stage}: the step calls the block {self._names[self._first]!r} twice, "
                 f"expected the network to be called once per step: a pipeline sends each batch "

@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.plugins.precision import Precision
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_shard.backends.base import DEFAULT_TIMEOUT
@@ -92,12 +93,18 @@ class HybridParallelStrategy(TensorParallelStrategy, PipelineParallelStrategy):
     @property
     @override
     def mesh(self) -> ParallelMesh:
+        pp, tp = self._pipeline_parallel_size, self._tensor_parallel_size
+        assert pp is not None
+        assert tp is not None
         return ParallelMesh.of_world(
-            self.world_size,
-            pp=self._pipeline_parallel_size or 1,
-            tp=self._tensor_parallel_size or 1,
-            axis_order=self._axis_order,
+            self.world_size, pp=pp, tp=tp, dp=self._data_parallel_size, axis_order=self._axis_order
         )
+
+    @override
+    def _make_groups(self) -> None:
+        for warning in self.mesh.placement(self.num_processes).warnings:
+            rank_zero_warn(warning)
+        super()._make_groups()
 
     @override
     def _split_model(self) -> ModelSplit | None:

@@ -36,6 +36,7 @@ from lightning_shard.pipeline_parallel.schedules import (
     default_stages_per_rank,
     make_schedule,
     place_stages,
+    splits_backward,
 )
 from lightning_shard.pipeline_parallel.split import PipelineSplit
 from lightning_shard.pipeline_parallel.staged_model import StagedModel
@@ -175,6 +176,12 @@ class PipelineParallelStrategy(ModelParallelStrategy):
     def _check_steps(self) -> None:
         module = self.lightning_module
         assert module is not None
+        if self.stage == 3 and splits_backward(self._schedule):
+            raise ConfigError(
+                f"schedule={self._schedule!r} computes the gradients of weights long after those "
+                f"of inputs, when ZeRO stage 3 has freed the weights; expected a schedule with "
+                f"whole backwards. Use '1f1b' or 'interleaved_1f1b', or zero_stage=2."
+            )
         if not module.automatic_optimization:
             raise ConfigError(
                 f"{type(module).__name__} optimizes by hand, but a pipeline runs training_step "
@@ -261,7 +268,15 @@ class PipelineParallelStrategy(ModelParallelStrategy):
             assert self._stage_split is not None
             self._stage_split.sum_ties(stash)
         outputs = self._shared(results, microbatches)
-        return _with_gradients(outputs, stash)
+        return self._with_gradients(outputs, stash)
+
+    def _with_gradients(self, outputs: Any, stash: GradientStash) -> Any:
+        """Connect the loss that the step returns with the gradients that are already there."""
+        loss = _loss(outputs)
+        if loss is None:
+            return outputs
+        handed = stash.hand_over(loss, self.engine.take_gradient)
+        return {**outputs, "loss": handed} if isinstance(outputs, Mapping) else handed
 
     @property
     def _seed(self) -> float:
@@ -350,12 +365,3 @@ class PipelineParallelStrategy(ModelParallelStrategy):
 def _loss(result: Any) -> Tensor | None:
     found = result.get("loss") if isinstance(result, Mapping) else result
     return found if isinstance(found, Tensor) else None
-
-
-def _with_gradients(outputs: Any, stash: GradientStash) -> Any:
-    """Connect the loss that the step returns with the gradients that are already there."""
-    loss = _loss(outputs)
-    if loss is None:
-        return outputs
-    handed = stash.hand_over(loss)
-    return {**outputs, "loss": handed} if isinstance(outputs, Mapping) else handed

@@ -24,6 +24,7 @@ from lightning_shard.tensor_parallel.candidates import (
     check_heads,
     find_attention,
     find_pairs,
+    find_parted_attention,
 )
 from lightning_shard.tensor_parallel.huggingface import own_plans
 from lightning_shard.tensor_parallel.layers import has_weight, is_plain_linear
@@ -93,7 +94,7 @@ class _Finder:
                 self.planned.setdefault(layer.module, layer)
         inner_first = sorted(self.names, key=lambda module: -len(self.names[module].split(".")))
         inner_first = [*(one for one in inner_first if one is not self.model), self.model]
-        for find in (find_attention, find_pairs):
+        for find in (find_attention, find_parted_attention, find_pairs):
             for owner in inner_first:
                 for candidate in find(owner, self.num_ranks, self._is_free):
                     self._consider(candidate)
@@ -157,7 +158,7 @@ class _Finder:
         tried = self._tried[key]
         if tried.is_right:
             for name, module in layers.items():
-                has_heads = candidate.is_attention and name != candidate.out
+                has_heads = candidate.counts_heads and name != candidate.out
                 self._plan(module, candidate.styles[name], has_heads=has_heads)
             for name in tried.inner:
                 inner = candidate.owner.get_submodule(name)
@@ -218,7 +219,7 @@ class _Finder:
         for module, layer in self.planned.items():
             gathers = layer.style == STYLES["colwise_gather_output"]
             if gathers and isinstance(module, nn.Linear) and module.weight.shape in rows:
-                self.planned[module] = replace(layer, style=STYLES["colwise_logits"])
+                self.planned[module] = replace(layer, style=STYLES["colwise_parted"])
 
     def _is_split_table(self, module: nn.Module) -> bool:
         planned = self.planned.get(module)

@@ -2,6 +2,7 @@
 
     attention    q, k, v (colwise) ──> heads ──> out (rowwise)        owner counts heads
                  qkv (packed colwise) ─┘
+                 the same, parted      C // self.num_heads, view(B, T, C) ...: as if whole
     pair         up [, gate] (colwise) ──> element by element ──> down (rowwise)
                  width -> hidden                                  hidden -> width
 
@@ -69,6 +70,11 @@ class Candidate:
         return (type(self.owner), self.num_heads, tuple(self.styles.items()), *sizes)
 
     @property
+    def counts_heads(self) -> bool:
+        """Whether its module is told that there are fewer heads."""
+        return self.is_attention and not any(one.lazy_output for one in self.styles.values())
+
+    @property
     def is_all(self) -> bool:
         """Whether its owner has no parameters but those of the layers."""
         own = {
@@ -122,9 +128,9 @@ def find_attention(owner: nn.Module, num_ranks: int, is_free: IsFree) -> Iterato
         counting = owner.get_submodule(prefix.rstrip("."))
         num_heads = _num_heads(counting)
         own = {name: one for name, one in near.items() if _prefix(name) == prefix}
-        for inlet in (*_separate(own, prefix, counting), *_fused(own, num_heads)):
+        for inlet in (*_separate(own, prefix, counting), *_fused(own)):
             out = _output(near, inlet, prefix)
-            if out is None:
+            if out is None or not _is_counted(inlet, num_heads):
                 continue
             styles = inlet.styles_for(counting, num_ranks)
             yield Candidate(
@@ -133,6 +139,34 @@ def find_attention(owner: nn.Module, num_ranks: int, is_free: IsFree) -> Iterato
                 out=out,
                 is_known=inlet.is_known,
                 num_heads=num_heads,
+                is_attention=True,
+            )
+
+
+def find_parted_attention(owner: nn.Module, num_ranks: int, is_free: IsFree) -> Iterator[Candidate]:
+    """Yield the ways in which a module may be an attention that computes with the whole width.
+
+    Nobody is told that there are fewer heads: query, key and value look whole.
+    """
+    near = dict(_near(owner, is_free))
+    for prefix in dict.fromkeys(_prefix(name) for name in near):
+        counting = owner.get_submodule(prefix.rstrip("."))
+        own = {name: one for name, one in near.items() if _prefix(name) == prefix}
+        for inlet in (*_separate(own, prefix, counting), *_fused(own)):
+            out = _output(near, inlet, prefix)
+            sizes = [linear_sizes(one)[1] for one in inlet.layers.values()]
+            if out is None or any(size % num_ranks for size in sizes):
+                continue
+            num_blocks = 1 if inlet.fused is None else inlet.fused.num_blocks
+            parted = Style(form="colwise", num_blocks=num_blocks, lazy_output=True)
+            biases = dict.fromkeys(_head_biases(counting, prefix), STYLES["colwise_parted"])
+            of_heads = dict.fromkeys(inlet.layers, parted) | biases
+            yield Candidate(
+                owner=owner,
+                styles=of_heads | {out: STYLES["rowwise_split_input"]},
+                out=out,
+                is_known=False,
+                num_heads=_num_heads(counting),
                 is_attention=True,
             )
 
@@ -224,10 +258,15 @@ def _separate(own: dict[str, nn.Module], prefix: str, counting: nn.Module) -> It
             yield _Inlet(layers=layers, width=width, is_known=is_known)
 
 
-def _fused(own: dict[str, nn.Module], num_heads: int | None) -> Iterator[_Inlet]:
+def _is_counted(inlet: _Inlet, num_heads: int | None) -> bool:
+    """Whether a fused inlet's module says how many heads there are in it."""
+    return inlet.fused is None or (num_heads is not None and inlet.width % num_heads == 0)
+
+
+def _fused(own: dict[str, nn.Module]) -> Iterator[_Inlet]:
     for name, module in own.items():
         inputs, outputs = linear_sizes(module)
-        if num_heads is None or outputs != 3 * inputs or inputs % num_heads:
+        if outputs != 3 * inputs:
             continue
         layers = {name: module}
         is_known = is_transposed(module)  # of GPT-2

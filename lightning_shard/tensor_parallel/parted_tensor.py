@@ -77,7 +77,7 @@ class Part:
         if not isinstance(local, Tensor):
             return local
         dim = self.dim if dim is None else dim
-        return in_parts(local, self.group, dim, self.num_blocks if num_blocks is None else num_blocks)
+        return in_parts(local, self.group, dim, num_blocks or self.num_blocks)
 
     def narrow(self, value: Any) -> Any:
         """Return this rank's part of a tensor like the whole; all but tensors as it is."""
@@ -121,7 +121,7 @@ class Part:
         """Do along each block of a dimension what `function` does along a dimension."""
         if self.num_blocks == 1:
             return function(tensor, dim, self.group)
-        blocks = tensor.unflatten(dim, (self.num_blocks, -1))
+        blocks: Tensor = tensor.unflatten(dim, (self.num_blocks, -1))  # type: ignore[no-untyped-call]
         return function(blocks, dim + 1, self.group).flatten(dim, dim + 1)
 
 
@@ -200,7 +200,7 @@ class PartedTensor(Tensor):
     ) -> Any:
         """Do an operation on the part where that is the same; else on the gathered whole."""
         # The rules know this class, so they are imported when the first operation needs them.
-        from lightning_shard.tensor_parallel.parted_operations import IS_OF_WRAPPER, rule_of
+        from lightning_shard.tensor_parallel.parted_operations import IS_OF_WRAPPER, on_parts
 
         kwargs = dict(kwargs or {})
         if not args and "input" in kwargs:
@@ -208,7 +208,7 @@ class PartedTensor(Tensor):
         if func in IS_OF_WRAPPER:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        result = rule_of(func)(func, *args, **kwargs)
+        result = on_parts(func, args, kwargs)
         return _on_whole(func, args, kwargs) if result is NotImplemented else result
 
     @classmethod
@@ -288,9 +288,9 @@ class _Widen(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.link.is_broken:
             raise ConfigError(
-                f"Rank {ctx.part.group.rank}: a tensor of which each rank has a part was changed in "
-                "place and given to an autograd function, such as a reentrant checkpoint; expected "
-                "one or the other. Use x = x + y for x += y, or use_reentrant=False."
+                f"Rank {ctx.part.group.rank}: a tensor of which each rank has a part was changed "
+                "in place and given to an autograd function, such as a reentrant checkpoint; "
+                "expected one or the other. Use x = x + y for x += y, or use_reentrant=False."
             )
         return ctx.part.narrow(grads[0]), None, None
 

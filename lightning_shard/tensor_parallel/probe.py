@@ -8,6 +8,10 @@ follows is the same: then nothing between the layers mixes what different ranks 
 else reads what only one of them has. Nor may a gradient leave but through the entrance, where it is
 summed; the parameters between the layers, such as a norm of each head, are found by theirs. Values
 are random, the same on every rank; no rank waits for another.
+
+An attention that computes with the whole width is tried with query, key and value in parts that
+look whole (`parted_tensor`). Then every operation gives what it gives of the whole, but may gather
+it first: which counts as wrong, since nothing would be gained.
 """
 
 import copy
@@ -64,9 +68,9 @@ def try_out(candidate: Candidate, num_ranks: int) -> Verdict:
             if whole is None:
                 return Verdict(is_right=None)
             parts = [_run_part(whole, candidate, rank, num_ranks) for rank in range(num_ranks)]
+            return _compare(whole, parts, candidate)
         except Exception:
             return Verdict(is_right=False)  # the owner knows another way how wide its layers are
-        return _compare(whole, parts, candidate)
 
 
 def table_is_right(table: nn.Embedding, num_ranks: int) -> bool:
@@ -87,6 +91,10 @@ def table_is_right(table: nn.Embedding, num_ranks: int) -> bool:
 
 class _NotCalledOnceError(Exception):
     """The owner uses a layer's weight by itself, or the layer for several things."""
+
+
+class _GatheredError(Exception):
+    """What is in parts was made whole."""
 
 
 class _Run:
@@ -171,7 +179,7 @@ def _run_whole(candidate: Candidate) -> _Run | None:
 def _run_part(whole: _Run, candidate: Candidate, rank: int, num_ranks: int) -> _Run:
     """Run one rank's part; its last layer's result is given as the whole one."""
     part = copy.deepcopy(whole.owner)
-    _split(part, candidate.styles, _Alone(rank, num_ranks), counts_heads=candidate.is_attention)
+    _split(part, candidate.styles, _Alone(rank, num_ranks), counts_heads=candidate.counts_heads)
     return _Run(part, whole.out, whole.widths, stand_in=whole.result.detach())
 
 
@@ -240,6 +248,13 @@ class _Alone:
             output.zero_()
         else:
             output.copy_(tensor)
+        return self
+
+    def all_gather(self, output: Tensor, tensor: Tensor) -> "_Alone":
+        """Give no gradient; forward, refuse: what has to be gathered is better left whole."""
+        if torch._C._current_graph_task_id() == -1:
+            raise _GatheredError
+        output.zero_()
         return self
 
     def wait(self) -> None:

@@ -15,6 +15,7 @@ within, they are those of a single device.
 
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -82,6 +83,19 @@ class RegionRandomness:
     def _is_within(self, generator: torch.Generator) -> bool:
         """Whether the region's stream is on; a recomputation may have ended early, within it."""
         return self._begun is not _NO_STATE and generator.initial_seed() == self._seed
+
+
+@contextmanager
+def drawn_apart(group: Collectives, device: torch.device) -> Iterator[None]:
+    """Give each rank random numbers of its own for a while; the common stream goes on after it."""
+    generator = _generator(device)
+    drawn = int(torch.randint(_NUM_SEEDS // group.size, ()))
+    common = generator.get_state()
+    generator.manual_seed(drawn * group.size + group.rank)
+    try:
+        yield
+    finally:
+        generator.set_state(common)
 
 
 def layers_around_dropout(model: nn.Module, layers: Sequence[PlannedLayer]) -> Iterator[nn.Module]:

@@ -17,10 +17,9 @@
                               not at all: a layer within a region, such as a norm of each head
 
 An activation is *whole* when every rank has all of it, and in *features* when each has its part
-of the last dimension. What is whole may be in parts that look so:
-`rowwise_split_input` takes the parts of `colwise_parted` as they are. The names are those of Hugging
-Face's `tp_plan`; `colwise_rep`, `rowwise_rep`, `colwise_logits` (parted) and torch's style objects
-mean the same.
+of the last dimension. What is parted looks whole, and `rowwise_split_input` takes it as it is. The
+names are those of Hugging Face's `tp_plan`; `colwise_rep`, `rowwise_rep` and torch's style objects
+mean the same, and `colwise_logits` is `colwise_parted`.
 """
 
 import difflib

@@ -101,8 +101,8 @@ def pipeline(num_ranks: int, schedule: str, **options: Any) -> PipelineParallelS
 def trainer_of(strategy: Any = "auto", **options: Any) -> L.Trainer:
     """Return a trainer of one device, or of the strategy's ranks."""
     defaults = {"max_steps": -1, "max_epochs": 2, "accumulate_grad_batches": 1}
-    clip = {"gradient_clip_val": None}
-    return quiet_trainer(strategy=strategy, **(defaults | clip | options))
+    others = {"gradient_clip_val": None, "use_distributed_sampler": False}
+    return quiet_trainer(strategy=strategy, **(defaults | others | options))
 
 
 def fit(style: type[Stack], strategy: Any = "auto", **options: Any) -> Fitted:

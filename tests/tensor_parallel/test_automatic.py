@@ -272,7 +272,7 @@ class Words(nn.Module):
 def test_a_vocabulary_is_split_with_its_output_layer() -> None:
     plan = found(Words(24))
     assert plan["words"] == "embedding_rowwise"
-    assert plan["logits"] == "colwise_logits"
+    assert plan["logits"] == "colwise_parted"
     assert "places" not in plan
 
 
@@ -375,7 +375,7 @@ def test_the_description_says_what_is_split_and_what_is_not_and_why() -> None:
         "network.transformer.h.*.attn.c_proj  rowwise            2 x Conv1D",
         "network.transformer.h.*.mlp.c_fc     colwise            2 x Conv1D",
         "network.transformer.h.*.mlp.c_proj   rowwise            2 x Conv1D",
-        "network.lm_head                      colwise_logits     1 x Linear",
+        "network.lm_head                      colwise_parted     1 x Linear",
         "network.transformer.wpe              whole              1 x Embedding: "
         "an embedding, not the largest, without an output layer",
     ]
@@ -431,8 +431,8 @@ def test_heads_that_the_ranks_share_are_whole_on_each() -> None:
     def fn(rank: int) -> None:
         model = Net(Grouped(num_kv_heads=1))
         split = SplitModel(model, automatic_plan(model, 2).layers, group_of_all())
-        assert split.group_of(model.block.k_proj.weight) is None
-        assert split.group_of(model.block.q_proj.weight) is not None
+        assert not split.groups_of(model.block.k_proj.weight)
+        assert split.groups_of(model.block.q_proj.weight)
         assert (model.block.num_heads, model.block.num_key_value_heads) == (2, 1)
         split.restore()
         assert (model.block.num_heads, model.block.num_key_value_heads) == (4, 1)

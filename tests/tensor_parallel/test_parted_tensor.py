@@ -115,6 +115,13 @@ IN_PARTS: dict[str, Callable[[Tensor], Tensor]] = {
     "in place": lambda x: x.div_(2).mul_(3),
     "an operator in place": lambda x: x.__itruediv__(2),
     "a filled mask": lambda x: x.masked_fill(BIAS > 0.5, -1),
+    "where": lambda x: torch.where(BIAS > 0, x, -1.0),
+    "cat": lambda x: torch.cat([x, x]),
+    "stack": lambda x: torch.stack([x, 2 * x], dim=2),
+    "a new axis behind": lambda x: x[..., None],
+    "flatten of the classes": lambda x: x.flatten(),
+    "view of the classes": lambda x: x.view(B, T, 2, V // 2),
+    "the type of another shape": lambda x: x.type_as(torch.ones(V, 1, 1, dtype=torch.float32)),
 }
 
 GATHERED: dict[str, Callable[[Tensor], Tensor]] = {
@@ -122,11 +129,8 @@ GATHERED: dict[str, Callable[[Tensor], Tensor]] = {
     "log_softmax": lambda x: F.log_softmax(x, dim=-1),
     "argmax": lambda x: x.argmax(-1),
     "sum": lambda x: x.sum(),
-    "flatten of the classes": lambda x: x.flatten(),
-    "view of the classes": lambda x: x.view(B, T, 2, V // 2),
     "one class": lambda x: x[..., 3],
     "some classes": lambda x: x[:, :, 1:5],
-    "a new axis behind": lambda x: x[..., None],
     "classes of their own": lambda x: x[ROWS, :][:, [1, 2]],
     "a split of the classes": lambda x: x.split(3, dim=-1)[0],
     "a mask of numpy's": lambda x: x[np.asarray(ROWS), :][:, 1],
@@ -135,8 +139,6 @@ GATHERED: dict[str, Callable[[Tensor], Tensor]] = {
     "a mean of all classes": lambda x: torch.mean(input=x, dim=-1),
     "into a plain tensor": lambda x: torch.zeros(B, T, V, dtype=torch.double).add_(x),
     "matmul": lambda x: x @ BIAS,
-    "where": lambda x: torch.where(x > 0, x, 0 * x),
-    "cat": lambda x: torch.cat([x, x]),
     "einsum": lambda x: torch.einsum("btv,btv->bt", x, x),
     "topk": lambda x: x.topk(2, dim=-1).values,
     "targets that are probabilities": lambda x: F.cross_entropy(

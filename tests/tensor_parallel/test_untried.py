@@ -52,7 +52,10 @@ def test_an_attention_that_nobody_could_try_out_was_believed_by_its_names() -> N
 
 
 def test_what_cannot_be_tried_out_by_itself_is_with_the_module_around_it() -> None:
-    assert blocks(Around(Sloped(sloped=True))) == {}
+    assert blocks(Around(Sloped(sloped=True))) == {
+        **{f"attention.{one}_proj": "colwise_parted" for one in "qkv"},  # all slopes are right
+        "attention.out_proj": "rowwise_split_input",
+    }
     assert blocks(Around(Sloped(sloped=False))) == {
         **{f"attention.{one}_proj": "colwise" for one in "qkv"},
         "attention.out_proj": "rowwise",
