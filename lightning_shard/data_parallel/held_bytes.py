@@ -41,6 +41,8 @@ def replicated(engine: DataParallelEngine, optimizers: Iterable[Optimizer]) -> H
     for flat in engine.flats:
         numel = 0
         for param, slot in zip(flat.params, flat.layout.slots, strict=True):
+            if not engine.split.counts(param):
+                continue
             shape = engine.split.full_shapes.get(param)
             whole = slot.numel if shape is None else shape.numel()
             growth[param] = whole / max(slot.numel, 1)
@@ -53,9 +55,13 @@ def replicated(engine: DataParallelEngine, optimizers: Iterable[Optimizer]) -> H
         round(value.nbytes * (growth[param] if value.ndim else 1))
         for optimizer in optimizers
         for param, entries in optimizer.state.items()
+        if param in growth
         for value in entries.values()
         if isinstance(value, Tensor)
     )
     if engine.options.stage > 0:
         state = sum(engine.collectives.all_gather_object(state))
+    for group in engine.split.groups_of_layers:
+        sums = zip(*group.all_gather_object((params, gradients, state)), strict=True)
+        params, gradients, state = (sum(one) for one in sums)
     return HeldBytes(parameters=params, gradients=gradients, optimizer_state=state)

@@ -22,6 +22,10 @@ class ModelSplit(Protocol):
         """Return the groups of ranks that share the model; none when no others do."""
 
     @property
+    def groups_of_layers(self) -> Sequence[Collectives]:
+        """Return those of `groups` whose ranks have different parameters, not parts of the same."""
+
+    @property
     def full_shapes(self) -> Mapping[nn.Parameter, torch.Size]:
         """Return the whole shape of each parameter that is a part here, or not here at all."""
 
@@ -58,6 +62,7 @@ class Unsplit:
     """A model of which every rank has all parameters."""
 
     groups: Sequence[Collectives] = ()
+    groups_of_layers: Sequence[Collectives] = ()
     group_sets: Sequence[Sequence[Collectives]] = ((),)
     full_shapes: Mapping[nn.Parameter, torch.Size] = {}
     is_first = True

@@ -55,8 +55,8 @@ def input_backward(
             return [], whole
         found = full_backward(roots, grads, inputs, [])[0]
         return found, lambda: [None] * len(params)
-    # torch detaches the roots in place, which a view does not allow
-    ends = [root.clone() if root._is_view() or root.is_leaf else root for root in roots]
+    # torch detaches the roots in place: no view allows that, nor a tensor that the graph has saved
+    ends = [root.clone() for root in roots]
     given, groups = stage_backward_input(
         ends, None if grads is None else list(grads), list(inputs), iter(params)
     )

@@ -42,6 +42,7 @@ class GradientStash:
     @torch.no_grad()
     def add(self, params: Sequence[nn.Parameter], grads: Sequence[Tensor | None]) -> None:
         """Add a microbatch's gradients."""
+        sums, added = [], []
         for param, grad in zip(params, grads, strict=True):
             if grad is None:
                 continue
@@ -50,12 +51,15 @@ class GradientStash:
             if grad.dtype in _NARROW:
                 grad = grad.float()
             if param in self._own:
-                self._sums[param].add_(grad)
+                sums.append(self._sums[param])
+                added.append(grad)
             elif param in self._sums:  # autograd may have given others the same memory
                 self._sums[param] = self._sums[param] + grad
                 self._own.add(param)
             else:
                 self._sums[param] = grad
+        if sums:
+            torch._foreach_add_(sums, added)
 
     def own(self, param: nn.Parameter) -> Tensor:
         """Return a parameter's sum, which may be changed; zeros when there is none."""

@@ -11,6 +11,7 @@ A neighbouring stage on the same rank is handed its tensors without a message.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -86,9 +87,11 @@ class Pipeline:
     ) -> None:
         self.observer: Observer | None = None
         self.peak_activations = 0
-        self._model, self._group, self._schedules = model, group, schedules
+        self._model, self._group = model, group
         self._stage_params = stage_params
         self._stage_ranks = tuple(stage_ranks)
+        self._schedules = cache(schedules)
+        self._forward_schedules = cache(partial(forward_schedule, self._stage_ranks))
         self._messages = Messages(group, device)
         self._randomness = StageRandomness(group, device)
         self._needed: dict[str, list[Needed | None]] = {}
@@ -160,7 +163,7 @@ class Pipeline:
             None, on every rank, where the step does not use the network at all.
         """
         batch = _Batch(kind, microbatches, step)
-        uses = self._run(batch, forward_schedule(self._stage_ranks, len(microbatches)))
+        uses = self._run(batch, self._forward_schedules(len(microbatches)))
         return batch.results if uses else None
 
     def _run(self, batch: _Batch, schedule: Schedule) -> bool:

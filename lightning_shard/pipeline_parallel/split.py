@@ -91,6 +91,11 @@ class PipelineSplit:
         return (self.group,)
 
     @property
+    def groups_of_layers(self) -> Sequence[Collectives]:
+        """The pipeline's ranks."""
+        return (self.group,)
+
+    @property
     def group_sets(self) -> Sequence[Sequence[Collectives]]:
         """Every parameter's elements are somewhere in the pipeline."""
         return ((self.group,),)

@@ -133,13 +133,13 @@ class StageRun:
             return skipped(call, args, kwargs)
         if index >= self._stop:
             self._end(index, (args, kwargs))
-        if index == self._first:  # again in backward, where a checkpoint around it computes again
-            self._enter((args, kwargs))
+        if index == self._first:
+            (self._enter_again if self._is_over else self._enter)((args, kwargs))
         args, kwargs = self._with_values((args, kwargs), index)
         return call(*args, **kwargs)
 
     def _enter(self, arguments: Arguments) -> None:
-        if self._entered and not self._is_over:
+        if self._entered:
             raise ConfigError(
                 f"Stage {self.stage}: the step calls the block {self._names[self._first]!r} twice, "
                 f"expected the network to be called once per step: a pipeline sends each batch "
@@ -159,6 +159,13 @@ class StageRun:
             leaves = tensors_in(arguments)
             for place, tensor in zip(places, self.inputs, strict=True):
                 self._received.append(_Received(leaves[place], tensor))
+        self._entering()
+
+    def _enter_again(self, arguments: Arguments) -> None:
+        """In backward, where a checkpoint around the block computes it again: as before."""
+        stand_ins = {id(one): one for one in tensors_in(arguments) if isinstance(one, Elsewhere)}
+        for stand_in, one in zip(stand_ins.values(), self._received, strict=False):
+            stand_in.value = one.value
         self._entering()
 
     def _with_values(self, arguments: Arguments, index: int) -> Arguments:

@@ -37,6 +37,11 @@ class CombinedSplit:
         return (*self._tensor.groups, *self._pipeline.groups)
 
     @property
+    def groups_of_layers(self) -> Sequence[Collectives]:
+        """The pipeline's ranks."""
+        return self._pipeline.groups_of_layers
+
+    @property
     def group_sets(self) -> Sequence[Sequence[Collectives]]:
         """Every set of groups that a parameter can be spread over."""
         return [

@@ -65,10 +65,8 @@ class RegionRandomness:
         if self._is_within(generator):  # the second of several layers that enter together
             return
         self._undrawn = torch.get_rng_state()
-        # Always drawn on the CPU, so that no rank has to wait for its device.
-        drawn = int(torch.randint(_NUM_SEEDS // self._group.size, ()))
+        self._seed = _own_seed(self._group)
         self._common = generator.get_state()
-        self._seed = drawn * self._group.size + self._group.rank
         self._begun = generator.manual_seed(self._seed).get_state()
 
     def _end(self, device: torch.device) -> None:
@@ -89,9 +87,9 @@ class RegionRandomness:
 def drawn_apart(group: Collectives, device: torch.device) -> Iterator[None]:
     """Give each rank random numbers of its own for a while; the common stream goes on after it."""
     generator = _generator(device)
-    drawn = int(torch.randint(_NUM_SEEDS // group.size, ()))
+    seed = _own_seed(group)
     common = generator.get_state()
-    generator.manual_seed(drawn * group.size + group.rank)
+    generator.manual_seed(seed)
     try:
         yield
     finally:
@@ -123,6 +121,12 @@ def share_random_state(group: Collectives, device: torch.device) -> None:
         generator.set_state(state)
     np.random.set_state(numpy_state)
     random.setstate(python_state)
+
+
+def _own_seed(group: Collectives) -> int:
+    """Draw a seed from the common stream, always on the CPU, so that no rank waits for a device."""
+    drawn = int(torch.randint(_NUM_SEEDS // group.size, ()))
+    return drawn * group.size + group.rank
 
 
 def _generator(device: torch.device) -> torch.Generator:

@@ -203,6 +203,11 @@ class SplitModel:
         return (self.group,)
 
     @property
+    def groups_of_layers(self) -> Sequence[Collectives]:
+        """No group: its ranks have parts of the same parameters."""
+        return ()
+
+    @property
     def group_sets(self) -> Sequence[Sequence[Collectives]]:
         """Whole parameters are spread over no group, split ones over the tensor-parallel one."""
         return (), (self.group,)

@@ -11,6 +11,9 @@ Two Gloo processes of one thread train one model of equal blocks, half of them e
 | `torch`       | `torch.distributed.pipelining` by hand: PipelineStage and the schedule's step |
 | `torch_again` | the same once more: the difference of the two is the noise                   |
 
+Then the idle shares of ours, as `PipelineTimeline` takes them: measured, beside the replay with the
+measured durations and the closed form.
+
 Ours takes the whole module with its `training_step`, and gives the loss to both ranks; torch's gets
 two ready-made halves of the model, and has the loss on the last rank only.
 """
@@ -18,7 +21,7 @@ two ready-made halves of the model, and has the loss on the last rank only.
 import argparse
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import Protocol
 
@@ -33,6 +36,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_shard import PipelineParallelStrategy
+from lightning_shard.profiling.pipeline_timeline import ActionClock, IdleShares, render_idle_shares
 from tests.benchmarks.ranks import NUM_RANKS, on_ranks
 from tests.benchmarks.tensor_parallel import Block
 from tests.benchmarks.timing import LOSS_TOLERANCE, LossMismatchError, Ratio, Record, turn_order
@@ -164,8 +168,8 @@ def inside_trainers(
 
 def time_contenders(
     rank: int, size: str, schedule: str, num_microbatches: int, num_rounds: int, num_steps: int
-) -> dict[str, Record]:
-    """Train every contender in interleaved rounds; each rank calls.
+) -> tuple[dict[str, Record], list[IdleShares]]:
+    """Train every contender in interleaved rounds, then take ours' timelines; each rank calls.
 
     Raises:
         LossMismatchError: A loss is further than `LOSS_TOLERANCE` from `torch`'s.
@@ -173,6 +177,7 @@ def time_contenders(
     width, _, samples = SIZES[size]
     shape = (num_microbatches * samples, LENGTH, width)
     records: dict[str, Record] = {}
+    shares: list[IdleShares] = []
 
     def take_turns(trainers: Sequence[L.Trainer]) -> None:
         ours, lightning = trainers
@@ -190,6 +195,7 @@ def time_contenders(
         for round_index in range(num_rounds):
             for name in turn_order(list(contenders), round_index):
                 _take_turn(contenders[name], records[name], shape, num_steps)
+        shares.extend(_idle_shares(contenders["ours"], ours, shape, num_rounds))
 
     os.environ |= {"LOCAL_RANK": str(rank), "RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # the ranks have met
@@ -197,7 +203,7 @@ def time_contenders(
     inside_trainers(models, lambda: _strategy(schedule, num_microbatches), take_turns)
     if rank == NUM_RANKS - 1:
         _check_losses(records)
-    return records
+    return records, shares
 
 
 def _strategy(schedule: str, num_microbatches: int) -> PipelineParallelStrategy:
@@ -219,6 +225,20 @@ def _take_turn(
     record.step_seconds.append((time.perf_counter() - begin) / num_steps)
     dist.all_reduce(cpu_seconds)
     record.cpu_seconds.append(cpu_seconds.item())
+
+
+def _idle_shares(
+    contender: Contender, trainer: L.Trainer, shape: tuple[int, ...], num_steps: int
+) -> Iterator[IdleShares]:
+    strategy = trainer.strategy
+    assert isinstance(strategy, PipelineParallelStrategy)
+    schedule = strategy.schedule(strategy.num_microbatches)
+    for _ in range(num_steps):
+        batch = torch.randn(2, *shape).unbind()
+        strategy.pipeline.observer = clock = ActionClock(strategy.along("pp"), strategy.root_device)
+        contender.step(batch)
+        strategy.pipeline.observer = None
+        yield IdleShares.of(clock.gather(), schedule)
 
 
 def _check_losses(records: dict[str, Record]) -> None:
@@ -269,8 +289,9 @@ def main() -> None:
     for size in options.sizes:
         for schedule in options.schedules:
             turns = (schedule, options.microbatches, options.rounds, options.steps)
-            records = on_ranks(time_contenders, size, *turns)
+            records, shares = on_ranks(time_contenders, size, *turns)
             print(render(f"{size}, {schedule}, {options.microbatches} microbatches", records))
+            print(render_idle_shares(shares))
 
 
 if __name__ == "__main__":

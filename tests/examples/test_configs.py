@@ -23,6 +23,7 @@ def test_no_config_is_forgotten_here() -> None:
         "gpt_zero3.yaml",
         "gpt_tensor_parallel.yaml",
         "gpt_pipeline_parallel.yaml",
+        "gpt_3d.yaml",
         "digits_zero2.yaml",
     }
 
@@ -74,6 +75,20 @@ def test_gpt_pipeline_parallel_over_gloo_trains_and_validates(tmp_path: Path) ->
     assert run.returncode == 0, run.stderr
     loss, bigram = last_losses(run.stdout)
     assert bigram < loss < 8.0
+
+
+def test_gpt_3d_holds_a_quarter_on_each_rank(tmp_path: Path) -> None:
+    limits = ["--trainer.max_steps=2", "--trainer.limit_val_batches=1"]
+    run = run_command(tmp_path, "fit", "--config=configs/gpt_3d.yaml", *limits)
+    assert run.returncode == 0, run.stderr
+    parameters, gradients, state, _ = map(percent, largest_shares(run.stdout))
+    assert 25 <= parameters < 28
+    assert 25 <= gradients < 28
+    assert 12.5 <= state < 14  # halved once more, between the two models
+
+
+def percent(share: str) -> float:
+    return float(share.rstrip("%"))
 
 
 @pytest.mark.timeout(240)  # two commands of two processes each

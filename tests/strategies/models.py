@@ -15,6 +15,7 @@ its training set, the same on every call. What the models use of an engine:
     vit         Hugging Face, images
     mixtral     Hugging Face, experts in one tensor each
     qwen3       Hugging Face, norms of each head
+    nanogpt     nanoGPT's module, its attention computes with the whole width; tied embeddings
     mixture     experts that only some samples, so only some ranks, use; an unused parameter
 """
 
@@ -30,6 +31,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
 
 from examples.train_gpt import GPT
+from tests.strategies import nanogpt
 
 VOCABULARY = 64
 CONTEXT = 16
@@ -353,6 +355,23 @@ def qwen3(num_layers: int = 2) -> HuggingFaceLM:
     return HuggingFaceLM(Qwen3ForCausalLM(config))
 
 
+class NanoGPT(Trained):
+    """nanoGPT's module, without biases as in its own configuration for training."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.network = nanogpt.NanoGPT(vocabulary=VOCABULARY, context=CONTEXT, **options)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        text, following = batch
+        _, loss = self.network(text, following)
+        return loss
+
+    @staticmethod
+    def data(num_samples: int) -> TensorDataset:
+        return TensorDataset(*_text(num_samples))
+
+
 class MixtureBlock(nn.Module):
     """Adds to each sample what its expert makes of it; leaves other experts alone."""
 
@@ -425,6 +444,7 @@ SPLIT_MODELS: dict[str, Callable[[], Trained]] = {
     "vit": HuggingFaceViT,
     "mixtral": mixtral,
     "qwen3": qwen3,
+    "nanogpt": NanoGPT,
 }
 # With enough blocks for four ranks of two stages each.
 PIPELINE_MODELS: dict[str, Callable[[], Trained]] = {

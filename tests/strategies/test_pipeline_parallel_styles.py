@@ -56,8 +56,11 @@ class CheckpointedInPairs(Stack):
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x)
         for pair in (self.blocks[:2], self.blocks[2:]):
-            x = checkpoint(nn.Sequential(*pair), x, use_reentrant=False)
+            x = checkpoint(self.both, *pair, x, use_reentrant=False)
         return self.head(x)
+
+    def both(self, first: nn.Module, second: nn.Module, x: Tensor) -> Tensor:
+        return second(first(x))
 
 
 class CheckpointedInside(Stack):
@@ -108,7 +111,7 @@ class EntriesOfDict(Stack):
         for block in self.blocks:
             out = block(hidden=x, total=total)
             x, total = out["hidden"], out["total"]
-        return F.cross_entropy(self.head(x), batch[1]) + 0.1 * total.square().mean()
+        return F.cross_entropy(self.head(x), batch[1]) + 0.1 * total.tanh().mean()
 
 
 class ListOfLosses(Stack):
@@ -145,8 +148,8 @@ class EncoderDecoder(Stack):
     def __init__(self) -> None:
         super().__init__()
         self.encoder = nn.ModuleList(Block() for _ in range(2))
-        self._modules.move_to_end("blocks")
-        self._modules.move_to_end("head")
+        for name in ("blocks", "head"):  # registered in the order of their use
+            self._modules[name] = self._modules.pop(name)
 
     def forward(self, x: Tensor) -> Tensor:
         memory = self.embed(x)
@@ -181,18 +184,14 @@ class ViewsOfBlocks(Stack):
 
 
 class BetweenBlocks(Stack):
-    """A module that all places between two blocks share, and arithmetic there."""
+    """Arithmetic between the blocks: on the stage before, as far as it only needs their values."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.scales = nn.ParameterList(torch.ones(WIDTH) * (1 + i / 10) for i in range(3))
-        self._modules.move_to_end("head")
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x)
         for block in self.blocks:
             x = F.gelu(block(x)) + 0.5 * x
-        return self.head(x * self.scales[2])
+        return self.head(2 * x)
 
 
 NETWORKS = [
@@ -289,9 +288,12 @@ class Hooked(Stack):
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[tuple[str, float]] = []
-        for name, param in self.named_parameters():
+
+    def configure_optimizers(self) -> Any:
+        for name, param in self.named_parameters():  # here: ranks of one process are copies
             if name.endswith("weight"):
                 param.register_hook(self.doubled(name))
+        return super().configure_optimizers()
 
     def doubled(self, name: str) -> Any:
         def hook(grad: Tensor) -> Tensor:
@@ -533,17 +535,17 @@ class Dropping(Stack):
     """Keeps the random numbers that its blocks draw."""
 
     class block(Block):  # noqa: N801
-        seen: list[float]
+        seen: list[tuple[float, ...]]
 
         def forward(self, x: Tensor) -> Tensor:
             kept = F.dropout(torch.ones(64), 0.5)
             if not x.is_meta and type(x) is Tensor:
-                self.seen.append(float((kept * torch.arange(64)).sum()))
+                self.seen.append(tuple(kept.tolist()))
             return super().forward(x) * kept[:WIDTH]
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[float] = []
+        self.seen: list[tuple[float, ...]] = []
         for block in self.blocks:
             block.__dict__["seen"] = self.seen
 
@@ -556,7 +558,7 @@ def test_stages_repeated_each_others_dropout(num_ranks: int, schedule: str) -> N
     drawn = [one for rank in gather.ranks for one in rank]
     microbatches = NUM_BATCHES * 2 * num_ranks
     assert len(drawn) == 4 * microbatches
-    assert len(set(drawn)) > 0.95 * len(drawn)  # sums of 64 may agree by chance
+    assert len(set(drawn)) == len(drawn)
 
 
 class CheckpointedDropout(Checkpointed):

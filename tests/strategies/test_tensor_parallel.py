@@ -54,7 +54,10 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-MODELS = ("encoder", "gpt", "llama", "gpt2", "bert", "t5", "vit", "mixtral", "qwen3")
+MODELS = (
+    *("encoder", "gpt", "llama", "gpt2", "bert", "t5", "vit", "mixtral", "qwen3"),
+    "nanogpt",  # its attention in parts that look whole
+)
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks, and the strategy's options
     "tp2": (2, {}),
     "tp4": (4, {}),
@@ -79,9 +82,10 @@ QUICK = {
     ("vit", "tp2-dp2-stage0"),
     ("mixtral", "tp2"),
     ("qwen3", "tp4-sequence"),
+    ("nanogpt", "tp2"),
 }
 # Without a cast to fp32 before the loss, and what torch multiplies in fp64.
-OF_DOUBLES = ("encoder", "gpt", "bert", "t5", "vit")
+OF_DOUBLES = ("encoder", "gpt", "bert", "t5", "vit", "nanogpt")
 
 
 def cases(models: Iterable[str], layouts: Iterable[str], quick: Container[Any] = ()) -> list[Any]:

@@ -1,0 +1,300 @@
+"""Show when each rank of a pipeline computed and waited: idle shares beside theory, and pictures.
+
+    rank 0   F0 F1 │wait│ B0 F2 │wait│ B1 ...     gathered after the batch, on one clock
+    rank 1   │wait│ F0 B0 F1 B1 ...
+
+A rank is idle when it is not in a forward or backward, from the first rank's first one to the last
+rank's last: what it waits for messages, and what it needs to post them. Beside that stand the share
+that the schedule has with the measured durations (the mean of each kind of computation: all stages
+alike, messages free), and the closed form where a backward takes twice a forward.
+
+On CPUs the clock is the process's. On CUDA it is events in the rank's stream, so that nothing is
+synchronized before the batch has ended; what the host does between them counts as idle.
+"""
+
+import platform
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import fmean, median
+from time import perf_counter
+from typing import Any, Literal, NamedTuple
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+from rich.console import Console
+from rich.table import Table
+from typing_extensions import override
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.errors import ConfigError
+from lightning_shard.pipeline_parallel.schedules import Action, Schedule
+from lightning_shard.pipeline_parallel.simulation import Durations, replay
+from lightning_shard.pipeline_parallel.theory import theoretical_idle_share
+from lightning_shard.pipeline_parallel.timeline import (
+    Event,
+    Timeline,
+    save_chrome_trace,
+    save_png,
+)
+from lightning_shard.strategies.pipeline_parallel import PipelineParallelStrategy
+
+
+class ActionClock:
+    """Takes the time of a rank's actions: an observer for `Pipeline.observer`.
+
+    Each rank of the pipeline must construct this, just before a batch, and then `gather`.
+
+    Args:
+        group: The pipeline's ranks.
+        device: Of this rank.
+    """
+
+    def __init__(self, group: Collectives, device: torch.device) -> None:
+        self._group = group
+        self._uses_events = device.type == "cuda"
+        self._marks: list[tuple[Action, Any, Any]] = []
+        group.barrier()
+        self._origin = self._mark()
+        if self._uses_events:
+            self._origin.synchronize()
+        self._seconds = perf_counter()
+
+    @contextmanager
+    def __call__(self, action: Action) -> Iterator[None]:
+        """Take the time of what happens inside."""
+        begin = self._mark()
+        yield
+        self._marks.append((action, begin, self._mark()))
+
+    def gather(self) -> Timeline:
+        """Return what all ranks did, on rank 0's clock; each rank must call.
+
+        Processes of one host share a clock. Those of other hosts are aligned by a barrier, which
+        they leave at different times: by about the latency of a message.
+        """
+        if self._uses_events and self._marks:
+            self._marks[-1][2].synchronize()
+        events = [Event(one, *map(self._time, times)) for one, *times in self._marks]
+        (host, origin, _), *_ = ranks = self._group.all_gather_object(
+            (platform.node(), self._seconds, events)
+        )
+        return Timeline.of_rows(
+            _shifted(theirs, 0.0 if name == host else origin - seconds)
+            for name, seconds, theirs in ranks
+        )
+
+    def _mark(self) -> Any:
+        if not self._uses_events:
+            return perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def _time(self, mark: Any) -> float:
+        if not self._uses_events:
+            return float(mark)
+        return self._seconds + float(self._origin.elapsed_time(mark)) / 1e3
+
+
+def _shifted(events: Sequence[Event], seconds: float) -> list[Event]:
+    return [Event(one, start + seconds, end + seconds) for one, start, end in events]
+
+
+class IdleShares(NamedTuple):
+    """Of one batch, each 0 to 1.
+
+    Attributes:
+        measured: Of each rank.
+        replayed: Of each rank, with the durations of the batch, stages alike and messages free.
+        theory: Of the schedule where a backward takes twice a forward.
+    """
+
+    measured: tuple[float, ...]
+    replayed: tuple[float, ...]
+    theory: float
+
+    @classmethod
+    def of(cls, timeline: Timeline, schedule: Schedule) -> "IdleShares":
+        """Compare a measured timeline with its schedule."""
+        return cls(
+            measured=timeline.idle_shares,
+            replayed=replay(schedule, mean_durations(timeline)).idle_shares,
+            theory=theoretical_idle_share(
+                schedule.name,
+                num_ranks=schedule.num_ranks,
+                num_microbatches=schedule.num_microbatches,
+                num_stages=schedule.num_stages,
+            ).share,
+        )
+
+
+def mean_durations(timeline: Timeline) -> Durations:
+    """Return how long each kind of computation took; those that did not occur take nothing."""
+    spans: defaultdict[str, list[float]] = defaultdict(list)
+    for row in timeline.computations:
+        for action, start, end in row:
+            spans[action.kind].append(end - start)
+    means = {kind: fmean(spans[kind]) if spans[kind] else 0.0 for kind in ("F", "B", "I", "W")}
+    return Durations(
+        forward=means["F"],
+        backward=means["B"],
+        backward_input=means["I"],
+        backward_weight=means["W"],
+    )
+
+
+@dataclass(frozen=True)
+class _Profile:
+    """A batch that is being profiled."""
+
+    number: int
+    clock: ActionClock
+
+
+class PipelineTimeline(Callback):
+    """Take timelines of a pipeline's training batches; print idle shares at the end of a fit.
+
+    Logs `pipeline_idle_share`, the mean over the ranks, for every profiled batch, and writes
+    `batch_<number>.png` and `.json` (for chrome://tracing or https://ui.perfetto.dev), of the
+    first pipeline where there are several. Every rank must have this callback. A batch that is not
+    profiled costs nothing.
+
+    Args:
+        folder: Where the files are written; None for none.
+        every_n_steps: Batches from one that is profiled to the next. The first batch of a fit
+            never is: in it the ranks agree on what they will send.
+        formats: Which files; "png" needs matplotlib.
+
+    Raises:
+        ConfigError: A number below 1, an unknown format, or no matplotlib; at set-up, when the
+            Trainer's strategy is not a pipeline.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path | None = None,
+        every_n_steps: int = 50,
+        formats: Sequence[Literal["png", "json"]] = ("png", "json"),
+    ) -> None:
+        _check(folder, every_n_steps, formats)
+        self._folder = None if folder is None else Path(folder)
+        self._every_n_steps = every_n_steps
+        self._formats = tuple(formats)
+        self._num_batches = 0
+        self._profile: _Profile | None = None
+        self._shares: list[IdleShares] = []
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        _pipelined(trainer)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._num_batches = 0
+        self._shares = []
+
+    @override
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._num_batches += 1
+        if self._num_batches == 1 or self._num_batches % self._every_n_steps:
+            return
+        strategy = _pipelined(trainer)
+        clock = ActionClock(strategy.along("pp"), strategy.root_device)
+        self._profile = _Profile(self._num_batches, clock)
+        strategy.pipeline.observer = clock
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        profile, self._profile = self._profile, None
+        if profile is None:
+            return
+        strategy = _pipelined(trainer)
+        strategy.pipeline.observer = None
+        timeline = profile.clock.gather()
+        num_microbatches = 1 + max(event.action.microbatch for event in timeline.rows[0])
+        self._shares.append(IdleShares.of(timeline, strategy.schedule(num_microbatches)))
+        pl_module.log("pipeline_idle_share", timeline.idle_share)
+        if strategy.is_global_zero and self._folder is not None:
+            self._write(self._folder / f"batch_{profile.number:06}", timeline)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._shares:
+            pl_module.print(render_idle_shares(self._shares))
+        else:
+            rank_zero_warn(
+                f"PipelineTimeline has nothing to show: it takes every {self._every_n_steps}th "
+                f"batch but the first, and this run had {self._num_batches}. Pass a smaller "
+                f"every_n_steps."
+            )
+
+    def _write(self, path: Path, timeline: Timeline) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if "json" in self._formats:
+            save_chrome_trace(timeline, path.with_suffix(".json"))
+        if "png" in self._formats:
+            save_png(timeline, path.with_suffix(".png"), title=path.name)
+
+
+def render_idle_shares(batches: Sequence[IdleShares]) -> str:
+    """Lay the medians over some batches out as a table, a row for each rank.
+
+    Args:
+        batches: At least one.
+
+    Returns:
+        Lines of plain text, without colours.
+    """
+    table = Table(title=f"Idle shares, median of {len(batches)} batches")
+    for heading in ("rank", "measured", "replayed", "theory"):
+        table.add_column(heading, justify="left" if heading == "rank" else "right")
+    measured, replayed = (
+        [median(of_rank) for of_rank in zip(*of_batches, strict=True)]
+        for of_batches in ([one.measured for one in batches], [one.replayed for one in batches])
+    )
+    for rank, shares in enumerate(zip(measured, replayed, strict=True)):
+        table.add_row(str(rank), *(f"{share:.1%}" for share in shares), "")
+    table.add_section()
+    means = (fmean(measured), fmean(replayed), median(one.theory for one in batches))
+    table.add_row("mean", *(f"{share:.1%}" for share in means))
+    console = Console(width=100)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get().rstrip()
+
+
+def _check(folder: str | Path | None, every_n_steps: int, formats: Sequence[str]) -> None:
+    if every_n_steps < 1:
+        raise ConfigError(f"every_n_steps must be at least 1, got {every_n_steps}.")
+    if unknown := set(formats) - {"png", "json"}:
+        raise ConfigError(f"formats has {sorted(unknown)}, expected 'png' and 'json' only.")
+    if folder is not None and "png" in formats and find_spec("matplotlib") is None:
+        raise ConfigError(
+            "PipelineTimeline draws with matplotlib, which is not installed: pip install "
+            "matplotlib, or pass formats=['json']."
+        )
+
+
+def _pipelined(trainer: Trainer) -> PipelineParallelStrategy:
+    strategy = trainer.strategy
+    if not isinstance(strategy, PipelineParallelStrategy) or strategy.mesh.pp == 1:
+        raise ConfigError(
+            f"PipelineTimeline shows what the stages of a pipeline do, but there is no pipeline: "
+            f"the Trainer's strategy is {type(strategy).__name__} over {trainer.world_size} ranks. "
+            f"Pass strategy='pipeline_parallel' and two devices or more, or leave the callback out."
+        )
+    return strategy

@@ -1,0 +1,360 @@
+"""What a pipeline refuses, and what the message says to do; nothing is silently wrong."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_shard import ConfigError, PipelineParallelStrategy
+from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.stacks import BATCH, WIDTH, Block, Stack, fit, pipeline, samples
+
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+
+
+def refused(style: type[Stack], message: str, *args: Any, **options: Any) -> None:
+    """Fit on two ranks, and look for the message."""
+    num_ranks, schedule = args or (2, "1f1b")
+    with pytest.raises(ConfigError, match=message):
+        fit(style, pipeline(num_ranks, schedule, **options), max_epochs=1)
+
+
+# --- numbers and names -------------------------------------------------------------------------
+
+
+def test_fewer_blocks_than_stages() -> None:
+    refused(Stack, "'blocks' has 4 blocks, which cannot be cut into 6 .*Use fewer ranks", 3, "zbv")
+
+
+def test_a_path_that_names_no_module() -> None:
+    refused(Stack, "blocks='block' names no module of Stack.*'blocks'", blocks="block")
+
+
+def test_a_path_that_names_no_list() -> None:
+    refused(Stack, "blocks='head' is a Linear of 0 modules; expected a Mod", blocks="head")
+
+
+def test_two_lists_of_blocks() -> None:
+    class TwoLists(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.decoder = nn.ModuleList(Block() for _ in range(4))
+
+    refused(TwoLists, "several lists of repeated blocks.*such as blocks=")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "num_microbatches", "message"),
+    [
+        ("dual_pipe_v", 3, "num_microbatches is 3 .*at least one per stage, 4"),
+        ("interleaved_1f1b", 5, "num_microbatches is 5 .*in equal rounds.*to 4 or 6"),
+        ("interleaved_zero_bubble", 7, "num_microbatches is 7 .*in equal rounds"),
+    ],
+)
+def test_a_number_of_microbatches_that_the_schedule_does_not_allow(
+    schedule: str, num_microbatches: int, message: str
+) -> None:
+    refused(Stack, message, 2, schedule, num_microbatches=num_microbatches)
+
+
+class LastOfThree(Stack):
+    """The last batch of an epoch has three samples."""
+
+    def dataset(self) -> Any:
+        return TensorDataset(*samples(BATCH + 3))
+
+
+@pytest.mark.filterwarnings("ignore:.* microbatches are fewer than the")
+def test_a_batch_of_fewer_samples_than_a_schedule_allows() -> None:
+    refused(LastOfThree, "num_microbatches is 3 with schedule='dual_pipe_v'.*Set", 2, "dual_pipe_v")
+
+
+@pytest.mark.filterwarnings("ignore:.* microbatches are fewer than the")
+def test_a_batch_of_fewer_samples_than_microbatches_has_one_part_for_each() -> None:
+    alone, staged = fit(LastOfThree), fit(LastOfThree, pipeline(2, "1f1b", num_microbatches=8))
+    torch.testing.assert_close(staged.weights, alone.weights, rtol=1e-5, atol=2e-7)
+
+
+@pytest.mark.parametrize("split", [[0], [4], [9]])
+def test_a_split_that_leaves_a_stage_empty(split: list[int]) -> None:
+    refused(Stack, "split", split=split)
+
+
+def test_numbers_that_cannot_be() -> None:
+    with pytest.raises(ConfigError, match="num_microbatches must be at least 1, got 0"):
+        PipelineParallelStrategy(num_microbatches=0)
+    with pytest.raises(ConfigError, match="schedule is '2f2b'; expected one of gpipe, 1f1b"):
+        PipelineParallelStrategy(schedule="2f2b")
+
+
+def test_fewer_microbatches_than_stages_warn_of_the_bubble() -> None:
+    with pytest.warns(UserWarning, match="3 microbatches are fewer than the 4 stages: .* 25%.*to"):
+        fit(Stack, pipeline(2, "zbv", num_microbatches=3), max_epochs=1)
+
+
+def test_as_many_microbatches_as_stages_do_not_warn() -> None:
+    fit(Stack, pipeline(2, "zbv", num_microbatches=4), max_epochs=1)
+
+
+# --- the step ----------------------------------------------------------------------------------
+
+
+class ByHand(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class OfIterator(Stack):
+    def training_step(self, dataloader_iter: Any) -> Tensor:
+        return self.loss(next(dataloader_iter)[0])
+
+
+class Twice(Stack):
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + self(batch[0].flip(0)).square().mean()
+
+
+class TwiceInBlock(Stack):
+    """A block is called again after all others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in [*self.blocks, self.blocks[3]]:
+            x = block(x)
+        return self.head(x)
+
+
+class OutOfOrder(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for index in (0, 2, 1, 3):
+            x = self.blocks[index](x)
+        return self.head(x)
+
+
+class WithoutTheLast(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks[:2]:
+            x = block(x)
+        return self.head(x)
+
+
+class WithoutNetwork(Stack):
+    def loss(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self.head(self.embed(batch[0])), batch[1])
+
+
+@pytest.mark.parametrize(
+    ("style", "message"),
+    [
+        (ByHand, "ByHand optimizes by hand.*strategy='zero3'"),
+        (OfIterator, "OfIterator.training_step takes the loader's iterator"),
+        (Twice, "Stage 1: the step calls the block 'blocks.2' twice, .*Concatenate the inputs"),
+        (TwiceInBlock, "'blocks.3'|once"),
+        (OutOfOrder, "expected the blocks in order"),
+        (WithoutTheLast, "'blocks.2' of stage 1, expected it to call the network once"),
+        (WithoutNetwork, "without calling the block 'blocks.2'"),
+    ],
+)
+def test_steps_that_are_no_pipeline(style: type[Stack], message: str) -> None:
+    refused(style, message)
+
+
+# --- values of other stages --------------------------------------------------------------------
+
+
+class UsedAfterwards(Stack):
+    """A module that is registered before the blocks, and so on the first stage, is used after."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x + first)
+
+
+class CalledAfterwards(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(x, self.embed.weight.T)[:, :3]
+
+
+class PenaltyOfWeights(Stack):
+    """The loss is computed from a parameter that the last stage does not have."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + 0.1 * self.embed.weight.square().sum()
+
+
+class PenaltyOfBlock(Stack):
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + 0.1 * self.blocks[0].layer.weight.square().sum()
+
+
+class WritesInPlace(Stack):
+    """A value of another stage goes into a tensor that looks known."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        padded = torch.zeros(len(x), WIDTH)
+        padded[:, :] = self.embed(x)
+        x = padded
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class AsksForElements(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        if x.sum() > 0:
+            x = 2 * x
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class LogsAnotherStage(Stack):
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        self.log("norm", self.embed.weight.norm())
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("style", "message"),
+    [
+        (UsedAfterwards, "Stage 1: the step's result holds a value .*'embed.(weight|bias)'"),
+        (CalledAfterwards, "Stage 1: the step's result holds a value .*'embed.weight'"),
+        (PenaltyOfWeights, "Stage 1: the step's result holds a value .*'embed.weight'"),
+        (PenaltyOfBlock, "'blocks.0.layer.weight'"),
+        (WritesInPlace, "writes a value that is computed from 'embed.*torch.cat"),
+        (AsksForElements, "asks for the elements of a value that is computed from 'embed"),
+        (LogsAnotherStage, r"log\('norm', ...\): got a value that is computed from 'embed.weight'"),
+    ],
+)
+def test_values_of_another_stage(style: type[Stack], message: str) -> None:
+    refused(style, message)
+
+
+# --- what the blocks are called with -----------------------------------------------------------
+
+
+class Narrow(Block):
+    """Returns fewer features than the next block takes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[:, : WIDTH - 1]
+
+
+def test_a_block_whose_output_does_not_fit_the_next_ones_input() -> None:
+    class Misfit(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks[1] = Narrow()
+
+    refused(Misfit, "blocks.2")
+
+
+class ShapesOfRandom(Stack):
+    """The same batch has activations of other lengths each time."""
+
+    class block(Block):  # noqa: N801
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = self.embed(x.repeat(1 + self.calls // 9, 1))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)[: BATCH // 4]
+
+
+def test_activations_whose_shapes_do_not_follow_from_the_batch() -> None:
+    refused(ShapesOfRandom, "expected .* as for the last batch of these shapes")
+
+
+class OtherArguments(Stack):
+    """From the second batch on the blocks take one more value of an earlier stage."""
+
+    class block(Block):  # noqa: N801
+        def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+            return super().forward(x) if other is None else super().forward(x) + other
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = first = self.embed(batch[0])
+        for block in self.blocks:
+            x = block(x, first if batch_idx else None)
+        return F.cross_entropy(self.head(x), batch[1])
+
+
+def test_blocks_that_take_other_arguments_in_a_later_step() -> None:
+    refused(OtherArguments, "blocks.2.*(as in the first batch|as on the next stage)")
+
+
+# --- ranks -------------------------------------------------------------------------------------
+
+
+def test_ranks_that_are_given_different_batches() -> None:
+    class Shuffled(Stack):
+        def train_dataloader(self) -> Any:
+            inputs, classes = samples(seed=1 + self.trainer.global_rank)
+            return DataLoader(TensorDataset(inputs, classes), BATCH)
+
+    refused(Shuffled, "must be given the same")
+
+
+def leftovers(model: nn.Module) -> list[Any]:
+    return [one for one in model.modules() if type(one).__module__.startswith("lightning_shard")]
+
+
+@pytest.mark.parametrize("style", [Twice, ByHand, UsedAfterwards, WithoutTheLast])
+def test_a_refused_module_is_what_it_was(style: type[Stack]) -> None:
+    made: list[Stack] = []
+
+    class Kept(style):  # type: ignore[valid-type,misc]
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
+
+    with pytest.raises(ConfigError):
+        fit(Kept, pipeline(2, "1f1b"))
+    (model,) = made
+    assert {type(block) for block in model.blocks} == {Block}
+    assert not leftovers(model)
+    assert "log" not in vars(model)
+
+
+class Stops(Exception):  # noqa: N818
+    """Stops a fit."""
+
+
+@pytest.mark.parametrize(("num_ranks", "schedule"), [(2, "1f1b"), (2, "zbv")])
+@pytest.mark.parametrize("place", ["embed", "blocks.0", "blocks.2", "blocks.3", "head"])
+def test_an_error_in_any_stage_ends_every_rank(place: str, num_ranks: int, schedule: str) -> None:
+    class Failing(Stack):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 2:
+                self.get_submodule(place).register_forward_hook(raising)
+
+    with pytest.raises(Stops, match="here"):
+        fit(Failing, pipeline(num_ranks, schedule))
+
+
+def raising(module: nn.Module, *_: Any) -> None:
+    weight = next(module.parameters())
+    if type(weight) is nn.Parameter:  # its own stage
+        raise Stops("here")
+
+
