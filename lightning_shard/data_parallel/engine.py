@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.agreement import check_same_model
 from lightning_shard.data_parallel.buffers import BufferSync
+from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.flat_gradients import FlatGradients
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.gathering import Gatherer
@@ -38,17 +39,21 @@ _LEFTOVER = "_lightning_shard_piece"  # set on parameters that a failed run leav
 
 
 class DataParallelEngine:
-    """Keeps one model in step over the ranks of a group.
+    """Keeps one model in step over the data-parallel ranks.
 
     Args:
         model: Any module, on its device. Its parameters become views into flat buffers; rank 0's
             values win.
-        collectives: The data-parallel group; each rank must construct this, and the model must be
-            the same.
+        groups: The data-parallel ranks, one group or several; each rank must construct this, and
+            the model must be the same.
         options: Stage, units, formats.
-        reducing: The same ranks over another group, for gradients: ranks that use different parts
+        reducing: The same ranks over other groups, for gradients: ranks that use different parts
             of the model may start them at other moments than gathers. Made here when left out.
         split: How the model is split over other ranks; left out when it is not.
+
+    Attributes:
+        groups: The data-parallel ranks.
+        collectives: All of them.
 
     Raises:
         ConfigError: The ranks' models differ.
@@ -57,19 +62,20 @@ class DataParallelEngine:
     def __init__(
         self,
         model: nn.Module,
-        collectives: Collectives,
+        groups: Collectives | DataGroups,
         options: EngineOptions,
-        reducing: Collectives | None = None,
+        reducing: Collectives | DataGroups | None = None,
         split: ModelSplit | None = None,
     ) -> None:
         refuse_leftover_pieces(model)
-        check_same_model(model, collectives)
+        self.groups = DataGroups.of(groups)
+        self.collectives = self.groups.everyone
+        check_same_model(model, self.collectives)
         self.model = model
-        self.collectives = collectives
         self.options = options
         self.split: ModelSplit = Unsplit() if split is None else split
         self.device = next((param.device for param in model.parameters()), torch.device("cpu"))
-        reducing = reducing or collectives.twin()
+        reducing = self.groups.twin() if reducing is None else DataGroups.of(reducing)
         specs = find_units(
             model, classes=options.units, bucket_mb=options.unit_mb, is_here=self.split.is_here
         )
@@ -96,10 +102,10 @@ class DataParallelEngine:
         }
         self._gatherer = Gatherer(model, self.units, self._close) if options.stage == 3 else None
         record = None if self._gatherer is None else self._gatherer.record
-        usage = UsageAgreement(self.gradients, reducing, self.device, record)
-        self.reducer = Reducer(self.gradients, reducing, usage)
+        usage = UsageAgreement(self.gradients, reducing.everyone, self.device, record)
+        self.reducer = Reducer(self.gradients, reducing.everyone, usage)
         self._hooks: dict[nn.Parameter, RemovableHandle] = {}
-        self._buffers = BufferSync(model, collectives)
+        self._buffers = BufferSync(model, self.collectives)
         self._buffers.broadcast_all()
         self.view = OptimizerView(self.gradients, self.reducer, self._gatherer)
         self.hook_trainable()
@@ -119,7 +125,7 @@ class DataParallelEngine:
         flats = [
             FlatParameters(
                 named,
-                self.collectives,
+                self.groups,
                 stage=self.options.stage,
                 compute_dtype=policy.compute_dtype(named[0][1]),
                 is_split=any(param in self.split.full_shapes for _, param in named),
@@ -248,6 +254,8 @@ class DataParallelEngine:
             Each parameter with its whole value in the optimizer's format, on the ranks that are
             the first of their data-parallel group; nothing elsewhere.
         """
+        if not self.groups.is_first_copy:
+            return
         come: dict[FlatParameters, list[Tensor]] = {}
         for param in self.model.parameters():
             value = param.data

@@ -8,6 +8,7 @@
     2, 3    from the first gradient of a  memory of its own (1/N), reduced gradients are added
             backward to its reduction     to it at every backward
     With a master copy, stages 0 and 1 keep `full` in its format: micro-batches add up there.
+    Where the state has several copies, what is reduced into pieces is averaged over them, too.
 
 A parameter's gradient is copied into its view once, when autograd hands it over; while the view
 is the parameter's `.grad`, later micro-batches accumulate into it in place. Once it is reduced, a
@@ -17,8 +18,8 @@ is the parameter's `.grad`, later micro-batches accumulate into it in place. Onc
 import torch
 from torch import Tensor
 
-from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.pending import Pending
+from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.flat_parameters import FlatParameters, full_views
 from lightning_shard.data_parallel.reduced_gradient import ReducedGradient
 from lightning_shard.errors import ConfigError
@@ -29,7 +30,7 @@ class FlatGradients:
 
     Args:
         flat: The parameters.
-        collectives: The data-parallel group.
+        groups: The data-parallel ranks, over groups for gradients.
         reduce_dtype: Format in which gradients travel; None for that of `full`.
         waits_for_end: Reduce at the end of backward only.
     """
@@ -37,14 +38,14 @@ class FlatGradients:
     def __init__(
         self,
         flat: FlatParameters,
-        collectives: Collectives,
+        groups: DataGroups,
         reduce_dtype: torch.dtype | None,
         *,
         waits_for_end: bool = False,
     ) -> None:
         self.flat = flat
         self.waits_for_end = waits_for_end
-        self._collectives = collectives
+        self._groups = groups
         self._reduce_dtype = reduce_dtype or flat.full.dtype
         self._full: Tensor | None = None
         self._views: list[Tensor] = []
@@ -61,6 +62,7 @@ class FlatGradients:
         self.valid = [False] * len(flat.params)  # used by any rank: the optimizer sees a gradient
         self._stash: Tensor | None = None
         self._pending: tuple[Pending, Tensor] | None = None
+        self._copies_differ = False  # pending is the average over one copy's ranks
         self.was_reduced = False  # in this backward
         self.is_closed = False  # backward has left its modules: nothing more will come
 
@@ -159,7 +161,7 @@ class FlatGradients:
     def _came_twice(self, index: int) -> ConfigError:
         name = self.flat.layout.slots[index].name
         return ConfigError(
-            f"Rank {self._collectives.rank}: the gradient of {name!r} arrived again after its "
+            f"Rank {self._groups.everyone.rank}: the gradient of {name!r} arrived again after its "
             f"unit had been reduced, expected one arrival per backward. Use activation "
             f"checkpointing with use_reentrant=False, or ZeRO stage 2 or 3."
         )
@@ -208,10 +210,26 @@ class FlatGradients:
         if not self.accumulates:
             self._full, self._views = None, []
         if self.flat.stage == 0:
-            self._pending = self._collectives.all_reduce(send, "avg", async_op=True), send
+            self._pending = self._groups.everyone.all_reduce(send, "avg", async_op=True), send
             return
         out = self._reduce_target(send.dtype)
-        self._pending = self._collectives.reduce_scatter(out, send, "avg", async_op=True), out
+        self._pending = self._groups.shard.reduce_scatter(out, send, "avg", async_op=True), out
+        self._copies_differ = self._groups.replicate is not None
+
+    @torch.no_grad()
+    def continue_reduce(self) -> None:
+        """Where the state has several copies, start averaging this piece over them.
+
+        Each rank must call, in the order of `begin_reduce`; waits for the average over this copy.
+        """
+        if not self._copies_differ:
+            return
+        assert self._pending is not None
+        assert self._groups.replicate is not None
+        pending, out = self._pending
+        pending.wait()
+        self._pending = self._groups.replicate.all_reduce(out, "avg", async_op=True), out
+        self._copies_differ = False
 
     def _has_contribution(self, index: int) -> bool:
         if self._is_plain:
@@ -223,7 +241,8 @@ class FlatGradients:
         if self._local is None:
             self._local = torch.empty_like(self.flat.shard)
             self.local_views = self.flat.shard_views(self._local)
-        fits = dtype == self._local.dtype or self._local.dtype == torch.float32
+        widens = self._local.dtype == torch.float32 and self._groups.replicate is None
+        fits = dtype == self._local.dtype or widens  # what travels on keeps the travel format
         if not fits or (any(self._held) and not self.accumulates):
             return torch.empty_like(self._local, dtype=None if fits else dtype)
         return self._local
@@ -233,6 +252,7 @@ class FlatGradients:
         """Wait for the average and add it to the local gradients."""
         if self._pending is None:
             return
+        self.continue_reduce()
         pending, out = self._pending
         pending.wait()
         self._pending = None
@@ -301,9 +321,9 @@ class FlatGradients:
         if outer is None or outer is view or isinstance(outer, ReducedGradient):
             return
         raise ConfigError(
-            f"Rank {self._collectives.rank}: .grad of {self.flat.layout.slots[index].name!r} was "
-            f"set by hand, expected gradients to come from backward, which averages them over the "
-            f"ranks. Call self.manual_backward(loss), or use strategy='shard_ddp'."
+            f"Rank {self._groups.everyone.rank}: .grad of {self.flat.layout.slots[index].name!r} "
+            f"was set by hand, expected gradients to come from backward, which averages them over "
+            f"the ranks. Call self.manual_backward(loss), or use strategy='shard_ddp'."
         )
 
     def take_back(self, index: int, outer: Tensor | None) -> Tensor | None:

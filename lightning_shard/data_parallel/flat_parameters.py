@@ -19,8 +19,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.pending import Pending
+from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.reduced_gradient import GradientNote, ReducedGradient
 from lightning_shard.layout.flat import FlatLayout, build_layout
 
@@ -33,7 +33,7 @@ class FlatParameters:
     Args:
         named_params: Name and parameter in buffer order; all of one dtype and device. Rank 0's
             values are taken by every rank.
-        collectives: The data-parallel group; each of its ranks must construct this.
+        groups: The data-parallel ranks, each of which must construct this.
         stage: 0 to 3.
         compute_dtype: Format of the full parameters.
         is_split: Some of them are themselves parts of whole ones, so that even a full gradient
@@ -43,7 +43,7 @@ class FlatParameters:
     def __init__(
         self,
         named_params: Sequence[tuple[str, nn.Parameter]],
-        collectives: Collectives,
+        groups: DataGroups,
         *,
         stage: int,
         compute_dtype: torch.dtype,
@@ -51,14 +51,14 @@ class FlatParameters:
     ) -> None:
         self.params = [param for _, param in named_params]
         self.stage = stage
-        self._collectives = collectives
+        self._groups = groups
         master_dtype = self.params[0].dtype
         self.has_master = master_dtype != compute_dtype
         self.is_split = is_split
-        self.shard_index = collectives.rank if stage > 0 else 0
+        self.shard_index = groups.shard.rank if stage > 0 else 0
         self.layout = build_layout(
             [(name, tuple(param.shape)) for name, param in named_params],
-            num_shards=collectives.size if stage > 0 else 1,
+            num_shards=groups.shard.size if stage > 0 else 1,
             align=max(_ALIGN_BYTES // min(compute_dtype.itemsize, master_dtype.itemsize), 1),
         )
         self.full, self.shard = self._fill(master_dtype, compute_dtype)
@@ -88,7 +88,7 @@ class FlatParameters:
         staging = self.params[0].new_zeros(self.layout.full_numel, dtype=master)
         for view, param in zip(full_views(staging, self.layout), self.params, strict=True):
             view.copy_(param.data)
-        self._collectives.broadcast(staging, src=0).wait()
+        self._groups.everyone.broadcast(staging, src=0).wait()
         own = staging[slice(*self.layout.shard_bounds(self.shard_index))]
         full = staging.to(compute) if self.has_master else staging
         return full, own.clone() if self.has_master or self.frees_full else own
@@ -144,7 +144,7 @@ class FlatParameters:
             own.copy_(self.shard)
         if self.layout.num_shards == 1:
             return None
-        return self._collectives.all_gather(self.full, own, async_op=True)
+        return self._groups.shard.all_gather(self.full, own, async_op=True)
 
     @torch.no_grad()
     def take_in_edits(self) -> None:
@@ -197,7 +197,7 @@ class FlatParameters:
         if self.layout.num_shards == 1:
             return full_views(shard, self.layout)
         full = shard.new_empty(self.layout.full_numel)
-        self._collectives.all_gather(full, shard).wait()
+        self._groups.shard.all_gather(full, shard).wait()
         return full_views(full, self.layout)
 
 

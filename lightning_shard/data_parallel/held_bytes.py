@@ -60,7 +60,7 @@ def replicated(engine: DataParallelEngine, optimizers: Iterable[Optimizer]) -> H
         if isinstance(value, Tensor)
     )
     if engine.options.stage > 0:
-        state = sum(engine.collectives.all_gather_object(state))
+        state = sum(engine.groups.shard.all_gather_object(state))
     for group in engine.split.groups_of_layers:
         sums = zip(*group.all_gather_object((params, gradients, state)), strict=True)
         params, gradients, state = (sum(one) for one in sums)

@@ -115,6 +115,8 @@ class Reducer:
     def _begin(self, gradients: FlatGradients) -> None:
         while len(self._in_flight) >= _MAX_IN_FLIGHT:
             self._in_flight.popleft().finish_reduce()
+        if self._in_flight:
+            self._in_flight[-1].continue_reduce()
         gradients.begin_reduce()
         self._in_flight.append(gradients)
 

@@ -1,9 +1,9 @@
 """The norm of the whole gradient, and clipping by it, from pieces.
 
-Within a data-parallel group each element of the gradient lies on exactly one rank (stages 1 to 3)
-or is the same on every rank (stage 0), so sums over pieces are summed over ranks once or not at
-all. Parameters that are split over other ranks as well are summed over those, too; what is whole
-on each of them counts once.
+Among the ranks of one copy of the state each element of the gradient lies on exactly one (stages 1
+to 3), or it is the same on every rank (stage 0), so sums over pieces are summed over ranks once or
+not at all. Parameters that are split over other ranks as well are summed over those, too; what is
+whole on each of them counts once.
 """
 
 from collections.abc import Sequence
@@ -58,7 +58,7 @@ def _norm_over(
     wide = any(param.dtype in (torch.float64, torch.complex128) for param in params)
     local = nn.utils.get_total_norm(grads, norm_type)
     local = local.to(engine.device, torch.float64 if wide else torch.float32)
-    over = [] if engine.options.stage == 0 else [engine.collectives]
+    over = [] if engine.options.stage == 0 else [engine.groups.shard]
     for collectives in [*over, *groups]:
         if norm_type == float("inf"):
             collectives.all_reduce(local, "max").wait()

@@ -71,6 +71,8 @@ def full_state_dict(optimizer: Optimizer, engine: DataParallelEngine) -> dict[st
         On rank 0 what a single device's `state_dict` would hold, tensors on the CPU; elsewhere
         an empty dictionary. Each rank must call.
     """
+    if not engine.groups.is_first_copy:
+        return {}
     packed = optimizer.state_dict()
     params = _params(optimizer)
     pieces, common = _agree_on_keys(packed["state"], params, engine)
@@ -149,7 +151,7 @@ def _agree_on_keys(
             key: ("piece", value.dtype) if _is_piece(value, *piece) else ("common", _plain(value))
             for key, value in entries.items()
         }
-    for group in (engine.collectives, *engine.split.groups):
+    for group in (engine.groups.shard, *engine.split.groups):
         theirs = group.all_gather_object(mine)
         mine = {}
         for one in theirs:

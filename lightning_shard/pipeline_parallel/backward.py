@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from lightning_shard.pipeline_parallel._torch import stage_backward_input, stage_backward_weight
 
@@ -63,12 +64,29 @@ def input_backward(
     for one in inputs:
         one.grad = None  # torch keeps them there as well
 
+    plain = [group for group in groups if len(group["intermediates"]) == 1]
+    reached = {node for group in plain for node in group["params"]}
+    others = [param for param in params if get_gradient_edge(param).node not in reached]
+
     def rest() -> Sequence[Tensor | None]:
+        found = dict(zip(others, _grads_of(roots, others, grads), strict=True))
         with _grads_aside(params):
-            stage_backward_weight(iter(params), groups)
-            return [param.grad for param in params]
+            stage_backward_weight(iter(params), plain)
+            return [found.get(param, param.grad) for param in params]
 
     return _filled(given, inputs), rest
+
+
+def _grads_of(
+    roots: Sequence[Tensor], params: Sequence[nn.Parameter], grads: Sequence[Tensor] | None
+) -> Sequence[Tensor | None]:
+    """Return the gradients of parameters that torch's halves lose or count twice.
+
+    These are used without any input, as a table of positions, or in several places.
+    """
+    if not params:
+        return []
+    return torch.autograd.grad(roots, params, grads, retain_graph=True, allow_unused=True)
 
 
 def weight_backward(rest: Rest, params: Sequence[nn.Parameter]) -> Sequence[Tensor | None]:

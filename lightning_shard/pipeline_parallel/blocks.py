@@ -72,6 +72,24 @@ def find_blocks(model: nn.Module, path: str | None = None) -> BlockList:
     return blocks
 
 
+def refuse_compiled_around(model: nn.Module, blocks: BlockList) -> None:
+    """Raise if one compiled graph goes through several blocks.
+
+    Raises:
+        ConfigError: `torch.compile` was applied to a module that contains the blocks.
+    """
+    names = blocks.path.split(".") if blocks.path else []
+    paths = [".".join(names[:stop]) for stop in range(len(names) + 1)]
+    for path in paths:
+        module = model.get_submodule(path)
+        if _COMPILED in module._modules or module._compiled_call_impl is not None:
+            raise ConfigError(
+                f"{path or type(model).__name__!r} is compiled as a whole, but a pipeline cuts it "
+                f"between its blocks; expected compiled blocks at most. Compile each block instead:"
+                f" for block in the {len(blocks)} of {blocks.path!r}: block.compile()."
+            )
+
+
 def num_parameters(module: nn.Module) -> int:
     """Return how many values a module's parameters have, shared ones counted once."""
     return sum(param.numel() for param in module.parameters())

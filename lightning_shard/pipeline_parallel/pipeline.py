@@ -24,7 +24,11 @@ from lightning_shard.pipeline_parallel.backward import (
     input_backward,
     weight_backward,
 )
-from lightning_shard.pipeline_parallel.gradients import GradientStash, hooks_set_aside, leaves_of_graph
+from lightning_shard.pipeline_parallel.gradients import (
+    GradientStash,
+    hooks_set_aside,
+    leaves_of_graph,
+)
 from lightning_shard.pipeline_parallel.leaves import map_tensors, signature
 from lightning_shard.pipeline_parallel.messages import Look, Messages, Receipt
 from lightning_shard.pipeline_parallel.microbatches import Microbatch

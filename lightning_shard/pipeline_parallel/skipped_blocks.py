@@ -12,8 +12,10 @@ So whether any `Elsewhere` of a run outlives it is looked at, and such a block r
 
 import copy
 import gc
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -199,7 +201,16 @@ class _Computed(TorchFunctionMode):
 
 def _on_copies(call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call with arguments of which it can be seen whether they are kept; with the same lists."""
-    return call(*map(_copied, args), **{name: _copied(value) for name, value in kwargs.items()})
+    with _uncompiled():
+        return call(*map(_copied, args), **{name: _copied(one) for name, one in kwargs.items()})
+
+
+def _uncompiled() -> AbstractContextManager[None]:
+    """Let compiled code run as it is written: there is nothing to compile for stand-ins."""
+    if "torch._dynamo" not in sys.modules:  # which takes long to import
+        return nullcontext()
+    stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 def _copied(value: Any) -> Any:
@@ -224,7 +235,9 @@ def _settings(value: Any) -> tuple[Any, ...]:
     if isinstance(value, _PLAIN):
         return (type(value), value)
     held = None if isinstance(value, Tensor) else held_values(value)
-    return () if held is None else tuple(found for one in held.values() if (found := _settings(one)))
+    return (
+        () if held is None else tuple(found for one in held.values() if (found := _settings(one)))
+    )
 
 
 def _is_plain(value: Any) -> bool:

@@ -17,9 +17,20 @@ from torch import Tensor
 from lightning_shard.elsewhere import Elsewhere, is_elsewhere
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.leaves import exchange_tensors, map_tensors, tensors_in
-from lightning_shard.pipeline_parallel.skipped_blocks import SkippedBlock, Template, template_of_call
+from lightning_shard.pipeline_parallel.skipped_blocks import (
+    SkippedBlock,
+    Template,
+    template_of_call,
+)
 
 Arguments = tuple[Sequence[Any], Mapping[str, Any]]
+
+_ADVICE_FIRST = "Register the module that computes it before the blocks."
+_ADVICE_LATER = (
+    "Give it to the blocks as an argument and let them return it, or register the module that "
+    "computes it after the blocks; a weight that is used there as well can be tied "
+    "(head.weight = embedding.weight)."
+)
 
 
 class Needed(NamedTuple):
@@ -130,22 +141,17 @@ class StageRun:
     ) -> Any:
         """Do what the call of block `index` means on this stage."""
         if index < self._first:
+            self._refuse_late(index)
             return skipped(call, args, kwargs)
         if index >= self._stop:
             self._end(index, (args, kwargs))
         if index == self._first:
             (self._enter_again if self._is_over else self._enter)((args, kwargs))
-        args, kwargs = self._with_values((args, kwargs), index)
-        return call(*args, **kwargs)
+        return self._called(index, call, (args, kwargs))
 
     def _enter(self, arguments: Arguments) -> None:
         if self._entered:
-            raise ConfigError(
-                f"Stage {self.stage}: the step calls the block {self._names[self._first]!r} twice, "
-                f"expected the network to be called once per step: a pipeline sends each batch "
-                f"through its stages once. Concatenate the inputs of both calls along the batch, "
-                f"or use strategy='zero3'."
-            )
+            raise self._out_of_order(self._first)
         self._entered = True
         if self._is_later:
             places = elsewhere_in(arguments)
@@ -185,17 +191,13 @@ class StageRun:
                 f"Stage {self.stage}: {where} holds a value of shape {tuple(tensor.shape)} that is "
                 f"computed from {getattr(tensor, 'origin', '')!r} on another stage and has not "
                 f"passed through the blocks, expected values to reach a later stage as arguments "
-                f"of its first block. Give it to the blocks as an argument, or let the module that "
-                f"computes it stand after the blocks."
+                f"of its first block. {_ADVICE_LATER if self._is_later else _ADVICE_FIRST}"
             )
 
     def _end(self, index: int, arguments: Arguments) -> None:
         """Take what the next stage needs, and end the step."""
         if not self._entered or index != self._stop or self._needed is None:
-            raise ConfigError(
-                f"Stage {self.stage}: the block {self._names[index]!r} is called after "
-                f"{self._stop - self._first} others of this stage, expected the blocks in order."
-            )
+            raise self._out_of_order(index)
         leaves = tensors_in(self._with_values(arguments, index))
         if len(leaves) != self._needed.num_tensors:
             raise ConfigError(
@@ -205,6 +207,34 @@ class StageRun:
         self.outputs = [leaves[place] for place in self._needed.places]
         self._cut = True
         raise Cut
+
+    def _refuse_late(self, index: int) -> None:
+        """Refuse a block of an earlier stage once this stage computes."""
+        if self._entered and not self._is_over:
+            raise self._out_of_order(index)
+
+    def _out_of_order(self, index: int) -> ConfigError:
+        own = " to ".join(map(repr, {self._names[self._first]: 0, self._names[self._stop - 1]: 0}))
+        when = "after" if self._entered else "before"
+        return ConfigError(
+            f"Stage {self.stage}: the step calls the block {self._names[index]!r} {when} the "
+            f"blocks of this stage ({own}), expected all blocks once, in order: a pipeline sends "
+            f"each batch through its stages once. Where the network is called twice, concatenate "
+            f"the inputs of both calls along the batch, or use strategy='zero3'."
+        )
+
+    def _called(self, index: int, call: Callable[..., Any], arguments: Arguments) -> Any:
+        """Call a block; its errors say which it is, and what came to it."""
+        args, kwargs = self._with_values(arguments, index)
+        try:
+            return call(*args, **kwargs)
+        except Exception as error:
+            shapes = ", ".join(str(tuple(one.shape)) for one in tensors_in((args, kwargs)))
+            error.add_note(
+                f"Raised in the block {self._names[index]!r} on stage {self.stage} of the "
+                f"pipeline, which is called with tensors of shape {shapes or 'none'}."
+            )
+            raise
 
 
 class _Received:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_shard.elsewhere import Elsewhere
 from lightning_shard.errors import ConfigError
-from lightning_shard.pipeline_parallel.partition import Partition, Stages
+from lightning_shard.pipeline_parallel.partition import Partition, Stages, buffer_stages
 from lightning_shard.pipeline_parallel.skipped_blocks import SkippedBlock, Template
 
 _PLACE = "_pipeline_place"
@@ -46,6 +46,8 @@ class StagedModel:
         partition: Its stages.
         param_stages: The stages of each parameter.
         full_shapes: The whole shape of each parameter.
+        rank_stages: The stages of this rank. What the step of one does to the buffers of another,
+            such as counts of batches, does not reach these.
     """
 
     def __init__(
@@ -54,22 +56,25 @@ class StagedModel:
         partition: Partition,
         param_stages: Mapping[nn.Parameter, Stages],
         full_shapes: Mapping[nn.Parameter, Sequence[int]],
+        rank_stages: Sequence[int] = (),
     ) -> None:
         self.partition = partition
+        self._rank_stages = rank_stages
         self._model = model
         self.block_names = [partition.blocks.name(i) for i in range(len(partition.blocks))]
         self._run: Run | None = None
         self._hint: Template | None = None
         self._homes = [
-            (module._parameters, name, param)
+            (home, name, tensor)
             for module in model.modules()
-            for name, param in module._parameters.items()
-            if param is not None
+            for home in (module._parameters, module._buffers)
+            for name, tensor in home.items()
+            if tensor is not None
         ]
         self._names = {param: name for name, param in model.named_parameters()}
         self._param_stages, self._full_shapes = param_stages, full_shapes
-        self._absent: dict[int, list[tuple[dict[str, Any], str, nn.Parameter, Elsewhere]]] = {}
-        self._shown: int | None = None  # the stage whose absent parameters stand in now
+        self._absent: dict[int, list[_StandIn]] = {}
+        self._shown: int | None = None  # the stage whose stand-ins are in their places now
         for index, block in enumerate(partition.blocks.modules):
             setattr(block, _PLACE, _Place(self, index, SkippedBlock(block)))
             own: Any = type(block)
@@ -134,29 +139,37 @@ class StagedModel:
     def _show(self, stage: int | None) -> None:
         if stage == self._shown:
             return
-        for home, name, param, _ in self._stand_ins(self._shown):
-            home[name] = param
+        for one in self._stand_ins(self._shown):
+            one.swap()
         self._shown = stage
-        for home, name, _, stand_in in self._stand_ins(stage):
-            home[name] = stand_in
+        for one in self._stand_ins(stage):
+            one.swap()
 
-    def _stand_ins(
-        self, stage: int | None
-    ) -> list[tuple[dict[str, Any], str, nn.Parameter, Elsewhere]]:
+    def _stand_ins(self, stage: int | None) -> list["_StandIn"]:
         if stage is None:
             return []
         if stage not in self._absent:
-            absent = {
-                param: Elsewhere.of(param, self._full_shapes[param], self._names[param])
-                for param, stages in self._param_stages.items()
-                if stage not in stages
-            }
+            absent = self._absent_params(stage) | self._copied_buffers(stage)
             self._absent[stage] = [
-                (home, name, param, absent[param])
-                for home, name, param in self._homes
-                if param in absent
+                _StandIn(home, name, absent[tensor])
+                for home, name, tensor in self._homes
+                if tensor in absent
             ]
         return self._absent[stage]
+
+    def _absent_params(self, stage: int) -> dict[Tensor, Tensor]:
+        return {
+            param: Elsewhere.of(param, self._full_shapes[param], self._names[param])
+            for param, stages in self._param_stages.items()
+            if stage not in stages
+        }
+
+    def _copied_buffers(self, stage: int) -> dict[Tensor, Tensor]:
+        return {
+            buffer: buffer.clone()
+            for buffer, (owner, *_) in buffer_stages(self._model, self.partition).items()
+            if owner != stage and owner in self._rank_stages
+        }
 
     @property
     def hint(self) -> Template | None:
@@ -179,6 +192,17 @@ class StagedModel:
                 delattr(block, _PLACE)
                 block.__class__ = type(block).__mro__[2]
         self._absent, self._homes = {}, []
+
+
+class _StandIn:
+    """What takes the place of a module's tensor while a stage runs."""
+
+    def __init__(self, home: dict[str, Any], name: str, other: Tensor) -> None:
+        self._home, self._name, self._other = home, name, other
+
+    def swap(self) -> None:
+        """Put the one in the place of the other."""
+        self._home[self._name], self._other = self._other, self._home[self._name]
 
 
 class _Place:

@@ -19,6 +19,7 @@ from lightning_shard.backends import liveness
 from lightning_shard.backends.base import DEFAULT_TIMEOUT, Backend
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.registry import auto_backend, get_backend
+from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.environments import (
     InProcessEnvironment,
     MPIEnvironment,
@@ -75,7 +76,7 @@ class ShardStrategy(StopsTogether, metaclass=OptionNames):
         self._num_ranks = num_ranks
         self._num_nodes = 1
         self._collectives: Collectives | None = None
-        self._reducing: Collectives | None = None  # for gradients
+        self._reducing: DataGroups | None = None  # for gradients
         self._twin_of: dist.ProcessGroup | None = None  # the default group that it was made beside
         if num_ranks is not None and not self.is_in_process:
             raise ConfigError(
@@ -118,6 +119,11 @@ class ShardStrategy(StopsTogether, metaclass=OptionNames):
     def data_collectives(self) -> Collectives:
         """Collectives over the ranks that train one model on different batches: here, all."""
         return self.collectives
+
+    @property
+    def data_groups(self) -> DataGroups:
+        """Those ranks, and how they share out the state."""
+        return DataGroups.of(self.data_collectives)
 
     @property
     @override
@@ -224,7 +230,7 @@ class ShardStrategy(StopsTogether, metaclass=OptionNames):
 
     def _make_groups(self) -> None:
         """Make the groups beside the default one, once for each default group."""
-        self._reducing = self.data_collectives.twin(self._timeout)
+        self._reducing = self.data_groups.twin(self._timeout)
 
     def _join(self) -> None:
         environment = self.cluster_environment

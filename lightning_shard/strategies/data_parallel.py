@@ -141,8 +141,8 @@ class DataParallelStrategy(ShardStrategy):
         for callback in callbacks:
             if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
                 raise ConfigError(
-                    f"{type(callback).__name__} averages whole parameters, but under ZeRO stage 3 "
-                    f"and tensor parallel each rank has pieces of them between the steps. Use "
+                    f"{type(callback).__name__} averages whole parameters, but under ZeRO stage "
+                    f"3, tensor and pipeline parallel each rank has a part of them only. Use "
                     f"strategy='zero2', which keeps parameters whole."
                 )
 
@@ -172,7 +172,7 @@ class DataParallelStrategy(ShardStrategy):
         dtypes = dtype_policy(str(plugin.precision), self._reduce_dtype)
         options = replace(self._options, dtypes=dtypes)
         self._engine = DataParallelEngine(
-            self.model, self.data_collectives, options, self._reducing, self._split_model()
+            self.model, self.data_groups, options, self._reducing, self._split_model()
         )
         plugin.attach(self._engine)
 

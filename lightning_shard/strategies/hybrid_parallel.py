@@ -14,6 +14,11 @@ from lightning_shard.backends.base import DEFAULT_TIMEOUT
 from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.mesh import AXES, Axis, ParallelMesh
 from lightning_shard.strategies.combined_split import CombinedSplit
+from lightning_shard.strategies.hybrid_sharding import (
+    checked_size,
+    shard_size,
+    warning_of_gathers,
+)
 from lightning_shard.strategies.pipeline_parallel import PipelineParallelStrategy
 from lightning_shard.strategies.tensor_parallel import TensorParallelStrategy
 from lightning_shard.tensor_parallel.parted_tensor import made_whole
@@ -34,7 +39,9 @@ class HybridParallelStrategy(TensorParallelStrategy, PipelineParallelStrategy):
         debug: Compare every collective call.
         pipeline_parallel_size: Ranks of one pipeline.
         tensor_parallel_size: Ranks that share each layer of a stage.
-        data_parallel_size: Models that train on different batches; -1 takes the remaining ranks.
+        data_parallel_size: Models that train on different batches; -1 takes the remaining ranks. A
+            pair (replicate, shard) is so many copies of the state, each in pieces on so many
+            neighbouring ranks; choose those of a node, and gathers stay inside it.
         zero_stage: How the data-parallel ranks keep their state, 0 to 3. Stage 3 gathers each layer
             for every microbatch.
         axis_order: The axes "pp", "dp" and "tp" from the slowest to the fastest.
@@ -63,7 +70,7 @@ class HybridParallelStrategy(TensorParallelStrategy, PipelineParallelStrategy):
         debug: bool = False,
         pipeline_parallel_size: int = 1,
         tensor_parallel_size: int = 1,
-        data_parallel_size: int = -1,
+        data_parallel_size: int | tuple[int, int] = -1,
         zero_stage: int = 1,
         axis_order: tuple[Axis, Axis, Axis] = AXES,  # type: ignore[assignment]
         plan: dict[str, Any] | str | None = "auto",
@@ -86,7 +93,7 @@ class HybridParallelStrategy(TensorParallelStrategy, PipelineParallelStrategy):
             plan=plan,
             zero_stage=zero_stage,
         )
-        self._data_parallel_size = data_parallel_size
+        self._data_parallel_size = checked_size(data_parallel_size)
         self._axis_order = axis_order
         self._set_pipeline(pipeline_parallel_size, schedule, num_microbatches, blocks, split)
 
@@ -96,13 +103,23 @@ class HybridParallelStrategy(TensorParallelStrategy, PipelineParallelStrategy):
         pp, tp = self._pipeline_parallel_size, self._tensor_parallel_size
         assert pp is not None
         assert tp is not None
+        dp = self._data_parallel_size if isinstance(self._data_parallel_size, int) else -1
         return ParallelMesh.of_world(
-            self.world_size, pp=pp, tp=tp, dp=self._data_parallel_size, axis_order=self._axis_order
+            self.world_size, pp=pp, tp=tp, dp=dp, axis_order=self._axis_order
         )
+
+    @property
+    @override
+    def shard_size(self) -> int:
+        return shard_size(self._data_parallel_size, self.mesh.dp)
 
     @override
     def _make_groups(self) -> None:
-        for warning in self.mesh.placement(self.num_processes).warnings:
+        warnings = [*self.mesh.placement(self.num_processes).warnings]
+        if self.stage > 0 and not isinstance(self._data_parallel_size, int):
+            about = warning_of_gathers(self.mesh, self.shard_size, self.num_processes)
+            warnings += [] if about is None else [about]
+        for warning in warnings:
             rank_zero_warn(warning)
         super()._make_groups()
 

@@ -4,6 +4,8 @@ The ranks of one model are given the same batch; the ranks that differ in nothin
 data parallel to each other.
 """
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
@@ -12,11 +14,14 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.errors import ConfigError
 from lightning_shard.mesh import Axis, ParallelMesh
+from lightning_shard.planner.report import DryRun
 from lightning_shard.strategies._lightning import seed_workers
 from lightning_shard.strategies.batches import check_same_lengths
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
+from lightning_shard.strategies.hybrid_sharding import replicate_ranks, shard_ranks
 from lightning_shard.strategies.metric_groups import MetricGroups
 from lightning_shard.strategies.same_batches import SameBatches
 
@@ -25,7 +30,7 @@ class ModelParallelStrategy(DataParallelStrategy):
     """One model over the ranks of a group; what they leave of the world is data parallel."""
 
     model_axes: ClassVar[tuple[Axis, ...]]
-    _data: Collectives | None = None
+    _data: DataGroups | None = None
     _sharers: Collectives | None = None  # the ranks of one model
     _along: dict[Axis, Collectives]  # its axes, one by one
     _metrics: MetricGroups | None = None
@@ -39,9 +44,19 @@ class ModelParallelStrategy(DataParallelStrategy):
     @property
     @override
     def data_collectives(self) -> Collectives:
+        return self.data_groups.everyone
+
+    @property
+    @override
+    def data_groups(self) -> DataGroups:
         if self._data is None:
             raise ConfigError("There are no groups before trainer.fit (or validate ...) runs.")
         return self._data
+
+    @property
+    def shard_size(self) -> int:
+        """How many of the data-parallel ranks share out one copy of the state: here, all."""
+        return self.mesh.dp
 
     @property
     def model_collectives(self) -> Collectives:
@@ -63,13 +78,23 @@ class ModelParallelStrategy(DataParallelStrategy):
 
     @override
     def _make_groups(self) -> None:
-        self._data, self._sharers = self._group(("dp",)), self._group(self.model_axes)
-        self._along = {axis: self._group((axis,)) for axis in self.model_axes}
+        peers = partial(self.mesh.peers, rank=self.global_rank)
+        self._data, self._sharers = self._group_data(peers("dp")), self._group(self.model_ranks)
+        self._along = {axis: self._group(peers(axis)) for axis in self.model_axes}
         super()._make_groups()
 
-    def _group(self, axes: tuple[Axis, ...]) -> Collectives:
-        ranks = list(self.mesh.peers(axes, self.global_rank))
-        group = dist.new_group(ranks, timeout=self._timeout, use_local_synchronization=True)
+    def _group_data(self, ranks: Sequence[int]) -> DataGroups:
+        everyone, size = self._group(ranks), self.shard_size
+        if size == len(ranks):
+            return DataGroups.of(everyone)
+        return DataGroups(
+            everyone=everyone,
+            shard=self._group(shard_ranks(ranks, self.global_rank, size)),
+            replicate=self._group(replicate_ranks(ranks, self.global_rank, size)),
+        )
+
+    def _group(self, ranks: Sequence[int]) -> Collectives:
+        group = dist.new_group(list(ranks), timeout=self._timeout, use_local_synchronization=True)
         return self.backend.collectives(group)
 
     @override
@@ -115,6 +140,45 @@ class ModelParallelStrategy(DataParallelStrategy):
             assert stage is not None
             self._same_batches.check(batch, f"{stage.value} loader {dataloader_idx}")
         return super().batch_to_device(batch, device, dataloader_idx)
+
+    def dry_run(
+        self,
+        module: "pl.LightningModule",
+        batch: Any,
+        *,
+        world_size: int,
+        precision: str = "32-true",
+        ranks_per_node: int = 8,
+        state_values: int = 2,
+    ) -> DryRun:
+        """Count what a training step takes on each rank of a world that is not there.
+
+        Nothing is sent, computed or kept: the module may be larger than any memory.
+
+        Args:
+            module: As for `trainer.fit`; its parameters may be on meta, and it needs no trainer.
+            batch: What a data-parallel rank's loader gives; the tensors may be on meta.
+            world_size: Ranks of that world.
+            precision: As for the Trainer.
+            ranks_per_node: Ranks that share a node's fast links.
+            state_values: What the optimizer keeps for each trained parameter: 2 of Adam.
+
+        Raises:
+            ConfigError: Options that do not fit the world or the module, or a `training_step` that
+                asks for elements.
+        """
+        # It knows the strategies that are made of this one.
+        from lightning_shard.strategies.dry_run import dry_run_of
+
+        return dry_run_of(
+            self,
+            module,
+            batch,
+            world_size=world_size,
+            precision=precision,
+            ranks_per_node=ranks_per_node,
+            state_values=state_values,
+        )
 
     @override
     def teardown(self) -> None:

@@ -20,7 +20,7 @@ from lightning_shard.data_parallel.engine import refuse_leftover_pieces
 from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.errors import ConfigError
 from lightning_shard.mesh import Axis, ParallelMesh
-from lightning_shard.pipeline_parallel.blocks import find_blocks
+from lightning_shard.pipeline_parallel.blocks import find_blocks, refuse_compiled_around
 from lightning_shard.pipeline_parallel.gradients import GradientStash
 from lightning_shard.pipeline_parallel.microbatches import (
     Microbatch,
@@ -212,10 +212,10 @@ class PipelineParallelStrategy(ModelParallelStrategy):
         ranks = place_stages(self._schedule, self.mesh.pp, self.num_stages)
         self.schedule(self.num_microbatches)  # refused here, where nothing has been changed
         self._stage_split = PipelineSplit(model, self._partition, ranks, group, self.root_device)
-        self._staged = StagedModel(
-            model, self._partition, self._stage_split.param_stages, self._stage_split.shapes
-        )
         own = [stage for stage, rank in enumerate(ranks) if rank == group.rank]
+        self._staged = StagedModel(
+            model, self._partition, self._stage_split.param_stages, self._stage_split.shapes, own
+        )
         params = {stage: self._stage_split.stage_params(stage) for stage in own}
         self._pipeline = Pipeline(
             self._staged, group, params, self.schedule, ranks, self.root_device
@@ -226,6 +226,7 @@ class PipelineParallelStrategy(ModelParallelStrategy):
     def _stages(self, model: torch.nn.Module) -> Partition:
         assert self.lightning_module is not None
         blocks = find_blocks(model, self._blocks)
+        refuse_compiled_around(model, blocks)
         measured = None
         if self._balance in ("flops", "memory"):
             measured = measured_costs(

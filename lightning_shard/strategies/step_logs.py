@@ -22,8 +22,8 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.errors import ConfigError
 from lightning_shard.elsewhere import is_elsewhere
+from lightning_shard.errors import ConfigError
 from lightning_shard.strategies import _torchmetrics
 from lightning_shard.strategies.metric_sources import MetricSources
 from lightning_shard.strategies.replaced import replaced

@@ -5,5 +5,6 @@ model's own, or found (`automatic`, `candidates`, `probe`). `SplitModel` applies
 
     plan ──► SplitModel ──┬── Sharding       which part of each parameter is here
                           ├── layers         the parallel forwards, over `regions`
-                          └── PartedTensor   logits, and slices of the sequence, that look whole
+                          └── PartedTensor   logits, slices of the sequence, and heads of
+                                             attention, that look whole
 """

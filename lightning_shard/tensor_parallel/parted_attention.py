@@ -26,8 +26,8 @@ def combined(func: Any, like: PartedTensor, args: Any, kwargs: Any) -> Any:
     result = func(*operands, **kwargs)
     if result is part.local:
         return like
-    if result.device != like.device:  # where the group may be unable to gather it
-        return NotImplemented
+    if not isinstance(result, Tensor) or result.device != like.device:
+        return NotImplemented  # on another device the group may be unable to gather it
     return part.widen(result, result.ndim - part.place)
 
 

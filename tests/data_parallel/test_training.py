@@ -11,17 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_shard.backends.registry import get_backend
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.errors import ConfigError, ShardError
 from lightning_shard.optim.clipping import clip_grad_norm
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
 from lightning_shard.testing import run_ranks
+from tests.data_parallel.copies import in_copies
 
 GLOBAL_BATCH = 12
 NUM_STEPS = 4
@@ -126,7 +125,11 @@ def train_alone(case: Case) -> Trained:
 
 
 def train_on_ranks(
-    case: Case, stage: int, num_ranks: int, bucket_mb: float = SMALL_BUCKET_MB
+    case: Case,
+    stage: int,
+    num_ranks: int,
+    bucket_mb: float = SMALL_BUCKET_MB,
+    num_copies: int = 1,
 ) -> Trained:
     """Train on ranks; returns rank 0's result after checking that all ranks agree."""
 
@@ -134,17 +137,14 @@ def train_on_ranks(
         torch.manual_seed(0)
         model = case.model()
         optimizer = case.optimizer(model)
-        assert dist.group.WORLD is not None
-        collectives = get_backend("in_process").collectives(dist.group.WORLD)
-        engine = DataParallelEngine(
-            model, collectives, EngineOptions(stage=stage, bucket_mb=bucket_mb)
-        )
+        groups = in_copies(num_copies)
+        engine = DataParallelEngine(model, groups, EngineOptions(stage=stage, bucket_mb=bucket_mb))
         sharded = ShardedOptimizer(optimizer, engine)
         session = Session(model, optimizer, engine)
         losses = []
         for batch in case.data():
             loss = case.update(session, case.loss, batch[rank::num_ranks]).detach().clone()
-            collectives.all_reduce(loss, "avg").wait()
+            groups.everyone.all_reduce(loss, "avg").wait()
             losses.append(loss.item())
         engine.detach(restore=True)
         sharded.detach()
@@ -171,10 +171,17 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def check(case: Case, stage: int, num_ranks: int, bucket_mb: float = SMALL_BUCKET_MB) -> None:
+def check(
+    case: Case,
+    stage: int,
+    num_ranks: int,
+    bucket_mb: float = SMALL_BUCKET_MB,
+    num_copies: int = 1,
+) -> None:
     """Compare ranks with one device."""
     with one_thread():
-        alone, together = train_alone(case), train_on_ranks(case, stage, num_ranks, bucket_mb)
+        alone = train_alone(case)
+        together = train_on_ranks(case, stage, num_ranks, bucket_mb, num_copies)
     torch.testing.assert_close(together.losses, alone.losses, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(together.weights, alone.weights, rtol=1e-4, atol=1e-6)
 
@@ -423,6 +430,12 @@ UPDATES = {
 @pytest.mark.parametrize("num_ranks", NUM_RANKS)
 def test_updates(name: str, stage: int, num_ranks: int) -> None:
     check(UPDATES[name], stage, num_ranks)
+
+
+@pytest.mark.parametrize("name", UPDATES)
+@pytest.mark.parametrize("stage", range(4))
+def test_updates_with_two_copies_of_the_state(name: str, stage: int) -> None:
+    check(UPDATES[name], stage, num_ranks=4, num_copies=2)
 
 
 @pytest.mark.parametrize("name", UPDATES)

@@ -15,7 +15,7 @@ from lightning_shard.backends.registry import get_backend
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.schedules import Action, make_schedule
 from lightning_shard.pipeline_parallel.simulation import Durations, replay
-from lightning_shard.pipeline_parallel.timeline import Event, Timeline
+from lightning_shard.pipeline_parallel.timeline import Timeline
 from lightning_shard.profiling import PipelineTimeline, pipeline_timeline
 from lightning_shard.profiling.pipeline_timeline import (
     ActionClock,
@@ -113,7 +113,7 @@ def test_a_trace_has_the_computations_in_order_and_the_waiting_between_them(
         assert received == {str(one) for one in expected if one.kind.startswith("RECV")}
 
 
-def test_only_batches_that_are_taken_are_observed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_batches_that_are_taken_are_observed() -> None:
     seen: list[list[bool]] = []
     shares: list[list[float]] = []
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import lightning as L  # noqa: N812
+import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from lightning.pytorch.callbacks import Callback
@@ -16,9 +17,13 @@ from tests.strategies.parity import Curve, quiet_trainer
 WIDTH = 8
 BATCH = 12
 NUM_BATCHES = 5
-# Ranks and schedule: whole backwards, one stage a rank; halves, two stages a rank.
-PIPELINES = [(2, "1f1b"), (2, "zbv")]
-ALL_PIPELINES = [*PIPELINES, (4, "gpipe"), (2, "interleaved_zero_bubble"), (2, "looped_bfs")]
+# Ranks and schedule: halves and two stages a rank; whole backwards and one stage a rank.
+PIPELINES = [(2, "zbv"), pytest.param(2, "1f1b", marks=pytest.mark.slow)]
+OTHER_PIPELINES = [
+    pytest.param(*one, marks=pytest.mark.slow)
+    for one in ((4, "gpipe"), (2, "interleaved_zero_bubble"), (2, "looped_bfs"))
+]
+ALL_PIPELINES = [*PIPELINES, *OTHER_PIPELINES]
 
 
 class Block(nn.Module):
@@ -65,7 +70,7 @@ class Stack(L.LightningModule):
         return TensorDataset(*samples())
 
     def train_dataloader(self) -> Any:
-        return DataLoader(self.dataset(), BATCH)
+        return DataLoader(self.dataset(), batch_size=BATCH)
 
     def callbacks(self) -> list[Callback]:
         return []

@@ -10,7 +10,17 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_shard import ConfigError, PipelineParallelStrategy
 from tests.strategies.parity import UPSTREAM_WARNINGS
-from tests.strategies.stacks import BATCH, WIDTH, Block, Stack, fit, pipeline, samples
+from tests.strategies.stacks import (
+    ALL_PIPELINES,
+    BATCH,
+    PIPELINES,
+    WIDTH,
+    Block,
+    Stack,
+    fit,
+    pipeline,
+    samples,
+)
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
 
@@ -149,20 +159,27 @@ class WithoutNetwork(Stack):
         return F.cross_entropy(self.head(self.embed(batch[0])), batch[1])
 
 
+@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
 @pytest.mark.parametrize(
     ("style", "message"),
     [
         (ByHand, "ByHand optimizes by hand.*strategy='zero3'"),
         (OfIterator, "OfIterator.training_step takes the loader's iterator"),
-        (Twice, "Stage 1: the step calls the block 'blocks.2' twice, .*Concatenate the inputs"),
-        (TwiceInBlock, "'blocks.3'|once"),
-        (OutOfOrder, "expected the blocks in order"),
+        (Twice, "Stage 1: the step calls the block 'blocks.0' after .*'blocks.2' to .*concatenate"),
+        (OutOfOrder, "Stage 1: the step calls the block 'blocks.1' after .*once, in order"),
         (WithoutTheLast, "'blocks.2' of stage 1, expected it to call the network once"),
         (WithoutNetwork, "without calling the block 'blocks.2'"),
     ],
 )
 def test_steps_that_are_no_pipeline(style: type[Stack], message: str) -> None:
     refused(style, message)
+
+
+def test_the_first_block_of_a_stage_is_called_once() -> None:
+    """Another one may be called again, as long as its stage goes on."""
+    refused(TwiceInBlock, "Stage 3: the step calls the block 'blocks.3' after", 2, "zbv")
+    alone, staged = fit(TwiceInBlock), fit(TwiceInBlock, pipeline(2, "1f1b"))
+    torch.testing.assert_close(staged.weights, alone.weights, rtol=1e-5, atol=2e-7)
 
 
 # --- values of other stages --------------------------------------------------------------------
@@ -246,20 +263,30 @@ def test_values_of_another_stage(style: type[Stack], message: str) -> None:
 # --- what the blocks are called with -----------------------------------------------------------
 
 
-class Narrow(Block):
-    """Returns fewer features than the next block takes."""
+class Widths(Block):
+    """Returns as many of its features as it is told."""
+
+    kept = WIDTH
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x)[:, : WIDTH - 1]
+        return super().forward(x)[:, : self.kept]
 
 
-def test_a_block_whose_output_does_not_fit_the_next_ones_input() -> None:
+@pytest.mark.parametrize("narrow", [0, 1, 2])
+@pytest.mark.parametrize(("num_ranks", "schedule"), ALL_PIPELINES[:3])
+def test_a_block_whose_output_does_not_fit_the_next_ones_input(
+    narrow: int, num_ranks: int, schedule: str
+) -> None:
     class Misfit(Stack):
+        block = Widths
+
         def __init__(self) -> None:
             super().__init__()
-            self.blocks[1] = Narrow()
+            self.blocks[narrow].kept = WIDTH - 1
 
-    refused(Misfit, "blocks.2")
+    message = f"block 'blocks.{narrow + 1}' on stage .* called with tensors of shape .*, 7"
+    with pytest.raises(RuntimeError, match=message):
+        fit(Misfit, pipeline(num_ranks, schedule))
 
 
 class ShapesOfRandom(Stack):
@@ -340,7 +367,7 @@ class Stops(Exception):  # noqa: N818
     """Stops a fit."""
 
 
-@pytest.mark.parametrize(("num_ranks", "schedule"), [(2, "1f1b"), (2, "zbv")])
+@pytest.mark.parametrize(("num_ranks", "schedule"), PIPELINES)
 @pytest.mark.parametrize("place", ["embed", "blocks.0", "blocks.2", "blocks.3", "head"])
 def test_an_error_in_any_stage_ends_every_rank(place: str, num_ranks: int, schedule: str) -> None:
     class Failing(Stack):
@@ -356,5 +383,3 @@ def raising(module: nn.Module, *_: Any) -> None:
     weight = next(module.parameters())
     if type(weight) is nn.Parameter:  # its own stage
         raise Stops("here")
-
-

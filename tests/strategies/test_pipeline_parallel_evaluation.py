@@ -53,7 +53,9 @@ class Evaluated(Stack):
         return loss
 
     def val_dataloader(self) -> Any:
-        return [DataLoader(TensorDataset(*samples(num, seed)), BATCH) for num, seed in SETS]
+        return [
+            DataLoader(TensorDataset(*samples(num, seed)), batch_size=BATCH) for num, seed in SETS
+        ]
 
     test_dataloader = val_dataloader
     predict_dataloader = val_dataloader
@@ -83,18 +85,24 @@ SETS = [(20, 2), (15, 3)]
 @pytest.mark.parametrize(("num_ranks", "schedule"), PIPELINES)
 def test_fit_logs_and_validates_as_a_single_device(num_ranks: int, schedule: str) -> None:
     alone, _ = check(Evaluated, num_ranks, schedule)
-    assert {"loss_step", "loss_epoch", "accuracy", "largest", "samples", "a", "b", "val_loss"} < set(
-        alone.trainer.callback_metrics
-    )
+    assert {
+        "loss_step",
+        "loss_epoch",
+        "accuracy",
+        "largest",
+        "samples",
+        "a",
+        "b",
+        "val_loss",
+    } < set(alone.trainer.callback_metrics)
 
 
 def results(trainer: L.Trainer, model: L.LightningModule) -> tuple[Any, ...]:
-    quiet: Any = {"verbose": False}
-    return (
-        trainer.validate(model, **quiet),
-        trainer.test(model, **quiet),
-        trainer.predict(model),
-    )
+    validated, tested = (run(model, verbose=False) for run in (trainer.validate, trainer.test))
+    predicted = [batch for loader in trainer.predict(model) or [] for batch in loader]
+    names = [batch.pop("name") for batch in predicted]
+    assert names == ["batch 0", "batch 1"] * len(SETS)
+    return validated, tested, predicted
 
 
 @pytest.mark.parametrize(("num_ranks", "schedule"), ALL_PIPELINES)

@@ -19,6 +19,7 @@ from tests.strategies.stacks import (
     ALL_PIPELINES,
     BATCH,
     NUM_BATCHES,
+    OTHER_PIPELINES,
     PIPELINES,
     WIDTH,
     Block,
@@ -185,7 +186,6 @@ class ViewsOfBlocks(Stack):
 
 class BetweenBlocks(Stack):
     """Arithmetic between the blocks: on the stage before, as far as it only needs their values."""
-
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x)
@@ -385,8 +385,7 @@ def test_trainings(style: type[Stack], num_ranks: int, schedule: str) -> None:
     check(style, num_ranks, schedule)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("num_ranks", "schedule"), ALL_PIPELINES[2:])
+@pytest.mark.parametrize(("num_ranks", "schedule"), OTHER_PIPELINES)
 @pytest.mark.parametrize("style", [*NETWORKS, *TRAININGS])
 def test_styles_with_other_schedules(style: type[Stack], num_ranks: int, schedule: str) -> None:
     check(style, num_ranks, schedule)

@@ -130,6 +130,7 @@ GATHERED: dict[str, Callable[[Tensor], Tensor]] = {
     "argmax": lambda x: x.argmax(-1),
     "sum": lambda x: x.sum(),
     "one class": lambda x: x[..., 3],
+    "where, of one tensor": lambda x: torch.where(x)[2],
     "some classes": lambda x: x[:, :, 1:5],
     "classes of their own": lambda x: x[ROWS, :][:, [1, 2]],
     "a split of the classes": lambda x: x.split(3, dim=-1)[0],

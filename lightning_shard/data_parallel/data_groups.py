@@ -1,0 +1,55 @@
+"""The ranks that train one model on different batches, and how they share out its state.
+
+    everyone    0 1 2 3 4 5 6 7        start with the same values, agree, average
+    shard      [0 1 2 3][4 5 6 7]      one copy of the state each: gathers stay inside
+    replicate   0 ───── 4              the same piece of every copy: gradients, 1/S of them
+
+With one copy, `shard` is everyone. With several, hybrid sharding, a copy belongs on one node: each
+rank holds 1/S of the state, S ranks to a copy, and gathers do not cross nodes. Gradients are
+averaged over the copy, in pieces, and then each piece over the copies.
+
+Source: hybrid sharding of FSDP, arXiv:2304.11277, section 3.2.2; MiCS, arXiv:2205.00119.
+"""
+
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+from lightning_shard.backends.collectives import Collectives
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataGroups:
+    """A rank's data-parallel groups.
+
+    Attributes:
+        everyone: All data-parallel ranks.
+        shard: Those that share out one copy of the state, neighbours among `everyone`.
+        replicate: Those with the same piece of other copies; None where there is one copy.
+    """
+
+    everyone: Collectives
+    shard: Collectives
+    replicate: Collectives | None = None
+
+    @classmethod
+    def of(cls, ranks: "Collectives | DataGroups") -> "DataGroups":
+        """Return groups as they are; the ranks of a single one share out one copy of the state."""
+        return ranks if isinstance(ranks, DataGroups) else cls(everyone=ranks, shard=ranks)
+
+    @property
+    def is_first_copy(self) -> bool:
+        """Whether this rank has a piece of the copy that is saved."""
+        return self.replicate is None or self.replicate.rank == 0
+
+    def twin(self, timeout: timedelta | None = None) -> "DataGroups":
+        """The same ranks over groups of their own, for gradients; each rank must call.
+
+        `replicate` stays as it is: nothing but gradients travels there.
+
+        Args:
+            timeout: Of the new groups; c10d's default when left out.
+        """
+        everyone = self.everyone.twin(timeout)
+        if self.replicate is None:
+            return DataGroups.of(everyone)
+        return replace(self, everyone=everyone, shard=self.shard.twin(timeout))

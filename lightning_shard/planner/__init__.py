@@ -1,0 +1,1 @@
+"""Memory, traffic and idle time of a run that has not begun."""

@@ -1,0 +1,100 @@
+"""A dry run: one step of a world that is not there, counted by the code that would train in it.
+
+    options + module ──> the ranks of one pipeline ──> a step ──> DryRun
+                         (one of each tp and dp group)
+
+No data is moved and no memory taken: 4,096 ranks take no longer than the ranks of one pipeline.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_shard.pipeline_parallel.microbatches import batch_size_of, split_batch
+from lightning_shard.pipeline_parallel.schedules import Schedule
+from lightning_shard.pipeline_parallel.simulation import replay
+from lightning_shard.planner.no_elements import NoElements
+from lightning_shard.planner.report import DryRun, RankFigures
+from lightning_shard.planner.simulated_rank import RankOptions, SimulatedRank
+from lightning_shard.planner.simulation import SimulatedPipeline, run_unpipelined
+
+
+def dry_run(
+    module: nn.Module,
+    batch: Any,
+    options: RankOptions,
+    *,
+    schedule: Callable[[int], Schedule] | None,
+    num_microbatches: int,
+    ranks_per_node: int,
+    prepare: Callable[[nn.Module], nn.Module] = lambda module: module,
+    left_out: tuple[object, ...] = (),
+) -> DryRun:
+    """Count what a training step takes on every rank of a simulated world.
+
+    Args:
+        module: With parameters on any device, meta included; left as it is.
+        batch: Of one data-parallel rank: its shapes count, so it may be on meta.
+        options: Of the ranks.
+        schedule: Makes the pipeline's for a number of microbatches; None without a pipeline.
+        num_microbatches: Parts of a batch that has as many samples.
+        ranks_per_node: Ranks that share a node's fast links.
+        prepare: Done to each rank's copy of the module, such as a conversion of formats.
+        left_out: What the module refers to and a copy shall not.
+
+    Raises:
+        ConfigError: The step asks for elements, or the model cannot be split as asked.
+    """
+    stand_ins = NoElements()
+    batch = stand_ins.batch(batch)
+    size = batch_size_of(batch)
+    models = [prepare(stand_ins.module(module, *left_out)) for _ in range(options.mesh.pp)]
+    with _apart():
+        if schedule is None:
+            (whole,) = split_batch(batch, 1)
+            ranks = [SimulatedRank(0, models[0], options)]
+            kept, idle = [run_unpipelined(ranks[0], whole)], (0.0,)
+            table = None
+        else:
+            parts = split_batch(batch, min(num_microbatches, size))
+            table = schedule(len(parts))
+            pipeline = SimulatedPipeline(models, options, table, parts)
+            pipeline.run()
+            ranks, idle = pipeline.ranks, replay(table).idle_shares
+            kept = [pipeline.peak_activations(rank) for rank in ranks]
+        figures = tuple(map(_figures, ranks, kept, idle))
+    return DryRun(
+        mesh=options.mesh,
+        placement=options.mesh.placement(ranks_per_node),
+        num_parameters=sum(param.numel() for param in module.parameters()),
+        zero_stage=options.engine.stage,
+        schedule="" if table is None else table.name,
+        num_microbatches=1 if table is None else table.num_microbatches,
+        batch_size=size * options.mesh.dp,
+        ranks=figures,
+    )
+
+
+def _figures(rank: SimulatedRank, activations: int, idle_share: float) -> RankFigures:
+    memory = rank.memory(activations)
+    rank.count()  # what publishing the updated parameters has sent
+    return RankFigures(
+        stages=rank.stages,
+        num_blocks=rank.num_blocks,
+        num_parameters=rank.num_own_parameters,
+        memory=memory,
+        sent=dict(rank.sent),
+        idle_share=idle_share,
+    )
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """Keep what the simulated steps draw, and what they warn of, to themselves."""
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+        warnings.simplefilter("ignore")  # of addresses that tensors without elements do not have
+        yield

@@ -1,0 +1,101 @@
+"""Modules and batches without elements, and the bytes that they would take.
+
+The stand-ins are torch's fake tensors: they know shape, format, device and which storage they
+share, and take neither memory nor arithmetic. They stand on the CPU, where attention saves as
+little for backward as it does on GPUs.
+"""
+
+import copy
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import lightning_utilities.core.apply_func as apply_func
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class NoElements:
+    """Makes stand-ins that can be computed with together."""
+
+    def __init__(self) -> None:
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def tensor(self, like: Tensor) -> Tensor:
+        """Return a stand-in of the same shape, strides and format."""
+        with self._mode:
+            return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")
+
+    def batch(self, batch: Any) -> Any:
+        """Return a batch that can be computed with; what is there stays as it is.
+
+        Whole numbers on meta become zeros, which are indices in any range: code may look at them.
+        """
+
+        def present(tensor: Tensor) -> Tensor:
+            if not tensor.is_meta:
+                return tensor.cpu()
+            if tensor.is_floating_point() or tensor.is_complex():
+                return self.tensor(tensor)
+            return torch.zeros(tensor.shape, dtype=tensor.dtype)
+
+        return apply_func.apply_to_collection(batch, Tensor, present)
+
+    def module(self, module: M, *left_out: object) -> M:
+        """Copy a module with stand-ins for its parameters and buffers; ties stay ties.
+
+        Args:
+            module: On any device, meta included.
+            left_out: What the module refers to and the copy shall not.
+        """
+        memo: dict[int, Any] = {id(one): None for one in left_out}
+        for param in module.parameters():
+            memo[id(param)] = nn.Parameter(self.tensor(param), requires_grad=param.requires_grad)
+        for buffer in module.buffers():
+            memo[id(buffer)] = self.tensor(buffer)
+        return copy.deepcopy(module, memo)
+
+
+class SavedBytes(saved_tensors_hooks):
+    """Counts what autograd keeps for backward while it is entered, each storage once.
+
+    Args:
+        known: Tensors that are there anyway.
+    """
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        super().__init__(self._note, lambda tensor: tensor)
+        self._known = {_key(one): one for one in known}
+        self._kept: dict[int, Tensor] = {}
+
+    def __enter__(self) -> "SavedBytes":  # type: ignore[override]
+        super().__enter__()
+        return self
+
+    def _note(self, tensor: Tensor) -> Tensor:
+        self.add([tensor])
+        return tensor
+
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        """Count tensors that something else keeps."""
+        for tensor in tensors:
+            if _key(tensor) not in self._known:
+                self._kept.setdefault(_key(tensor), tensor)
+
+    @property
+    def total(self) -> int:
+        """Bytes so far."""
+        return storage_bytes(self._kept.values())
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the distinct storages of some stand-ins, which have no addresses."""
+    storages = {_key(tensor): tensor.untyped_storage() for tensor in tensors}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def _key(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

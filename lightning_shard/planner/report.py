@@ -1,0 +1,157 @@
+"""What a dry run says: the figures of each rank of the pipeline, and a table of them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from rich import box
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from lightning_shard.mesh import Axis, ParallelMesh, Placement
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """The most that one rank holds of each kind, in bytes; buffers and workspace not included.
+
+    Attributes:
+        parameters: Between the steps: what is used, and a master copy where it is another.
+        gathered: More of them within a step, under ZeRO stage 3.
+        gradients: The engine's, when the optimizer steps.
+        gradients_in_flight: Of a pipeline's microbatches, until the engine takes them over.
+        optimizer_state: Of Adam, or of what keeps as many values for each parameter.
+        activations: Saved for the backward of the microbatches that are in flight.
+    """
+
+    parameters: int
+    gathered: int
+    gradients: int
+    gradients_in_flight: int
+    optimizer_state: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """The sum: the peak, if the kinds have theirs at the same time."""
+        held = self.parameters + self.gradients + self.optimizer_state
+        return held + self.gathered + self.gradients_in_flight + self.activations
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFigures:
+    """One rank of the pipeline; its tensor-parallel and data-parallel peers have the same.
+
+    Attributes:
+        stages: Those on this rank.
+        num_blocks: Blocks in them.
+        num_parameters: Elements of this rank's part of the parameters.
+        memory: What it holds.
+        sent: Bytes that it sends in a step along each axis, as a ring would.
+        idle_share: Of a step, 0 to 1, if all stages take equally long.
+    """
+
+    stages: tuple[int, ...]
+    num_blocks: int
+    num_parameters: int
+    memory: RankMemory
+    sent: Mapping[Axis, int]
+    idle_share: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRun:
+    """One step of a run that has not begun; `print` or `str` gives it as a table.
+
+    Attributes:
+        mesh: Of the simulated world.
+        placement: Its nodes.
+        num_parameters: Elements of the whole model, tied ones once.
+        zero_stage: 0 to 3.
+        schedule: Of the pipeline; empty without one.
+        num_microbatches: Parts of each batch.
+        batch_size: Samples in a step of all data-parallel ranks.
+        ranks: The figures of each rank of a pipeline, in order.
+    """
+
+    mesh: ParallelMesh
+    placement: Placement
+    num_parameters: int
+    zero_stage: int
+    schedule: str
+    num_microbatches: int
+    batch_size: int
+    ranks: tuple[RankFigures, ...]
+
+    @property
+    def idle_share(self) -> float:
+        """The mean of the ranks' idle shares."""
+        return sum(one.idle_share for one in self.ranks) / len(self.ranks)
+
+    @property
+    def peak_bytes(self) -> int:
+        """What the fullest rank holds."""
+        return max(one.memory.total for one in self.ranks)
+
+    def __rich__(self) -> RenderableType:
+        table = Table(title=self._title, caption=self._caption, box=box.SIMPLE_HEAD)
+        for heading in ("pipeline rank", *(name for name, _ in _COLUMNS)):
+            table.add_column(heading, justify="right")
+        for rank, figures in enumerate(self.ranks):
+            table.add_row(str(rank), *(_cell(read(figures)) for _, read in _COLUMNS))
+        table.add_section()
+        for name, choose in (("least", min), ("most", max)):
+            cells = (_cell(choose(map(read, self.ranks))) for _, read in _COLUMNS)
+            table.add_row(name, *cells)
+        return table
+
+    @property
+    def _title(self) -> str:
+        mesh = self.mesh
+        return (
+            f"{self.num_parameters:,} parameters on {mesh.world_size:,} ranks: pp {mesh.pp}, "
+            f"dp {mesh.dp}, tp {mesh.tp}, ZeRO stage {self.zero_stage}"
+        )
+
+    @property
+    def _caption(self) -> Text:
+        pipeline = f"{self.schedule}, {self.num_microbatches} microbatches, " * bool(self.schedule)
+        lines = [
+            f"{pipeline}{self.batch_size:,} samples a step; idle {self.idle_share:.1%}",
+            str(self.placement),
+            *self.placement.warnings,
+        ]
+        return Text("\n".join(lines))
+
+    def __str__(self) -> str:
+        console = Console(width=150, color_system=None)
+        with console.capture() as capture:
+            console.print(self)
+        return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
+
+
+_COLUMNS: tuple[tuple[str, Callable[[RankFigures], "int | float"]], ...] = (
+    ("parameters", lambda one: one.memory.parameters),
+    ("gathered", lambda one: one.memory.gathered),
+    ("gradients", lambda one: one.memory.gradients),
+    ("in flight", lambda one: one.memory.gradients_in_flight),
+    ("optimizer", lambda one: one.memory.optimizer_state),
+    ("activations", lambda one: one.memory.activations),
+    ("total", lambda one: one.memory.total),
+    ("sent pp", lambda one: one.sent["pp"]),
+    ("sent dp", lambda one: one.sent["dp"]),
+    ("sent tp", lambda one: one.sent["tp"]),
+    ("idle", lambda one: one.idle_share),
+)
+
+
+def _cell(value: int | float) -> str:
+    """Write a share as a percentage, and a size in its largest binary unit."""
+    if isinstance(value, float):
+        return f"{value:.1%}"
+    size, unit = float(value), 0
+    while size >= 1024 and unit < len(_UNITS) - 1:
+        size, unit = size / 1024, unit + 1
+    return f"{size:.1f} {_UNITS[unit]}" if unit else f"{value} B"

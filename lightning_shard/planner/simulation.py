@@ -1,0 +1,163 @@
+"""A step of all ranks of a pipeline, one after the other, without elements.
+
+    rank 0   F0 F1 ...                          each rank goes on until it waits for a message
+    rank 1         F0 F1 ..  B0                 of another
+
+Microbatches of one size cost the same: one of them is run and counts for all. Under ZeRO stage 3
+what is gathered depends on the order, so there each is run.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from torch import Tensor, nn
+
+from lightning_shard.errors import ConfigError
+from lightning_shard.pipeline_parallel.microbatches import Microbatch
+from lightning_shard.pipeline_parallel.schedules import Action, Schedule
+from lightning_shard.pipeline_parallel.skipped_blocks import UnknownResultError
+from lightning_shard.pipeline_parallel.stage_run import Needed
+from lightning_shard.planner.simulated_rank import RankOptions, SimulatedRank
+from lightning_shard.planner.skips import Skips
+
+_Message = tuple[int, str, int]  # the stage that takes it, "F" or "B", the microbatch
+
+
+class SimulatedPipeline:
+    """The ranks of one pipeline.
+
+    Args:
+        models: Without elements, one for each rank.
+        options: Of all ranks.
+        schedule: What they do.
+        microbatches: Of a batch, without elements.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        options: RankOptions,
+        schedule: Schedule,
+        microbatches: Sequence[Microbatch],
+    ) -> None:
+        skips = Skips()
+        self.ranks = [SimulatedRank(rank, one, options, skips) for rank, one in enumerate(models)]
+        self.schedule, self.microbatches = schedule, microbatches
+        sizes = [one.size for one in microbatches]
+        every = options.engine.stage == 3
+        self._weights = {  # how many microbatches each one that is run counts for
+            index: 1 if every else sizes.count(size)
+            for index, size in enumerate(sizes)
+            if every or sizes.index(size) == index
+        }
+        self._made: dict[_Message, list[Tensor]] = {}
+        self._arrived: dict[_Message, list[Tensor]] = {}
+        self._needed: list[Needed | None] = []
+
+    def run(self) -> None:
+        """Run a step on every rank, up to the optimizer's."""
+        self._needed = self._needs()
+        steps = [rank.in_step() for rank in self.ranks]
+        waiting = [self._chosen(rank.rank) for rank in self.ranks]
+        while any(waiting):
+            for rank, actions in zip(self.ranks, waiting, strict=True):
+                while actions and self._act(rank, actions[0]):
+                    del actions[0]
+        for rank, step in zip(self.ranks, steps, strict=True):
+            step.close()
+            rank.hand_over()
+            rank.count()
+
+    def _chosen(self, rank: int) -> list[Action]:
+        return [one for one in self.schedule.actions[rank] if one.microbatch in self._weights]
+
+    def _needs(self) -> list[Needed | None]:
+        """Return what each stage needs of earlier ones."""
+        try:
+            return self._probed()
+        except UnknownResultError:
+            owner = self.ranks[self.schedule.stage_ranks[0]]
+            known = owner.probe(0, self.microbatches[0])
+            for rank in self.ranks:
+                rank.learn(known)
+            return self._probed()
+
+    def _probed(self) -> list[Needed | None]:
+        later = enumerate(self.schedule.stage_ranks[1:], start=1)
+        first = self.microbatches[0]
+        needs = [self.ranks[rank].probe(stage, first).needed for stage, rank in later]
+        if None in needs:
+            raise ConfigError(
+                f"The training step ended without calling the first block of stage "
+                f"{needs.index(None) + 1}, expected it to call the network once, all blocks in "
+                f"order."
+            )
+        return [None, *needs, None]  # of the first stage, and after the last
+
+    def _act(self, rank: SimulatedRank, action: Action) -> bool:
+        """Do one action; False when its message has not come."""
+        weight = self._weights[action.microbatch]
+        kind = action.kind
+        if kind == "F":
+            done = self._forward(rank, action)
+        elif kind in ("B", "I"):
+            done = self._backward(rank, action)
+        elif kind.startswith("SEND"):
+            message = _output_of(action)
+            self._arrived[message] = self._made.pop(message)
+            rank.send(self._arrived[message], weight)
+            return True
+        else:
+            return True
+        rank.count(weight)
+        return done
+
+    def _forward(self, rank: SimulatedRank, action: Action) -> bool:
+        stage, _, index = action
+        if stage > 0 and (stage, "F", index) not in self._arrived:
+            return False
+        received = self._arrived.pop((stage, "F", index)) if stage > 0 else None
+        outputs = rank.forward(stage, self.microbatches[index], received, self._needed[stage + 1])
+        self._hand_on(rank, action, outputs)
+        return True
+
+    def _backward(self, rank: SimulatedRank, action: Action) -> bool:
+        stage, _, index = action
+        is_last = stage == self.schedule.num_stages - 1
+        if not is_last and (stage, "B", index) not in self._arrived:
+            return False
+        grads = None if is_last else self._arrived.pop((stage, "B", index))
+        self._hand_on(rank, action, rank.backward(stage, self.microbatches[index], grads))
+        return True
+
+    def _hand_on(self, rank: SimulatedRank, action: Action, tensors: Sequence[Tensor]) -> None:
+        """Keep what has been made for its message, or give it to this rank's own stage."""
+        message = _output_of(action)
+        is_here = message[0] in rank.stages
+        (self._arrived if is_here else self._made)[message] = [
+            one.detach().requires_grad_(one.requires_grad) for one in tensors
+        ]
+
+    def peak_activations(self, rank: SimulatedRank) -> int:
+        """Return the most bytes that a rank keeps for the backwards to come."""
+
+        def change(action: Action) -> int:
+            held = rank.saved.get((action.stage, self.microbatches[action.microbatch].size), 0)
+            return {"F": held, "B": -held, "W": -held}.get(action.kind, 0)
+
+        return max(accumulate(map(change, self.schedule.actions[rank.rank])), default=0)
+
+
+def run_unpipelined(rank: SimulatedRank, batch: Microbatch) -> int:
+    """Run a step of a model that is whole on its rank; return the bytes kept for the backward."""
+    with rank.in_step():
+        rank.train_whole(batch)
+    rank.count()
+    return rank.saved[0, batch.size]
+
+
+def _output_of(action: Action) -> _Message:
+    """Return what a forward or backward, or its SEND, makes for the next stage."""
+    if action.kind in ("F", "SEND_F"):
+        return action.stage + 1, "F", action.microbatch
+    return action.stage - 1, "B", action.microbatch

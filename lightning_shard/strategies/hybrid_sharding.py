@@ -1,0 +1,88 @@
+"""`data_parallel_size=(replicate, shard)`: copies of the state, and the ranks of each copy.
+
+The shard axis is the faster one, so that the ranks of a copy are neighbours and share a node:
+
+    (2, 4) on ranks 0 to 7        shard [0 1 2 3] [4 5 6 7]        replicate [0 4] [1 5] [2 6] [3 7]
+"""
+
+from collections.abc import Sequence
+
+from lightning_shard.errors import ConfigError
+from lightning_shard.mesh import ParallelMesh
+
+DataParallelSize = int | tuple[int, int]
+_NUM_PROPOSALS = 3
+
+
+def checked_size(size: DataParallelSize) -> DataParallelSize:
+    """Return the option as given, a pair as a tuple.
+
+    Raises:
+        ConfigError: A pair that is none, or of sizes that no world has.
+    """
+    if isinstance(size, int):
+        return size
+    pair = tuple(size)
+    if len(pair) != 2 or pair == (-1, -1) or any(one < 1 and one != -1 for one in pair):
+        raise ConfigError(
+            f"data_parallel_size must be a number of ranks or (replicate, shard), each at least "
+            f"1, or -1 for what the other leaves, got {size!r}."
+        )
+    return pair
+
+
+def shard_size(size: DataParallelSize, num_ranks: int) -> int:
+    """Return how many of the data-parallel ranks share out one copy of the state.
+
+    Args:
+        size: The option.
+        num_ranks: Data-parallel ranks.
+
+    Raises:
+        ConfigError: A pair that does not multiply to `num_ranks`, with those nearest that do.
+    """
+    if isinstance(size, int):
+        return num_ranks
+    replicate, shard = size
+    if shard == -1:
+        shard = num_ranks // replicate
+    fitting = [one for one in range(1, num_ranks + 1) if num_ranks % one == 0]
+    if shard in fitting and replicate in (-1, num_ranks // shard):
+        return shard
+    nearest = sorted(fitting, key=lambda one: abs(one - shard))[:_NUM_PROPOSALS]
+    proposals = ", ".join(f"({num_ranks // one}, {one})" for one in nearest)
+    raise ConfigError(
+        f"data_parallel_size={size} does not multiply to the {num_ranks} data-parallel ranks of "
+        f"this run. Pairs (replicate, shard) that do: {proposals}."
+    )
+
+
+def shard_ranks(ranks: Sequence[int], rank: int, size: int) -> Sequence[int]:
+    """Return the data-parallel `ranks`, `size` to a copy, that share `rank`'s copy of the state."""
+    first = ranks.index(rank) // size * size
+    return ranks[first : first + size]
+
+
+def replicate_ranks(ranks: Sequence[int], rank: int, size: int) -> Sequence[int]:
+    """Return the data-parallel `ranks`, `size` to a copy, that have the same piece as `rank`."""
+    return ranks[ranks.index(rank) % size :: size]
+
+
+def warning_of_gathers(mesh: ParallelMesh, size: int, ranks_per_node: int) -> str | None:
+    """Return what to say when copies of `size` ranks cross nodes; None when they do not."""
+
+    def crosses(size: int) -> bool:
+        return any(
+            dp[first] // ranks_per_node != dp[first + size - 1] // ranks_per_node
+            for dp in mesh.groups("dp")
+            for first in range(0, mesh.dp, size)
+        )
+
+    if not crosses(size):
+        return None
+    inside = max(one for one in range(1, size) if mesh.dp % one == 0 and not crosses(one))
+    return (
+        f"Copies of the state over {size} ranks cross nodes of {ranks_per_node} ranks, so gathers "
+        f"wait for the network between them; data_parallel_size=({mesh.dp // inside}, {inside}) "
+        f"keeps them inside a node."
+    )

@@ -1,0 +1,80 @@
+"""The two halves of a backward together are the whole one."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_shard.pipeline_parallel.backward import (
+    full_backward,
+    input_backward,
+    weight_backward,
+)
+
+Stage = Callable[[list[Tensor], nn.Module], list[Tensor]]
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.LayerNorm(4)
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.two(torch.tanh(self.one(self.norm(x)))) * self.scale
+
+
+STAGES: dict[str, Stage] = {
+    "residual": lambda inputs, net: [net(inputs[0])],
+    "checkpointed": lambda inputs, net: [checkpoint(net, inputs[0], use_reentrant=False)],
+    "two outputs": lambda inputs, net: [net(inputs[0]), net.one(inputs[1])],
+    "an input passed on": lambda inputs, net: [net(inputs[0]), inputs[1]],
+    "an output that the graph has saved": lambda inputs, net: [
+        x := net.one(inputs[0]).tanh(),
+        net.two(x) + inputs[1],
+    ],
+    "views": lambda inputs, net: [net(inputs[0].view(3, 4))[:2].T, inputs[1].T],
+    "an unused input": lambda inputs, net: [net(inputs[0])],
+    "no input used": lambda inputs, net: [net.one(torch.ones(2, 4))],
+    "weights twice": lambda inputs, net: [net(net(inputs[0])) + net.one(inputs[1])],
+    "without weights": lambda inputs, net: [inputs[0] * 2],
+    "a loss": lambda inputs, net: [net(inputs[0]).square().mean()],
+}
+
+
+def run(name: str) -> tuple[list[Tensor], list[Tensor], list[nn.Parameter], list[Tensor] | None]:
+    net = Layers()
+    generator = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(3, 4, generator=generator, requires_grad=True) for _ in range(2)]
+    roots = STAGES[name](inputs, net)
+    grads = [torch.randn(root.shape, generator=generator) for root in roots]
+    return roots, inputs, list(net.parameters()), None if name == "a loss" else grads
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_the_halves_are_the_whole(name: str) -> None:
+    roots, inputs, params, grads = run(name)
+    whole_inputs, whole_params = full_backward(roots, grads, inputs, params)
+    roots, inputs, params, grads = run(name)
+    kept = torch.ones_like(params[0])
+    params[0].grad = kept
+    half_inputs, rest = input_backward(roots, grads, inputs, params)
+    half_params = weight_backward(rest, params)
+    torch.testing.assert_close(half_inputs, whole_inputs)
+    for half, whole in zip(half_params, whole_params, strict=True):
+        assert (half is None) == (whole is None)
+        if whole is not None:
+            torch.testing.assert_close(half, whole)
+    assert params[0].grad is kept
+    assert all(one.grad is None for one in (*params[1:], *inputs))
+
+
+def test_nothing_to_do_gives_zeros_for_inputs() -> None:
+    x, weight = torch.ones(2, requires_grad=True), nn.Parameter(torch.ones(2))
+    inputs, params = full_backward([], None, [x], [weight])
+    assert torch.equal(inputs[0], torch.zeros(2))
+    assert list(params) == [None]

@@ -1,0 +1,76 @@
+"""What stands in for the results of skipped blocks."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_shard.elsewhere import Elsewhere, is_elsewhere
+from lightning_shard.pipeline_parallel.skipped_blocks import SkippedBlock
+
+
+class Counted(nn.Module):
+    """Counts its runs, and returns the length beside the values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs = 0
+        self.kept: list[Tensor] = []
+
+    def forward(self, x: Tensor, *, with_length: bool = False, keep: bool = False) -> Any:
+        self.runs += 1
+        if keep:
+            self.kept.append(2 * x)
+        return (x + 1, len(x)) if with_length else x + 1
+
+
+def stand_in(length: int) -> Elsewhere:
+    return Elsewhere.of(torch.empty(0), (length, 3), "embed.weight")
+
+
+def test_a_result_that_looks_like_the_argument_is_known_for_all_shapes() -> None:
+    block = Counted()
+    skipped = SkippedBlock(block)
+    shapes = [skipped(block, (stand_in(length),), {}).shape for length in (4, 2, 5)]
+    assert shapes == [(4, 3), (2, 3), (5, 3)]
+    assert block.runs == 1
+
+
+def test_numbers_in_a_result_were_those_of_the_first_shapes() -> None:
+    block = Counted()
+    skipped = SkippedBlock(block)
+    results = [skipped(block, (stand_in(n),), {"with_length": True}) for n in (4, 2, 4)]
+    assert [length for _, length in results] == [4, 2, 4]
+    assert block.runs == 2
+
+
+def test_a_result_was_that_of_other_settings() -> None:
+    block = Counted()
+    skipped = SkippedBlock(block)
+    assert is_elsewhere(skipped(block, (stand_in(4),), {"with_length": False}))
+    assert len(skipped(block, (stand_in(4),), {"with_length": True})) == 2
+
+
+def test_a_block_that_keeps_values_runs_every_time() -> None:
+    block = Counted()
+    skipped = SkippedBlock(block)
+    for _ in range(3):
+        skipped(block, (stand_in(4),), {"keep": True})
+    assert block.runs == 3
+    assert all(map(is_elsewhere, block.kept))
+
+
+def test_hooks_of_skipped_blocks_were_not_called() -> None:
+    block, seen = Counted(), []
+    block.register_forward_hook(lambda module, args, output: seen.append(output))
+    skipped = SkippedBlock(block)
+    for _ in range(2):
+        skipped(block, (stand_in(4),), {})
+    assert len(seen) == 2
+    assert all(map(is_elsewhere, seen))
+
+
+def test_a_hook_that_asks_for_elements_is_left_out() -> None:
+    block = Counted()
+    block.register_forward_hook(lambda module, args, output: output.sum().item() and None)
+    assert is_elsewhere(SkippedBlock(block)(block, (stand_in(4),), {}))
