@@ -19,14 +19,15 @@ from lightning_shard.pipeline_parallel.schedules import Schedule
 from lightning_shard.pipeline_parallel.simulation import replay
 from lightning_shard.planner.no_elements import NoElements
 from lightning_shard.planner.report import DryRun, RankFigures
-from lightning_shard.planner.simulated_rank import RankOptions, SimulatedRank
+from lightning_shard.planner.simulated_model import SimulatedModel, WorldOptions
+from lightning_shard.planner.simulated_rank import SimulatedRank
 from lightning_shard.planner.simulation import SimulatedPipeline, run_unpipelined
 
 
 def dry_run(
     module: nn.Module,
     batch: Any,
-    options: RankOptions,
+    options: WorldOptions,
     *,
     schedule: Callable[[int], Schedule] | None,
     num_microbatches: int,
@@ -43,7 +44,7 @@ def dry_run(
         schedule: Makes the pipeline's for a number of microbatches; None without a pipeline.
         num_microbatches: Parts of a batch that has as many samples.
         ranks_per_node: Ranks that share a node's fast links.
-        prepare: Done to each rank's copy of the module, such as a conversion of formats.
+        prepare: Done to the ranks' copy of the module, such as a conversion of formats.
         left_out: What the module refers to and a copy shall not.
 
     Raises:
@@ -52,17 +53,17 @@ def dry_run(
     stand_ins = NoElements()
     batch = stand_ins.batch(batch)
     size = batch_size_of(batch)
-    models = [prepare(stand_ins.module(module, *left_out)) for _ in range(options.mesh.pp)]
     with _apart():
+        model = SimulatedModel(prepare(stand_ins.module(module, *left_out)), options)
         if schedule is None:
             (whole,) = split_batch(batch, 1)
-            ranks = [SimulatedRank(0, models[0], options)]
+            ranks = [SimulatedRank(0, model)]
             kept, idle = [run_unpipelined(ranks[0], whole)], (0.0,)
             table = None
         else:
             parts = split_batch(batch, min(num_microbatches, size))
             table = schedule(len(parts))
-            pipeline = SimulatedPipeline(models, options, table, parts)
+            pipeline = SimulatedPipeline(model, table, parts)
             pipeline.run()
             ranks, idle = pipeline.ranks, replay(table).idle_shares
             kept = [pipeline.peak_activations(rank) for rank in ranks]

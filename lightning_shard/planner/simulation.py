@@ -10,15 +10,15 @@ what is gathered depends on the order, so there each is run.
 from collections.abc import Sequence
 from itertools import accumulate
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.microbatches import Microbatch
 from lightning_shard.pipeline_parallel.schedules import Action, Schedule
 from lightning_shard.pipeline_parallel.skipped_blocks import UnknownResultError
 from lightning_shard.pipeline_parallel.stage_run import Needed
-from lightning_shard.planner.simulated_rank import RankOptions, SimulatedRank
-from lightning_shard.planner.skips import Skips
+from lightning_shard.planner.simulated_model import SimulatedModel
+from lightning_shard.planner.simulated_rank import SimulatedRank
 
 _Message = tuple[int, str, int]  # the stage that takes it, "F" or "B", the microbatch
 
@@ -27,24 +27,22 @@ class SimulatedPipeline:
     """The ranks of one pipeline.
 
     Args:
-        models: Without elements, one for each rank.
-        options: Of all ranks.
+        model: Without elements, shared by the ranks.
         schedule: What they do.
         microbatches: Of a batch, without elements.
     """
 
     def __init__(
         self,
-        models: Sequence[nn.Module],
-        options: RankOptions,
+        model: SimulatedModel,
         schedule: Schedule,
         microbatches: Sequence[Microbatch],
     ) -> None:
-        skips = Skips()
-        self.ranks = [SimulatedRank(rank, one, options, skips) for rank, one in enumerate(models)]
+        self._model = model
+        self.ranks = [SimulatedRank(rank, model) for rank in range(schedule.num_ranks)]
         self.schedule, self.microbatches = schedule, microbatches
         sizes = [one.size for one in microbatches]
-        every = options.engine.stage == 3
+        every = model.options.engine.stage == 3
         self._weights = {  # how many microbatches each one that is run counts for
             index: 1 if every else sizes.count(size)
             for index, size in enumerate(sizes)
@@ -56,17 +54,23 @@ class SimulatedPipeline:
 
     def run(self) -> None:
         """Run a step on every rank, up to the optimizer's."""
-        self._needed = self._needs()
-        steps = [rank.in_step() for rank in self.ranks]
+        with self._model.staged.batch():
+            self._needed = self._needs()
+            for rank in self.ranks:
+                rank.count(0)  # setting up is not part of a step
+            steps = [rank.in_step() for rank in self.ranks]
+            self._run_actions()
+        for rank, step in zip(self.ranks, steps, strict=True):
+            step.close()
+            rank.hand_over()
+            rank.count()
+
+    def _run_actions(self) -> None:
         waiting = [self._chosen(rank.rank) for rank in self.ranks]
         while any(waiting):
             for rank, actions in zip(self.ranks, waiting, strict=True):
                 while actions and self._act(rank, actions[0]):
                     del actions[0]
-        for rank, step in zip(self.ranks, steps, strict=True):
-            step.close()
-            rank.hand_over()
-            rank.count()
 
     def _chosen(self, rank: int) -> list[Action]:
         return [one for one in self.schedule.actions[rank] if one.microbatch in self._weights]
@@ -76,16 +80,14 @@ class SimulatedPipeline:
         try:
             return self._probed()
         except UnknownResultError:
-            owner = self.ranks[self.schedule.stage_ranks[0]]
-            known = owner.probe(0, self.microbatches[0])
-            for rank in self.ranks:
-                rank.learn(known)
+            self._model.staged.hint = self._model.probe(0, self.microbatches[0]).template
             return self._probed()
 
     def _probed(self) -> list[Needed | None]:
-        later = enumerate(self.schedule.stage_ranks[1:], start=1)
-        first = self.microbatches[0]
-        needs = [self.ranks[rank].probe(stage, first).needed for stage, rank in later]
+        """Look at each stage with the largest microbatch, after the smallest: both are new."""
+        for microbatch in (self.microbatches[-1], self.microbatches[0]):
+            stages = range(1, self.schedule.num_stages)
+            needs = [self._model.probe(stage, microbatch).needed for stage in stages]
         if None in needs:
             raise ConfigError(
                 f"The training step ended without calling the first block of stage "
@@ -150,6 +152,7 @@ class SimulatedPipeline:
 
 def run_unpipelined(rank: SimulatedRank, batch: Microbatch) -> int:
     """Run a step of a model that is whole on its rank; return the bytes kept for the backward."""
+    rank.count(0)
     with rank.in_step():
         rank.train_whole(batch)
     rank.count()

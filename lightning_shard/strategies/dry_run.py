@@ -23,7 +23,7 @@ from lightning_shard.pipeline_parallel.partition import BlockCosts, Partition, p
 from lightning_shard.pipeline_parallel.schedules import place_stages
 from lightning_shard.planner.dry_run import dry_run
 from lightning_shard.planner.report import DryRun
-from lightning_shard.planner.simulated_rank import RankOptions
+from lightning_shard.planner.simulated_model import WorldOptions
 from lightning_shard.precision.policy import dtype_policy
 from lightning_shard.strategies.model_parallel import ModelParallelStrategy
 from lightning_shard.strategies.pipeline_parallel import PipelineParallelStrategy
@@ -47,7 +47,7 @@ def dry_run_of(
     simulated.cluster_environment = InProcessEnvironment(world_size)
     dtypes = dtype_policy(precision, strategy._reduce_dtype)
     step = _Step(module, precision)
-    options = RankOptions(
+    options = WorldOptions(
         mesh=simulated.mesh,
         engine=replace(strategy._options, dtypes=dtypes),
         shard_size=simulated.shard_size,

@@ -1,0 +1,147 @@
+"""The model of a simulated pipeline: its layers split and its stages cut, as on a real rank.
+
+    module ──stand-ins──> split layers ──> stages         shared by the ranks: without elements
+               │              tp             pp           nothing has to be left out
+               └ no elements
+
+Everything here is the code that trains; only the group is simulated.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_shard.data_parallel.options import EngineOptions
+from lightning_shard.errors import ConfigError, ShardError
+from lightning_shard.mesh import ParallelMesh
+from lightning_shard.pipeline_parallel.microbatches import Microbatch
+from lightning_shard.pipeline_parallel.partition import Partition, Stages, parameter_stages
+from lightning_shard.pipeline_parallel.stage_run import Probe
+from lightning_shard.pipeline_parallel.staged_model import Run, StagedModel
+from lightning_shard.planner.simulated_group import SimulatedCollectives
+from lightning_shard.planner.skips import Skips
+from lightning_shard.tensor_parallel.plan import PlannedLayer
+from lightning_shard.tensor_parallel.split import SplitModel
+
+Step = Callable[[nn.Module, Any], Any]
+"""Runs the user's training step of a module on the content of a microbatch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorldOptions:
+    """What all ranks of a simulated world have in common.
+
+    Attributes:
+        mesh: The ranks.
+        engine: Of the data-parallel engine.
+        shard_size: Data-parallel ranks that share out one copy of the state.
+        layers: What the plan splits, by names of the user's module.
+        cut: Cuts a model, whose layers are split, into stages; None without a pipeline.
+        stage_ranks: The rank of each stage.
+        sequence_parallel: Whether activations between split layers are in slices.
+        step: Of training.
+        state_values: What the optimizer keeps for each trained parameter.
+    """
+
+    mesh: ParallelMesh
+    engine: EngineOptions
+    shard_size: int
+    layers: Sequence[PlannedLayer]
+    cut: Callable[[nn.Module], Partition] | None
+    stage_ranks: tuple[int, ...]
+    sequence_parallel: bool
+    step: Step
+    state_values: int
+
+
+class SimulatedModel:
+    """A model without elements, split over the first rank of each tensor-parallel group.
+
+    Args:
+        module: Without elements; it is changed.
+        options: Of the world.
+
+    Attributes:
+        module: The same.
+        layers: The tensor-parallel group.
+        shapes: Of each parameter's part.
+        full_shapes: The whole shape of each parameter that is a part.
+        stages: Of each parameter.
+        staged: What runs a stage; None without a pipeline.
+    """
+
+    def __init__(self, module: nn.Module, options: WorldOptions) -> None:
+        self.module, self.options = module, options
+        self.layers = SimulatedCollectives(0, options.mesh.tp)
+        self.full_shapes: Mapping[nn.Parameter, torch.Size] = {}
+        if options.mesh.tp > 1:
+            layers = [replace(one, module=module.get_submodule(one.name)) for one in options.layers]
+            self.full_shapes = SplitModel(
+                module, layers, self.layers, sequence_parallel=options.sequence_parallel
+            ).full_shapes
+        self.shapes = {param: param.shape for param in module.parameters()}
+        self.stages: Mapping[nn.Parameter, Stages] = dict.fromkeys(self.shapes, (0,))
+        self._staged: StagedModel | None = None
+        self._skips = Skips()
+        if options.cut is not None:
+            partition = options.cut(module)
+            self.stages = parameter_stages(module, partition)
+            self._staged = StagedModel(module, partition, self.stages, self.shapes)
+
+    @property
+    def staged(self) -> StagedModel:
+        """The stages of a model that is in a pipeline."""
+        assert self._staged is not None
+        return self._staged
+
+    def running(self, run: Run, stage: int) -> AbstractContextManager[None]:
+        """Tell `run` of the blocks' calls inside, the parameters of other stages standing in."""
+        blocks = self.staged.partition.blocks.modules
+        return self.staged.running(self._skips.watch(run, blocks), stage)
+
+    def step(self, microbatch: Microbatch) -> Any:
+        """Run the user's step.
+
+        Raises:
+            ConfigError: It asks for elements.
+        """
+        try:
+            return self.options.step(self.module, microbatch.content)
+        except ShardError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"A dry run takes a step of {type(self.module).__name__} on tensors without "
+                f"elements, which failed ({type(error).__name__}: {error}); expected a "
+                f"training_step that asks for the shapes of tensors only, and needs no trainer."
+            ) from error
+
+    def probe(self, stage: int, microbatch: Microbatch) -> Probe:
+        """Run a step up to a stage's first block.
+
+        Raises:
+            UnknownResultError: A block before it cannot be skipped unless a hint says how.
+        """
+        probe = Probe(self.staged.partition.bounds[stage])
+        with self.staged.buffers_kept(), self.running(probe, stage):
+            probe.forward(lambda: self.step(microbatch))
+        return probe
+
+
+def loss_of(result: Any) -> Tensor:
+    """Return the loss that a step has returned.
+
+    Raises:
+        ConfigError: There is none that requires a gradient.
+    """
+    found = result.get("loss") if isinstance(result, Mapping) else result
+    if not isinstance(found, Tensor) or not found.requires_grad:
+        raise ConfigError(
+            f"training_step returned {type(result).__name__} without a loss that requires a "
+            f"gradient, expected one: a dry run goes through its backward."
+        )
+    return found
