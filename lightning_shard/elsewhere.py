@@ -43,9 +43,10 @@ class Elsewhere(Tensor):
     @staticmethod
     def __new__(cls, like: Tensor, device: torch.device, origin: str) -> "Elsewhere":
         """Make one that looks as `like`, a meta tensor, does on `device`."""
-        tensor: Elsewhere = Tensor._make_wrapper_subclass(
-            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device
-        )
+        with torch.inference_mode(mode=False):  # or it could be no view, and had no version
+            tensor: Elsewhere = Tensor._make_wrapper_subclass(
+                cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device
+            )
         tensor.like, tensor.origin, tensor.value = like, origin, None
         born = _born.get()
         if born is not None:
@@ -115,8 +116,7 @@ class Elsewhere(Tensor):
             same = known.get(id(tensor))
             if same is not None:
                 return same
-            with torch.inference_mode(mode=False):  # or it could be no view of a stand-in
-                return cls(tensor, torch.device(device), source.origin)
+            return cls(tensor, torch.device(device), source.origin)
 
         return apply_to_collection(result, Tensor, wrap)
 

@@ -72,12 +72,20 @@ def find_blocks(model: nn.Module, path: str | None = None) -> BlockList:
     return blocks
 
 
-def refuse_compiled_around(model: nn.Module, blocks: BlockList) -> None:
-    """Raise if one compiled graph goes through several blocks.
+def check_calls(model: nn.Module, blocks: BlockList) -> None:
+    """Check that the calls of single blocks can be seen.
 
     Raises:
-        ConfigError: `torch.compile` was applied to a module that contains the blocks.
+        ConfigError: A block has no forward, or `torch.compile` was applied to a module that
+            contains the blocks.
     """
+    for index, block in enumerate(blocks.modules):
+        if type(block).forward is nn.Module.forward:
+            raise ConfigError(
+                f"The block {blocks.name(index)!r} is a {type(block).__name__}, which a step does "
+                f"not call; expected modules with a forward. Make one module of what each holds, "
+                f"and call that."
+            )
     names = blocks.path.split(".") if blocks.path else []
     paths = [".".join(names[:stop]) for stop in range(len(names) + 1)]
     for path in paths:

@@ -124,6 +124,13 @@ class StageRun:
         finally:
             for one in self._received:
                 one.stand_in.value = None
+        for one in self._received:
+            if one.stand_in._version != one.version:
+                raise ConfigError(
+                    f"Stage {self.stage}: what the block {self._names[self._first]!r} was called "
+                    f"with is written to afterwards, through a view that was made before; expected "
+                    f"writes to the tensor itself. Make the view after the call."
+                )
 
     def _note_writes(self) -> None:
         """Let the previous stage's backward see writes to tensors that it may have saved."""
@@ -243,6 +250,7 @@ class _Received:
     def __init__(self, stand_in: Tensor, tensor: Tensor) -> None:
         assert isinstance(stand_in, Elsewhere)
         self.stand_in = stand_in
+        self.version = stand_in._version
         self.value: Tensor = tensor
         if tensor.requires_grad:
             self.value = _Computed.apply(tensor)  # type: ignore[no-untyped-call]

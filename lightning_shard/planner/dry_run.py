@@ -32,7 +32,7 @@ def dry_run(
     schedule: Callable[[int], Schedule] | None,
     num_microbatches: int,
     ranks_per_node: int,
-    prepare: Callable[[nn.Module], nn.Module] = lambda module: module,
+    dtype: torch.dtype | None = None,
     left_out: tuple[object, ...] = (),
 ) -> DryRun:
     """Count what a training step takes on every rank of a simulated world.
@@ -44,7 +44,7 @@ def dry_run(
         schedule: Makes the pipeline's for a number of microbatches; None without a pipeline.
         num_microbatches: Parts of a batch that has as many samples.
         ranks_per_node: Ranks that share a node's fast links.
-        prepare: Done to the ranks' copy of the module, such as a conversion of formats.
+        dtype: Format of the parameters; None leaves each its own.
         left_out: What the module refers to and a copy shall not.
 
     Raises:
@@ -54,7 +54,8 @@ def dry_run(
     batch = stand_ins.batch(batch)
     size = batch_size_of(batch)
     with _apart():
-        model = SimulatedModel(prepare(stand_ins.module(module, *left_out)), options)
+        copied = stand_ins.module(module, dtype=dtype, left_out=left_out)
+        model = SimulatedModel(copied.train(), options)
         if schedule is None:
             (whole,) = split_batch(batch, 1)
             ranks = [SimulatedRank(0, model)]

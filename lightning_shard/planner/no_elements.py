@@ -24,10 +24,11 @@ class NoElements:
     def __init__(self) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
 
-    def tensor(self, like: Tensor) -> Tensor:
-        """Return a stand-in of the same shape, strides and format."""
+    def tensor(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a stand-in of the same shape and strides, where it is real of format `dtype`."""
+        kind = dtype if dtype is not None and like.is_floating_point() else like.dtype
         with self._mode:
-            return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")
+            return torch.empty_strided(like.shape, like.stride(), dtype=kind, device="cpu")
 
     def batch(self, batch: Any) -> Any:
         """Return a batch that can be computed with; what is there stays as it is.
@@ -44,18 +45,22 @@ class NoElements:
 
         return apply_func.apply_to_collection(batch, Tensor, present)
 
-    def module(self, module: M, *left_out: object) -> M:
+    def module(
+        self, module: M, *, dtype: torch.dtype | None = None, left_out: Iterable[object] = ()
+    ) -> M:
         """Copy a module with stand-ins for its parameters and buffers; ties stay ties.
 
         Args:
             module: On any device, meta included.
+            dtype: Format of real parameters and buffers; None leaves each its own.
             left_out: What the module refers to and the copy shall not.
         """
         memo: dict[int, Any] = {id(one): None for one in left_out}
         for param in module.parameters():
-            memo[id(param)] = nn.Parameter(self.tensor(param), requires_grad=param.requires_grad)
+            stand_in = self.tensor(param, dtype)
+            memo[id(param)] = nn.Parameter(stand_in, requires_grad=param.requires_grad)
         for buffer in module.buffers():
-            memo[id(buffer)] = self.tensor(buffer)
+            memo[id(buffer)] = self.tensor(buffer, dtype)
         return copy.deepcopy(module, memo)
 
 

@@ -68,7 +68,7 @@ class SimulatedModel:
     Attributes:
         module: The same.
         layers: The tensor-parallel group.
-        shapes: Of each parameter's part.
+        parts: What each parameter is here before an engine has it.
         full_shapes: The whole shape of each parameter that is a part.
         stages: Of each parameter.
         staged: What runs a stage; None without a pipeline.
@@ -83,14 +83,15 @@ class SimulatedModel:
             self.full_shapes = SplitModel(
                 module, layers, self.layers, sequence_parallel=options.sequence_parallel
             ).full_shapes
-        self.shapes = {param: param.shape for param in module.parameters()}
-        self.stages: Mapping[nn.Parameter, Stages] = dict.fromkeys(self.shapes, (0,))
+        self.parts = {param: param.data for param in module.parameters()}
+        shapes = {param: part.shape for param, part in self.parts.items()}
+        self.stages: Mapping[nn.Parameter, Stages] = dict.fromkeys(self.parts, (0,))
         self._staged: StagedModel | None = None
         self._skips = Skips()
         if options.cut is not None:
             partition = options.cut(module)
             self.stages = parameter_stages(module, partition)
-            self._staged = StagedModel(module, partition, self.stages, self.shapes)
+            self._staged = StagedModel(module, partition, self.stages, shapes)
 
     @property
     def staged(self) -> StagedModel:

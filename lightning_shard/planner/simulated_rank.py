@@ -59,7 +59,9 @@ class SimulatedRank:
             "dp": own,
             "tp": [model.layers],
         }
-        elsewhere = {p: shape for p, shape in model.shapes.items() if rank not in self._owners[p]}
+        elsewhere = {p: t.shape for p, t in model.parts.items() if rank not in self._owners[p]}
+        for param in self._here:
+            param.data = model.parts[param]  # which the engine of another rank may have, too
         split = _Split(self._here, {**elsewhere, **model.full_shapes})
         self.engine = DataParallelEngine(model.module, data, self.options.engine, data, split)
         self.saved: dict[tuple[int, int], int] = {}
@@ -130,7 +132,7 @@ class SimulatedRank:
                     self.engine.take_gradient(param, self._gradient(param))
 
     def _gradient(self, param: nn.Parameter) -> Tensor:
-        return param.data.new_empty(self.model.shapes[param], dtype=_stash_dtype(param))
+        return param.data.new_empty(self.model.parts[param].shape, dtype=_stash_dtype(param))
 
     def send(self, tensors: Sequence[Tensor], weight: int) -> None:
         """Count messages to the next or previous rank, `weight` times."""
@@ -158,7 +160,7 @@ class SimulatedRank:
     @property
     def num_own_parameters(self) -> int:
         """Elements of this rank's part of the parameters."""
-        return sum(self.model.shapes[param].numel() for param in self._here)
+        return sum(self.model.parts[param].shape.numel() for param in self._here)
 
     def memory(self, activations: int) -> RankMemory:
         """Return what this rank holds when the optimizer steps, and let that publish its work."""
@@ -191,7 +193,7 @@ class SimulatedRank:
         return max(self._gathered, sum(sizes[True]) + sum(largest))
 
     def _gradient_bytes(self, param: nn.Parameter) -> int:
-        return self.model.shapes[param].numel() * _stash_dtype(param).itemsize
+        return self.model.parts[param].shape.numel() * _stash_dtype(param).itemsize
 
     def in_step(self) -> ExitStack:
         """Return what a step runs in; to be closed before `hand_over`."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.plugins.precision import (
     DoublePrecision,
     HalfPrecision,
@@ -30,6 +31,8 @@ from lightning_shard.strategies.pipeline_parallel import PipelineParallelStrateg
 from lightning_shard.strategies.replaced import replaced
 from lightning_shard.strategies.tensor_parallel import TensorParallelStrategy
 from lightning_shard.tensor_parallel.plan import PlannedLayer, match_plan
+
+_DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 
 
 def dry_run_of(
@@ -75,7 +78,7 @@ def dry_run_of(
         schedule=schedule,
         num_microbatches=num_microbatches,
         ranks_per_node=ranks_per_node,
-        prepare=step.prepare,
+        dtype=_DTYPES.get(precision),
         left_out=tuple(one for one in (module._trainer, module._fabric) if one is not None),
     )
 
@@ -94,10 +97,6 @@ class _Step:
             self._plugin.train_step_context(),
         ):
             return module.training_step(*(batch, 0)[: self._num_arguments])
-
-    def prepare(self, module: nn.Module) -> nn.Module:
-        """Convert a copy of the module, which is to be trained."""
-        return self._plugin.convert_module(module).train()
 
     def converted(self, batch: Any) -> Any:
         """Convert a batch."""

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.errors import ConfigError
 from lightning_shard.elsewhere import Elsewhere
+from lightning_shard.errors import ConfigError
 from lightning_shard.strategies import _torchmetrics
 from lightning_shard.strategies.replaced import replaced
 

@@ -20,7 +20,7 @@ from lightning_shard.data_parallel.engine import refuse_leftover_pieces
 from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.errors import ConfigError
 from lightning_shard.mesh import Axis, ParallelMesh
-from lightning_shard.pipeline_parallel.blocks import find_blocks, refuse_compiled_around
+from lightning_shard.pipeline_parallel.blocks import check_calls, find_blocks
 from lightning_shard.pipeline_parallel.gradients import GradientStash
 from lightning_shard.pipeline_parallel.microbatches import (
     Microbatch,
@@ -226,7 +226,7 @@ class PipelineParallelStrategy(ModelParallelStrategy):
     def _stages(self, model: torch.nn.Module) -> Partition:
         assert self.lightning_module is not None
         blocks = find_blocks(model, self._blocks)
-        refuse_compiled_around(model, blocks)
+        check_calls(model, blocks)
         measured = None
         if self._balance in ("flops", "memory"):
             measured = measured_costs(

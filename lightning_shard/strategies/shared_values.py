@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.errors import ConfigError
 from lightning_shard.elsewhere import Elsewhere
+from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.microbatches import held_values, with_values
 
 _MAX_FORMS = 64  # names that change with every batch must not fill the memory

@@ -11,7 +11,7 @@ from torch import nn
 
 from examples.train_gpt import GPT
 from lightning_shard.errors import ConfigError
-from lightning_shard.pipeline_parallel.blocks import find_blocks
+from lightning_shard.pipeline_parallel.blocks import check_calls, find_blocks
 
 SIZES = {
     "hidden_size": 16,
@@ -235,3 +235,15 @@ def test_a_module_that_is_in_the_list_twice_is_refused() -> None:
     model = Net(nn.ModuleList([first, second, first]))
     with pytest.raises(ConfigError, match=r"'blocks\.0' and 'blocks\.2' are the same module"):
         find_blocks(model)
+
+
+def test_pairs_of_layers_are_never_called() -> None:
+    class Pairs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            pairs = ([nn.Linear(8, 8), nn.Linear(8, 8)] for _ in range(4))
+            self.layers = nn.ModuleList(nn.ModuleList(pair) for pair in pairs)
+
+    model = Pairs()
+    with pytest.raises(ConfigError, match=r"'layers.0' is a ModuleList.*Make one module"):
+        check_calls(model, find_blocks(model))

@@ -1,6 +1,7 @@
 """Stages of one model in one process: their runs, one after the other, are the whole step."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -49,7 +50,7 @@ def staged(net: nn.Module, split: Sequence[int], **options: Any) -> tuple[Staged
 def run_stages(net: nn.Module, model: StagedModel, bounds: Sequence[int], x: Tensor) -> StageRun:
     """Run every stage with what the one before has given out."""
     run, names = None, model.block_names
-    for stage, (first, stop) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for stage, (first, stop) in enumerate(pairwise(bounds)):
         needed = None
         if stop < len(names):
             probe = Probe(stop)
@@ -115,7 +116,7 @@ def test_a_run_names_the_block_that_came_out_of_order() -> None:
         model.batch(),
         model.running(run, 0),
         pytest.raises(
-            ConfigError, match="'blocks.3' after the blocks of .*'blocks.0' to 'blocks.1'"
+            ConfigError, match=r"'blocks.3' after the blocks of .*'blocks.0' to 'blocks.1'"
         ),
     ):
         run.forward(lambda: net.blocks[3](net.blocks[0](net.embed(x))))

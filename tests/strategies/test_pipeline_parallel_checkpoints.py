@@ -30,6 +30,7 @@ pytestmark = [
     # The resumed runs write no checkpoints of their own.
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
     pytest.mark.filterwarnings("ignore:.* microbatches are fewer than the"),
+    pytest.mark.filterwarnings("ignore:The dirpath has changed from"),
 ]
 
 

@@ -292,7 +292,7 @@ def test_a_block_whose_output_does_not_fit_the_next_ones_input(
 class ShapesOfRandom(Stack):
     """The same batch has activations of other lengths each time."""
 
-    class block(Block):  # noqa: N801
+    class block(Block):  # noqa: D106, N801
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x)
 
@@ -315,7 +315,7 @@ def test_activations_whose_shapes_do_not_follow_from_the_batch() -> None:
 class OtherArguments(Stack):
     """From the second batch on the blocks take one more value of an earlier stage."""
 
-    class block(Block):  # noqa: N801
+    class block(Block):  # noqa: D106, N801
         def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
             return super().forward(x) if other is None else super().forward(x) + other
 

@@ -1,4 +1,4 @@
-"""Number formats on the stages of a pipeline: as close to exact as a single device in that format."""
+"""Number formats on stages: as close to exact as a single device in that format."""
 
 from typing import Any
 
@@ -71,7 +71,7 @@ class Overflowing(Stack):
 
     at = 0
 
-    class block(nn.Module):  # noqa: N801
+    class block(nn.Module):  # noqa: D106, N801
         def __init__(self) -> None:
             super().__init__()
             self.layer = nn.Linear(WIDTH, WIDTH, bias=False)

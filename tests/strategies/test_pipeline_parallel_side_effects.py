@@ -303,3 +303,21 @@ def test_a_network_that_is_compiled_as_a_whole() -> None:
             self.blocks.compile(backend="eager")
 
     refused(Whole, "'blocks' is compiled as a whole.*block.compile")
+
+
+class WrittenThroughView(Stack):
+    block = CloningBlock
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        half = x[:, :4]
+        for block in self.blocks[:3]:
+            added = block(x)
+            half *= 0.5
+            x = x + added
+            half = x[:, :4]
+        return self.head(self.blocks[3](x))
+
+
+def test_writes_through_an_earlier_view_were_lost() -> None:
+    refused(WrittenThroughView, "written to afterwards, through a view")

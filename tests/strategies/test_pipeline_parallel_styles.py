@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 from tests.strategies.models import llama, warm_up
-from tests.strategies.parity import UPSTREAM_WARNINGS, GlobalBatches, assert_parity, train
+from tests.strategies.parity import UPSTREAM_WARNINGS, assert_parity, train
 from tests.strategies.stacks import (
     ALL_PIPELINES,
     BATCH,
@@ -67,7 +67,7 @@ class CheckpointedInPairs(Stack):
 class CheckpointedInside(Stack):
     """A block's own forward is computed again."""
 
-    class block(Block):  # noqa: N801
+    class block(Block):  # noqa: D106, N801
         def forward(self, x: Tensor) -> Tensor:
             return checkpoint(super().forward, x, use_reentrant=False)
 
@@ -118,7 +118,7 @@ class EntriesOfDict(Stack):
 class ListOfLosses(Stack):
     """A list grows from block to block; its sum is taken in the end."""
 
-    class block(Block):  # noqa: N801
+    class block(Block):  # noqa: D106, N801
         def forward(self, x: Tensor, before: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
             x = super().forward(x)
             return x, [*before, x.square().mean()]
@@ -272,7 +272,7 @@ class OnlyEmbedding(Frozen):
 class Unused(Stack):
     """Parameters without gradients, before the blocks, in them and after them."""
 
-    class block(Block):  # noqa: N801
+    class block(Block):  # noqa: D106, N801
         def __init__(self) -> None:
             super().__init__()
             self.spare = nn.Parameter(torch.ones(3))
@@ -504,7 +504,7 @@ def test_dictionaries_with_masks_and_strings(num_ranks: int, schedule: str) -> N
 class Noisy(Stack):
     """Noise and a time for each sample, drawn in the step, which is also the target."""
 
-    class block(Block):  # noqa: N801
+    class block(Block):  # noqa: D106, N801
         def forward(self, x: Tensor, time: Tensor) -> Tensor:
             return super().forward(x + time)
 
@@ -533,7 +533,7 @@ def test_a_step_draws_the_same_on_every_stage(num_ranks: int, schedule: str) -> 
 class Dropping(Stack):
     """Keeps the random numbers that its blocks draw."""
 
-    class block(Block):  # noqa: N801
+    class block(Block):  # noqa: D106, N801
         seen: list[tuple[float, ...]]
 
         def forward(self, x: Tensor) -> Tensor:
@@ -563,7 +563,7 @@ def test_stages_repeated_each_others_dropout(num_ranks: int, schedule: str) -> N
 class CheckpointedDropout(Checkpointed):
     """What is computed again has to draw the same again."""
 
-    class block(Block):  # noqa: N801
+    class block(Block):  # noqa: D106, N801
         def forward(self, x: Tensor) -> Tensor:
             return F.dropout(super().forward(x), 0.3)
 
