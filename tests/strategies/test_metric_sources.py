@@ -15,8 +15,8 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, Mul
 from torchmetrics.wrappers import ClasswiseWrapper, MetricTracker
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.elsewhere import Elsewhere
 from lightning_shard.errors import ConfigError
-from lightning_shard.pipeline_parallel.elsewhere import Elsewhere
 from lightning_shard.strategies import _torchmetrics
 from lightning_shard.strategies.metric_groups import MetricGroups
 from lightning_shard.strategies.metric_sources import MetricSources

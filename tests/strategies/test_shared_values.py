@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.elsewhere import Elsewhere
 from lightning_shard.errors import ConfigError
-from lightning_shard.pipeline_parallel.elsewhere import Elsewhere
 from lightning_shard.strategies.shared_values import SharedValues
 from lightning_shard.testing import run_ranks
 

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MaxMetric, MeanMetric, MetricCollection, SumMetric
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.elsewhere import Elsewhere
 from lightning_shard.errors import ConfigError
-from lightning_shard.pipeline_parallel.elsewhere import Elsewhere
 from lightning_shard.strategies.step_logs import StepLogs
 from lightning_shard.testing import run_ranks
 from tests.strategies.parity import UPSTREAM_WARNINGS

@@ -1,1 +1,0 @@
-from lightning_shard.elsewhere import Elsewhere, is_elsewhere  # noqa: D100, F401
