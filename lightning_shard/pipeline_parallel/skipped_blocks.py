@@ -165,7 +165,7 @@ class SkippedBlock:
             except ConfigError as error:
                 if self.hint is None or self.hint.num_arguments != len(leaves):
                     raise UnknownResultError from error
-                return self.hint.build(leaves), None
+                return None, self.hint
         template = Template.of(result, leaves)
         return (None, template) if template.is_plain else (result, None)
 

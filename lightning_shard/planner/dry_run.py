@@ -59,7 +59,8 @@ def dry_run(
         if schedule is None:
             (whole,) = split_batch(batch, 1)
             ranks = [SimulatedRank(0, model)]
-            kept, idle = [run_unpipelined(ranks[0], whole)], (0.0,)
+            kept = [run_unpipelined(ranks[0], whole)]
+            idle: tuple[float, ...] = (0.0,)
             table = None
         else:
             parts = split_batch(batch, min(num_microbatches, size))

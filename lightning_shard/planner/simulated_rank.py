@@ -109,7 +109,7 @@ class SimulatedRank:
             loss = loss_of(self.model.step(microbatch))
         self.saved[0, microbatch.size] = saved.total
         with self.engine.backward():
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
         self._look_at_gathered()
 
     def _saved_bytes(self, microbatch: Microbatch) -> SavedBytes:
@@ -194,6 +194,13 @@ class SimulatedRank:
 
     def _gradient_bytes(self, param: nn.Parameter) -> int:
         return self.model.parts[param].shape.numel() * _stash_dtype(param).itemsize
+
+    def begin_step(self) -> None:
+        """Forget what has been sent, and the gradients of the last step."""
+        self.count()
+        self.sent = dict.fromkeys(self._groups, 0)
+        for param in self._trained:
+            param.grad = None
 
     def in_step(self) -> ExitStack:
         """Return what a step runs in; to be closed before `hand_over`."""

@@ -20,6 +20,7 @@ from lightning_shard.pipeline_parallel.stage_run import Needed
 from lightning_shard.planner.simulated_model import SimulatedModel
 from lightning_shard.planner.simulated_rank import SimulatedRank
 
+_STEPS_OF_STAGE_3 = 2  # what is gathered ahead follows the step before
 _Message = tuple[int, str, int]  # the stage that takes it, "F" or "B", the microbatch
 
 
@@ -56,8 +57,13 @@ class SimulatedPipeline:
         """Run a step on every rank, up to the optimizer's."""
         with self._model.staged.batch():
             self._needed = self._needs()
-            for rank in self.ranks:
-                rank.count(0)  # setting up is not part of a step
+        for _ in range(_STEPS_OF_STAGE_3 if self._model.options.engine.stage == 3 else 1):
+            self._run_step()
+
+    def _run_step(self) -> None:
+        for rank in self.ranks:
+            rank.begin_step()
+        with self._model.staged.batch():
             steps = [rank.in_step() for rank in self.ranks]
             self._run_actions()
         for rank, step in zip(self.ranks, steps, strict=True):
@@ -152,7 +158,7 @@ class SimulatedPipeline:
 
 def run_unpipelined(rank: SimulatedRank, batch: Microbatch) -> int:
     """Run a step of a model that is whole on its rank; return the bytes kept for the backward."""
-    rank.count(0)
+    rank.begin_step()
     with rank.in_step():
         rank.train_whole(batch)
     rank.count()

@@ -14,7 +14,8 @@ from lightning.pytorch.plugins.precision import (
     MixedPrecision,
     Precision,
 )
-from torch import nn
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
 
 from lightning_shard.environments import InProcessEnvironment
 from lightning_shard.errors import ConfigError
@@ -142,7 +143,12 @@ def _measured(
         return None
     kind: Literal["flops", "memory"] = what
     blocks = find_blocks(module, strategy._blocks)
-    return measure_blocks(module, blocks, lambda: step(module, batch), what=kind)
+
+    def run() -> object:  # in which tensors are made without elements
+        here = apply_to_collection(batch, Tensor, lambda one: torch.zeros_like(one, device="cpu"))
+        return step(module, here)
+
+    return measure_blocks(module, blocks, run, what=kind, device=torch.device("cpu"))
 
 
 class _Cut:
