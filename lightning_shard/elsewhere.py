@@ -139,7 +139,7 @@ def _draw(func: Any, given: Any) -> None:
     What is drawn afterwards is the same on every stage then. Which elements there are does not
     matter for how many numbers are drawn, but they have to be probabilities.
     """
-    if torch.Tag.nondeterministic_seeded not in func.tags:
+    if torch.Tag.nondeterministic_seeded not in func.tags or _drops_nothing(func, *given):
         return
 
     def element(tensor: Tensor) -> Tensor:
@@ -150,6 +150,15 @@ def _draw(func: Any, given: Any) -> None:
 
     args, kwargs = apply_to_collection(given, Tensor, element)
     func(*args, **kwargs)
+
+
+def _drops_nothing(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operation is an attention without dropout, which draws nothing."""
+    names = [one.name for one in func._schema.arguments]
+    if "dropout_p" not in names:
+        return False
+    place = names.index("dropout_p")
+    return not (args[place] if place < len(args) else kwargs.get("dropout_p", 0.0))
 
 
 @cache

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -176,6 +176,13 @@ class PipelineParallelStrategy(ModelParallelStrategy):
     def _check_steps(self) -> None:
         module = self.lightning_module
         assert module is not None
+        if self.stage == 3 and isinstance(self.precision_plugin, MixedPrecision):
+            raise ConfigError(
+                f"zero_stage=3 inside a pipeline keeps fp32 pieces of weights that compute in "
+                f"another format, whose gradients autograd cannot find between microbatches; "
+                f"expected one format, got precision={self.precision_plugin.precision!r}. Use "
+                f"zero_stage=2, or precision='bf16-true'."
+            )
         if self.stage == 3 and splits_backward(self._schedule):
             raise ConfigError(
                 f"schedule={self._schedule!r} computes the gradients of weights long after those "

@@ -9,6 +9,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.torch_private import saving_hook
+from lightning_shard.elsewhere import is_elsewhere
 from lightning_shard.errors import ConfigError, LayoutError
 from lightning_shard.tensor_parallel.attention import attention_cuts, fast_paths
 from lightning_shard.tensor_parallel.candidates import check_heads
@@ -276,6 +277,8 @@ class _Entrance:
 
     @untraced
     def __call__(self, tensor: Tensor) -> Tensor:
+        if is_elsewhere(tensor):  # nothing travels, and nothing may keep it
+            return enter_region(tensor, self._group)
         entered, saver = self._entered, saving_hook()
         # Tensors of inference mode do not tell whether they were changed.
         version = -1 if torch.is_inference_mode_enabled() else tensor._version

@@ -149,3 +149,9 @@ def strategy_of(**options: Any) -> HybridParallelStrategy:
 def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         train(build("gpt"), strategy=strategy_of(**options), devices=4)
+
+
+def test_mixed_precision_under_stage_3_of_a_pipeline_trained_without_gradients() -> None:
+    strategy = strategy_of(pipeline_parallel_size=2, zero_stage=3)
+    with pytest.raises(ConfigError, match="zero_stage=3 inside a pipeline keeps fp32 pieces"):
+        train(build("gpt"), strategy=strategy, devices=4, precision="bf16-mixed")
