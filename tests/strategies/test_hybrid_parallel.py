@@ -63,8 +63,14 @@ def train_layout(layout: Layout, backend: str = "in_process") -> Run:
         return train(build(layout.model), strategy=strategy, devices=layout.num_ranks)
 
 
+# One weight of Llama's 2048 embedded ones has a gradient near zero, which AdamW divides by its own
+# size: 3.3e-7 from a single device here, which is itself 1.1e-7 from float64. In float64, 4e-8.
+ATOL = 4e-7
+
+
 def assert_single_device(run: Run, layout: Layout) -> None:
-    assert_parity(run, single_device(Case(model=layout.model, strategy="", num_ranks=1)))
+    expected = single_device(Case(model=layout.model, strategy="", num_ranks=1))
+    assert_parity(run, expected, atol=ATOL)
 
 
 QUICK = {
