@@ -32,11 +32,13 @@ class Elsewhere(Tensor):
 
     Attributes:
         like: A meta tensor of the same shape and format.
+        place: The device that it seems to be on.
         origin: The parameter that it was computed from, for messages.
         value: What it stands for, while that is known here.
     """
 
     like: Tensor
+    place: torch.device
     origin: str
     value: Tensor | None
 
@@ -47,7 +49,7 @@ class Elsewhere(Tensor):
             tensor: Elsewhere = Tensor._make_wrapper_subclass(
                 cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device
             )
-        tensor.like, tensor.origin, tensor.value = like, origin, None
+        tensor.like, tensor.place, tensor.origin, tensor.value = like, device, origin, None
         born = _born.get()
         if born is not None:
             born.append(weakref.ref(tensor))
@@ -60,7 +62,7 @@ class Elsewhere(Tensor):
 
     def again(self) -> "Elsewhere":
         """Return another one that looks the same: a value of its own."""
-        return Elsewhere(self.like, self.device, self.origin)
+        return Elsewhere(self.like, self.place, self.origin)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Elsewhere(of={self.origin!r}, shape={tuple(self.shape)}, dtype={self.dtype})"

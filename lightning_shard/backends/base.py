@@ -24,11 +24,14 @@ class Backend(ABC):
     """One way for ranks to exchange tensors.
 
     Attributes:
+        matches_tags: Whether a receive finds the send of its tag in whatever order they are posted;
+            else sends and receives of two ranks must be posted in the same order.
         debug: Whether the ranks compare what they call before they call it; see `backends.checked`.
     """
 
     name: ClassVar[str]
     device_types: ClassVar[tuple[str, ...]]
+    matches_tags: ClassVar[bool] = True
     debug: bool = False
 
     def with_debug(self, debug: bool) -> Self:

@@ -16,6 +16,7 @@ class NCCLBackend(Backend):
 
     name: ClassVar[str] = "nccl"
     device_types: ClassVar[tuple[str, ...]] = ("cuda",)
+    matches_tags: ClassVar[bool] = False
 
     @override
     def unavailable_reason(self) -> str | None:

@@ -171,6 +171,18 @@ class DataParallelEngine:
         if self._gatherer is not None:
             self._gatherer.end_backward()
 
+    def at_hand(self, params: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
+        """Have parameters here inside, for a part of a backward that their blocks' hooks miss.
+
+        Under stage 3 each rank must call.
+        """
+        return nullcontext() if self._gatherer is None else self._gatherer.at_hand(params)
+
+    @property
+    def reformats(self) -> bool:
+        """Whether parameters have another format while they are whole than between."""
+        return any(flat.frees_full and flat.has_master for flat in self.flats)
+
     def take_gradient(self, param: nn.Parameter, grad: Tensor) -> None:
         """Inside `backward`, take a gradient that has been computed aside.
 

@@ -11,7 +11,7 @@ Resident parameters stay from the start of a step to the end of its backward; ou
 as long as any module that holds one is in its forward.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -54,6 +54,7 @@ class Gatherer:
         self._in_step = False
         self._has_stepped = False
         self._holds = False
+        self._within = False
         self._handles: list[RemovableHandle] = []
         self.record = GatherRecord()
         for index, unit in enumerate(units):
@@ -139,6 +140,27 @@ class Gatherer:
             unit.ensure_full()
         self._holds = self._has_stepped = True
 
+    @contextmanager
+    def at_hand(self, params: Collection[nn.Parameter]) -> Iterator[None]:
+        """Have some parameters here, for a backward that does not enter and leave their blocks.
+
+        It may begin and end within them: their hooks then say nothing of what is over.
+        """
+        wanted = set(params)
+        freed = [unit for unit in self._units if unit.is_freed]
+        used = [unit for unit in self._units if unit.has_any_of(wanted)]
+        for unit in used:
+            unit.begin_gather()
+        self._within = True
+        try:
+            for unit in used:
+                unit.ensure_full()
+            yield
+        finally:
+            self._within = False
+            for unit in freed:
+                unit.free()
+
     def gather_residents(self) -> None:
         """Gather what any module may use at any time; all of it at once."""
         for unit in self._residents:
@@ -206,11 +228,15 @@ class Gatherer:
             unit.free()
 
     def _before_backward(self, unit: Unit) -> None:
-        unit.open_backwards += 1
         unit.ensure_full()
+        if self._within:
+            return
+        unit.open_backwards += 1
         self._prefetch(self._previous.get(unit))
 
     def _after_backward(self, unit: Unit) -> None:
+        if self._within:
+            return
         unit.open_calls = max(unit.open_calls - 1, 0)
         unit.open_backwards = max(unit.open_backwards - 1, 0)
         if torch.is_grad_enabled():

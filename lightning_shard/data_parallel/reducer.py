@@ -95,7 +95,12 @@ class Reducer:
             self._reduce_ready()
 
     def close(self, closed: Iterable[FlatGradients]) -> None:
-        """Backward has left these buffers' modules: what has not come will not come."""
+        """Backward has left these buffers' modules: what has not come will not come.
+
+        But for one whose gradients are computed aside, of a microbatch, say: they come later.
+        """
+        if not (self._inside or self._awaiting_end):
+            return
         for gradients in closed:
             gradients.is_closed = True
         self._reduce_ready()

@@ -5,7 +5,7 @@
 Below stage 3 a unit is always FULL.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from torch import nn
 
@@ -46,9 +46,18 @@ class Unit:
         """Whether the parameters stay for a whole step."""
         return not self.modules
 
+    @property
+    def is_freed(self) -> bool:
+        """Whether the parameters are neither here nor on their way."""
+        return not self.is_full and self._pending is None
+
+    def has_any_of(self, params: Collection[nn.Parameter]) -> bool:
+        """Whether some of `params` are among the unit's."""
+        return any(param in params for flat in self.flats for param in flat.params)
+
     def begin_gather(self) -> None:
         """Start the all-gathers unless the parameters are here or on their way."""
-        if not self.is_full and self._pending is None:
+        if self.is_freed:
             self.on_gather()
             pending = [flat.begin_gather() for flat in self.flats]
             self._pending = [handle for handle in pending if handle is not None]

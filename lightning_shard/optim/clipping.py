@@ -31,7 +31,9 @@ def global_grad_norm(
     """
     split = engine.split
     counted = [param for param in params if split.counts(param)]
-    # the same groups on every rank, whichever parameters it has
+    # the same format and the same groups on every rank, whichever parameters and pieces it has
+    wide = any(param.dtype in (torch.float64, torch.complex128) for param in params)
+    dtype = torch.float64 if wide else torch.float32
     with engine.optimizer_view():
         norms = [
             _norm_over(
@@ -39,6 +41,7 @@ def global_grad_norm(
                 engine,
                 groups,
                 norm_type,
+                dtype,
             )
             for groups in split.group_sets
         ]
@@ -51,13 +54,11 @@ def _norm_over(
     engine: DataParallelEngine,
     groups: Sequence[Collectives],
     norm_type: float,
+    dtype: torch.dtype,
 ) -> Tensor:
     """The norm over parameters that are split alike, from the pieces in the optimizer's view."""
     grads = [_wide(param.grad) for param in params if param.grad is not None]
-    # the same format on every rank, whichever pieces it has
-    wide = any(param.dtype in (torch.float64, torch.complex128) for param in params)
-    local = nn.utils.get_total_norm(grads, norm_type)
-    local = local.to(engine.device, torch.float64 if wide else torch.float32)
+    local = nn.utils.get_total_norm(grads, norm_type).to(engine.device, dtype)
     over = [] if engine.options.stage == 0 else [engine.groups.shard]
     for collectives in [*over, *groups]:
         if norm_type == float("inf"):

@@ -1,13 +1,16 @@
-"""Does an optimizer treat every element by itself? Asked of the optimizer, not of a list of names.
+"""What does an optimizer treat by itself? Asked of the optimizer, not of a list of names.
 
 A rank updates 1-D pieces of parameters. Adam does to a piece what it would do to it inside the
 matrix; Muon, Adafactor, LAMB or LBFGS do not, and would be wrong without a word. So a twin with
 the same settings takes two steps on a small matrix and on the same matrix in pieces, and the
-results are compared.
+results are compared. Where ranks have some parameters each, and those whole, the trial has two
+matrices, together and one by one: only LBFGS and its like fail that.
 """
 
 import copy
 from collections import defaultdict
+from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,29 +30,44 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 def why_not_elementwise(optimizer: Optimizer) -> str | None:
     """What the trial has shown of the first group that fails it; None when all pass."""
     with torch.random.fork_rng(devices=[]):
-        reasons = [_try_group(optimizer, group) for group in optimizer.param_groups]
+        reasons = [_try_group(optimizer, group, _in_pieces) for group in optimizer.param_groups]
     return next((reason for reason in reasons if reason is not None), None)
 
 
-def _try_group(optimizer: Optimizer, group: dict[str, Any]) -> str | None:
+def why_not_separate(optimizer: Optimizer) -> str | None:
+    """As `why_not_elementwise`, of updating some of the parameters, each whole."""
+    with torch.random.fork_rng(devices=[]):
+        reasons = [_try_group(optimizer, group, _one_by_one) for group in optimizer.param_groups]
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def _try_group(
+    optimizer: Optimizer, group: dict[str, Any], parts: Callable[[Tensor], list[list[Tensor]]]
+) -> str | None:
     device = next((param.device for param in group["params"]), torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(_SHAPE, generator=generator).to(device)
-    grads = [torch.randn(_SHAPE, generator=generator).to(device) for _ in range(2)]
-    flat = weight.flatten()
+    values = torch.randn(3, *_SHAPE, generator=generator).to(device)  # a weight, two gradients
+    runs = [[parts(value)[i] for value in values] for i in range(len(parts(values[0])))]
     try:
-        (whole,) = _steps(optimizer, group, [weight], [[grad] for grad in grads])
-        pieces = _steps(
-            optimizer,
-            group,
-            [flat[:_CUT], flat[_CUT:]],
-            [[grad.flatten()[:_CUT], grad.flatten()[_CUT:]] for grad in grads],
-        )
+        whole, *pieces = [_steps(optimizer, group, weight, grads) for weight, *grads in runs]
     except Exception as error:  # whatever a foreign optimizer raises, it says why
         return f"a trial step raised {type(error).__name__}: {error}"
-    if torch.allclose(whole.flatten(), torch.cat(pieces), rtol=1e-5, atol=1e-7):
+    expected, got = (torch.cat([one.flatten() for one in run]) for run in (whole, chain(*pieces)))
+    if torch.allclose(got, expected, rtol=1e-5, atol=1e-7):
         return None
-    return "in a trial, pieces of a matrix came out differently from the matrix"
+    return "in a trial, the parts of a whole came out differently from the whole"
+
+
+def _in_pieces(matrix: Tensor) -> list[list[Tensor]]:
+    """The matrix, and its pieces, as two runs."""
+    flat = matrix.flatten()
+    return [[matrix], [flat[:_CUT], flat[_CUT:]]]
+
+
+def _one_by_one(matrix: Tensor) -> list[list[Tensor]]:
+    """Two matrices in one run, and each in its own."""
+    upper, lower = matrix.tensor_split(2)
+    return [[upper, lower], [upper], [lower]]
 
 
 def _steps(

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.errors import ConfigError
-from lightning_shard.optim.elementwise import why_not_elementwise
+from lightning_shard.optim.elementwise import why_not_elementwise, why_not_separate
 from lightning_shard.optim.state import shard_state
 
 
@@ -35,12 +35,7 @@ class ShardedOptimizer:
     """
 
     def __init__(self, optimizer: Optimizer, engine: DataParallelEngine) -> None:
-        if (cut := _cut(engine)) and (reason := why_not_elementwise(optimizer)) is not None:
-            raise ConfigError(
-                f"{type(optimizer).__name__} does not update each element by itself, but {cut}, "
-                f"which would make its updates wrong ({reason}). Use strategy='shard_ddp', or an "
-                f"element-wise optimizer such as AdamW."
-            )
+        _check_parts(optimizer, engine)
         _check_same_parameters(optimizer, engine)
         self.optimizer = optimizer
         self.engine = engine
@@ -98,13 +93,25 @@ class ShardedOptimizer:
         self.engine.publish(self.params)
 
 
-def _cut(engine: DataParallelEngine) -> str:
-    """Say what leaves this rank parts of parameters; nothing when it has them whole."""
+def _check_parts(optimizer: Optimizer, engine: DataParallelEngine) -> None:
+    """Raise if an optimizer needs more than this rank has."""
+    has_parts_of_layers = len(engine.split.groups) > len(engine.split.groups_of_layers)
+    unit, reason = "element", None
     if engine.options.stage > 0:
-        return f"ZeRO stage {engine.options.stage} gives each rank 1-D pieces of the parameters"
-    if engine.split.groups:
-        return "tensor and pipeline parallel give each rank its part of the layers"
-    return ""
+        cut = f"ZeRO stage {engine.options.stage} gives each rank 1-D pieces of the parameters"
+        reason = why_not_elementwise(optimizer)
+    elif has_parts_of_layers:
+        cut = "tensor parallel gives each rank its part of every layer"
+        reason = why_not_elementwise(optimizer)
+    elif engine.split.groups_of_layers:
+        unit, cut = "parameter", "pipeline parallel gives each rank the parameters of its stages"
+        reason = why_not_separate(optimizer)
+    if reason is not None:
+        raise ConfigError(
+            f"{type(optimizer).__name__} does not update each {unit} by itself, but {cut}, "
+            f"which would make its updates wrong ({reason}). Use strategy='shard_ddp', or an "
+            f"element-wise optimizer such as AdamW."
+        )
 
 
 def _check_same_parameters(optimizer: Optimizer, engine: DataParallelEngine) -> None:

@@ -5,18 +5,35 @@
 
 Gradients are returned, not put on the parameters. Source of the halves: zero-bubble pipelines,
 arXiv:2401.10241, as torch.distributed.pipelining computes them.
+
+Where ZeRO stage 3 gathers a parameter in another format than that of its pieces, every coming and
+going lets autograd forget the node that takes its gradient, but for the graphs that have it:
+
+    forward 0 ── node a        forward 1 ── node b        backward 0: the parameter is at b, or at c
+                                                          only the graph of 0 still leads to a
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from lightning_shard.pipeline_parallel._torch import stage_backward_input, stage_backward_weight
+from lightning_shard.pipeline_parallel.gradients import leaf_nodes
 
 Rest = Callable[[], Sequence[Tensor | None]]
 """What is left of a backward once the inputs have their gradients."""
+
+AtHand = Callable[[Sequence[nn.Parameter]], AbstractContextManager[None]]
+"""Has the values of parameters here inside: `DataParallelEngine.at_hand`."""
+
+
+def always_at_hand(params: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
+    """Do nothing, for parameters that never leave."""
+    return nullcontext()
 
 
 def full_backward(
@@ -24,6 +41,8 @@ def full_backward(
     grads: Sequence[Tensor] | None,
     inputs: Sequence[Tensor],
     params: Sequence[nn.Parameter],
+    *,
+    reformatted: bool = False,
 ) -> tuple[list[Tensor], Sequence[Tensor | None]]:
     """Return the gradients of inputs (zeros where unused) and of parameters (None where unused).
 
@@ -32,12 +51,19 @@ def full_backward(
         grads: Of the roots; None for a loss.
         inputs: Received tensors that require gradients.
         params: The stage's parameters that require gradients.
+        reformatted: Parameters may have changed their format since the forward.
     """
-    wanted = [*inputs, *params]
-    found: Sequence[Tensor | None] = [None] * len(wanted)
-    if roots and wanted:
-        found = torch.autograd.grad(roots, wanted, grads, allow_unused=True)
-    return _filled(found[: len(inputs)], inputs), found[len(inputs) :]
+    if not roots or not (inputs or params):
+        return _filled([None] * len(inputs), inputs), [None] * len(params)
+    leaves = _leaves(roots, params) if reformatted else []
+    ends: Sequence[Any] = [leaf.edge for leaf in leaves] if reformatted else params
+    found: Sequence[Tensor | None] = ()
+    if inputs or ends:
+        found = torch.autograd.grad(roots, [*inputs, *ends], grads, allow_unused=True)
+    of_params = found[len(inputs) :]
+    if reformatted:
+        of_params = _by_parameter(params, zip(leaves, of_params, strict=True))
+    return _filled(found[: len(inputs)], inputs), of_params
 
 
 def input_backward(
@@ -45,48 +71,62 @@ def input_backward(
     grads: Sequence[Tensor] | None,
     inputs: Sequence[Tensor],
     params: Sequence[nn.Parameter],
+    at_hand: AtHand = always_at_hand,
 ) -> tuple[list[Tensor], Rest]:
-    """Return the gradients of inputs, and what is left to do for those of parameters."""
+    """Return the gradients of inputs, and what is left to do for those of parameters.
+
+    Args:
+        roots: See `full_backward`, as for the next three; parameters may change their format.
+        grads: Of the roots.
+        inputs: Received.
+        params: Of the stage.
+        at_hand: What the rest runs in.
+    """
     if not roots or not inputs or not params:
 
         def whole() -> Sequence[Tensor | None]:
-            return full_backward(roots, grads, [], params)[1]
+            return full_backward(roots, grads, [], params, reformatted=True)[1]
 
         if not inputs:
             return [], whole
         found = full_backward(roots, grads, inputs, [])[0]
         return found, lambda: [None] * len(params)
+    leaves = _leaves(roots, params)
     # torch detaches the roots in place: no view allows that, nor a tensor that the graph has saved
     ends = [root.clone() for root in roots]
     given, groups = stage_backward_input(
-        ends, None if grads is None else list(grads), list(inputs), iter(params)
+        ends,
+        None if grads is None else list(grads),
+        list(inputs),
+        iter(leaves),  # type: ignore[arg-type]
     )
     for one in inputs:
         one.grad = None  # torch keeps them there as well
 
     plain = [group for group in groups if len(group["intermediates"]) == 1]
     reached = {node for group in plain for node in group["params"]}
-    others = [param for param in params if get_gradient_edge(param).node not in reached]
+    others = [leaf for leaf in leaves if leaf.grad_fn not in reached]
 
     def rest() -> Sequence[Tensor | None]:
-        found = dict(zip(others, _grads_of(roots, others, grads), strict=True))
-        with _grads_aside(params):
-            stage_backward_weight(iter(params), plain)
-            return [found.get(param, param.grad) for param in params]
+        with at_hand(params):
+            found = dict(zip(others, _grads_of(roots, others, grads), strict=True))
+            stage_backward_weight(iter(leaves), plain)  # type: ignore[arg-type]
+        return _by_parameter(params, ((leaf, found.get(leaf, leaf.grad)) for leaf in leaves))
 
     return _filled(given, inputs), rest
 
 
 def _grads_of(
-    roots: Sequence[Tensor], params: Sequence[nn.Parameter], grads: Sequence[Tensor] | None
+    roots: Sequence[Tensor], leaves: Sequence["_Leaf"], grads: Sequence[Tensor] | None
 ) -> Sequence[Tensor | None]:
     """Return the gradients of parameters that torch's halves lose or count twice.
 
     These are used without any input, as a table of positions, or in several places.
     """
-    if not params:
+    if not leaves:
         return []
-    return torch.autograd.grad(roots, params, grads, retain_graph=True, allow_unused=True)
+    edges = [leaf.edge for leaf in leaves]
+    return torch.autograd.grad(roots, edges, grads, retain_graph=True, allow_unused=True)
 
 
 def weight_backward(rest: Rest, params: Sequence[nn.Parameter]) -> Sequence[Tensor | None]:
@@ -94,25 +134,41 @@ def weight_backward(rest: Rest, params: Sequence[nn.Parameter]) -> Sequence[Tens
     return rest() if params else []
 
 
+class _Leaf:
+    """A parameter as one graph has it; torch's halves take it for one, and set its `grad`."""
+
+    requires_grad = True
+
+    def __init__(self, param: nn.Parameter, node: Any) -> None:
+        self.param, self.grad_fn = param, node
+        self.grad: Tensor | None = None
+
+    @property
+    def edge(self) -> GradientEdge:
+        """Where its gradient comes to."""
+        return GradientEdge(self.grad_fn, 0)
+
+
+def _leaves(roots: Sequence[Tensor], params: Sequence[nn.Parameter]) -> list[_Leaf]:
+    wanted = set(params)
+    nodes = (node for node in leaf_nodes(roots) if node.variable in wanted)
+    return [_Leaf(node.variable, node) for node in nodes]
+
+
+def _by_parameter(
+    params: Sequence[nn.Parameter], found: Iterable[tuple[_Leaf, Tensor | None]]
+) -> list[Tensor | None]:
+    """Add up what the leaves of each parameter have got."""
+    sums: dict[nn.Parameter, Tensor] = {}
+    for leaf, grad in found:
+        if grad is not None:
+            before = sums.get(leaf.param)
+            sums[leaf.param] = grad if before is None else before + grad
+    return [sums.get(param) for param in params]
+
+
 def _filled(found: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[Tensor]:
     return [
         torch.zeros_like(one) if grad is None else grad
         for grad, one in zip(found, like, strict=True)
     ]
-
-
-class _grads_aside:  # noqa: N801 - reads as a function
-    """Take what stands in `.grad` away for a while."""
-
-    def __init__(self, params: Sequence[nn.Parameter]) -> None:
-        self._params = params
-        self._kept: list[Tensor | None] = []
-
-    def __enter__(self) -> None:
-        self._kept = [param.grad for param in self._params]
-        for param in self._params:
-            param.grad = None
-
-    def __exit__(self, *_: object) -> None:
-        for param, kept in zip(self._params, self._kept, strict=True):
-            param.grad = kept

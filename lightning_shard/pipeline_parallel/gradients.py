@@ -116,15 +116,24 @@ class _HandOver(torch.autograd.Function):
 
 def leaves_of_graph(root: Tensor) -> Iterator[Tensor]:
     """Yield the leaves that a tensor's gradient goes to."""
+    for node in leaf_nodes([root]):
+        yield node.variable
+
+
+def leaf_nodes(roots: Sequence[Tensor]) -> Iterator[Any]:
+    """Yield the nodes that take the gradients of leaves, `variable` being the leaf.
+
+    A leaf whose format changes has a new node from then on: one graph may have several of it.
+    """
     seen = set()
-    nodes = [root.grad_fn]
+    nodes = [root.grad_fn for root in roots]
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         if hasattr(node, "variable"):
-            yield node.variable
+            yield node
         nodes += [following for following, _ in node.next_functions]
 
 

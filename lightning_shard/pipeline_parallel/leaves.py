@@ -1,5 +1,6 @@
 """The tensors in what a module is called with or returns: tuples, lists, mappings, dataclasses."""
 
+import operator
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
@@ -44,6 +45,11 @@ def exchange_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """
     if isinstance(value, Tensor):
         return function(value)
+    if type(value) is tuple:  # most of what blocks are called with: the short way
+        elements = tuple([exchange_tensors(one, function) for one in value])
+        return value if all(map(operator.is_, elements, value)) else elements
+    if type(value) in _PLAIN:
+        return value
     held = held_values(value)
     if held is None:
         return value

@@ -11,19 +11,21 @@ A neighbouring stage on the same rank is handed its tensors without a message.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.backward import (
+    AtHand,
+    always_at_hand,
     full_backward,
     input_backward,
     weight_backward,
 )
+from lightning_shard.pipeline_parallel.early_receives import with_early_receives
 from lightning_shard.pipeline_parallel.gradients import (
     GradientStash,
     hooks_set_aside,
@@ -32,13 +34,12 @@ from lightning_shard.pipeline_parallel.gradients import (
 from lightning_shard.pipeline_parallel.leaves import map_tensors, signature
 from lightning_shard.pipeline_parallel.messages import Look, Messages, Receipt
 from lightning_shard.pipeline_parallel.microbatches import Microbatch
+from lightning_shard.pipeline_parallel.needs import Needs, Step
 from lightning_shard.pipeline_parallel.randomness import StageRandomness
 from lightning_shard.pipeline_parallel.schedules import Action, Kind, Schedule, forward_schedule
-from lightning_shard.pipeline_parallel.skipped_blocks import UnknownResultError
-from lightning_shard.pipeline_parallel.stage_run import Needed, Probe, StageRun
+from lightning_shard.pipeline_parallel.stage_run import StageRun
 from lightning_shard.pipeline_parallel.staged_model import StagedModel
 
-Step = Callable[[Microbatch, bool], Any]  # whether it is the last stage's
 LossOf = Callable[[Any], Tensor | None]
 Observer = Callable[[Action], AbstractContextManager[object]]
 
@@ -73,11 +74,14 @@ class Pipeline:
         schedules: Makes the schedule of training for a number of microbatches.
         stage_ranks: The rank of each stage.
         device: Of this rank.
+        early: Whether to post receives early: see `early_receives`.
 
     Attributes:
         observer: Makes what surrounds every action, to take its time. A computation's waiting for
             its message stands around by itself, as the receive; posting a receive does not.
         peak_activations: The most runs that were kept for their backward at one time.
+        at_hand: What the second half of a backward runs in, which begins within blocks.
+        reformats: Whether parameters change their format between a forward and its backward.
     """
 
     def __init__(
@@ -88,18 +92,24 @@ class Pipeline:
         schedules: Callable[[int], Schedule],
         stage_ranks: Sequence[int],
         device: torch.device,
+        *,
+        early: bool,
     ) -> None:
         self.observer: Observer | None = None
         self.peak_activations = 0
+        self.at_hand: AtHand = always_at_hand
+        self.reformats = False
         self._model, self._group = model, group
         self._stage_params = stage_params
         self._stage_ranks = tuple(stage_ranks)
-        self._schedules = cache(schedules)
-        self._forward_schedules = cache(partial(forward_schedule, self._stage_ranks))
+        order = with_early_receives if early else _as_published
+        self._schedules = cache(lambda number: order(schedules(number)))
+        self._forward_schedules = cache(
+            lambda number: order(forward_schedule(self._stage_ranks, number))
+        )
         self._messages = Messages(group, device)
         self._randomness = StageRandomness(group, device)
-        self._needed: dict[str, list[Needed | None]] = {}
-        self._without_network: set[str] = set()
+        self._needs = Needs(model, group, stage_params, self._stage_ranks, self._randomness)
         self._actions: dict[str, Callable[[Action], None]] = {
             "F": self._forward,
             "B": self._backward,
@@ -175,7 +185,9 @@ class Pipeline:
         self._batch = batch
         self._randomness.next_batch()
         with self._model.batch():
-            uses = self._agree_on_needs()
+            uses = self._needs.learn(
+                batch.kind, batch.microbatches[0], batch.step, must_use=batch.stash is not None
+            )
             for action in schedule.actions[self._group.rank] if uses else ():
                 self._act(action)
             self._messages.finish()
@@ -198,79 +210,6 @@ class Pipeline:
         if isinstance(coming, Receipt):
             with observer(action._replace(kind=receive)):
                 coming.wait()
-
-    def _agree_on_needs(self) -> bool:
-        """For a step that is new, see what each stage's first block needs of earlier stages.
-
-        Returns:
-            Whether the step calls the blocks; only an evaluation may do without.
-        """
-        kind = self._batch.kind
-        if kind in self._needed or self.num_stages == 1:
-            return True
-        if kind in self._without_network:
-            return False
-        everyone = self._needs_of_all()
-        if any(isinstance(needed, str) for needed in everyone.values()):
-            self._learn_of_blocks()
-            everyone = self._needs_of_all()
-        unknown = {stage: one for stage, one in everyone.items() if isinstance(one, str)}
-        for stage, reason in unknown.items():
-            raise ConfigError(f"Before stage {stage} of the pipeline: {reason}")
-        missing = [stage for stage, needed in everyone.items() if needed is None]
-        if self._batch.stash is None and len(missing) == len(everyone):
-            self._without_network.add(kind)
-            return False
-        if missing:
-            block = self._model.block_names[self._model.partition.bounds[missing[0]]]
-            raise ConfigError(
-                f"The {kind} step ended without calling the block {block!r} of stage "
-                f"{missing[0]}, expected it to call the network once, all blocks in order."
-            )
-        needs = {stage: one for stage, one in everyone.items() if isinstance(one, Needed)}
-        self._needed[kind] = [needs.get(stage) for stage in range(self.num_stages)]
-        return True
-
-    def _needs_of_all(self) -> dict[int, Needed | str | None]:
-        """Return what each stage needs, None where its block is not called, or why it is open."""
-        found = {stage: self._needs(stage) for stage in self._stage_params if stage > 0}
-        everyone: dict[int, Needed | str | None] = {}
-        for theirs in self._group.all_gather_object(found):
-            everyone |= theirs
-        return everyone
-
-    def _needs(self, stage: int) -> Needed | str | None:
-        try:
-            return self._probe(stage).needed
-        except UnknownResultError as error:
-            return str(error.__cause__)
-
-    def _learn_of_blocks(self) -> None:
-        """Let the first stage run its first block, and tell the others what that returns."""
-        template = None
-        if 0 in self._stage_params:
-            template = self._probe(0).template
-        template = self._group.broadcast_object(template, src=self._stage_ranks[0])
-        if template is not None and template.keeps_gradients:
-            raise ConfigError(
-                f"The block {self._model.block_names[0]!r} keeps tensors that require gradients "
-                f"beside its result, such as an auxiliary loss, and cannot be skipped without "
-                f"running it, for it asks for elements; expected that the last stage gets all "
-                f"that the loss is computed from. Let the blocks take such a tensor as an argument "
-                f"and return it, detach it, or turn its collection off."
-            )
-        self._model.hint = template
-
-    def _probe(self, stage: int) -> Probe:
-        microbatch = self._batch.microbatches[0]
-        probe = Probe(self._model.partition.bounds[stage])
-        self._randomness.begin(microbatch.index)
-        with self._model.buffers_kept(), self._model.running(probe, stage):
-            probe.forward(lambda: self._batch.step(microbatch, False))
-        return probe
-
-    def _needed_by(self, stage: int) -> Needed | None:
-        return self._needed[self._batch.kind][stage] if stage < self.num_stages else None
 
     def _key(self, boundary: int, microbatch: int) -> tuple[Any, ...]:
         """What the looks of the tensors at a boundary depend on."""
@@ -332,7 +271,7 @@ class Pipeline:
             bounds[stage],
             bounds[stage + 1],
             self._model.block_names,
-            needed=self._needed_by(stage + 1),
+            needed=self._needs.of(batch.kind, stage + 1),
             received=self._inputs(stage, index),
             entering=lambda: self._randomness.enter(index, stage),
         )
@@ -374,7 +313,9 @@ class Pipeline:
         roots, grads = self._roots(stage, index)
         run, params, stash = self._batch.runs.pop((stage, index)), self._params(stage), self._stash
         with self._model.running(run, stage):
-            input_grads, param_grads = full_backward(roots, grads, _followed(run.inputs), params)
+            input_grads, param_grads = full_backward(
+                roots, grads, _followed(run.inputs), params, reformatted=self.reformats
+            )
         stash.add(params, param_grads)
         self._batch.grads[stage, index] = input_grads
 
@@ -384,7 +325,7 @@ class Pipeline:
         run, params, stash = self._batch.runs[stage, index], self._params(stage), self._stash
         inputs = _followed(run.inputs)
         with self._model.running(run, stage):
-            input_grads, rest = input_backward(roots, grads, inputs, params)
+            input_grads, rest = input_backward(roots, grads, inputs, params, self.at_hand)
 
         def weights() -> None:
             with self._model.running(run, stage):
@@ -402,6 +343,10 @@ class Pipeline:
     def _stash(self) -> GradientStash:
         assert self._batch.stash is not None
         return self._batch.stash
+
+
+def _as_published(schedule: Schedule) -> Schedule:
+    return schedule
 
 
 def _followed(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -8,6 +8,7 @@ must not repeat another stage's. Seeds come from a number that the pipeline's ra
 """
 
 import random
+from hashlib import blake2b
 
 import numpy as np
 import torch
@@ -45,7 +46,8 @@ class StageRandomness:
             self._seed(microbatch, stage)
 
     def _seed(self, microbatch: int, stage: int) -> None:
-        seed = random.Random(f"{self._batch} {microbatch} {stage}").randrange(_NUM_SEEDS)
+        digest = blake2b(f"{self._batch} {microbatch} {stage}".encode(), digest_size=4).digest()
+        seed = int.from_bytes(digest)
         # torch.manual_seed would also queue a seed, with a traceback, for every absent accelerator
         torch.default_generator.manual_seed(seed)
         if self._device.type != "cpu":

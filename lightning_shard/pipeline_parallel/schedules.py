@@ -34,7 +34,6 @@ SCHEDULES = (
 )
 _ONE_STAGE = ("gpipe", "1f1b")
 _V_SHAPED = ("zbv", "dual_pipe_v")
-_SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv", "dual_pipe_v")
 _IN_ROUNDS = ("interleaved_1f1b", "interleaved_zero_bubble")
 FORWARD_ONLY = "forward_only"
 
@@ -103,8 +102,9 @@ def make_schedule(
 
     Source:
         gpipe arXiv:1811.06965, 1f1b arXiv:2006.09503, interleaved_1f1b arXiv:2104.04473,
-        looped_bfs arXiv:2211.05953, interleaved_zero_bubble (ZB-1P) and zbv arXiv:2401.10241,
-        dual_pipe_v arXiv:2412.19437 and https://github.com/deepseek-ai/DualPipe.
+        looped_bfs arXiv:2211.05953 (but the newest backward first), interleaved_zero_bubble (ZB-H1)
+        and zbv arXiv:2401.10241, dual_pipe_v arXiv:2412.19437 and
+        https://github.com/deepseek-ai/DualPipe.
     """
     num_stages = checked_stages(name, num_ranks, num_microbatches, num_stages)
     stage_ranks = place_stages(name, num_ranks, num_stages)
@@ -152,11 +152,6 @@ def allowed_microbatches(name: str, num_ranks: int, num_microbatches: int) -> bo
         rounds = max(1, num_microbatches // num_ranks)
         return num_microbatches % rounds == 0
     return name != "dual_pipe_v" or num_microbatches >= 2 * num_ranks
-
-
-def splits_backward(name: str) -> bool:
-    """Whether a schedule computes the gradients of inputs and of weights apart."""
-    return name in _SPLIT_BACKWARD
 
 
 def check_name(name: str) -> None:

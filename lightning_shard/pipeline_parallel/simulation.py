@@ -12,6 +12,7 @@ a `DeadlockError` that lists every such rank.
 """
 
 from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from lightning_shard.errors import DeadlockError
@@ -49,19 +50,22 @@ class Durations:
         }
 
 
-def replay(schedule: Schedule, durations: Durations | None = None) -> Timeline:
+def replay(
+    schedule: Schedule, durations: Durations | Mapping[Action, float] | None = None
+) -> Timeline:
     """Run a schedule's table on simulated ranks.
 
     Messages stand in the timeline only when they take time.
 
     Args:
         schedule: The table.
-        durations: By default 1 for F, I and W, 2 for B, and nothing for a message.
+        durations: Of each kind, by default 1 for F, I and W, 2 for B, and nothing for a message;
+            or of each computation, such as `Timeline.durations`, and nothing for a message.
 
     Raises:
         DeadlockError: The table has a rank wait for what no rank sends.
     """
-    simulation = _Replay(schedule, durations or Durations())
+    simulation = _Replay(schedule, Durations() if durations is None else durations)
     simulation.run()
     return Timeline.of_rows(simulation.events)
 
@@ -73,10 +77,9 @@ class _Replay:
     from its RECV (or from the neighbouring stage on the same rank) to the computation.
     """
 
-    def __init__(self, schedule: Schedule, durations: Durations) -> None:
+    def __init__(self, schedule: Schedule, durations: Durations | Mapping[Action, float]) -> None:
         self.schedule = schedule
-        self.durations = durations.of_kinds()
-        self.message = durations.message
+        self.duration_of, self.message = _lookup(durations)
         self.stages = [schedule.stages_of(rank) for rank in range(schedule.num_ranks)]
         self.events: list[list[Event]] = [[] for _ in schedule.actions]
         self.clocks = [0.0] * schedule.num_ranks
@@ -126,7 +129,7 @@ class _Replay:
             if needed not in self.ready:
                 return False
             start = max(start, self.ready.pop(needed))
-        end = self.clocks[rank] = start + self.durations[action.kind]
+        end = self.clocks[rank] = start + self.duration_of(action)
         self.events[rank].append(Event(action, start, end))
         if action.kind != "W":
             self._hand_over(rank, action)
@@ -158,6 +161,16 @@ class _Replay:
                 f"{', '.join(stuck)}; expected every action to find its input. The table was "
                 "changed by hand, or its messages are in another order than their sends."
             )
+
+
+def _lookup(
+    durations: Durations | Mapping[Action, float],
+) -> tuple[Callable[[Action], float], float]:
+    """Return what gives a computation's duration, and the duration of a message."""
+    if not isinstance(durations, Durations):
+        return durations.__getitem__, 0.0
+    of_kinds = durations.of_kinds()
+    return lambda action: of_kinds[action.kind], durations.message
 
 
 def _output_of(action: Action) -> _Input:

@@ -51,6 +51,8 @@ class _Look:
         """Return a tensor that looks so."""
         if self.argument is not None:
             like = arguments[self.argument]
+            if isinstance(like, Elsewhere):  # attributes of one are calls: the short way
+                return Elsewhere(like.like, like.place, _ORIGIN)
             return Elsewhere.of(like, like.shape, _ORIGIN)
         like = torch.empty(0, dtype=self.dtype, device=arguments[0].device)
         return Elsewhere.of(like, self.shape, _ORIGIN)
@@ -98,6 +100,8 @@ class Template:
 
     def build(self, arguments: Sequence[Tensor]) -> Any:
         """Return what looks like the result for these arguments."""
+        if isinstance(self.structure, _Look):
+            return self.structure.show(arguments)
         return apply_to_collection(self.structure, _Look, lambda look: look.show(arguments))
 
 

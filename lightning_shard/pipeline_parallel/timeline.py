@@ -84,6 +84,11 @@ class Timeline:
         return tuple(tuple(event for event in row if event.action.computes) for row in self.rows)
 
     @property
+    def durations(self) -> dict[Action, float]:
+        """How long each computation took."""
+        return {action: end - start for row in self.computations for action, start, end in row}
+
+    @property
     def start(self) -> float:
         """When the first rank began to compute."""
         return min((row[0].start for row in self.computations if row), default=0.0)

@@ -6,8 +6,8 @@
 Everything that trains is the code that trains; only the groups are `SimulatedCollectives`.
 """
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,12 @@ from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.model_split import Unsplit
 from lightning_shard.mesh import Axis
-from lightning_shard.pipeline_parallel.backward import full_backward
+from lightning_shard.pipeline_parallel.backward import (
+    Rest,
+    full_backward,
+    input_backward,
+    weight_backward,
+)
 from lightning_shard.pipeline_parallel.leaves import tensors_in
 from lightning_shard.pipeline_parallel.microbatches import Microbatch
 from lightning_shard.pipeline_parallel.stage_run import Needed, StageRun
@@ -67,6 +72,7 @@ class SimulatedRank:
         self.saved: dict[tuple[int, int], int] = {}
         self.sent: dict[Axis, int] = dict.fromkeys(self._groups, 0)
         self._runs: dict[tuple[int, int], StageRun] = {}
+        self._halves: dict[tuple[int, int], Rest] = {}
         self._used: set[nn.Parameter] = set()
         self._gathered = 0
 
@@ -94,14 +100,49 @@ class SimulatedRank:
         self, stage: int, microbatch: Microbatch, grads: Sequence[Tensor] | None
     ) -> list[Tensor]:
         """Run its backward; return the gradients of what was received."""
-        run = self._runs.pop((stage, microbatch.index))
-        params = [param for param in self._trained if stage in self.model.stages[param]]
-        roots = followed(run.outputs) if grads is not None else followed([loss_of(run.result)])
+        run, params = self._runs.pop((stage, microbatch.index)), self._params(stage)
         with self.model.running(run, stage):
-            inputs, found = full_backward(roots, grads, followed(run.inputs), params)
-        self._used.update(p for p, grad in zip(params, found, strict=True) if grad is not None)
+            inputs, found = full_backward(
+                _roots(run, grads),
+                grads,
+                followed(run.inputs),
+                params,
+                reformatted=self.engine.reformats,
+            )
+        self._note_used(params, found)
+        return inputs
+
+    def backward_inputs(
+        self, stage: int, microbatch: Microbatch, grads: Sequence[Tensor] | None
+    ) -> list[Tensor]:
+        """Run the first half of its backward; return the gradients of what was received."""
+        run, params = self._runs[stage, microbatch.index], self._params(stage)
+        with self.model.running(run, stage):
+            inputs, self._halves[stage, microbatch.index] = input_backward(
+                _roots(run, grads), grads, followed(run.inputs), params, self._at_hand
+            )
         self._look_at_gathered()
         return inputs
+
+    def backward_weights(self, stage: int, microbatch: Microbatch) -> None:
+        """Run the second half."""
+        run, params = self._runs.pop((stage, microbatch.index)), self._params(stage)
+        rest = self._halves.pop((stage, microbatch.index))
+        with self.model.running(run, stage):
+            self._note_used(params, weight_backward(rest, params))
+
+    def _params(self, stage: int) -> list[nn.Parameter]:
+        return [param for param in self._trained if stage in self.model.stages[param]]
+
+    @contextmanager
+    def _at_hand(self, params: Sequence[nn.Parameter]) -> Iterator[None]:
+        with self.engine.at_hand(params):
+            self._look_at_gathered()
+            yield
+
+    def _note_used(self, params: Sequence[nn.Parameter], found: Sequence[Tensor | None]) -> None:
+        self._used.update(p for p, grad in zip(params, found, strict=True) if grad is not None)
+        self._look_at_gathered()
 
     def train_whole(self, microbatch: Microbatch) -> None:
         """Run a step of a model that is in no pipeline, and hand its gradients to the engine."""
@@ -232,6 +273,11 @@ def _data_groups(size: int, shard_size: int) -> tuple[DataGroups, list[Collectiv
     replicate = SimulatedCollectives(0, size // shard_size)
     groups = DataGroups(everyone=everyone, shard=shard, replicate=replicate)
     return groups, [everyone, shard, replicate]
+
+
+def _roots(run: StageRun, grads: Sequence[Tensor] | None) -> list[Tensor]:
+    """Return where a backward begins: at the loss where no gradients are given."""
+    return followed(run.outputs if grads is not None else [loss_of(run.result)])
 
 
 def followed(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -110,6 +110,9 @@ class SimulatedPipeline:
             done = self._forward(rank, action)
         elif kind in ("B", "I"):
             done = self._backward(rank, action)
+        elif kind == "W":
+            rank.backward_weights(action.stage, self.microbatches[action.microbatch])
+            done = True
         elif kind.startswith("SEND"):
             message = _output_of(action)
             self._arrived[message] = self._made.pop(message)
@@ -135,7 +138,8 @@ class SimulatedPipeline:
         if not is_last and (stage, "B", index) not in self._arrived:
             return False
         grads = None if is_last else self._arrived.pop((stage, "B", index))
-        self._hand_on(rank, action, rank.backward(stage, self.microbatches[index], grads))
+        run = rank.backward if action.kind == "B" else rank.backward_inputs
+        self._hand_on(rank, action, run(stage, self.microbatches[index], grads))
         return True
 
     def _hand_on(self, rank: SimulatedRank, action: Action, tensors: Sequence[Tensor]) -> None:

@@ -4,16 +4,20 @@
     rank 1   │wait│ F0 B0 F1 B1 ...
 
 A rank is idle when it is not in a forward or backward, from the first rank's first one to the last
-rank's last: what it waits for messages, and what it needs to post them. Beside that stand the share
-that the schedule has with the measured durations (the mean of each kind of computation: all stages
-alike, messages free), and the closed form where a backward takes twice a forward.
+rank's last. Three shares tell what that comes from:
+
+    measured    what a rank waits, for messages too, and what it needs to post them
+    replayed    the schedule with the measured duration of each computation, messages free
+    theory      the closed form: stages alike, a backward takes twice a forward
+
+From theory to replayed it is computations that are not alike, of uneven stages above all; from
+replayed to measured it is the messages.
 
 On CPUs the clock is the process's. On CUDA it is events in the rank's stream, so that nothing is
 synchronized before the batch has ended; what the host does between them counts as idle.
 """
 
 import platform
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,7 +37,7 @@ from typing_extensions import override
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.schedules import Action, Schedule
-from lightning_shard.pipeline_parallel.simulation import Durations, replay
+from lightning_shard.pipeline_parallel.simulation import replay
 from lightning_shard.pipeline_parallel.theory import theoretical_idle_share
 from lightning_shard.pipeline_parallel.timeline import (
     Event,
@@ -110,7 +114,7 @@ class IdleShares(NamedTuple):
 
     Attributes:
         measured: Of each rank.
-        replayed: Of each rank, with the durations of the batch, stages alike and messages free.
+        replayed: Of each rank, with the duration of each computation of the batch, messages free.
         theory: Of the schedule where a backward takes twice a forward.
     """
 
@@ -123,7 +127,7 @@ class IdleShares(NamedTuple):
         """Compare a measured timeline with its schedule."""
         return cls(
             measured=timeline.idle_shares,
-            replayed=replay(schedule, mean_durations(timeline)).idle_shares,
+            replayed=replay(schedule, timeline.durations).idle_shares,
             theory=theoretical_idle_share(
                 schedule.name,
                 num_ranks=schedule.num_ranks,
@@ -131,21 +135,6 @@ class IdleShares(NamedTuple):
                 num_stages=schedule.num_stages,
             ).share,
         )
-
-
-def mean_durations(timeline: Timeline) -> Durations:
-    """Return how long each kind of computation took; those that did not occur take nothing."""
-    spans: defaultdict[str, list[float]] = defaultdict(list)
-    for row in timeline.computations:
-        for action, start, end in row:
-            spans[action.kind].append(end - start)
-    means = {kind: fmean(spans[kind]) if spans[kind] else 0.0 for kind in ("F", "B", "I", "W")}
-    return Durations(
-        forward=means["F"],
-        backward=means["B"],
-        backward_input=means["I"],
-        backward_weight=means["W"],
-    )
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
@@ -33,8 +32,13 @@ from lightning_shard.precision.plugins import ShardedPrecision
 from lightning_shard.precision.policy import dtype_policy
 from lightning_shard.strategies.base import ShardStrategy
 from lightning_shard.strategies.batches import agree_on_batches, lengths_on_ranks
-from lightning_shard.strategies.finetuning import compare_by_identity
+from lightning_shard.strategies.callbacks import prepare_callbacks
 from lightning_shard.strategies.layer_sync import SyncBatchNormOnCpu
+from lightning_shard.strategies.weight_averaging import (
+    AverageInPieces,
+    Averaging,
+    averaging_callbacks,
+)
 
 
 class DataParallelStrategy(ShardStrategy):
@@ -57,6 +61,7 @@ class DataParallelStrategy(ShardStrategy):
     """
 
     stage: ClassVar[int]
+    engine_type: ClassVar[type[DataParallelEngine]] = DataParallelEngine
 
     def __init__(
         self,
@@ -93,6 +98,7 @@ class DataParallelStrategy(ShardStrategy):
         )
         self._engine: DataParallelEngine | None = None
         self._sharded: list[ShardedOptimizer] = []
+        self._averages: list[AverageInPieces] = []
         self._failed = False
         self._left_in_pieces = False  # by a failed run: there is nothing whole to save
         self._cpu_layer_sync: SyncBatchNormOnCpu | None = None
@@ -115,12 +121,21 @@ class DataParallelStrategy(ShardStrategy):
             self._apply_layer_sync()
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
         if fitting:
             self._check_trainable()
-            if not self._has_whole_parameters:
-                self._prepare_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
+            assert self.lightning_module is not None
+            prepare_callbacks(
+                callbacks,
+                trainer,
+                self.lightning_module,
+                in_parts=not self._has_whole_parameters,
+                averages_in_pieces=self._holds_pieces,
+            )
             self.setup_optimizers(trainer)  # while parameters have their full shapes
         self._start_engine()
+        for callback in averaging_callbacks(callbacks, fitting=fitting):
+            self._averages.append(self._average_in_pieces(callback))
         if fitting:
             check_same_optimizers(self.optimizers, self.model, self.collectives)
             self._sharded = [ShardedOptimizer(opt, self.engine) for opt in self.optimizers]
@@ -135,16 +150,14 @@ class DataParallelStrategy(ShardStrategy):
                 f"trainer.validate, test or predict instead of fit."
             )
 
-    def _prepare_callbacks(self, callbacks: list[Callback]) -> None:
-        """Refuse callbacks that need whole parameters; let others look for them by identity."""
-        compare_by_identity(callbacks)
-        for callback in callbacks:
-            if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
-                raise ConfigError(
-                    f"{type(callback).__name__} averages whole parameters, but under ZeRO stage "
-                    f"3, tensor and pipeline parallel each rank has a part of them only. Use "
-                    f"strategy='zero2', which keeps parameters whole."
-                )
+    def _average_in_pieces(self, callback: Averaging) -> AverageInPieces:
+        return AverageInPieces(
+            callback,
+            self.engine,
+            self.collectives,
+            load=lambda state: self.load_model_state_dict({"state_dict": state}),
+            share_buffers=self.lightning_module_state_dict,
+        )
 
     def _apply_layer_sync(self) -> None:
         assert self.model is not None
@@ -171,7 +184,7 @@ class DataParallelStrategy(ShardStrategy):
         assert isinstance(plugin, ShardedPrecision)
         dtypes = dtype_policy(str(plugin.precision), self._reduce_dtype)
         options = replace(self._options, dtypes=dtypes)
-        self._engine = DataParallelEngine(
+        self._engine = self.engine_type(
             self.model, self.data_groups, options, self._reducing, self._split_model()
         )
         plugin.attach(self._engine)
@@ -326,7 +339,7 @@ class DataParallelStrategy(ShardStrategy):
         if self._engine is not None:
             self._detach(self._engine)
             self._left_in_pieces = self._failed and self._holds_pieces
-        self._engine, self._sharded, self._failed = None, [], False
+        self._engine, self._sharded, self._averages, self._failed = None, [], [], False
         self._may_differ_in_batches = False
         self._revert_layer_sync()
         super().teardown()
@@ -336,6 +349,8 @@ class DataParallelStrategy(ShardStrategy):
         states = []
         if not self._failed and self._holds_pieces:
             states = [full_state_dict(sharded.optimizer, engine) for sharded in self._sharded]
+        for average in self._averages:
+            average.restore(whole=not self._failed)
         engine.detach(restore=not self._failed)
         self._unsplit_model(whole=not self._failed)
         for sharded in self._sharded:

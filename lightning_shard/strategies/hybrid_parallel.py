@@ -43,7 +43,7 @@ class HybridParallelStrategy(TensorParallelStrategy, PipelineParallelStrategy):
             pair (replicate, shard) is so many copies of the state, each in pieces on so many
             neighbouring ranks; choose those of a node, and gathers stay inside it.
         zero_stage: How the data-parallel ranks keep their state, 0 to 3. Stage 3 gathers each layer
-            for every microbatch.
+            for every microbatch's forward and backward, each half of it where those are apart.
         axis_order: The axes "pp", "dp" and "tp" from the slowest to the fastest.
         plan: Of tensor parallel: see `TensorParallelStrategy`.
         schedule: Of the pipeline: see `PipelineParallelStrategy`, as for the rest.
@@ -130,6 +130,13 @@ class HybridParallelStrategy(TensorParallelStrategy, PipelineParallelStrategy):
         if self._layers_split is None or self._stage_split is None:
             return layers or stages
         return CombinedSplit(self._layers_split, self._stage_split)
+
+    @override
+    def _start_engine(self) -> None:
+        super()._start_engine()
+        if self._pipeline is not None:
+            self._pipeline.at_hand = self.engine.at_hand
+            self._pipeline.reformats = self.engine.reformats
 
     @override
     def _unsplit_model(self, *, whole: bool) -> None:

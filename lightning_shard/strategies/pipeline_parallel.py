@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -36,7 +36,6 @@ from lightning_shard.pipeline_parallel.schedules import (
     default_stages_per_rank,
     make_schedule,
     place_stages,
-    splits_backward,
 )
 from lightning_shard.pipeline_parallel.split import PipelineSplit
 from lightning_shard.pipeline_parallel.staged_model import StagedModel
@@ -176,19 +175,6 @@ class PipelineParallelStrategy(ModelParallelStrategy):
     def _check_steps(self) -> None:
         module = self.lightning_module
         assert module is not None
-        if self.stage == 3 and isinstance(self.precision_plugin, MixedPrecision):
-            raise ConfigError(
-                f"zero_stage=3 inside a pipeline keeps fp32 pieces of weights that compute in "
-                f"another format, whose gradients autograd cannot find between microbatches; "
-                f"expected one format, got precision={self.precision_plugin.precision!r}. Use "
-                f"zero_stage=2, or precision='bf16-true'."
-            )
-        if self.stage == 3 and splits_backward(self._schedule):
-            raise ConfigError(
-                f"schedule={self._schedule!r} computes the gradients of weights long after those "
-                f"of inputs, when ZeRO stage 3 has freed the weights; expected a schedule with "
-                f"whole backwards. Use '1f1b' or 'interleaved_1f1b', or zero_stage=2."
-            )
         if not module.automatic_optimization:
             raise ConfigError(
                 f"{type(module).__name__} optimizes by hand, but a pipeline runs training_step "
@@ -225,7 +211,13 @@ class PipelineParallelStrategy(ModelParallelStrategy):
         )
         params = {stage: self._stage_split.stage_params(stage) for stage in own}
         self._pipeline = Pipeline(
-            self._staged, group, params, self.schedule, ranks, self.root_device
+            self._staged,
+            group,
+            params,
+            self.schedule,
+            ranks,
+            self.root_device,
+            early=self.backend.matches_tags,
         )
         self._logs = StepLogs(self.lightning_module, group, self._pipeline.last_rank)
         return self._stage_split

@@ -35,7 +35,19 @@ def untraced(function: F) -> F:
 
 def copy_to_region(tensor: Tensor, group: Collectives) -> Tensor:
     """Enter with a replicated activation; its gradient is summed over the ranks."""
-    return _apply(_Copy, tensor, group)
+    return _apply(_Copy, tensor, None, group)
+
+
+def enter_layers(tensor: Tensor, group: Collectives) -> Tensor:
+    """Enter with a replicated activation that autocast casts for the layers there.
+
+    The gradient of a cast has the format of the layers: in that it travels. But not in float16,
+    whose range a sum of such gradients may leave.
+    """
+    sent_as = None
+    if tensor.dtype == torch.float32 and torch.is_autocast_enabled(tensor.device.type):
+        sent_as = torch.get_autocast_dtype(tensor.device.type)
+    return _apply(_Copy, tensor, torch.bfloat16 if sent_as == torch.bfloat16 else None, group)
 
 
 def reduce_from_region(tensor: Tensor, group: Collectives) -> Tensor:
@@ -107,13 +119,17 @@ def _apply(function: type[torch.autograd.Function], tensor: Tensor, *args: Any) 
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Collectives) -> Tensor:
-        ctx.group = group
+    def forward(
+        ctx: Any, tensor: Tensor, sent_as: torch.dtype | None, group: Collectives
+    ) -> Tensor:
+        ctx.group, ctx.sent_as = group, sent_as
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _Reduce.apply(grads[0], ctx.group), None  # type: ignore[no-untyped-call]
+        sent = grads[0].to(ctx.sent_as or grads[0].dtype)
+        total: Tensor = _Reduce.apply(sent, ctx.group)  # type: ignore[no-untyped-call]
+        return total.to(grads[0].dtype), None, None
 
 
 class _Reduce(torch.autograd.Function):
@@ -124,7 +140,7 @@ class _Reduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _Copy.apply(grads[0], ctx.group), None  # type: ignore[no-untyped-call]
+        return _Copy.apply(grads[0], None, ctx.group), None  # type: ignore[no-untyped-call]
 
 
 class _Gather(torch.autograd.Function):

@@ -28,7 +28,7 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.tensor_parallel.parted_tensor import PartedTensor, in_parts, made_whole
 from lightning_shard.tensor_parallel.regions import (
     all_gathered,
-    copy_to_region,
+    enter_layers,
     reduce_from_region,
     reduce_scatter_from_region,
     untraced,
@@ -39,14 +39,14 @@ def enter_region(tensor: Tensor, group: Collectives) -> Tensor:
     """Enter with a whole activation, or with every rank's slice of one."""
     if isinstance(tensor, PartedTensor):
         return _enter_in_parts(tensor, group)
-    return copy_to_region(tensor, group)
+    return enter_layers(tensor, group)
 
 
 @untraced
 def _enter_in_parts(tensor: PartedTensor, group: Collectives) -> Tensor:
     part = tensor.part
     if part.place == 1 or part.num_blocks > 1:
-        return copy_to_region(made_whole(tensor), group)
+        return enter_layers(made_whole(tensor), group)
     local = part.local
     if torch.is_autocast_enabled(local.device.type) and local.dtype == torch.float32:
         local = local.to(torch.get_autocast_dtype(local.device.type))  # as the layer would

@@ -12,7 +12,7 @@ Two Gloo processes of one thread train one model of equal blocks, half of them e
 | `torch_again` | the same once more: the difference of the two is the noise                   |
 
 Then the idle shares of ours, as `PipelineTimeline` takes them: measured, beside the replay with the
-measured durations and the closed form.
+measured duration of each computation and the closed form.
 
 Ours takes the whole module with its `training_step`, and gives the loss to both ranks; torch's gets
 two ready-made halves of the model, and has the loss on the last rank only.

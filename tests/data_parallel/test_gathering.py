@@ -181,3 +181,24 @@ def test_hooks_go_with_the_engine() -> None:
     expected = Net()(torch.ones(1, 4)).detach()
     for result in run_ranks(fn, 2):
         torch.testing.assert_close(result, expected, rtol=0, atol=0)
+
+
+def test_weights_at_hand_for_part_of_a_backward_go_again_and_what_was_here_stays() -> None:
+    def fn(rank: int) -> tuple[list[bool], list[bool], list[bool], int]:
+        model = Net()
+        engine = make_engine(model)
+        with engine.step():
+            loss = engine.model(torch.ones(2, 4)).square().mean()
+            engine.units[-1].ensure_full()
+            before = [unit.is_full for unit in engine.units]
+            with engine.at_hand(list(model.blocks[1].parameters())):
+                inside = [unit.is_full for unit in engine.units]
+                torch.autograd.grad(loss, model.blocks[1].up.weight, retain_graph=True)
+            after = [unit.is_full for unit in engine.units]
+        reductions = engine.collectives.traffic.snapshot().get("reduce_scatter")
+        return before, inside, after, 0 if reductions is None else reductions.calls
+
+    for before, inside, after, reductions in run_ranks(fn, 2):
+        assert sum(inside) == sum(before) + 1
+        assert after == before
+        assert reductions == 0

@@ -10,7 +10,7 @@ from torch import nn, optim
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightning_shard.optim.elementwise import is_elementwise
+from lightning_shard.optim.elementwise import is_elementwise, why_not_separate
 
 ELEMENTWISE: dict[str, Callable[[Any], Optimizer]] = {
     "SGD": lambda p: optim.SGD(p, lr=0.1),
@@ -69,6 +69,23 @@ def test_whole_matrices(name: str) -> None:
 
 def test_an_optimizer_of_the_users() -> None:
     assert not is_elementwise(make(Normalised))
+
+
+@pytest.mark.parametrize("name", [*ELEMENTWISE, "Adafactor", "Muon"])
+def test_whole_parameters_by_themselves(name: str) -> None:
+    assert why_not_separate(make({**ELEMENTWISE, **WHOLE}[name])) is None
+
+
+def test_what_one_parameter_gets_depends_on_the_others() -> None:
+    class ClipsByItself(optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 0.1)
+            return super().step(closure)
+
+    assert "came out differently" in str(
+        why_not_separate(ClipsByItself(make(Normalised).param_groups))
+    )
+    assert why_not_separate(make(WHOLE["LBFGS"])) is not None
 
 
 @pytest.mark.parametrize("kind", [optim.Adafactor, optim.Muon, Normalised])

@@ -1,7 +1,8 @@
 """The order of each schedule's computations, as published: rows are ranks, `|` begins one.
 
 Stage and microbatch count from 0: `4B2` is stage 4, whole backward, microbatch 2. Where every rank
-has one stage its number is left out.
+has one stage its number is left out. `published_rules` says how each is derived, and where a table
+departs from what is published.
 """
 
 from typing import NamedTuple
@@ -18,7 +19,12 @@ class Published(NamedTuple):
 
     def rows(self) -> list[list[str]]:
         """Return for each rank its actions."""
-        return [row.split() for row in self.text.split("|")[1:]]
+        return rows_of(self.text)
+
+
+def rows_of(text: str) -> list[list[str]]:
+    """Return the cells of each row."""
+    return [row.split() for row in text.split("|")[1:]]
 
 
 TABLES = (
@@ -88,7 +94,7 @@ TABLES = (
           7F4 7B4 7F5 7B5 7F6 7B6 7F7 7B7 3B4 3B5 3B6 3B7
         """,
     ),
-    # Breadth first, arXiv:2211.05953; the backwards newest first, as in GPipe.
+    # Breadth first, arXiv:2211.05953; the backwards newest first, as in GPipe, unlike the author's.
     Published(
         "looped_bfs",
         2,
@@ -112,7 +118,7 @@ TABLES = (
         | 3F0 3F1 3F2 3F3 7F0 7F1 7F2 7F3 7B3 7B2 7B1 7B0 3B3 3B2 3B1 3B0
         """,
     ),
-    # With one stage per rank this is ZB-H1 of arXiv:2401.10241.
+    # With one stage per rank: ZB-H1, arXiv:2401.10241, figure 3, above.
     Published(
         "interleaved_zero_bubble",
         4,
@@ -125,7 +131,7 @@ TABLES = (
         | F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 F6 I6 W3 F7 I7 W4 W5 W6 W7
         """,
     ),
-    # The same with two stages per rank.
+    # With two it is published nowhere: the order of interleaved_1f1b, and the Ws of ZB-H1.
     Published(
         "interleaved_zero_bubble",
         2,
@@ -138,7 +144,7 @@ TABLES = (
           3W3 1I3 1W2 1W3
         """,
     ),
-    # arXiv:2401.10241, section 6.
+    # sail-sg/zero-bubble-pipeline-parallelism, handcrafted_zb_v, at the sizes it is called with.
     Published(
         "zbv",
         4,
@@ -159,7 +165,7 @@ TABLES = (
           3I7 3W4 4W5 4W6 4W7 3W5 3W6 3W7
         """,
     ),
-    # The eight steps of deepseek-ai/DualPipe, dualpipev.py; a pair is written F, B.
+    # The eight steps of deepseek-ai/DualPipe, dualpipev.py; of a pair F is written before B.
     Published(
         "dual_pipe_v",
         2,
@@ -170,7 +176,7 @@ TABLES = (
         | 1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 1F3 2B1 2F3 1B1 2B2 1B2 2I3 1I3 2W3 1W3
         """,
     ),
-    # The same over 4 ranks, with 10 microbatches.
+    # The same over 4 ranks, with 10 microbatches, the sizes of the figure in DualPipe's README.
     Published(
         "dual_pipe_v",
         4,
@@ -192,3 +198,24 @@ TABLES = (
         """,
     ),
 )
+
+# The cells of two figures of arXiv:2401.10241, row by row: they show microbatches, from 1, only.
+# Figure 3, above (ZB-H1), and figure 8 (ZB-V), without the next step's beginning.
+FIGURES = {
+    "interleaved_zero_bubble": """
+        | 1 2 3 4 1 1 5 2 2 6 3 3 7 4 4 8 5 5 6 6 7 7 8 8
+        | 1 2 3 1 4 2 1 5 3 2 6 4 3 7 5 4 8 6 5 7 6 8 7 8
+        | 1 2 1 3 2 4 3 1 5 4 2 6 5 3 7 6 4 8 7 5 8 6 7 8
+        | 1 1 2 2 3 3 4 4 1 5 5 2 6 6 3 7 7 4 8 8 5 6 7 8
+        """,
+    "zbv": """
+        | 1 2 3 4 5 6 7 1 1 1 2 2 2 3 3 3 4 4 4 8 1 1 5 5 5 2 2 6 6 6 3 3 7 7 7 4 4 8 8 8 5 5 6 6
+          7 7 8 8
+        | 1 2 3 4 5 1 6 2 1 1 3 2 2 4 3 3 7 1 1 5 4 4 8 2 2 6 5 5 3 3 7 6 6 4 4 8 7 7 5 8 6 5 7 8
+          8 6 7 8
+        | 1 2 3 1 4 2 5 3 1 1 4 2 2 6 1 1 5 3 3 7 2 2 6 4 4 8 3 3 7 5 5 4 4 8 6 6 5 7 6 8 7 5 8 7
+          6 8 7 8
+        | 1 1 2 2 3 3 4 4 1 1 5 1 1 5 2 2 6 2 2 6 3 3 7 3 3 7 4 4 8 4 4 8 5 5 5 6 6 7 7 8 8 5 6 6
+          7 7 8 8
+        """,
+}

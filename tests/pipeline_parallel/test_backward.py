@@ -1,6 +1,7 @@
 """The two halves of a backward together are the whole one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -78,3 +79,62 @@ def test_nothing_to_do_gives_zeros_for_inputs() -> None:
     inputs, params = full_backward([], None, [x], [weight])
     assert torch.equal(inputs[0], torch.zeros(2))
     assert list(params) == [None]
+
+
+class Reformatted:
+    """A product whose weight is in bfloat16 while it is computed with, and in float32 between."""
+
+    def __init__(self) -> None:
+        self.weight = nn.Parameter(torch.arange(16.0).view(4, 4) / 16)
+        self.whole, self.pieces = self.weight.data.bfloat16(), self.weight.data.flatten()
+        self.weight.data = self.pieces
+
+    def forward(self, x: Tensor, times: int = 1) -> Tensor:
+        for _ in range(times):
+            self.weight.data = self.whole
+            x = (x.bfloat16() @ self.weight).float()
+            self.weight.data = self.pieces
+        return x
+
+    def backward(self, x: Tensor, y: Tensor, *, halves: bool) -> list[Tensor | None]:
+        grads, params = [torch.ones_like(y)], [self.weight]
+        self.weight.data = self.whole
+        if halves:
+            of_x, rest = input_backward([y], grads, [x], params)
+            of_weight = weight_backward(rest, params)
+        else:
+            of_x, of_weight = full_backward([y], grads, [x], params, reformatted=True)
+        self.weight.data = self.pieces
+        return [*of_x, *of_weight]
+
+
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_weight_whose_format_has_changed_since_the_forward(times: int, *, halves: bool) -> None:
+    layer = Reformatted()
+    inputs = [torch.full((2, 4), number, requires_grad=True) for number in (1.0, 2.0)]
+    outputs = [layer.forward(x, times) for x in inputs]
+    for x, y in zip(inputs, outputs, strict=True):
+        found = layer.backward(x, y, halves=halves)
+        alone = layer.whole.clone().requires_grad_()
+        expected = x
+        for _ in range(times):
+            expected = (expected.bfloat16() @ alone).float()
+        torch.testing.assert_close(found, [*torch.autograd.grad(expected.sum(), [x, alone])])
+    assert layer.weight.grad is None
+
+
+def test_the_rest_of_a_backward_runs_where_its_weights_are_at_hand() -> None:
+    roots, inputs, params, grads = run("residual")
+    seen: list[Sequence[nn.Parameter] | str] = []
+
+    @contextmanager
+    def at_hand(wanted: Sequence[nn.Parameter]) -> Iterator[None]:
+        seen.append(wanted)
+        yield
+        seen.append("over")
+
+    _, rest = input_backward(roots, grads, inputs, params, at_hand)
+    assert seen == []
+    weight_backward(rest, params)
+    assert seen == [params, "over"]

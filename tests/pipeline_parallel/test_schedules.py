@@ -16,26 +16,34 @@ from lightning_shard.pipeline_parallel.schedules import (
     forward_schedule,
     make_schedule,
 )
-from tests.pipeline_parallel.published import TABLES, Published
+from tests.pipeline_parallel.published import FIGURES, TABLES, Published, rows_of
+from tests.pipeline_parallel.published_rules import RULES, Step
 
 SEVERAL_STAGES = ("interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble")
 LOOP, V = (0, 1, 2, 3, 0, 1, 2, 3), (0, 1, 2, 3, 3, 2, 1, 0)
 
 
 @st.composite
-def schedules(draw: st.DrawFn) -> Schedule:
-    """Any table that can be made, training or forward only."""
+def trainings(draw: st.DrawFn) -> Schedule:
+    """Any table of a training step that can be made."""
     name = draw(st.sampled_from(SCHEDULES))
     num_ranks, num_microbatches = draw(st.integers(1, 5)), draw(st.integers(1, 17))
     assume(allowed_microbatches(name, num_ranks, num_microbatches))
     per_rank = draw(st.integers(1, 3)) if name in SEVERAL_STAGES else None
-    schedule = make_schedule(
+    return make_schedule(
         name,
         num_ranks=num_ranks,
         num_microbatches=num_microbatches,
         num_stages=per_rank and per_rank * num_ranks,
     )
-    return forward_schedule(schedule, num_microbatches) if draw(st.booleans()) else schedule
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    """Any table that can be made, training or forward only."""
+    schedule = draw(trainings())
+    forward_only = draw(st.booleans())
+    return forward_schedule(schedule, schedule.num_microbatches) if forward_only else schedule
 
 
 def message_of(action: Action) -> tuple[int, str, int]:
@@ -82,20 +90,44 @@ def run_with_blocking_messages(schedule: Schedule) -> Iterator[Action]:
     assert not any(rows), f"nobody can go on: {[row[:1] for row in rows]}"
 
 
+def computed(schedule: Schedule) -> list[list[Step]]:
+    return [[tuple(action) for action in row if action.computes] for row in schedule.actions]
+
+
+def by_rule(name: str, p: int, m: int, v: int) -> list[list[Step]]:
+    """Return the published computations; of looped_bfs with the newest backwards first."""
+    rows = [RULES[name](rank, p, m, v) for rank in range(p)]
+    if name != "looped_bfs":
+        return rows
+    return [[(s, kind, i if kind == "F" else m - 1 - i) for s, kind, i in row] for row in rows]
+
+
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: "-".join(map(str, table[:4])))
 def test_the_computations_are_in_the_published_order(table: Published) -> None:
-    schedule = make_schedule(
-        table.name,
-        num_ranks=table.num_ranks,
-        num_microbatches=table.num_microbatches,
-        num_stages=table.num_ranks * table.stages_per_rank,
-    )
-    one_stage = table.stages_per_rank == 1
-    rows = [
-        [f"{a.kind}{a.microbatch}" if one_stage else str(a) for a in row if a.computes]
-        for row in schedule.actions
-    ]
-    assert rows == table.rows()
+    name, p, m, v, _ = table
+    made = computed(make_schedule(name, num_ranks=p, num_microbatches=m, num_stages=p * v))
+    for rows in (made, by_rule(name, p, m, v)):
+        text = [[f"{s}{kind}{i}" if v > 1 else f"{kind}{i}" for s, kind, i in row] for row in rows]
+        assert text == table.rows()
+
+
+@settings(deadline=None, max_examples=150)
+@given(trainings())
+def test_the_computations_of_any_size_follow_the_published_rules(schedule: Schedule) -> None:
+    p, m = schedule.num_ranks, schedule.num_microbatches
+    assume(not schedule.name.startswith("interleaved") or m % p == 0)
+    assert computed(schedule) == by_rule(schedule.name, p, m, schedule.num_stages // p)
+
+
+@pytest.mark.parametrize(("name", "num_stages"), [("interleaved_zero_bubble", 4), ("zbv", 8)])
+def test_the_computations_are_those_of_the_papers_figures(name: str, num_stages: int) -> None:
+    """Figure 8 has the oldest W first, the table the authors' program's; at the same places."""
+    schedule = make_schedule(name, num_ranks=4, num_microbatches=8, num_stages=num_stages)
+    for row, cells in zip(computed(schedule), rows_of(FIGURES[name]), strict=True):
+        weights = iter([i for _, kind, i in row if kind == "I"])
+        assert [next(weights) if kind == "W" else i for _, kind, i in row] == [
+            int(cell) - 1 for cell in cells
+        ]
 
 
 def test_messages_of_gpipe() -> None:

@@ -78,6 +78,17 @@ def test_kinds_take_the_time_that_they_are_given() -> None:
     ]
 
 
+def test_computations_take_the_time_that_each_is_given() -> None:
+    schedule = make_schedule("1f1b", num_ranks=2, num_microbatches=2)
+    durations = replay(schedule).durations | {Action(1, "B", 0): 4.0}
+    timeline = replay(schedule, durations)
+    assert timeline.durations == durations
+    assert picture(timeline) == [
+        "rank 0   F0F1........B0--..B1--  45% idle",
+        "rank 1   ..F0B0------F1B1--....  27% idle",
+    ]
+
+
 def test_a_message_delays_its_receiver_and_not_its_sender() -> None:
     timeline = replayed("1f1b", 2, 2, message=1)
     assert picture(timeline) == [

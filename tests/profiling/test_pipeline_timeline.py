@@ -20,7 +20,6 @@ from lightning_shard.profiling import PipelineTimeline, pipeline_timeline
 from lightning_shard.profiling.pipeline_timeline import (
     ActionClock,
     IdleShares,
-    mean_durations,
     render_idle_shares,
 )
 from lightning_shard.testing import run_ranks
@@ -146,14 +145,16 @@ def test_a_smaller_last_batch_is_compared_with_its_own_schedule() -> None:
     assert shares.measured == pytest.approx(shares.replayed)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble", "zbv"])
-def test_durations_are_the_means_of_each_kind(schedule: str) -> None:
-    durations = Durations(forward=2.0, backward=5.0, backward_input=3.0, backward_weight=1.0)
-    table = make_schedule(schedule, num_ranks=2, num_microbatches=4)
-    found = mean_durations(replay(table, durations)).of_kinds()
-    expected = durations.of_kinds()
-    kinds = {action.kind for row in table.actions for action in row if action.computes}
-    assert found == {kind: expected[kind] if kind in kinds else 0.0 for kind in expected}
+def test_uneven_stages_are_told_apart_from_messages() -> None:
+    table = make_schedule("1f1b", num_ranks=2, num_microbatches=4)
+    even = replay(table).durations
+    uneven = {action: (1.0 + action.stage) * seconds for action, seconds in even.items()}
+    shares = IdleShares.of(replay(table, uneven), table)
+    assert shares.measured == shares.replayed
+    assert shares.replayed[0] > 1 / 2  # its computations take half as long as the other's
+    shares = IdleShares.of(replay(table, Durations(message=0.5)), table)
+    assert shares.replayed == pytest.approx((shares.theory,) * 2)
+    assert min(shares.measured) > shares.theory + 0.05
 
 
 def test_the_table_holds_medians_over_batches() -> None:

@@ -175,40 +175,83 @@ class HuggingFaceLM(Trained):
         return TensorDataset(_text(num_samples)[0])
 
 
-def llama(num_layers: int = 2) -> HuggingFaceLM:
-    """Four query heads share two key and value heads; embedding and head are separate."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def _config(kind: str, num_layers: int, **options: Any) -> Any:
+    """Return a Hugging Face configuration of the sizes that the small models have in common."""
+    from transformers import AutoConfig
 
-    config = LlamaConfig(
+    return AutoConfig.for_model(
+        kind,
         vocab_size=VOCABULARY,
         hidden_size=32,
-        intermediate_size=48,
         num_hidden_layers=num_layers,
         num_attention_heads=4,
-        num_key_value_heads=2,
         max_position_embeddings=CONTEXT,
-        tie_word_embeddings=False,
+        **options,
     )
+
+
+def llama(num_layers: int = 2) -> HuggingFaceLM:
+    """Four query heads share two key and value heads; embedding and head are separate."""
+    from transformers import LlamaForCausalLM
+
+    sizes = {"intermediate_size": 48, "num_key_value_heads": 2}
+    config = _config("llama", num_layers, **sizes, tie_word_embeddings=False)
     return HuggingFaceLM(LlamaForCausalLM(config))
 
 
 def gpt2(num_layers: int = 2) -> HuggingFaceLM:
     """Embedding and head are one matrix; no dropout."""
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import GPT2LMHeadModel
 
-    config = GPT2Config(
-        vocab_size=VOCABULARY,
-        n_positions=CONTEXT,
-        n_embd=32,
-        n_layer=num_layers,
-        n_head=4,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = _config("gpt2", num_layers, **dropout, bos_token_id=0, eos_token_id=0)
     return HuggingFaceLM(GPT2LMHeadModel(config))
+
+
+def bert(num_layers: int = 2) -> HuggingFaceLM:
+    """Embedding and head are one matrix; learnt positions."""
+    from transformers import BertForMaskedLM
+
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = _config("bert", num_layers, intermediate_size=64, **dropout)
+    return HuggingFaceLM(BertForMaskedLM(config))
+
+
+def mixtral(num_layers: int = 2) -> HuggingFaceLM:
+    """Four experts, of which each word uses two; four query heads share two of keys and values."""
+    from transformers import MixtralForCausalLM
+
+    sizes = {"intermediate_size": 48, "num_key_value_heads": 2, "num_local_experts": 4}
+    return HuggingFaceLM(MixtralForCausalLM(_config("mixtral", num_layers, **sizes)))
+
+
+def qwen3(num_layers: int = 2) -> HuggingFaceLM:
+    """Four query heads share one of keys and values; queries and keys have norms of each head."""
+    from transformers import Qwen3ForCausalLM
+
+    sizes = {"intermediate_size": 48, "num_key_value_heads": 1, "head_dim": 8}
+    config = _config("qwen3", num_layers, **sizes, tie_word_embeddings=True)
+    return HuggingFaceLM(Qwen3ForCausalLM(config))
+
+
+def t5(num_layers: int = 2) -> HuggingFaceLM:
+    """Three embeddings and the head are one matrix; heads are narrower than the width says."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=VOCABULARY,
+        d_model=32,
+        d_kv=6,
+        d_ff=64,
+        num_layers=num_layers,
+        num_heads=4,
+        relative_attention_num_buckets=8,
+        relative_attention_max_distance=16,
+        dropout_rate=0.0,
+        feed_forward_proj="gelu",  # see Encoder
+        decoder_start_token_id=0,
+    )
+    return HuggingFaceLM(T5ForConditionalGeneration(config))
 
 
 class Encoder(Trained):
@@ -234,9 +277,7 @@ class Encoder(Trained):
         mixed = self.encoder(self.embedding(text) + self.position, mask=mask, is_causal=True)
         return F.cross_entropy(self.head(mixed).flatten(0, 1), following.flatten())
 
-    @staticmethod
-    def data(num_samples: int) -> TensorDataset:
-        return TensorDataset(*_text(num_samples))
+    data = staticmethod(TiedLSTM.data)
 
 
 class Layers(Trained):
@@ -283,78 +324,6 @@ class HuggingFaceViT(Trained):
     data = staticmethod(ConvNet.data)
 
 
-def bert(num_layers: int = 2) -> HuggingFaceLM:
-    """Embedding and head are one matrix; learnt positions."""
-    from transformers import BertConfig, BertForMaskedLM
-
-    config = BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        intermediate_size=64,
-        max_position_embeddings=CONTEXT,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    return HuggingFaceLM(BertForMaskedLM(config))
-
-
-def t5(num_layers: int = 2) -> HuggingFaceLM:
-    """Three embeddings and the head are one matrix; heads are narrower than the width says."""
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(
-        vocab_size=VOCABULARY,
-        d_model=32,
-        d_kv=6,
-        d_ff=64,
-        num_layers=num_layers,
-        num_heads=4,
-        relative_attention_num_buckets=8,
-        relative_attention_max_distance=16,
-        dropout_rate=0.0,
-        feed_forward_proj="gelu",  # see Encoder
-        decoder_start_token_id=0,
-    )
-    return HuggingFaceLM(T5ForConditionalGeneration(config))
-
-
-def mixtral(num_layers: int = 2) -> HuggingFaceLM:
-    """Four experts, of which each word uses two; four query heads share two of keys and values."""
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    config = MixtralConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        max_position_embeddings=CONTEXT,
-    )
-    return HuggingFaceLM(MixtralForCausalLM(config))
-
-
-def qwen3(num_layers: int = 2) -> HuggingFaceLM:
-    """Four query heads share one of keys and values; queries and keys have norms of each head."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=1,
-        head_dim=8,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=True,
-    )
-    return HuggingFaceLM(Qwen3ForCausalLM(config))
-
-
 class NanoGPT(Trained):
     """nanoGPT's module, without biases as in its own configuration for training."""
 
@@ -367,9 +336,7 @@ class NanoGPT(Trained):
         _, loss = self.network(text, following)
         return loss
 
-    @staticmethod
-    def data(num_samples: int) -> TensorDataset:
-        return TensorDataset(*_text(num_samples))
+    data = staticmethod(TiedLSTM.data)
 
 
 class MixtureBlock(nn.Module):

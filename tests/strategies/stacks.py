@@ -121,6 +121,30 @@ def fit(style: type[Stack], strategy: Any = "auto", **options: Any) -> Fitted:
     return Fitted(model=model, trainer=trainer, curve=curve)
 
 
+def fit_with(
+    style: type[Stack], callback: Callback, num_ranks: int, schedule: str, **options: Any
+) -> Fitted:
+    """Fit a style on stages, with a callback more."""
+
+    class WithCallback(style):  # type: ignore[valid-type,misc]
+        def callbacks(self) -> list[Callback]:
+            return [callback]
+
+    return fit(WithCallback, pipeline(num_ranks, schedule), **options)
+
+
+class OfEveryRank(Callback):
+    """Gathers what the ranks' modules have kept in `seen`."""
+
+    def __init__(self) -> None:
+        self.ranks: list[Any] = []
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        strategy = trainer.strategy
+        gathered = hasattr(strategy, "collectives")
+        self.ranks = strategy.collectives.all_gather_object(pl_module.seen) if gathered else []
+
+
 def check(style: type[Stack], num_ranks: int, schedule: str, **options: Any) -> tuple[Fitted, ...]:
     """Compare a fit on stages with a single device's: losses, norms, weights and what is logged."""
     alone, staged = fit(style), fit(style, pipeline(num_ranks, schedule, **options))

@@ -151,18 +151,8 @@ def strategy_of(**options: Any) -> HybridParallelStrategy:
         ({"pipeline_parallel_size": 0}, "pp=0, .* expected sizes of at least 1"),
         ({"axis_order": ("pp", "dp", "dp")}, "axis_order"),
         ({"zero_stage": 4}, "zero_stage must be one of"),
-        (
-            {"pipeline_parallel_size": 2, "zero_stage": 3, "schedule": "zbv"},
-            "schedule='zbv' computes the gradients of weights long after",
-        ),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         train(build("gpt"), strategy=strategy_of(**options), devices=4)
-
-
-def test_mixed_precision_under_stage_3_of_a_pipeline_trained_without_gradients() -> None:
-    strategy = strategy_of(pipeline_parallel_size=2, zero_stage=3)
-    with pytest.raises(ConfigError, match="zero_stage=3 inside a pipeline keeps fp32 pieces"):
-        train(build("gpt"), strategy=strategy, devices=4, precision="bf16-mixed")

@@ -8,15 +8,13 @@ import torch
 from lightning.pytorch.callbacks import (
     Callback,
     EarlyStopping,
-    EMAWeightAveraging,
     LearningRateMonitor,
     ModelCheckpoint,
-    StochasticWeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
-from lightning_shard import ConfigError, TensorParallelStrategy
+from lightning_shard import TensorParallelStrategy
 from tests.strategies.models import llama
 from tests.strategies.parity import UPSTREAM_WARNINGS, quiet_trainer
 from tests.strategies.test_parity_evaluation import (
@@ -159,17 +157,6 @@ def test_sampling_without_a_seed_wrote_another_text_on_each_rank(
     trainer(2, 2, plan="llama").predict(split, prompts())
     for ranks in split.written:
         assert torch.equal(ranks[0], ranks[1])
-
-
-@pytest.mark.parametrize(
-    "callback",
-    [EMAWeightAveraging(decay=0.5), StochasticWeightAveraging(0.05)],
-    ids=lambda callback: type(callback).__name__,
-)
-def test_averages_of_whole_weights_are_refused(callback: Callback) -> None:
-    model = seeded(EvaluatedGPT)
-    with pytest.raises(ConfigError, match="averages whole parameters"):
-        trainer(2, 2, callbacks=[callback]).fit(model, datamodule=batches(model))
 
 
 @pytest.mark.filterwarnings("ignore:You called `self.log")

@@ -142,7 +142,7 @@ class LimitedMemory(TwoOptimizers):
 
 
 def test_an_optimizer_of_whole_matrices_stepped_on_parts_of_them() -> None:
-    with pytest.raises(ConfigError, match=r"LBFGS does not update.*parallel give each rank"):
+    with pytest.raises(ConfigError, match=r"LBFGS does not update.*parallel gives each rank"):
         quiet_trainer(strategy=strategy_of(2, 2, 0, PAIR)).fit(LimitedMemory())
 
 

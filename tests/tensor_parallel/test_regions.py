@@ -1,4 +1,4 @@
-"""The crossings of regions can be differentiated twice, as a gradient penalty does."""
+"""The crossings of regions: differentiated twice, as a gradient penalty does, and their bytes."""
 
 import pytest
 import torch
@@ -46,3 +46,33 @@ def test_a_gradient_penalty_had_only_each_rank_s_part_of_the_second_derivative(
                 torch.testing.assert_close(split.whole(param, param.grad), reference.grad)
 
     run_ranks(fn, num_ranks)
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_bytes"), [(torch.bfloat16, 2), (torch.float16, 4), (None, 4)]
+)
+def test_gradients_of_layers_in_bfloat16_travelled_in_float32(
+    kind: torch.dtype | None, num_bytes: int
+) -> None:
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
+
+    def fn(rank: int) -> tuple[int, Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
+        group = group_of_all()
+        SplitModel(model, match_plan(model, {"0": "colwise", "1": "rowwise"}), group)
+        own = x.clone().requires_grad_()
+        with torch.autocast("cpu", dtype=kind or torch.bfloat16, enabled=kind is not None):
+            loss = model(own).float().square().sum()
+        group.traffic.reset()
+        loss.backward()
+        assert own.grad is not None
+        return group.traffic.snapshot()["all_reduce"].bytes, own.grad
+
+    torch.manual_seed(0)
+    model, alone = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)), x.clone().requires_grad_()
+    model(alone).square().sum().backward()
+    for sent, grad in run_ranks(fn, 2):
+        assert sent == num_bytes * x.numel()  # of two ranks each sends as much as it has
+        assert grad.dtype == torch.float32
+        torch.testing.assert_close(grad, alone.grad, rtol=0.02, atol=0.05)

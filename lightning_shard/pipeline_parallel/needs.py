@@ -1,0 +1,135 @@
+"""What each stage's first block needs of earlier stages: found once for every kind of step.
+
+    stage 1    step ──> before ──> blocks of stage 0 ──> its first block, called with ...
+               (Elsewhere)         (skipped)             which of these are Elsewhere?
+
+Every rank tells all others, since a stage must send what the next one has found to be missing.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.errors import ConfigError
+from lightning_shard.pipeline_parallel.microbatches import Microbatch
+from lightning_shard.pipeline_parallel.randomness import StageRandomness
+from lightning_shard.pipeline_parallel.skipped_blocks import UnknownResultError
+from lightning_shard.pipeline_parallel.stage_run import Needed, Probe
+from lightning_shard.pipeline_parallel.staged_model import StagedModel
+
+Step = Callable[[Microbatch, bool], Any]  # whether it is the last stage's
+
+
+class Needs:
+    """Learns the needs of all stages, kind of step by kind of step.
+
+    Args:
+        model: Its stages.
+        group: The pipeline's ranks; each must construct this and call it alike.
+        own_stages: Those of this rank.
+        stage_ranks: The rank of each stage.
+        randomness: What a trial of a step draws from.
+    """
+
+    def __init__(
+        self,
+        model: StagedModel,
+        group: Collectives,
+        own_stages: Collection[int],
+        stage_ranks: Sequence[int],
+        randomness: StageRandomness,
+    ) -> None:
+        self._model, self._group, self._randomness = model, group, randomness
+        self._own_stages, self._stage_ranks = own_stages, stage_ranks
+        self._known: dict[str, list[Needed | None]] = {}
+        self._without_network: set[str] = set()
+
+    def of(self, kind: str, stage: int) -> Needed | None:
+        """Return what a stage needs in a kind of step; None after the last stage."""
+        return self._known[kind][stage] if stage < len(self._stage_ranks) else None
+
+    def learn(self, kind: str, microbatch: Microbatch, step: Step, *, must_use: bool) -> bool:
+        """For a step that is new, see what each stage's first block needs of earlier stages.
+
+        Args:
+            kind: Names the step.
+            microbatch: To try it on.
+            step: Runs the user's step.
+            must_use: Whether the step has to call the blocks; an evaluation may do without.
+
+        Returns:
+            Whether it does.
+
+        Raises:
+            ConfigError: The step misses the blocks of a stage, or what a block returns cannot be
+                known without running it.
+        """
+        if kind in self._known or len(self._stage_ranks) == 1:
+            return True
+        if kind in self._without_network:
+            return False
+        everyone = self._of_all_known(microbatch, step)
+        missing = [stage for stage, needed in everyone.items() if needed is None]
+        if not must_use and len(missing) == len(everyone):
+            self._without_network.add(kind)
+            return False
+        if missing:
+            block = self._model.block_names[self._model.partition.bounds[missing[0]]]
+            raise ConfigError(
+                f"The {kind} step ended without calling the block {block!r} of stage "
+                f"{missing[0]}, expected it to call the network once, all blocks in order."
+            )
+        self._known[kind] = [everyone.get(stage) for stage in range(len(self._stage_ranks))]
+        return True
+
+    def _of_all_known(self, microbatch: Microbatch, step: Step) -> dict[int, Needed | None]:
+        """Return what each stage needs, None where its block is not called."""
+        everyone = self._of_all(microbatch, step)
+        if any(isinstance(needed, str) for needed in everyone.values()):
+            self._learn_of_blocks(microbatch, step)
+            everyone = self._of_all(microbatch, step)
+        known: dict[int, Needed | None] = {}
+        for stage, needed in everyone.items():
+            if isinstance(needed, str):
+                raise ConfigError(f"Before stage {stage} of the pipeline: {needed}")
+            known[stage] = needed
+        return known
+
+    def _of_all(self, microbatch: Microbatch, step: Step) -> dict[int, Needed | str | None]:
+        """As `_of_all_known`; or why it is open."""
+        found = {
+            stage: self._of_own(stage, microbatch, step) for stage in self._own_stages if stage
+        }
+        everyone: dict[int, Needed | str | None] = {}
+        for theirs in self._group.all_gather_object(found):
+            everyone |= theirs
+        return everyone
+
+    def _of_own(self, stage: int, microbatch: Microbatch, step: Step) -> Needed | str | None:
+        try:
+            return self._probe(stage, microbatch, step).needed
+        except UnknownResultError as error:
+            return str(error.__cause__)
+
+    def _learn_of_blocks(self, microbatch: Microbatch, step: Step) -> None:
+        """Let the first stage run its first block, and tell the others what that returns."""
+        template = None
+        if 0 in self._own_stages:
+            template = self._probe(0, microbatch, step).template
+        template = self._group.broadcast_object(template, src=self._stage_ranks[0])
+        if template is not None and template.keeps_gradients:
+            raise ConfigError(
+                f"The block {self._model.block_names[0]!r} keeps tensors that require gradients "
+                f"beside its result, such as an auxiliary loss, and cannot be skipped without "
+                f"running it, for it asks for elements; expected that the last stage gets all "
+                f"that the loss is computed from. Let the blocks take such a tensor as an argument "
+                f"and return it, detach it, or turn its collection off."
+            )
+        self._model.hint = template
+
+    def _probe(self, stage: int, microbatch: Microbatch, step: Step) -> Probe:
+        probe = Probe(self._model.partition.bounds[stage])
+        self._randomness.begin(microbatch.index)
+        with self._model.buffers_kept(), self._model.running(probe, stage):
+            probe.forward(lambda: step(microbatch, False))
+        return probe

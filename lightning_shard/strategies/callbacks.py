@@ -1,0 +1,64 @@
+"""What Lightning's callbacks need of a strategy that gives each rank parts of the parameters.
+
+ModelSummary                 counts what it sees: before the model is split
+BaseFinetuning               looks for parameters by identity: see `finetuning`
+WeightAveraging, stochastic  average pieces: see `weight_averaging`
+ModelPruning                 is refused
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback, ModelPruning, ModelSummary
+
+from lightning_shard.errors import ConfigError
+from lightning_shard.strategies.finetuning import compare_by_identity
+from lightning_shard.strategies.weight_averaging import averaging_callbacks, check_elementwise
+
+
+def prepare_callbacks(
+    callbacks: Sequence[Callback],
+    trainer: "pl.Trainer",
+    module: "pl.LightningModule",
+    *,
+    in_parts: bool,
+    averages_in_pieces: bool,
+) -> None:
+    """Do, while parameters are whole, what callbacks cannot do with parts of them.
+
+    Args:
+        callbacks: Those of a fit.
+        trainer: Of that fit.
+        module: Still whole.
+        in_parts: Whether a rank has parts of the parameters between the steps.
+        averages_in_pieces: Whether it is to have pieces of averages.
+
+    Raises:
+        ConfigError: A callback cannot work.
+    """
+    for callback in callbacks:
+        if isinstance(callback, ModelPruning):
+            raise ConfigError(
+                f"{type(callback).__name__} gives parameters new memory, but every strategy of "
+                f"lightning_shard keeps them in flat buffers, which would not change; expected no "
+                f"pruning during the fit. Prune the fitted model, or use strategy='ddp'."
+            )
+    if averages_in_pieces:
+        for average in averaging_callbacks(callbacks, fitting=True):
+            check_elementwise(average)
+    if in_parts:
+        compare_by_identity(callbacks)
+        for callback in callbacks:
+            if isinstance(callback, ModelSummary):
+                type(callback).on_fit_start(callback, trainer, module)
+                _skip_once(callback)
+
+
+def _skip_once(summary: ModelSummary) -> None:
+    """Let a summary that has come not come again when the fit starts."""
+
+    def skip(*_: Any) -> None:
+        del summary.on_fit_start
+
+    summary.on_fit_start = skip  # type: ignore[method-assign, assignment]
