@@ -14,6 +14,7 @@ from lightning_shard.errors import (
     ShardError,
 )
 from lightning_shard.mesh import ParallelMesh
+from lightning_shard.strategies.async_sgd import AsyncSGDStrategy
 from lightning_shard.strategies.data_parallel import (
     DDPStrategy,
     ZeRO1Strategy,
@@ -21,11 +22,13 @@ from lightning_shard.strategies.data_parallel import (
     ZeRO3Strategy,
 )
 from lightning_shard.strategies.hybrid_parallel import HybridParallelStrategy
+from lightning_shard.strategies.local_sgd import LocalSGDStrategy
 from lightning_shard.strategies.pipeline_parallel import PipelineParallelStrategy
 from lightning_shard.strategies.registry import register_strategies
 from lightning_shard.strategies.tensor_parallel import TensorParallelStrategy
 
 __all__ = [
+    "AsyncSGDStrategy",
     "BackendUnavailableError",
     "CheckpointError",
     "CollectiveMismatchError",
@@ -34,6 +37,7 @@ __all__ = [
     "DeadlockError",
     "HybridParallelStrategy",
     "LayoutError",
+    "LocalSGDStrategy",
     "ParallelMesh",
     "PipelineParallelStrategy",
     "RankFailedError",

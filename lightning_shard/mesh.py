@@ -62,15 +62,18 @@ class ParallelMesh:
         dp: Groups that train on different batches.
         tp: Ranks that share every wide layer.
         axis_order: The axes from the slowest to the fastest.
+        shard: Neighbouring ones of the `dp` groups that share out one copy of the state; None: all.
 
     Raises:
-        ConfigError: A size below 1, or an order that is not one of the three axes.
+        ConfigError: A size below 1, an order that is not one of the three axes, or copies that are
+            not equally large.
     """
 
     pp: int = 1
     dp: int = 1
     tp: int = 1
     axis_order: tuple[Axis, ...] = AXES
+    shard: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse what is no grid."""
@@ -82,6 +85,8 @@ class ParallelMesh:
         for axis in AXES:
             if self.size(axis) < 1:
                 raise ConfigError(f"The {axis} axis must have at least 1 rank, got {self!r}.")
+        if self.shard is not None and (self.shard < 1 or self.dp % self.shard):
+            raise ConfigError(f"shard must divide the dp axis, got {self!r}.")
 
     @classmethod
     def of_world(
@@ -256,11 +261,12 @@ class ParallelMesh:
         ]
 
     def __str__(self) -> str:
-        return draw_text(self._stages())
+        return draw_text(self._stages(), shard=self.shard)
 
     def __repr__(self) -> str:
         order = "" if self.axis_order == AXES else f", axis_order={self.axis_order}"
-        return f"ParallelMesh({_named({axis: self.size(axis) for axis in AXES})}{order})"
+        shard = "" if self.shard is None else f", shard={self.shard}"
+        return f"ParallelMesh({_named({axis: self.size(axis) for axis in AXES})}{order}{shard})"
 
 
 def _axes(axis: Axis | Sequence[Axis]) -> tuple[Axis, ...]:

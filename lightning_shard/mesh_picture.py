@@ -31,8 +31,13 @@ _MOST_LABELS = 1024  # ranks; more would not be legible
 _MOST_TICKS = 32
 
 
-def draw_text(stages: Stages) -> str:
-    """Draw the grid and list its groups, at most 100 columns wide."""
+def draw_text(stages: Stages, *, shard: int | None = None) -> str:
+    """Draw the grid and list its groups, at most 100 columns wide.
+
+    Args:
+        stages: The grid.
+        shard: Replicas that share out one copy of the state; None: all.
+    """
     most_stages, most_ranks = (
         min(size, _MOST_COLUMNS) for size in (len(stages), len(stages[0][0]))
     )
@@ -44,7 +49,7 @@ def draw_text(stages: Stages) -> str:
             most_stages -= 1
         else:
             most_ranks -= 1
-    return "\n".join([_summary(stages), "", *lines, "", *_group_lines(stages)]).rstrip()
+    return "\n".join([_summary(stages), "", *lines, "", *_group_lines(stages, shard)]).rstrip()
 
 
 def abbreviated(items: Sequence[object], most: int) -> list[str]:
@@ -132,21 +137,29 @@ def _box(title: str, lines: list[str]) -> list[str]:
     return [f" {title}", border, *(f"| {line.center(width)} |" for line in lines), border]
 
 
-def _group_lines(stages: Stages) -> list[str]:
-    """Return a line for each axis of more than one rank: the groups along it."""
+def _group_lines(stages: Stages, shard: int | None) -> list[str]:
+    """Return a line for each axis of more than one rank: the groups along it, and within dp."""
+    replicas = [group for stage in stages for group in zip(*stage, strict=True)]
+    size = len(replicas[0])
+    shard = shard or size
+    parts = range(0, size if shard < size else 0, shard)  # nothing where there is one copy
     groups: dict[str, list[tuple[int, ...]]] = {
         "pp groups, a pipeline each:     ": [
             group for replica in zip(*stages, strict=True) for group in zip(*replica, strict=True)
         ],
-        "dp groups, of equal parameters: ": [
-            group for stage in stages for group in zip(*stage, strict=True)
+        "dp groups, of equal parameters: ": replicas,
+        "  a copy of the state each:     ": [
+            group[first : first + shard] for group in replicas for first in parts
+        ],
+        "  equal pieces of the copies:   ": [
+            group[first::shard] for group in replicas for first in range(shard if parts else 0)
         ],
         "tp groups, sharing each layer:  ": [tuple(group) for stage in stages for group in stage],
     }
     return [
         name + _fitted([" ".join(abbreviated(group, 4)) for group in sorted(found)], len(name))
         for name, found in groups.items()
-        if len(found[0]) > 1
+        if found and len(found[0]) > 1
     ]
 
 

@@ -141,6 +141,9 @@ def test_what_is_no_grid_is_refused() -> None:
         ParallelMesh(tp=0)
     with pytest.raises(ConfigError, match="must name each of"):
         ParallelMesh(axis_order=("dp", "tp", "tp"))
+    for shard in (0, 3):
+        with pytest.raises(ConfigError, match=f"divide the dp axis, got .*dp=4.* shard={shard}"):
+            ParallelMesh(dp=4, shard=shard)
     with pytest.raises(ConfigError, match="got rank 8, expected 0 to 7"):
         EIGHT.coordinates(8)
 

@@ -55,6 +55,29 @@ tp groups, sharing each layer:  0 2 4 | 1 3 5
     )
 
 
+def test_copies_of_the_state_could_not_be_seen() -> None:
+    assert (
+        drawing(ParallelMesh(dp=4, tp=2, shard=2))
+        == """
+8 ranks: 1 stage (pp) x 4 replicas (dp) x 2 ranks to a layer (tp)
+
+       stage 0
+      +-------+
+dp 0  |  0 1  |
+dp 1  |  2 3  |
+dp 2  |  4 5  |
+dp 3  |  6 7  |
+      +-------+
+
+dp groups, of equal parameters: 0 2 4 6 | 1 3 5 7
+  a copy of the state each:     0 2 | 1 3 | 4 6 | 5 7
+  equal pieces of the copies:   0 4 | 1 5 | 2 6 | 3 7
+tp groups, sharing each layer:  0 1 | 2 3 | 4 5 | 6 7
+"""
+    )
+    assert str(ParallelMesh(dp=4, shard=4)) == str(ParallelMesh(dp=4))
+
+
 def test_one_rank_has_no_groups() -> None:
     assert (
         drawing(ParallelMesh())

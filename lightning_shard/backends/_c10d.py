@@ -104,17 +104,18 @@ def forget_groups() -> None:
 
 
 def live_backends() -> list[Any]:
-    """Return what carries out the operations of this process's groups, for each device type.
+    """Return what carries out the operations of this process's groups, for each device type."""
+    return [backend for group in list(c10d._world.pg_map) for backend in backends_of(group)]
+
+
+def backends_of(group: dist.ProcessGroup) -> list[Any]:
+    """Return what carries out a group's operations, for each device type.
 
     A group that is written in Python carries them out itself.
     """
-    backends: list[Any] = []
-    for group in list(c10d._world.pg_map):
-        if type(group) is dist.ProcessGroup:
-            backends += [group._get_backend(device) for device in group._device_types]
-        else:
-            backends.append(group)
-    return backends
+    if type(group) is not dist.ProcessGroup:
+        return [group]
+    return [group._get_backend(device) for device in group._device_types]
 
 
 def register_backend(

@@ -57,6 +57,13 @@ class Pending:
         """Whether `wait` has returned."""
         return self._transfer is None
 
+    def is_ready(self) -> bool:
+        """Whether `wait` would return, or raise, at once; in process, peers may run before.
+
+        Gloo's receives do not know before their `wait`.
+        """
+        return self._transfer is None or all(work.is_completed() for work in self._transfer.works)
+
     def wait(self) -> None:
         """Finish the operation; a second call does nothing.
 

@@ -41,16 +41,18 @@ class BufferSync:
 
     def broadcast_changing(self) -> None:
         """Take over what training may have changed; each rank must call."""
-        self._broadcast(
-            [
-                buffer
-                for module in self._model.modules()
-                for name, buffer in module.named_buffers(recurse=False)
-                if buffer.is_floating_point()
-                and buffer.numel()
-                and name not in module._non_persistent_buffers_set
-            ]
-        )
+        self._broadcast(self.changing())
+
+    def changing(self) -> list[torch.Tensor]:
+        """The buffers that training may change, in one order on every rank."""
+        return [
+            buffer
+            for module in self._model.modules()
+            for name, buffer in module.named_buffers(recurse=False)
+            if buffer.is_floating_point()
+            and buffer.numel()
+            and name not in module._non_persistent_buffers_set
+        ]
 
     @torch.no_grad()
     def _broadcast(self, buffers: list[torch.Tensor]) -> None:

@@ -22,6 +22,8 @@ from torch.utils.hooks import RemovableHandle
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.agreement import check_same_model
 from lightning_shard.data_parallel.buffers import BufferSync
+from lightning_shard.data_parallel.compression.buffer import FlatBuffer
+from lightning_shard.data_parallel.compression.compressor import Exchange
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.flat_gradients import FlatGradients
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
@@ -87,6 +89,7 @@ class DataParallelEngine:
                 reducing,
                 options.dtypes.reduce,
                 waits_for_end=unit.resident and options.stage == 3,
+                exchange=self._exchange(flat, reducing),
             )
             for unit in self.units
             for flat in unit.flats
@@ -135,6 +138,40 @@ class DataParallelEngine:
             )
         ]
         return Unit(spec.name, spec.modules, flats)
+
+    def _exchange(self, flat: FlatParameters, reducing: DataGroups) -> Exchange | None:
+        """What averages a buffer's gradients compressed, where they are to be."""
+        if self.options.compression is None:
+            return None
+        if flat.full.is_complex() or reducing.replicate is not None or self.split.groups:
+            raise ConfigError(
+                "Compression works on real gradients of whole parameters that every data-parallel "
+                "rank shares, not on complex ones, nor with hybrid sharding, tensor or pipeline "
+                "parallel. Leave it out."
+            )
+        buffer = FlatBuffer(
+            layout=flat.layout,
+            ranks=reducing.everyone,
+            keeps_all=flat.stage == 0,
+            number=self.flats.index(flat),
+            device=self.device,
+        )
+        return self.options.compression.exchange(buffer)
+
+    @property
+    def groups_of_gradients(self) -> list[Collectives]:
+        """Over which the elements of one gradient lie, between backward and the update."""
+        return [] if self.options.stage == 0 else [self.groups.shard]
+
+    @property
+    def exchanges(self) -> list[Exchange]:
+        """What averages compressed gradients, in the order of the buffers."""
+        return [one.exchange for one in self.gradients if one.exchange is not None]
+
+    def exchange_of(self, param: nn.Parameter) -> Exchange | None:
+        """What averages the gradient of `param` where it is compressed."""
+        place = self._positions.get(param)
+        return None if place is None else self.gradients[place[0]].exchange
 
     def _close(self, unit: Unit) -> None:
         self.reducer.close(g for g in self.gradients if g.flat in unit.flats)

@@ -8,6 +8,7 @@
     2, 3    from the first gradient of a  memory of its own (1/N), reduced gradients are added
             backward to its reduction     to it at every backward
     With a master copy, stages 0 and 1 keep `full` in its format: micro-batches add up there.
+    With compression an `Exchange` reduces, in two halves that begin where dense reductions do.
     Where the state has several copies, what is reduced into pieces is averaged over them, too.
 
 A parameter's gradient is copied into its view once, when autograd hands it over; while the view
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.backends.pending import Pending
+from lightning_shard.data_parallel.compression.compressor import Exchange
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.flat_parameters import FlatParameters, full_views
 from lightning_shard.data_parallel.reduced_gradient import ReducedGradient
@@ -33,6 +35,7 @@ class FlatGradients:
         groups: The data-parallel ranks, over groups for gradients.
         reduce_dtype: Format in which gradients travel; None for that of `full`.
         waits_for_end: Reduce at the end of backward only.
+        exchange: Averages compressed gradients; None sends them as they are.
     """
 
     def __init__(
@@ -42,8 +45,10 @@ class FlatGradients:
         reduce_dtype: torch.dtype | None,
         *,
         waits_for_end: bool = False,
+        exchange: Exchange | None = None,
     ) -> None:
         self.flat = flat
+        self.exchange = exchange
         self.waits_for_end = waits_for_end
         self._groups = groups
         self._reduce_dtype = reduce_dtype or flat.full.dtype
@@ -61,10 +66,14 @@ class FlatGradients:
         self.used = [False] * len(flat.params)  # by this rank, since the last zero_grad
         self.valid = [False] * len(flat.params)  # used by any rank: the optimizer sees a gradient
         self._stash: Tensor | None = None
-        self._pending: tuple[Pending, Tensor] | None = None
+        self._pending: tuple[Pending | Exchange, Tensor] | None = None
         self._copies_differ = False  # pending is the average over one copy's ranks
         self.was_reduced = False  # in this backward
         self.is_closed = False  # backward has left its modules: nothing more will come
+
+    def reduce_over(self, groups: DataGroups) -> None:
+        """Average over other ranks from now on; nothing may be in flight."""
+        self._groups = groups
 
     @property
     def is_trained(self) -> bool:
@@ -205,10 +214,16 @@ class FlatGradients:
             if not self._has_contribution(index):
                 self._keep_reduced_part()
                 view.zero_()
-        send = self._full.to(self._reduce_dtype)
+        full = self._full
         self._fresh = [False] * len(self._fresh)
         if not self.accumulates:
             self._full, self._views = None, []
+        if self.exchange is not None and not self._passes(self.exchange, full):
+            out = full if self.flat.stage == 0 else self._reduce_target(self.flat.shard.dtype)
+            self.exchange.begin(full, out)
+            self._pending = self.exchange, out
+            return
+        send = full.to(self._reduce_dtype)
         if self.flat.stage == 0:
             self._pending = self._groups.everyone.all_reduce(send, "avg", async_op=True), send
             return
@@ -216,12 +231,25 @@ class FlatGradients:
         self._pending = self._groups.shard.reduce_scatter(out, send, "avg", async_op=True), out
         self._copies_differ = self._groups.replicate is not None
 
+    def _passes(self, exchange: Exchange, full: Tensor) -> bool:
+        """Whether this reduction is a dense one, of a warm-up."""
+        if exchange.keeps_momentum and not self.accumulates and any(self._held):
+            raise ConfigError(
+                f"Rank {self._groups.everyone.rank}: a second gradient came before the optimizer's "
+                f"step, but the compressor sends momentum, which under ZeRO stage 2 would count "
+                f"every micro-batch as a step. Use strategy='zero1', which adds micro-batches up "
+                f"before they are sent, or accumulate_grad_batches=1."
+            )
+        return exchange.passes(full)
+
     @torch.no_grad()
     def continue_reduce(self) -> None:
-        """Where the state has several copies, start averaging this piece over them.
+        """Start the second half of a compressed reduction, or of one over several copies.
 
-        Each rank must call, in the order of `begin_reduce`; waits for the average over this copy.
+        Each rank must call, in the order of `begin_reduce`; waits for the first half.
         """
+        if self._pending is not None and isinstance(self._pending[0], Exchange):
+            self._pending[0].proceed()
         if not self._copies_differ:
             return
         assert self._pending is not None

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from lightning_shard.data_parallel.compression.compressor import Compressor
 from lightning_shard.errors import ConfigError
 
 STAGES = (0, 1, 2, 3)
@@ -41,12 +42,14 @@ class EngineOptions:
         bucket_mb: Neighbouring small blocks are joined up to this many MB of parameters; None for
             25, and 12.5 under stage 3, where it took less memory and no more time (`make bench`).
         dtypes: Number formats.
+        compression: How gradients are compressed before they travel; stages 0 to 2.
     """
 
     stage: int
     units: Sequence[str] | None = None
     bucket_mb: float | None = None
     dtypes: DTypePolicy = field(default_factory=DTypePolicy)
+    compression: Compressor | None = None
 
     @property
     def unit_mb(self) -> float:
@@ -63,7 +66,23 @@ class EngineOptions:
             raise ConfigError(
                 f"bucket_mb must be a positive number of MB, got {self.bucket_mb!r}; 25 is usual."
             )
+        if self.compression is not None:
+            self._check_compression()
         if isinstance(self.units, str) or (self.units is not None and not self.units):
             raise ConfigError(
                 f"units must be a list of module class names such as ['Block'], got {self.units!r}."
+            )
+
+    def _check_compression(self) -> None:
+        kind = type(self.compression).__name__
+        if self.stage == 3:
+            raise ConfigError(
+                f"Gradients are compressed under the stages 0 to 2, got {kind} under ZeRO stage 3, "
+                f"which gathers parameters more often than it sends gradients. Use "
+                f"strategy='zero2', or leave compression out."
+            )
+        if self.dtypes.reduce is not None:
+            raise ConfigError(
+                f"The compressor {kind} says in which format gradients travel, got a reduce_dtype "
+                f"of {self.dtypes.reduce}, too. Leave one of them out."
             )

@@ -59,8 +59,7 @@ def _norm_over(
     """The norm over parameters that are split alike, from the pieces in the optimizer's view."""
     grads = [_wide(param.grad) for param in params if param.grad is not None]
     local = nn.utils.get_total_norm(grads, norm_type).to(engine.device, dtype)
-    over = [] if engine.options.stage == 0 else [engine.groups.shard]
-    for collectives in [*over, *groups]:
+    for collectives in [*engine.groups_of_gradients, *groups]:
         if norm_type == float("inf"):
             collectives.all_reduce(local, "max").wait()
         else:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_shard.mesh import Placement
 from lightning_shard.pipeline_parallel.microbatches import batch_size_of, split_batch
 from lightning_shard.pipeline_parallel.schedules import Schedule
 from lightning_shard.pipeline_parallel.simulation import replay
@@ -31,7 +32,7 @@ def dry_run(
     *,
     schedule: Callable[[int], Schedule] | None,
     num_microbatches: int,
-    ranks_per_node: int,
+    placement: Placement,
     dtype: torch.dtype | None = None,
     left_out: tuple[object, ...] = (),
 ) -> DryRun:
@@ -43,7 +44,7 @@ def dry_run(
         options: Of the ranks.
         schedule: Makes the pipeline's for a number of microbatches; None without a pipeline.
         num_microbatches: Parts of a batch that has as many samples.
-        ranks_per_node: Ranks that share a node's fast links.
+        placement: Of the mesh on nodes.
         dtype: Format of the parameters; None leaves each its own.
         left_out: What the module refers to and a copy shall not.
 
@@ -72,7 +73,7 @@ def dry_run(
         figures = tuple(map(_figures, ranks, kept, idle))
     return DryRun(
         mesh=options.mesh,
-        placement=options.mesh.placement(ranks_per_node),
+        placement=placement,
         num_parameters=sum(param.numel() for param in module.parameters()),
         zero_stage=options.engine.stage,
         schedule="" if table is None else table.name,

@@ -20,15 +20,17 @@ from typing_extensions import override
 from lightning_shard.backends.base import DEFAULT_TIMEOUT
 from lightning_shard.checkpoint.full import full_module_state, load_module_state
 from lightning_shard.data_parallel.agreement import check_same_optimizers
+from lightning_shard.data_parallel.compression import Compressor, Tally, find_compressor
+from lightning_shard.data_parallel.compression.state import load_whole_state, whole_state
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.held_bytes import HeldBytes, replicated, storage_bytes
 from lightning_shard.data_parallel.model_split import ModelSplit
-from lightning_shard.data_parallel.options import EngineOptions
+from lightning_shard.data_parallel.options import DTypePolicy, EngineOptions
 from lightning_shard.errors import CheckpointError, ConfigError
 from lightning_shard.optim.clipping import global_grad_norm
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
 from lightning_shard.optim.state import full_state_dict, local_state_dict
-from lightning_shard.precision.plugins import ShardedPrecision
+from lightning_shard.precision.plugins import ShardedMixedPrecision, ShardedPrecision
 from lightning_shard.precision.policy import dtype_policy
 from lightning_shard.strategies.base import ShardStrategy
 from lightning_shard.strategies.batches import agree_on_batches, lengths_on_ranks
@@ -39,6 +41,8 @@ from lightning_shard.strategies.weight_averaging import (
     Averaging,
     averaging_callbacks,
 )
+
+CHECKPOINT_KEY = "lightning_shard"  # of what only this package's strategies read
 
 
 class DataParallelStrategy(ShardStrategy):
@@ -58,6 +62,9 @@ class DataParallelStrategy(ShardStrategy):
         bucket_mb: Neighbouring small blocks are joined up to this many MB; by default 25, under
             stage 3 12.5.
         reduce_dtype: Format in which gradients travel; that of backward when left out.
+        compression: "fp16", "bf16", "int8", "topk", "powersgd", "onebit", a `Compressor`, or a
+            mapping with `class_path` and `init_args`: what makes gradients smaller before they
+            travel. "none" or None sends them as they are. Stages 0 to 2.
     """
 
     stage: ClassVar[int]
@@ -77,6 +84,7 @@ class DataParallelStrategy(ShardStrategy):
         units: list[str] | None = None,
         bucket_mb: float | None = None,
         reduce_dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+        compression: str | Compressor | dict[str, Any] | None = None,
     ) -> None:
         super().__init__(
             accelerator=accelerator,
@@ -95,7 +103,9 @@ class DataParallelStrategy(ShardStrategy):
             units=units,
             bucket_mb=bucket_mb,
             dtypes=dtype_policy("32-true", reduce_dtype),
+            compression=find_compressor(compression),
         )
+        self._compression_state: dict[str, Any] = {}  # of the last run, on rank 0
         self._engine: DataParallelEngine | None = None
         self._sharded: list[ShardedOptimizer] = []
         self._averages: list[AverageInPieces] = []
@@ -182,12 +192,17 @@ class DataParallelStrategy(ShardStrategy):
         assert self.model is not None
         plugin = self.precision_plugin
         assert isinstance(plugin, ShardedPrecision)
-        dtypes = dtype_policy(str(plugin.precision), self._reduce_dtype)
-        options = replace(self._options, dtypes=dtypes)
+        options = replace(self._options, dtypes=self._dtypes(str(plugin.precision)))
         self._engine = self.engine_type(
             self.model, self.data_groups, options, self._reducing, self._split_model()
         )
         plugin.attach(self._engine)
+        if isinstance(plugin, ShardedMixedPrecision) and plugin.scaler is not None:
+            for exchange in self._engine.exchanges:
+                exchange.loss_scale = plugin.scaler.get_scale
+
+    def _dtypes(self, precision: str) -> DTypePolicy:
+        return dtype_policy(precision, self._reduce_dtype)
 
     @property
     def _has_whole_parameters(self) -> bool:
@@ -283,6 +298,32 @@ class DataParallelStrategy(ShardStrategy):
         """What each rank would hold if every rank held everything; each rank must call."""
         return replicated(self.engine, self.optimizers)
 
+    @property
+    def compression(self) -> Compressor | None:
+        """What makes gradients smaller before they travel."""
+        return self._options.compression
+
+    def compression_tally(self) -> Tally:
+        """Bytes of gradients that this rank has sent, and what they would be dense."""
+        return sum((exchange.tally for exchange in self.engine.exchanges), Tally())
+
+    def _state_of_compression(self) -> dict[str, Any]:
+        """What compression keeps between steps, on rank 0; each rank must call."""
+        compressor = self._options.compression
+        if self._engine is None or compressor is None:
+            return self._compression_state
+        keep = self._engine.is_first
+        return whole_state(compressor, self._engine.exchanges, keep=keep)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        if self._options.compression is not None and "optimizer_states" in checkpoint:
+            state = self._state_of_compression()
+            checkpoint.setdefault(CHECKPOINT_KEY, {})["compression"] = state
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
@@ -318,6 +359,9 @@ class DataParallelStrategy(ShardStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        kept = checkpoint.get(CHECKPOINT_KEY, {}).get("compression", {})
+        if self._options.compression is not None:
+            load_whole_state(self._options.compression, self.engine.exchanges, kept)
         states = checkpoint["optimizer_states"]
         if len(states) != len(self.optimizers):
             raise CheckpointError(
@@ -347,6 +391,7 @@ class DataParallelStrategy(ShardStrategy):
     def _detach(self, engine: DataParallelEngine) -> None:
         """Make the module whole on every rank, the optimizers' state on rank 0."""
         states = []
+        self._compression_state = {} if self._failed else self._state_of_compression()
         if not self._failed and self._holds_pieces:
             states = [full_state_dict(sharded.optimizer, engine) for sharded in self._sharded]
         for average in self._averages:

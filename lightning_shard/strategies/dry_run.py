@@ -78,7 +78,7 @@ def dry_run_of(
         options,
         schedule=schedule,
         num_microbatches=num_microbatches,
-        ranks_per_node=ranks_per_node,
+        placement=simulated.placement(ranks_per_node),
         dtype=_DTYPES.get(precision),
         left_out=tuple(one for one in (module._trainer, module._fabric) if one is not None),
     )

@@ -1,5 +1,6 @@
 """Data, tensor and pipeline parallelism together: 3D, on one mesh."""
 
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -12,13 +13,14 @@ from typing_extensions import override
 
 from lightning_shard.backends.base import DEFAULT_TIMEOUT
 from lightning_shard.data_parallel.model_split import ModelSplit
-from lightning_shard.mesh import AXES, Axis, ParallelMesh
+from lightning_shard.mesh import AXES, Axis, ParallelMesh, Placement
 from lightning_shard.strategies.combined_split import CombinedSplit
 from lightning_shard.strategies.hybrid_sharding import (
     checked_size,
     shard_size,
     warning_of_gathers,
 )
+from lightning_shard.strategies.model_parallel import checked_ranks
 from lightning_shard.strategies.pipeline_parallel import PipelineParallelStrategy
 from lightning_shard.strategies.tensor_parallel import TensorParallelStrategy
 from lightning_shard.tensor_parallel.parted_tensor import made_whole
@@ -89,13 +91,14 @@ class HybridParallelStrategy(TensorParallelStrategy, PipelineParallelStrategy):
             num_ranks=num_ranks,
             timeout=timeout,
             debug=debug,
-            tensor_parallel_size=tensor_parallel_size,
+            tensor_parallel_size=checked_ranks("tensor_parallel_size", tensor_parallel_size),
             plan=plan,
             zero_stage=zero_stage,
         )
         self._data_parallel_size = checked_size(data_parallel_size)
         self._axis_order = axis_order
-        self._set_pipeline(pipeline_parallel_size, schedule, num_microbatches, blocks, split)
+        stages = checked_ranks("pipeline_parallel_size", pipeline_parallel_size)
+        self._set_pipeline(stages, schedule, num_microbatches, blocks, split)
 
     @property
     @override
@@ -104,9 +107,12 @@ class HybridParallelStrategy(TensorParallelStrategy, PipelineParallelStrategy):
         assert pp is not None
         assert tp is not None
         dp = self._data_parallel_size if isinstance(self._data_parallel_size, int) else -1
-        return ParallelMesh.of_world(
+        mesh = ParallelMesh.of_world(
             self.world_size, pp=pp, tp=tp, dp=dp, axis_order=self._axis_order
         )
+        if isinstance(self._data_parallel_size, int) or self.stage == 0:
+            return mesh
+        return replace(mesh, shard=shard_size(self._data_parallel_size, mesh.dp))
 
     @property
     @override
@@ -114,12 +120,14 @@ class HybridParallelStrategy(TensorParallelStrategy, PipelineParallelStrategy):
         return shard_size(self._data_parallel_size, self.mesh.dp)
 
     @override
+    def placement(self, ranks_per_node: int) -> Placement:
+        mesh, found = self.mesh, super().placement(ranks_per_node)
+        about = mesh.shard and warning_of_gathers(mesh, mesh.shard, ranks_per_node)
+        return replace(found, warnings=(*found.warnings, about)) if about else found
+
+    @override
     def _make_groups(self) -> None:
-        warnings = [*self.mesh.placement(self.num_processes).warnings]
-        if self.stage > 0 and not isinstance(self._data_parallel_size, int):
-            about = warning_of_gathers(self.mesh, self.shard_size, self.num_processes)
-            warnings += [] if about is None else [about]
-        for warning in warnings:
+        for warning in self.placement(self.num_processes).warnings:
             rank_zero_warn(warning)
         super()._make_groups()
 

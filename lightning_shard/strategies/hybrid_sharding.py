@@ -20,9 +20,9 @@ def checked_size(size: DataParallelSize) -> DataParallelSize:
     Raises:
         ConfigError: A pair that is none, or of sizes that no world has.
     """
-    if isinstance(size, int):
+    if type(size) is int:
         return size
-    pair = tuple(size)
+    pair = tuple(size) if isinstance(size, Sequence) and all(type(n) is int for n in size) else ()
     if len(pair) != 2 or pair == (-1, -1) or any(one < 1 and one != -1 for one in pair):
         raise ConfigError(
             f"data_parallel_size must be a number of ranks or (replicate, shard), each at least "

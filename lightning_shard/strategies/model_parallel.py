@@ -5,6 +5,7 @@ data parallel to each other.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
@@ -16,7 +17,7 @@ from typing_extensions import override
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.errors import ConfigError
-from lightning_shard.mesh import Axis, ParallelMesh
+from lightning_shard.mesh import Axis, ParallelMesh, Placement
 from lightning_shard.planner.report import DryRun
 from lightning_shard.strategies._lightning import seed_workers
 from lightning_shard.strategies.batches import check_same_lengths
@@ -24,6 +25,18 @@ from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from lightning_shard.strategies.hybrid_sharding import replicate_ranks, shard_ranks
 from lightning_shard.strategies.metric_groups import MetricGroups
 from lightning_shard.strategies.same_batches import SameBatches
+from lightning_shard.tensor_parallel.randomness import drawn_apart
+
+
+def checked_ranks(option: str, size: int) -> int:
+    """Return how many ranks an option asks for; whether they fit the run is seen there.
+
+    Raises:
+        ConfigError: It is no whole number.
+    """
+    if type(size) is not int:
+        raise ConfigError(f"{option} must be a number of ranks, got {size!r}.")
+    return size
 
 
 class ModelParallelStrategy(DataParallelStrategy):
@@ -40,6 +53,10 @@ class ModelParallelStrategy(DataParallelStrategy):
     def mesh(self) -> ParallelMesh:
         """The grid of this run's ranks."""
         raise NotImplementedError
+
+    def placement(self, ranks_per_node: int) -> Placement:
+        """Say which groups reach over nodes of so many neighbouring ranks, and what is slow."""
+        return self.mesh.placement(ranks_per_node)
 
     @property
     @override
@@ -140,6 +157,17 @@ class ModelParallelStrategy(DataParallelStrategy):
             assert stage is not None
             self._same_batches.check(batch, f"{stage.value} loader {dataloader_idx}")
         return super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        # Stage 3 gathers blocks together: which ones a step leaves out at random has to agree.
+        with self._drawn_for_own_data() if self._options.stage < 3 else nullcontext():
+            return super().training_step(*args, **kwargs)
+
+    def _drawn_for_own_data(self) -> AbstractContextManager[None]:
+        """Inside, data-parallel ranks draw random numbers of their own; those of a model alike."""
+        data = self.data_collectives
+        return drawn_apart(data, self.root_device) if data.size > 1 else nullcontext()
 
     def dry_run(
         self,

@@ -41,7 +41,7 @@ from lightning_shard.pipeline_parallel.split import PipelineSplit
 from lightning_shard.pipeline_parallel.staged_model import StagedModel
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from lightning_shard.strategies.measured_stages import measured_costs
-from lightning_shard.strategies.model_parallel import ModelParallelStrategy
+from lightning_shard.strategies.model_parallel import ModelParallelStrategy, checked_ranks
 from lightning_shard.strategies.step_logs import StepLogs
 
 
@@ -116,6 +116,8 @@ class PipelineParallelStrategy(ModelParallelStrategy):
         check_name(schedule)
         if num_microbatches is not None and num_microbatches < 1:
             raise ConfigError(f"num_microbatches must be at least 1, got {num_microbatches}.")
+        if size is not None:
+            checked_ranks("pipeline_parallel_size", size)
         self._pipeline_parallel_size = size
         self._schedule = schedule
         self._num_microbatches = num_microbatches
@@ -210,15 +212,16 @@ class PipelineParallelStrategy(ModelParallelStrategy):
             model, self._partition, self._stage_split.param_stages, self._stage_split.shapes, own
         )
         params = {stage: self._stage_split.stage_params(stage) for stage in own}
-        self._pipeline = Pipeline(
-            self._staged,
-            group,
-            params,
-            self.schedule,
-            ranks,
-            self.root_device,
-            early=self.backend.matches_tags,
-        )
+        with self._drawn_for_own_data():
+            self._pipeline = Pipeline(
+                self._staged,
+                group,
+                params,
+                self.schedule,
+                ranks,
+                self.root_device,
+                early=self.backend.matches_tags,
+            )
         self._logs = StepLogs(self.lightning_module, group, self._pipeline.last_rank)
         return self._stage_split
 

@@ -1,8 +1,12 @@
 """The strategy names: each scheme alone and with each backend as a suffix."""
 
+from typing import Any
+
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_shard.backends.registry import backend_names
+from lightning_shard.data_parallel.compression import COMPRESSORS
+from lightning_shard.strategies.async_sgd import AsyncSGDStrategy
 from lightning_shard.strategies.data_parallel import (
     DataParallelStrategy,
     DDPStrategy,
@@ -11,6 +15,7 @@ from lightning_shard.strategies.data_parallel import (
     ZeRO3Strategy,
 )
 from lightning_shard.strategies.hybrid_parallel import HybridParallelStrategy
+from lightning_shard.strategies.local_sgd import LocalSGDStrategy
 from lightning_shard.strategies.pipeline_parallel import PipelineParallelStrategy
 from lightning_shard.strategies.tensor_parallel import TensorParallelStrategy
 
@@ -23,17 +28,25 @@ SCHEMES: dict[str, type[DataParallelStrategy]] = {
     "tensor_parallel": TensorParallelStrategy,
     "pipeline_parallel": PipelineParallelStrategy,
     "hybrid_parallel": HybridParallelStrategy,
+    "local_sgd": LocalSGDStrategy,
+    "async_sgd": AsyncSGDStrategy,
 }
 
 
 def register_strategies() -> None:
     """Make every name usable as `Trainer(strategy=name)`; a second call changes nothing."""
     for scheme, strategy in SCHEMES.items():
-        for name, backend in _names(scheme):
-            if name not in StrategyRegistry:
-                StrategyRegistry.register(
-                    name, strategy, description=strategy.__doc__ or "", backend=backend
-                )
+        _register(scheme, strategy)
+    for compression in COMPRESSORS:
+        _register(f"shard_ddp_{compression}", DDPStrategy, compression=compression)
+
+
+def _register(scheme: str, strategy: type[DataParallelStrategy], **options: Any) -> None:
+    for name, backend in _names(scheme):
+        if name not in StrategyRegistry:
+            StrategyRegistry.register(
+                name, strategy, description=strategy.__doc__ or "", backend=backend, **options
+            )
 
 
 def _names(scheme: str) -> list[tuple[str, str]]:

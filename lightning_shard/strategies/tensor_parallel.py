@@ -18,7 +18,7 @@ from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.data_parallel.options import STAGES
 from lightning_shard.errors import ConfigError
 from lightning_shard.mesh import Axis, ParallelMesh
-from lightning_shard.strategies.model_parallel import ModelParallelStrategy
+from lightning_shard.strategies.model_parallel import ModelParallelStrategy, checked_ranks
 from lightning_shard.strategies.same_results import SameResults
 from lightning_shard.tensor_parallel.automatic import automatic_plan
 from lightning_shard.tensor_parallel.fused_layouts import check_layouts
@@ -89,6 +89,8 @@ class TensorParallelStrategy(ModelParallelStrategy):
             timeout=timeout,
             debug=debug,
         )
+        if tensor_parallel_size is not None:
+            checked_ranks("tensor_parallel_size", tensor_parallel_size)
         self._tensor_parallel_size = tensor_parallel_size
         self._plan = plan
         self._sequence_parallel = sequence_parallel

@@ -64,7 +64,7 @@ def automatic_plan(model: nn.Module, num_ranks: int) -> AutomaticPlan:
     if not finder.planned and num_ranks > 1:
         raise ConfigError(
             f"Found nothing in {type(model).__name__} to split over {num_ranks} ranks. Give "
-            "TensorParallelStrategy a plan, such as "
+            "the strategy a plan, such as "
             "plan={'blocks.*.up': 'colwise', 'blocks.*.down': 'rowwise'}."
         )
     return AutomaticPlan(layers=list(finder.split()), whole=list(finder.left_whole()))

@@ -65,7 +65,7 @@ def _styles(model: nn.Module, plan: Mapping[str, str]) -> dict[str, Style]:
         if name in _UNKNOWN:
             raise ConfigError(
                 f"{type(model).__name__}'s own plan splits {pattern!r} by {name!r}, which is not "
-                "supported. Give TensorParallelStrategy a plan that leaves this layer whole, with "
+                "supported. Give the strategy a plan that leaves this layer whole, with "
                 "all that it feeds."
             )
         matching = next(filter(matcher_of(pattern).fullmatch, modules), None)
@@ -97,7 +97,7 @@ def _experts(pattern: str, module: nn.Module, plan: Mapping[str, str]) -> Style:
             raise ConfigError(
                 f"The experts {pattern!r} have a parameter {name!r} of shape "
                 f"{tuple(param.shape)}, expected matrices of shape (experts, outputs, inputs) that "
-                "the model's own plan splits. Give TensorParallelStrategy a plan without them."
+                "the model's own plan splits. Give the strategy a plan without them."
             )
     return Style(form="experts", cuts=tuple(cuts))
 

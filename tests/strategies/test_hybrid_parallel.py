@@ -156,3 +156,19 @@ def strategy_of(**options: Any) -> HybridParallelStrategy:
 def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         train(build("gpt"), strategy=strategy_of(**options), devices=4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pipeline_parallel_size": None},
+        {"pipeline_parallel_size": "2"},
+        {"tensor_parallel_size": 2.5},
+        {"data_parallel_size": "2"},
+        {"data_parallel_size": (2, None)},
+    ],
+)
+def test_a_size_that_is_no_number_failed_with_an_empty_message(options: dict[str, Any]) -> None:
+    (name,) = options
+    with pytest.raises(ConfigError, match=rf"{name} must be a number of ranks"):
+        strategy_of(**options)

@@ -20,6 +20,7 @@ from lightning_shard import HybridParallelStrategy
 from lightning_shard.data_parallel.held_bytes import HeldBytes
 from lightning_shard.errors import ConfigError
 from lightning_shard.mesh import ParallelMesh
+from lightning_shard.planner.report import DryRun
 from lightning_shard.strategies.hybrid_sharding import (
     checked_size,
     replicate_ranks,
@@ -326,6 +327,20 @@ def test_copies_across_nodes_are_warned_of() -> None:
     assert warning is not None
     assert "over 8 ranks cross nodes of 8 ranks" in warning
     assert "data_parallel_size=(2, 4) keeps them inside" in warning
+
+
+def test_a_dry_run_did_not_tell_of_copies_across_nodes() -> None:
+    def dry(zero_stage: int) -> DryRun:
+        strategy = Layout(size=(2, 8), zero_stage=zero_stage).strategy()
+        model = build("gpt")
+        batch = model.data(6).tensors  # type: ignore[attr-defined]
+        return strategy.dry_run(model, batch, world_size=16, ranks_per_node=4)
+
+    told = dry(1)
+    assert told.mesh == ParallelMesh(dp=16, shard=8)
+    assert "Copies of the state over 8 ranks cross nodes of 4 ranks" in str(told)
+    assert dry(0).mesh == ParallelMesh(dp=16)  # nothing is gathered
+    assert dry(0).placement.warnings == ()
 
 
 def test_a_pair_comes_from_yaml() -> None:

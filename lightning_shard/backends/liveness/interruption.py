@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 
-from lightning_shard.backends._c10d import live_backends
+from lightning_shard.backends._c10d import backends_of, live_backends
 
 _TAG = (1 << 31) - 1  # of a message that nobody sends
 
@@ -30,7 +30,16 @@ def interrupt_groups() -> None:
     Works for Gloo, NCCL and the groups of this package with a method `interrupt`; the rest wait for
     their own time-out.
     """
-    for backend in live_backends():
+    _interrupt_each(live_backends())
+
+
+def interrupt_group(group: dist.ProcessGroup) -> None:
+    """Have every operation that waits in this group raise; it is unusable then."""
+    _interrupt_each(backends_of(group))
+
+
+def _interrupt_each(backends: list[Any]) -> None:
+    for backend in backends:
         # A group that has just failed, or is being destroyed, needs no interruption.
         with contextlib.suppress(Exception):
             interrupt_backend(backend)

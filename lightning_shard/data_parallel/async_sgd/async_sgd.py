@@ -1,0 +1,262 @@
+"""Ranks that train by themselves, each a worker and the server of one shard.
+
+    rank r, after the backward of step c
+      1  send       each owner its part of the gradient
+      2  apply      the own part to the own shard, then what has come from peers, one by one
+      3  push       the own shard to everybody
+      4  take over  the newest shards that have come
+      5  wait       while the oldest of them lies further back than the bound; serve meanwhile
+
+There is no server thread: an owner serves between its steps and while it waits, so parameters never
+change under a forward or backward. A slow rank holds up nobody who is ahead of it by the bound or
+less. Each gradient is an update of its own. Its learning rate is 1 / N of the scheduler's, so that
+a round of N gradients moves as far as one step by their average; one that is older than a round,
+of age a > N - 1 updates, gets 1 / (a + 1).
+
+Source: stale synchronous parallel, Ho et al., NeurIPS 2013; staleness-aware learning rates, Zhang
+et al., arXiv:1511.05950.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.data_parallel.async_sgd.clocks import Clocks
+from lightning_shard.data_parallel.async_sgd.engine import AsyncEngine
+from lightning_shard.data_parallel.async_sgd.mailbox import Mailbox
+from lightning_shard.data_parallel.async_sgd.view import ShardView, Update
+from lightning_shard.data_parallel.async_sgd.wire import Kind, Message, Wire, is_last
+from lightning_shard.errors import ConfigError
+
+StalenessRule = Literal["inverse"]
+MailboxType = Callable[[Collectives, int, Callable[[Tensor], bool]], Mailbox]
+
+
+@dataclass
+class AsyncCounters:
+    """What this rank has done since training began.
+
+    Attributes:
+        steps: Its own.
+        updates: Gradients applied to its shard, its own and its peers'.
+        waits: Steps before which it had to wait for somebody.
+        max_staleness: Largest number of steps that the oldest part of the parameters lay behind a
+            step that used them.
+        pushes: Shards sent.
+    """
+
+    steps: int = 0
+    updates: int = 0
+    waits: int = 0
+    max_staleness: int = 0
+    pushes: int = 0
+
+
+class AsyncSGD:
+    """One rank's part in training by itself.
+
+    Args:
+        engine: Alone from now on.
+        optimizer: The one whose steps are taken; its state lies in pieces.
+        ranks: All of them, over a group in which nothing else is sent.
+        mailbox_type: Makes a mailbox over that group.
+        bound: Steps that a rank may be ahead; 1 or more.
+        rule: "inverse" shrinks the learning rate of old gradients; None does not.
+
+    Raises:
+        ConfigError: A group of the optimizer has no learning rate.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        optimizer: Optimizer,
+        ranks: Collectives,
+        mailbox_type: MailboxType,
+        bound: int,
+        rule: StalenessRule | None,
+    ) -> None:
+        _check_learning_rates(optimizer)
+        self.counters = AsyncCounters()
+        self._engine, self._ranks, self._rule = engine, ranks, rule
+        self._make_mailbox = mailbox_type
+        self._bound = bound
+        self._wire = Wire([], ranks.size)
+        self._view = ShardView(engine.reducer, optimizer, self._own_update)
+        self._clocks = Clocks(ranks.rank, ranks.size, bound)
+        self._mailbox: Mailbox | None = None
+        self._newest: dict[int, Message] = {}
+        self._last: set[int] = set()  # peers whose last message has come
+        self._may_step = False
+        engine.part(self._view)
+
+    # --- the steps ------------------------------------------------------------------------------
+
+    def before_step(self) -> None:
+        """Be ready for the optimizer's step, which sends gradients and applies the own part."""
+        if self._mailbox is None:
+            flats = [one.flat for one in self._engine.gradients if one.is_trained]
+            self._wire = Wire(flats, self._ranks.size)
+            self._view.flats = flats
+            self._clocks = Clocks(self._ranks.rank, self._ranks.size, self._bound)
+            self._last.clear()
+            self._mailbox = self._make_mailbox(self._ranks, self._wire.num_words, is_last)
+        self._check_frozen()
+        self._may_step = True
+
+    def _check_frozen(self) -> None:
+        """Raise if what was frozen when ranks last agreed is trained now: it does not travel."""
+        for gradients in self._engine.gradients:
+            if gradients.is_trained and gradients.flat not in self._wire.flats:
+                raise ConfigError(
+                    f"Rank {self._ranks.rank}: {gradients.flat.layout.slots[0].name!r} was "
+                    f"unfrozen between two steps, expected it at the start of an epoch, where "
+                    f"ranks agree. Unfreeze in on_train_epoch_start, as BaseFinetuning does."
+                )
+
+    def _own_update(self) -> Update:
+        """Send the gradient of a step, and return what this rank owns of it."""
+        if not self._may_step:
+            raise ConfigError(
+                f"Rank {self._ranks.rank}: a step of the optimizer went past the Trainer, expected "
+                f"steps that asynchronous SGD can count. Take the optimizer from "
+                f"self.optimizers() without use_pl_optimizer=False."
+            )
+        self._may_step = False
+        clocks, rank = self._clocks, self._ranks.rank
+        self._observe()
+        grads = [param.grad for param in self._view.params]
+        for peer in self._peers:
+            message = self._wire.gradient(grads, peer)
+            self._send(peer, message, Kind.GRADIENT, clocks.included[peer])
+        own = self._wire.own_gradient(self._wire.gradient(grads, rank), rank)
+        return self._update(rank, own, clocks.own)
+
+    @property
+    def _peers(self) -> list[int]:
+        assert self._mailbox is not None
+        return self._mailbox.peers
+
+    def _observe(self) -> None:
+        """Count a step, and see to how old the parameters are that it has used."""
+        staleness = self._clocks.staleness
+        assert staleness <= self._bound, f"staleness {staleness} above the bound {self._bound}"
+        self.counters.max_staleness = max(self.counters.max_staleness, staleness)
+        self.counters.steps += 1
+
+    def _update(self, rank: int, grads: Sequence[Tensor | None], version: Sequence[int]) -> Update:
+        """Return the update that a step of `rank` is, and count it."""
+        age = self._clocks.age(version)
+        self._clocks.count_update(rank)
+        self.counters.updates += 1
+        size = self._ranks.size
+        return Update(grads, 1 / (max(size, age + 1) if self._rule == "inverse" else size))
+
+    def after_step(self) -> None:
+        """End a step: serve, push, take over, and wait while this rank is too far ahead."""
+        assert self._mailbox is not None
+        self._clocks.step += 1
+        self._serve(self._mailbox.poll())
+        for peer in self._peers:
+            self._push(peer)
+        self.counters.waits += not self._clocks.may_start
+        while not self._clocks.may_start:
+            self._serve(self._mailbox.wait())
+            self._push_where(self._clocks.waits)
+        self._push_where(self._clocks.lacks)
+        self._take_over()
+
+    # --- consensus ------------------------------------------------------------------------------
+
+    def agree(self) -> None:
+        """Have all ranks hold the same: every gradient applied, every shard handed over.
+
+        Each rank must call, after the same number of steps.
+
+        Raises:
+            ConfigError: The ranks have taken different numbers of steps.
+        """
+        if self._mailbox is not None:
+            while min(self._clocks.own) < self._clocks.step:
+                self._serve(self._mailbox.wait())
+                self._push_where(self._clocks.waits)
+            for peer in self._peers:
+                self._push(peer, Kind.LAST)
+            while len(self._last) < len(self._peers):
+                self._serve(self._mailbox.wait())
+            self._mailbox.finish()
+            self._take_over()
+            self._mailbox = None
+        self._engine.share_buffers()
+
+    def finish(self) -> None:
+        """End training by oneself: ranks agree, and average gradients again."""
+        self.agree()
+        self._engine.rejoin()
+
+    def abandon(self) -> None:
+        """After a failure: leave nothing behind that waits for a peer."""
+        if self._mailbox is not None:
+            self._mailbox.abandon()
+            self._mailbox = None
+
+    # --- messages -------------------------------------------------------------------------------
+
+    def _send(self, peer: int, message: Message, kind: Kind, version: Sequence[int]) -> None:
+        assert self._mailbox is not None
+        message.address(kind, self._mailbox.received[peer], version)
+        self._mailbox.send(peer, message.data)
+
+    def _push(self, peer: int, kind: Kind = Kind.SHARD) -> None:
+        self._send(peer, self._wire.shard(), kind, self._clocks.own)
+        self._clocks.hand_over(peer)
+        self.counters.pushes += 1
+
+    def _push_where(self, needs: Callable[[int], bool]) -> None:
+        for peer in filter(needs, self._peers):
+            self._push(peer)
+
+    def _serve(self, arrivals: Sequence[tuple[int, Tensor]]) -> None:
+        """Apply gradients that have come, and note shards; parameters are not in use now."""
+        assert self._mailbox is not None
+        for peer, data in arrivals:
+            message = Message(self._wire, data)
+            self._mailbox.arrived_there(peer, message.received)
+            if message.kind is Kind.GRADIENT:
+                own = self._wire.own_gradient(message, self._ranks.rank)
+                self._view.apply(self._update(peer, own, message.version))
+                continue
+            self._newest[peer] = message
+            self._clocks.learn(peer, message.version)
+            if message.kind is Kind.LAST:
+                self._last.add(peer)
+                self._check_steps(peer)
+
+    def _check_steps(self, peer: int) -> None:
+        """Raise unless a peer that has come to its end has taken as many steps as this rank."""
+        theirs = self._clocks.included[peer][peer]
+        if theirs < self._clocks.step:
+            raise ConfigError(
+                f"Rank {self._ranks.rank} has taken {self._clocks.step} steps and rank {peer} "
+                f"{theirs} before all ranks meet, expected the same number. Give every rank the "
+                f"same number of batches, and save checkpoints on all ranks at the same step."
+            )
+
+    def _take_over(self) -> None:
+        """Bring the parameters held here up to what has come."""
+        for peer, message in self._newest.items():
+            self._wire.take_over(message, peer)
+        self._newest.clear()
+
+
+def _check_learning_rates(optimizer: Optimizer) -> None:
+    if any("lr" not in group for group in optimizer.param_groups):
+        raise ConfigError(
+            f"{type(optimizer).__name__} has a group without a learning rate, by which "
+            f"asynchronous SGD weighs each gradient; expected 'lr' in every group. Use an "
+            f"optimizer that has one, or staleness_bound=0."
+        )

@@ -1,0 +1,84 @@
+"""The engine of ZeRO stage 1 with a switch: average gradients, or leave each rank its own.
+
+    together    backward ──reduce-scatter──> a piece of the average     as stage 1
+    alone       backward ──────────────────> the rank's own, whole      nothing is sent
+
+Alone, parameters and gradients show themselves whole, clipping goes by the rank's own norm, and
+buffers (running statistics) are each rank's own. The optimizer's state stays in pieces: what
+updates it, and with which gradient, is the business of the view that is put in.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+from typing_extensions import override
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.data_parallel.optimizer_view import OptimizerView
+from lightning_shard.data_parallel.reducer import Reducer
+from lightning_shard.data_parallel.usage import UsageAgreement
+
+
+class AsyncEngine(DataParallelEngine):
+    """An engine whose ranks may train by themselves."""
+
+    _together: tuple[OptimizerView, Reducer] | None = None  # while ranks are alone
+    _buffers_moved = False
+
+    def part(self, view: OptimizerView) -> None:
+        """Leave each rank to itself from now on; between two optimizer steps.
+
+        Args:
+            view: Of the optimizer, in which it updates this rank's pieces.
+        """
+        self._together, self.view = (self.view, self.reducer), view
+        usage = UsageAgreement(self.gradients, self.collectives, self.device)
+        self.reducer = Reducer(self.gradients, self.collectives, usage)  # is owed everything
+
+    def rejoin(self) -> None:
+        """Average gradients again."""
+        assert self._together is not None
+        (self.view, self.reducer), self._together = self._together, None
+        for param in self.model.parameters():
+            param.grad = None
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether ranks train by themselves now."""
+        return self._together is not None
+
+    def share_buffers(self) -> None:
+        """Take over rank 0's buffers if training alone may have changed them; each rank calls."""
+        if self._buffers_moved:
+            self._buffers.broadcast_changing()
+        self._buffers_moved = False
+
+    @property
+    @override
+    def groups_of_gradients(self) -> list[Collectives]:
+        return [] if self.is_alone else super().groups_of_gradients
+
+    @override
+    @contextmanager
+    def optimizer_view(self) -> Iterator[None]:
+        with nullcontext() if self.is_alone else super().optimizer_view():
+            yield
+
+    @override
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        if not (self.is_alone and self.model.training and torch.is_grad_enabled()):
+            with super().step():
+                yield
+            return
+        self.hook_trainable()
+        self._buffers_moved = True
+        yield
+
+    @override
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        with self.no_sync() if self.is_alone else nullcontext(), super().backward():
+            yield

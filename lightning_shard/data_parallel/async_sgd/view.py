@@ -1,0 +1,94 @@
+"""The optimizer's view while ranks are alone: one gradient of one rank, on this rank's shard.
+
+    optimizer.step(closure)    closure: backward, clipping; then the rank's own gradient
+    optimizer.step()           the next gradient that has come from a peer
+
+Inside, each parameter shows the piece that this rank owns and `.grad` shows that piece's gradient.
+The learning rate is scaled for as long: the owner's own, as its scheduler has set it.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_shard.data_parallel.flat_parameters import FlatParameters
+from lightning_shard.data_parallel.optimizer_view import OptimizerView
+from lightning_shard.data_parallel.reducer import Reducer
+
+
+@dataclass(frozen=True)
+class Update:
+    """One step of one rank, as its owner takes it.
+
+    Attributes:
+        grads: By parameter, this rank's piece; None where there is none.
+        scale: Of the learning rate.
+    """
+
+    grads: Sequence[Tensor | None]
+    scale: float
+
+
+class ShardView(OptimizerView):
+    """Shows an update to the optimizer.
+
+    Args:
+        reducer: The engine's; what it has accumulated is not reduced.
+        optimizer: Works on pieces.
+        own_update: Called when the optimizer is about to take this rank's own step.
+
+    Attributes:
+        flats: Whose parameters the updates are of, in order.
+    """
+
+    def __init__(
+        self,
+        reducer: Reducer,
+        optimizer: Optimizer,
+        own_update: Callable[[], Update],
+    ) -> None:
+        super().__init__([], reducer, None)
+        self.flats: Sequence[FlatParameters] = ()
+        self._optimizer, self._own_update = optimizer, own_update
+        self._update: Update | None = None
+        self._whole_grads: list[Tensor | None] = []
+        self._rates: list[float | Tensor] = []
+
+    def apply(self, update: Update) -> None:
+        """Let the optimizer take a peer's step."""
+        self._update = update
+        self._optimizer.step()
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """Every parameter that updates are of."""
+        return [param for flat in self.flats for param in flat.params]
+
+    @override
+    def enter(self) -> None:
+        update, self._update = self._update or self._own_update(), None
+        self._whole_grads = [param.grad for param in self.params]
+        self._show(None for _ in self.params)
+        for flat in self.flats:
+            flat.present_local()
+        self._show(update.grads)
+        self._rates = [group["lr"] for group in self._optimizer.param_groups]
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate * update.scale
+
+    @override
+    def leave(self) -> None:
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate
+        self._show(None for _ in self.params)
+        for flat in self.flats:
+            flat.present_full()
+        self._show(self._whole_grads)
+        self._whole_grads = []
+
+    def _show(self, grads: Iterable[Tensor | None]) -> None:
+        for param, grad in zip(self.params, grads, strict=True):
+            param.grad = grad

@@ -1,0 +1,155 @@
+"""The messages between two ranks: all of one size, so that a receive can be posted beforehand.
+
+    int64   kind | received | version of a shard, N | which parameters | one shard, all buffers
+
+    GRADIENT   the sender's gradient of the receiver's shard; the version of that shard with which
+               it was computed; which parameters have a gradient
+    SHARD      the sender's own shard, and its version
+    LAST       the same, and nothing comes after it: ranks have agreed
+
+`received` counts the messages of the receiver that the sender has taken: those need no memory any
+more. CUDA tensors travel through the host: messages lie in CPU memory.
+"""
+
+from collections.abc import Sequence
+from enum import IntEnum, auto
+
+import torch
+from torch import Tensor
+
+from lightning_shard.data_parallel.flat_parameters import FlatParameters
+
+_WORD = 8
+_ALIGN = 16  # of the widest format
+
+
+class Kind(IntEnum):
+    """What a message is."""
+
+    GRADIENT = auto()
+    SHARD = auto()
+    LAST = auto()
+
+
+class Message:
+    """One message, as views of its memory.
+
+    Attributes:
+        data: Shape (num_words,), int64, on the CPU.
+        present: By parameter, over all buffers, whether it has a gradient; bytes.
+        shards: One shard of each buffer, in the parameters' format.
+    """
+
+    def __init__(self, wire: "Wire", data: Tensor) -> None:
+        self.data = data
+        raw = data.view(torch.uint8)
+        self._head = data[: 2 + wire.num_ranks]
+        begin = _aligned(self._head.nbytes)
+        self.present = raw[begin : begin + wire.num_params]
+        self.shards = []
+        begin += _aligned(wire.num_params)
+        for flat in wire.flats:
+            num_bytes = flat.shard.nbytes
+            self.shards.append(raw[begin : begin + num_bytes].view(flat.shard.dtype))
+            begin += _aligned(num_bytes)
+
+    @property
+    def kind(self) -> Kind:
+        """What it is."""
+        return Kind(int(self.data[0]))
+
+    @property
+    def received(self) -> int:
+        """How many messages of the receiver the sender had taken."""
+        return int(self.data[1])
+
+    @property
+    def version(self) -> list[int]:
+        """The version of the shard that it is about."""
+        version: list[int] = self._head[2:].tolist()
+        return version
+
+    def address(self, kind: Kind, received: int, version: Sequence[int]) -> None:
+        """Fill the head in."""
+        self._head.copy_(torch.tensor([kind, received, *version]))
+
+
+class Wire:
+    """How the shards of some buffers lie in a message.
+
+    Args:
+        flats: The buffers.
+        num_ranks: Ranks that own shards of them.
+
+    Attributes:
+        num_params: Parameters of all buffers.
+        num_words: Of a message; the same on all ranks.
+    """
+
+    def __init__(self, flats: Sequence[FlatParameters], num_ranks: int) -> None:
+        self.flats = flats
+        self.num_ranks = num_ranks
+        self.num_params = sum(len(flat.params) for flat in flats)
+        sizes = [(2 + num_ranks) * _WORD, self.num_params, *(flat.shard.nbytes for flat in flats)]
+        self.num_words = sum(map(_aligned, sizes)) // _WORD
+        self._pieces = [
+            [piece for flat in flats for piece in flat.layout.pieces(rank)]
+            for rank in range(num_ranks)
+        ]
+        self._homes = [number for number, flat in enumerate(flats) for _ in flat.params]
+
+    def new(self) -> Message:
+        """Return a message without content."""
+        return Message(self, torch.empty(self.num_words, dtype=torch.int64))
+
+    @torch.no_grad()
+    def gradient(self, grads: Sequence[Tensor | None], rank: int) -> Message:
+        """Return a message with a rank's part of gradients, whose head is still to be filled.
+
+        Args:
+            grads: By parameter, over all buffers, in the parameters' own shapes.
+            rank: Owns the part.
+        """
+        message = self.new()
+        flags = [int(grad is not None) for grad in grads]
+        message.present.copy_(torch.tensor(flags, dtype=torch.uint8))
+        for home, piece, grad in zip(self._homes, self._pieces[rank], grads, strict=True):
+            if grad is not None and piece.numel:
+                part = grad.flatten()[piece.param_offset : piece.param_stop]
+                message.shards[home][piece.shard_offset : piece.shard_stop].copy_(part)
+        return message
+
+    @torch.no_grad()
+    def shard(self) -> Message:
+        """Return a message with the own shard, whose head is still to be filled."""
+        message = self.new()
+        for target, flat in zip(message.shards, self.flats, strict=True):
+            target.copy_(flat.shard)
+        return message
+
+    @torch.no_grad()
+    def take_over(self, message: Message, rank: int) -> None:
+        """Make a shard that has come from its owner part of the parameters held here."""
+        for source, flat in zip(message.shards, self.flats, strict=True):
+            flat.full[slice(*flat.layout.shard_bounds(rank))].copy_(source)
+
+    def own_gradient(self, message: Message, rank: int) -> list[Tensor | None]:
+        """Return the gradient in a message, by parameter; None where there is none, or no part."""
+        shards = [
+            shard.to(f.full.device) for shard, f in zip(message.shards, self.flats, strict=True)
+        ]
+        return [
+            shards[home][piece.shard_offset : piece.shard_stop] if used and piece.numel else None
+            for home, piece, used in zip(
+                self._homes, self._pieces[rank], message.present.tolist(), strict=True
+            )
+        ]
+
+
+def is_last(data: Tensor) -> bool:
+    """Whether nothing comes after a message."""
+    return int(data[0]) == Kind.LAST
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGN) * _ALIGN

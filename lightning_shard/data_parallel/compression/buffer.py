@@ -1,0 +1,65 @@
+"""A flat buffer that is averaged over ranks, as its exchange sees it.
+
+values    [ slot ][ slot ]..[ slot ].......   . = gaps: alignment and padding, always zero
+segments  |-- rank 0 --|-- rank 1 --|         one for each rank, all of one size
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.layout.flat import FlatLayout
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlatBuffer:
+    """Where the tensors of a buffer lie and who averages it.
+
+    Attributes:
+        layout: The tensors' places. With several shards, as many as there are ranks.
+        ranks: Those that average.
+        keeps_all: Whether each rank needs the whole average, or its own segment only.
+        number: Tells this buffer from the others of a model, for random streams.
+        device: Where the values are.
+    """
+
+    layout: FlatLayout
+    ranks: Collectives
+    keeps_all: bool = True
+    number: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole buffer."""
+        return self.layout.full_numel
+
+    @property
+    def segment_numel(self) -> int:
+        """Elements of each rank's segment; together the segments may be longer than the buffer."""
+        return -(-self.numel // self.ranks.size)
+
+    @property
+    def dense_numel(self) -> int:
+        """Elements that this rank would send for a dense average (ring model)."""
+        once = self.segment_numel * (self.ranks.size - 1)
+        return 2 * once if self.keeps_all else once
+
+    @property
+    def gaps(self) -> Iterator[slice]:
+        """What lies between and behind the tensors."""
+        end = 0
+        for slot in self.layout.slots:
+            if slot.offset > end:
+                yield slice(end, slot.offset)
+            end = slot.stop
+        if self.numel > end:
+            yield slice(end, self.numel)
+
+    def views(self, full: Tensor) -> dict[str, Tensor]:
+        """Each tensor by name, in its shape, as a view of `full`, shape (numel,) or longer."""
+        slots = self.layout.slots
+        return {slot.name: full[slot.offset : slot.stop].view(slot.shape) for slot in slots}

@@ -1,0 +1,145 @@
+"""What a way of compressing is, and what it makes of each buffer: an exchange.
+
+    Compressor   settings, one for a model            TopK(ratio=0.01)
+    Exchange     one for each flat buffer             keeps what was not sent, counts steps
+
+    begin   | proceed                   | wait
+    encode  | sum what came, encode     | decode
+    send    | send the average          |
+
+`begin` and `proceed` start communication, so each rank must call both for its buffers in the same
+order; that of the next buffer's `begin` is a good moment for `proceed`, since then all moves while
+backward computes. Non-finite values stay visible: the average is NaN, and nothing of them is kept.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_shard.data_parallel.compression.buffer import FlatBuffer
+
+State = dict[str, dict[str, Tensor]]  # kind of state -> name -> tensor
+
+
+class Compressor(ABC):
+    """How gradients are made smaller before they travel: settings without state."""
+
+    @abstractmethod
+    def exchange(self, buffer: FlatBuffer) -> "Exchange":
+        """Return what averages `buffer`, with the state that belongs to it."""
+
+
+class Turn(NamedTuple):
+    """When something is encoded.
+
+    Attributes:
+        step: How often the buffer was averaged before.
+        seed: Of random numbers: another one for each rank, buffer, segment and step, and the same
+            ones from run to run.
+    """
+
+    step: int
+    seed: int
+
+
+@dataclass
+class Tally:
+    """Bytes that this rank has sent and what it would have sent uncompressed (ring model)."""
+
+    raw_bytes: int = 0
+    sent_bytes: int = 0
+
+    @property
+    def ratio(self) -> float:
+        """How many times fewer bytes were sent; 1 where there was nothing to send."""
+        return self.raw_bytes / self.sent_bytes if self.sent_bytes else 1.0
+
+    def __add__(self, other: "Tally") -> "Tally":
+        return Tally(self.raw_bytes + other.raw_bytes, self.sent_bytes + other.sent_bytes)
+
+
+def if_sound(sound: Tensor, values: Tensor, otherwise: Tensor | None = None) -> Tensor:
+    """`values` if the scalar of bool `sound` is true, else `otherwise`, by default zeros.
+
+    Without waiting for a device; on the CPU without a copy.
+    """
+    if sound.device.type != "cpu":
+        return torch.where(sound, values, 0.0 if otherwise is None else otherwise)
+    if sound:
+        return values
+    return torch.zeros_like(values) if otherwise is None else otherwise
+
+
+class Exchange(ABC):
+    """Averages one buffer again and again, with loss.
+
+    Attributes:
+        buffer: The buffer.
+        step: How often it has been averaged.
+        tally: Bytes.
+        loss_scale: Asked at each `begin` for the factor that is in the values. What is kept from
+            step to step is kept without it, so that it may change.
+        keeps_momentum: Whether what travels is summed over steps, so that micro-batches must be
+            added up before.
+        sends_momentum: Whether Adam's momentum travels, once a warm-up is over.
+        sent_momentum: Whether it did the last time.
+        momentum_factor: Of momentum, where it is kept.
+        update_limit: The greatest change of a value in a step on momentum, in learning rates.
+    """
+
+    keeps_momentum = False
+    sends_momentum = False
+    sent_momentum = False
+    momentum_factor = 0.0
+    update_limit = 1.0
+
+    def __init__(self, buffer: FlatBuffer) -> None:
+        self.buffer = buffer
+        self.step = 0
+        self.tally = Tally()
+        self.loss_scale: Callable[[], float] = lambda: 1.0
+
+    def passes(self, values: Tensor) -> bool:
+        """Whether the caller is to average `values` itself, uncompressed: a warm-up.
+
+        Call before each `begin`; True takes its place.
+        """
+        return False
+
+    @abstractmethod
+    def begin(self, values: Tensor, out: Tensor) -> None:
+        """Start averaging; each rank must call.
+
+        Args:
+            values: Shape (numel,), any floating type; not needed any more on return.
+            out: Where the average goes: shape (numel,), or (segment_numel,) for the own segment.
+                May lie in `values`.
+        """
+
+    @abstractmethod
+    def proceed(self) -> None:
+        """Start the second half, once; each rank must call before `wait`, which calls else."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Return once `out` holds the average."""
+
+    @abstractmethod
+    def state(self) -> State:
+        """What further steps depend on, free of ranks and sizes; each rank must call.
+
+        Returns:
+            By kind and tensor name: what is sent later is the average over ranks.
+        """
+
+    @abstractmethod
+    def load(self, state: Mapping[str, Mapping[str, Tensor]], step: int) -> None:
+        """Take a state of any number of ranks; names that are not here are passed over."""
+
+    def _count(self, sent_bytes: int) -> None:
+        self.tally.raw_bytes += self.buffer.dense_numel * 4
+        self.tally.sent_bytes += sent_bytes

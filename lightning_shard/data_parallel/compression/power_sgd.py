@@ -1,0 +1,223 @@
+"""Matrices travel as products of two thin ones, found by one power iteration a step.
+
+    begin     P = M Q         average P      M = gradient + what was lost, (m, n); Q from last time
+    proceed   orthogonalise P
+              Q = M' P        average Q      what is lost: M - P Q' of this rank
+    wait      average M = P Q'
+
+Both averages are sums of linear functions of M, so they need no gathering and no second loss.
+Vectors, and matrices too small to gain, travel as they are with P.
+Source: PowerSGD, arXiv:1905.13727.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_shard.backends.pending import Pending
+from lightning_shard.backends.traffic import ring_share
+from lightning_shard.data_parallel.compression.buffer import FlatBuffer
+from lightning_shard.data_parallel.compression.compressor import (
+    Compressor,
+    Exchange,
+    State,
+    if_sound,
+)
+from lightning_shard.errors import ConfigError
+from lightning_shard.layout.flat import Slot
+
+
+class PowerSGD(Compressor):
+    """Approximations of low rank, with error feedback and warm start.
+
+    Args:
+        rank: Of the approximation; 1 to 4 are usual.
+        warmup_steps: Steps at the start that are dense.
+        seed: Of the first guess, the same on all ranks.
+    """
+
+    def __init__(self, rank: int = 2, warmup_steps: int = 0, seed: int = 0) -> None:
+        if rank < 1 or warmup_steps < 0:
+            raise ConfigError(
+                f"PowerSGD needs rank >= 1 and warmup_steps >= 0, got rank={rank!r}, "
+                f"warmup_steps={warmup_steps!r}."
+            )
+        self.rank = rank
+        self.warmup_steps = warmup_steps
+        self.seed = seed
+
+    @override
+    def exchange(self, buffer: FlatBuffer) -> Exchange:
+        return LowRankExchange(self, buffer)
+
+
+@dataclass(eq=False)
+class Factors:
+    """One matrix's place, and its factors.
+
+    Attributes:
+        slot: Its place in the buffer.
+        rows: Its first dimension; the others make up the columns.
+        q: Shape (columns, rank): the next power iteration starts from it.
+        p: Shape (rows, rank): orthonormal columns; a view of what is averaged before.
+        next_q: Shape (columns, rank): a view of what is averaged.
+    """
+
+    slot: Slot
+    q: Tensor
+    p: Tensor
+    next_q: Tensor
+
+    def matrix(self, full: Tensor) -> Tensor:
+        """The matrix, a view of a flat tensor."""
+        return full[self.slot.offset : self.slot.stop].view(self.slot.shape[0], -1)
+
+
+class LowRankExchange(Exchange):
+    """Averages one buffer by PowerSGD.
+
+    Args:
+        settings: Rank, warm-up, seed.
+        buffer: The buffer.
+    """
+
+    def __init__(self, settings: PowerSGD, buffer: FlatBuffer) -> None:
+        super().__init__(buffer)
+        self._settings = settings
+        self._residual = torch.zeros(buffer.numel, dtype=torch.float32, device=buffer.device)
+        slots = buffer.layout.slots
+        thin = [slot for slot in slots if _pays(slot, settings.rank)]
+        self._plain = [slot for slot in slots if slot not in thin]
+        ranks = [_rank(slot, settings.rank) for slot in thin]
+        num_p = sum(slot.shape[0] * rank for slot, rank in zip(thin, ranks, strict=True))
+        num_q = sum(_columns(slot) * rank for slot, rank in zip(thin, ranks, strict=True))
+        num_plain = sum(slot.numel for slot in self._plain)
+        self._first = self._residual.new_zeros(num_p + num_plain)  # P of all, then the plain ones
+        self._second = self._residual.new_zeros(num_q)  # Q of all
+        self._plain_values = self._first[num_p:]
+        self._factors = self._cut(thin, ranks)
+        self._work: Tensor | None = None  # M of this rank, then the average
+        self._out: Tensor | None = None
+        self._scale = 1.0
+        self._sound: Tensor | None = None
+        self._pending: Pending | None = None
+        self._has_proceeded = False
+
+    def _cut(self, thin: list[Slot], ranks: list[int]) -> list[Factors]:
+        random = torch.Generator().manual_seed(self._settings.seed + self.buffer.number)
+        factors, p_end, q_end = [], 0, 0
+        for slot, rank in zip(thin, ranks, strict=True):
+            p_shape, q_shape = (slot.shape[0], rank), (_columns(slot), rank)
+            p = self._first[p_end : p_end + prod(p_shape)].view(p_shape)
+            next_q = self._second[q_end : q_end + prod(q_shape)].view(q_shape)
+            q = torch.randn(q_shape, generator=random).to(self.buffer.device)
+            factors.append(Factors(slot, q, p, next_q))
+            p_end, q_end = p_end + p.numel(), q_end + q.numel()
+        return factors
+
+    @override
+    def passes(self, values: Tensor) -> bool:
+        if self.step >= self._settings.warmup_steps:
+            return False
+        self._count(self.buffer.dense_numel * 4)
+        self.step += 1
+        return True
+
+    @override
+    @torch.no_grad()
+    def begin(self, values: Tensor, out: Tensor) -> None:
+        self._out, self._scale, self._has_proceeded = out, self.loss_scale(), False
+        self._work = work = values.to(torch.float32, copy=True).div_(self._scale)
+        for one in self._factors:
+            matrix = one.matrix(work).add_(one.matrix(self._residual))
+            torch.mm(matrix, one.q, out=one.p)
+        end = 0
+        for slot in self._plain:
+            self._plain_values[end : end + slot.numel].copy_(work[slot.offset : slot.stop])
+            end += slot.numel
+        ranks = self.buffer.ranks
+        self._pending = ranks.all_reduce(self._first, "avg", async_op=True)
+        sent = sum(ring_share(2 * part.numel(), ranks.size) for part in (self._first, self._second))
+        self._count(sent * 4)
+
+    @override
+    @torch.no_grad()
+    def proceed(self) -> None:
+        if self._has_proceeded:
+            return
+        self._has_proceeded = True
+        assert self._pending is not None
+        assert self._work is not None
+        self._pending.wait()
+        self._sound = sound = torch.isfinite(self._first).all()  # the same on all ranks
+        for one in self._factors:
+            one.p.copy_(torch.linalg.qr(if_sound(sound, one.p)).Q)
+            matrix = if_sound(sound, one.matrix(self._work))
+            torch.mm(matrix.T, one.p, out=one.next_q)
+            lost = torch.addmm(matrix, one.p, one.next_q.T, alpha=-1.0)
+            kept = one.matrix(self._residual)
+            kept.copy_(if_sound(sound, lost, kept))
+        self._pending = self.buffer.ranks.all_reduce(self._second, "avg", async_op=True)
+
+    @override
+    @torch.no_grad()
+    def wait(self) -> None:
+        self.proceed()
+        assert self._pending is not None
+        assert self._work is not None
+        assert self._sound is not None
+        assert self._out is not None
+        self._pending.wait()
+        average = self._work.zero_()
+        for one in self._factors:
+            torch.mm(one.p, one.next_q.T, out=one.matrix(average))
+            one.q.copy_(if_sound(self._sound, one.next_q, one.q))
+        end = 0
+        for slot in self._plain:
+            average[slot.offset : slot.stop].copy_(self._plain_values[end : end + slot.numel])
+            end += slot.numel
+        if not self.buffer.keeps_all:
+            average = average.view(self.buffer.ranks.size, -1)[self.buffer.ranks.rank]
+        self._out.copy_(average).mul_(self._scale).masked_fill_(~self._sound, torch.nan)
+        self._work = self._out = self._sound = self._pending = None
+        self.step += 1
+
+    @override
+    @torch.no_grad()
+    def state(self) -> State:
+        residual = self._residual.clone()
+        self.buffer.ranks.all_reduce(residual, "avg").wait()
+        lost = {one.slot.name: one.matrix(residual).view(one.slot.shape) for one in self._factors}
+        return {"residual": lost, "q": {one.slot.name: one.q.clone() for one in self._factors}}
+
+    @override
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Mapping[str, Tensor]], step: int) -> None:
+        self.step = step
+        self._residual.zero_()
+        for one in self._factors:
+            name = one.slot.name
+            if name in state.get("residual", {}):
+                one.matrix(self._residual).copy_(state["residual"][name].view(one.p.shape[0], -1))
+            q = state.get("q", {}).get(name)
+            if q is not None and q.shape == one.q.shape:  # another rank starts from a guess
+                one.q.copy_(q)
+
+
+def _columns(slot: Slot) -> int:
+    return prod(slot.shape[1:])
+
+
+def _rank(slot: Slot, rank: int) -> int:
+    return min(rank, slot.shape[0], _columns(slot))
+
+
+def _pays(slot: Slot, rank: int) -> bool:
+    """Whether the factors of a matrix are smaller than it."""
+    if len(slot.shape) < 2 or not slot.numel:
+        return False
+    return _rank(slot, rank) * (slot.shape[0] + _columns(slot)) < slot.numel

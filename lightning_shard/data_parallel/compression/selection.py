@@ -1,0 +1,69 @@
+"""The `compression` option: a name, an object, or a mapping as YAML has it."""
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+from lightning_shard.data_parallel.compression.compressor import Compressor
+from lightning_shard.data_parallel.compression.one_bit import OneBit
+from lightning_shard.data_parallel.compression.power_sgd import PowerSGD
+from lightning_shard.data_parallel.compression.rounding import BF16, FP16, Int8
+from lightning_shard.data_parallel.compression.top_k import TopK
+from lightning_shard.errors import ConfigError
+
+COMPRESSORS: dict[str, Callable[..., Compressor]] = {
+    "fp16": FP16,
+    "bf16": BF16,
+    "int8": Int8,
+    "topk": TopK,
+    "powersgd": PowerSGD,
+    "onebit": OneBit,
+}
+
+
+def find_compressor(choice: str | Compressor | Mapping[str, Any] | None) -> Compressor | None:
+    """Return what the `compression` option asks for; None for no compression.
+
+    Args:
+        choice: A name ("none" among them), a compressor, or a mapping with `class_path` (a name,
+            too) and perhaps `init_args`.
+
+    Raises:
+        ConfigError: It is none of these.
+    """
+    if choice is None or choice == "none" or isinstance(choice, Compressor):
+        return choice if isinstance(choice, Compressor) else None
+    if isinstance(choice, str):
+        return _known(choice)()
+    if isinstance(choice, Mapping) and set(choice) <= {"class_path", "init_args"}:
+        return _configured(str(choice.get("class_path")), choice.get("init_args") or {})
+    raise _unknown(choice)
+
+
+def _known(name: str) -> Callable[..., Compressor]:
+    if name not in COMPRESSORS:
+        raise _unknown(name)
+    return COMPRESSORS[name]
+
+
+def _configured(path: str, options: Mapping[str, Any]) -> Compressor:
+    module, _, name = path.rpartition(".")
+    try:
+        kind = getattr(import_module(module), name) if module else _known(path)
+        made = kind(**options)
+    except (ImportError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"The compression {path!r} with {dict(options)} cannot be made: {error}. Expected the "
+            f"import path of a Compressor and its constructor's arguments."
+        ) from error
+    if not isinstance(made, Compressor):
+        raise _unknown(path)
+    return made
+
+
+def _unknown(choice: object) -> ConfigError:
+    return ConfigError(
+        f"Unknown compression {choice!r}; expected one of 'none', "
+        f"{', '.join(map(repr, COMPRESSORS))}, a Compressor, or a mapping with class_path and "
+        f"init_args."
+    )

@@ -1,0 +1,53 @@
+"""What exchanges keep, as a checkpoint has it: by parameter name, whatever the ranks and buffers.
+
+    {"compressor": "TopK", "step": {name: 120}, "residual": {name: tensor}, "momentum": {...}}
+
+A residual is what is still to be sent, on average over the ranks: the average of what each has
+kept of its gradients and what owners have kept of their segments. Every rank takes the same one
+up, since only the average matters.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning_shard.data_parallel.compression.compressor import Compressor, Exchange
+
+
+def whole_state(
+    compressor: Compressor, exchanges: Sequence[Exchange], *, keep: bool
+) -> dict[str, Any]:
+    """Bring the state together, one buffer at a time; each rank must call.
+
+    Args:
+        compressor: What the exchanges belong to.
+        exchanges: Of all buffers, in the same order on every rank.
+        keep: Whether this rank wants it.
+
+    Returns:
+        On the CPU; {} where it is not wanted.
+    """
+    whole: dict[str, Any] = {"compressor": type(compressor).__name__, "step": {}}
+    for exchange in exchanges:
+        state = exchange.state()
+        if not keep:
+            continue
+        whole["step"].update({slot.name: exchange.step for slot in exchange.buffer.layout.slots})
+        for kind, tensors in state.items():
+            copies = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+            whole.setdefault(kind, {}).update(copies)
+    return whole if keep else {}
+
+
+def load_whole_state(
+    compressor: Compressor, exchanges: Sequence[Exchange], whole: Mapping[str, Any]
+) -> None:
+    """Take up the state of any number of ranks and any buffers; no communication.
+
+    From another kind of compressor the residual alone, which is in gradients whoever kept it.
+    """
+    is_same = whole.get("compressor") == type(compressor).__name__
+    state = whole if is_same else {"residual": whole.get("residual", {})}
+    for exchange in exchanges:
+        names = [slot.name for slot in exchange.buffer.layout.slots]
+        steps = state.get("step", {})
+        exchange.load(state, step=max((steps.get(name, 0) for name in names), default=0))

@@ -1,0 +1,98 @@
+"""Only the greatest values travel; the rest waits until it has grown.
+
+Source: Deep Gradient Compression, arXiv:1712.01887.
+"""
+
+from collections.abc import Sequence
+from math import ceil
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_shard.data_parallel.compression.codec import Codec
+from lightning_shard.data_parallel.compression.compressor import Turn
+from lightning_shard.errors import ConfigError
+
+_MANY = 1 << 15  # values from which on a sample pays
+_WARMUP_STAGES = 4  # 25 %, 6.25 %, 1.6 %, 0.4 %
+
+
+class TopK(Codec):
+    """The share `ratio` of values that are greatest in each segment, as values and positions.
+
+    Clip as ever by Trainer(gradient_clip_val=...), which sees the average of what was sent.
+
+    Args:
+        ratio: Share that is sent; 0.01 makes messages 50x smaller.
+        momentum: Momentum correction: what is sent is the momentum that SGD would have; give SGD
+            itself none. Where a value is sent its momentum starts anew.
+        warmup_steps: Over so many steps the share falls from 25 % in stages by 4; with `adam` they
+            are dense.
+        adam: For torch's Adam and AdamW. A value that comes once in a hundred steps, a hundred
+            times as great, is a spike that Adam divides by itself. So as in 1-bit Adam
+            (arXiv:2102.02888) the second moment is frozen after the warm-up, and the momentum
+            travels.
+    """
+
+    error_feedback = True
+
+    def __init__(
+        self,
+        ratio: float = 0.01,
+        momentum: float = 0.0,
+        warmup_steps: int = 0,
+        adam: bool = False,
+    ) -> None:
+        if not 0 < ratio <= 1 or not 0 <= momentum < 1 or warmup_steps < 0:
+            raise ConfigError(
+                f"TopK needs 0 < ratio <= 1, 0 <= momentum < 1 and warmup_steps >= 0, got "
+                f"ratio={ratio!r}, momentum={momentum!r}, warmup_steps={warmup_steps!r}."
+            )
+        if adam and (momentum or not warmup_steps):
+            raise ConfigError(
+                f"TopK(adam=True) needs a warm-up, in which Adam learns its second moment, and no "
+                f"momentum but Adam's, got warmup_steps={warmup_steps!r}, momentum={momentum!r}. "
+                f"A tenth of all steps is usual."
+            )
+        self.sends_momentum = adam
+        self.update_limit = 1.0 / ratio  # what a value may have gathered until it is sent
+        self.ratio = ratio
+        self.momentum = momentum
+        self.warmup_steps = warmup_steps
+
+    def ratio_at(self, step: int) -> float:
+        """The share that is sent in a step."""
+        if step >= self.warmup_steps:
+            return self.ratio
+        stage = step * _WARMUP_STAGES // self.warmup_steps
+        return max(self.ratio, 0.25 ** (1 + stage))
+
+    @override
+    def is_dense(self, step: int) -> bool:
+        return self.sends_momentum and step < self.warmup_steps
+
+    @override
+    def encode(self, values: Tensor, turn: Turn) -> Sequence[Tensor]:
+        count = min(values.numel(), ceil(self.ratio_at(turn.step) * values.numel()))
+        places = greatest(values.abs(), count)
+        return values[places], places.to(torch.int32)
+
+    @override
+    def decode(self, fields: Sequence[Tensor], numel: int) -> Tensor:
+        values, places = fields
+        return values.new_zeros(numel).index_copy_(0, places.long(), values)
+
+
+def greatest(sizes: Tensor, count: int) -> Tensor:
+    """Places of the `count` greatest, shape (count,), in any order.
+
+    A sample tells about where they begin, so that only a few have to be sorted.
+    """
+    if sizes.device.type == "cpu" and sizes.numel() > _MANY and count < sizes.numel() // 8:
+        sample = sizes[:: sizes.numel() // (_MANY // 4)]
+        rank = min(sample.numel(), 2 + 2 * count * sample.numel() // sizes.numel())
+        places = (sizes >= sample.topk(rank).values[-1]).nonzero().view(-1)
+        if count <= places.numel() < sizes.numel() // 2:
+            return places[sizes[places].topk(count, sorted=False).indices]
+    return sizes.topk(count, sorted=False).indices

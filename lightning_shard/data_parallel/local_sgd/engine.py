@@ -1,0 +1,65 @@
+"""The data-parallel engine with a switch: average gradients, or leave each rank to itself.
+
+    together    backward ──all-reduce──> the average      as stage 0
+    alone       backward ──────────────> the rank's own   nothing is sent
+
+Alone, buffers (running statistics) are each rank's own, too.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from typing_extensions import override
+
+from lightning_shard.data_parallel.buffers import BufferSync
+from lightning_shard.data_parallel.data_groups import DataGroups
+from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.data_parallel.optimizer_view import OptimizerView
+from lightning_shard.data_parallel.reducer import Reducer
+from lightning_shard.data_parallel.usage import UsageAgreement
+
+
+class LocalEngine(DataParallelEngine):
+    """An engine of stage 0 whose gradients are averaged over the ranks that it is told.
+
+    Attributes:
+        is_alone: Whether ranks train by themselves now.
+        buffers_moved: Whether a training step alone may have changed buffers; whoever makes them
+            equal again says so here.
+    """
+
+    is_alone = False
+    buffers_moved = False
+
+    @property
+    def buffers(self) -> BufferSync:
+        """The model's buffers."""
+        return self._buffers
+
+    def reduce_over(self, groups: DataGroups, *, alone: bool) -> None:
+        """Average gradients over other ranks from now on; between two optimizer steps.
+
+        Args:
+            groups: Over groups for gradients. Each rank must call.
+            alone: Whether that is this rank only.
+        """
+        if alone:
+            self._buffers.follow(training=False)  # as the next step together would
+        for gradients in self.gradients:
+            gradients.reduce_over(groups)
+        usage = UsageAgreement(self.gradients, groups.everyone, self.device)
+        self.reducer = Reducer(self.gradients, groups.everyone, usage)
+        self.view = OptimizerView(self.gradients, self.reducer, None)
+        self.is_alone = alone
+
+    @override
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        if not self.is_alone:
+            with super().step():
+                yield
+            return
+        self.hook_trainable()
+        self.buffers_moved |= self.model.training and torch.is_grad_enabled()
+        yield

@@ -1,0 +1,284 @@
+"""Ranks that train by themselves and meet at times: who sends what when, and what becomes of it.
+
+    rank 0   step step step ┐            step step step ┐
+    rank 1   step step step ┴─ meet ───> step step step ┴─ meet ───> ...
+
+    begin   a fragment of the parameters (or of what they have changed) starts to travel
+    land    the ranks' mean has come: common values are made of it, and each rank takes them over,
+            or mixes them with its own if it has trained on meanwhile
+
+The **consensus** is what all ranks agree on at any moment: the mean of their parameters, or with an
+outer optimizer the parameters that it keeps. Validation and checkpoints see it; training goes on
+from where each rank was.
+
+Source: local SGD, arXiv:1805.09767; post-local SGD, arXiv:1808.07217; DiLoCo, arXiv:2311.08105;
+streaming DiLoCo, arXiv:2501.18512.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.data_parallel.compression import Compressor, Exchange, Tally
+from lightning_shard.data_parallel.local_sgd.engine import LocalEngine
+from lightning_shard.data_parallel.local_sgd.fragments import cut_into_fragments
+from lightning_shard.data_parallel.local_sgd.packing import mean_over_ranks, pack, unpack
+from lightning_shard.data_parallel.local_sgd.parameters import LocalParameters
+from lightning_shard.data_parallel.local_sgd.rules import SyncRule
+from lightning_shard.data_parallel.local_sgd.schedule import SyncSchedule
+from lightning_shard.data_parallel.local_sgd.sending import Arrival, Sender, on_cpu
+
+
+@dataclass
+class Flight:
+    """Parameters whose mean is on its way.
+
+    Attributes:
+        names: Which.
+        landing: Those of them that are to be changed.
+        due: The step after which it lands.
+        buffer: What travels: this rank's part, and once it has arrived the mean.
+        arrival: None once it has arrived.
+    """
+
+    names: list[str]
+    landing: list[str]
+    due: int
+    buffer: Tensor
+    arrival: Arrival | None
+
+
+class LocalSGD:
+    """Local training from the moment that this is made until `finish`.
+
+    Args:
+        engine: Of stage 0, alone now; every rank has the same parameters.
+        schedule: When ranks meet.
+        make_rule: Makes the rule from the parameters that are trained.
+        collectives: The ranks that meet, over a group whose operations may stay in flight.
+        step: Steps of the run so far. Each rank must construct this at the same one.
+        compressor: Makes what travels smaller; the rule must then send changes.
+    """
+
+    def __init__(
+        self,
+        engine: LocalEngine,
+        schedule: SyncSchedule,
+        make_rule: Callable[[Mapping[str, Tensor]], SyncRule],
+        collectives: Collectives,
+        step: int,
+        compressor: Compressor | None = None,
+    ) -> None:
+        self._engine = engine
+        self._schedule = schedule
+        self._collectives = collectives
+        self._own = LocalParameters(engine)
+        trained = self._own.trained()
+        views = {name: view for name, view in self._own.views.items() if name in trained}
+        numels = {name: view.numel() for name, view in views.items()}
+        self._fragments = cut_into_fragments(numels, schedule.fragments)
+        self.rule = make_rule(views)
+        parts = [{name: views[name] for name in names} for names in self._fragments]
+        self._sender = Sender(collectives, parts, compressor)
+        self.step = step
+        self._stale: set[str] = set()  # changed here since they were last sent
+        self._flights: list[Flight] = []
+        self._kept: dict[str, Tensor] | None = None  # own values, while the module has others
+
+    def after_step(self) -> None:
+        """Note an optimizer step, and exchange what it is time for; each rank must call."""
+        self.step += 1
+        self._stale |= self._own.trained()
+        self._land(self.step)
+        beginning = self._schedule.beginning(self.step)
+        if beginning:
+            self._stale |= self._own.edited()
+        for index in beginning:
+            self._begin(index, self.step + self._schedule.overlap_steps)
+        self._land(self.step)
+        self._proceed()
+        if self._schedule.ends_round(self.step):
+            self._average_buffers()
+
+    def _begin(self, fragment: int, due: int) -> None:
+        """Send what has changed of a fragment; of the last, what is in none (was frozen), too."""
+        self._own.settle()
+        names = self._fragments[fragment]
+        if landing := [name for name in names if name in self._stale]:
+            self._send(names if self._sender.compresses else landing, landing, due, fragment)
+        if fragment == len(self._fragments) - 1:
+            known = {name for names in self._fragments for name in names}
+            others = [n for n in self._own.views if n in self._stale and n not in known]
+            if others := self._meet_newcomers(others):
+                self._send(others, others, due)
+
+    def _send(
+        self, names: list[str], landing: list[str], due: int, fragment: int | None = None
+    ) -> None:
+        self._stale.difference_update(landing)
+        buffer = pack(self.rule.outgoing({name: self._own.views[name] for name in names}))
+        arrival = self._sender.send(buffer, fragment)
+        self._flights.append(Flight(names, landing, due, buffer, arrival))
+
+    def _meet_newcomers(self, names: list[str]) -> list[str]:
+        """Average at once what the rule should have common values of; return the others."""
+        self._stale.difference_update(names)
+        new = [name for name in names if self.rule.common and name not in self.rule.common]
+        mean = self._own.mean({name: self._own.views[name] for name in new})
+        self._own.set(mean)
+        trained = self._own.trained()
+        if adopted := {name: mean[name] for name in new if name in trained}:
+            self.rule.adopt(adopted)
+        return [name for name in names if name not in mean]
+
+    def _land(self, step: int) -> None:
+        due = [flight for flight in self._flights if flight.due <= step]
+        self._flights = [flight for flight in self._flights if flight.due > step]
+        for flight in due:
+            common = self.rule.arrived(self._arrived(flight))
+            self._own.settle()
+            self._own.set(common, keep=self._schedule.mixing)
+            self._stale.difference_update(flight.landing)
+            if self._schedule.mixing:
+                self._stale.update(flight.landing)
+
+    def _proceed(self) -> None:
+        """Start the second half of compressed exchanges whose time is half over."""
+        for flight in self._flights:
+            steps_left = flight.due - self.step
+            if (
+                isinstance(flight.arrival, Exchange)
+                and 2 * steps_left <= self._schedule.overlap_steps
+            ):
+                flight.arrival.proceed()
+
+    def _arrived(self, flight: Flight) -> dict[str, Tensor]:
+        """The mean that a flight brings; waits for it."""
+        if flight.arrival is not None:
+            flight.arrival.wait()
+            flight.arrival = None
+        shapes = [self._own.views[name] for name in flight.names]
+        mean = dict(zip(flight.names, unpack(flight.buffer, shapes), strict=True))
+        return {name: mean[name] for name in flight.landing}
+
+    @torch.no_grad()
+    def _average_buffers(self) -> None:
+        if not self._engine.buffers_moved:
+            return
+        buffers = self._engine.buffers.changing()
+        means = mean_over_ranks(buffers, self._collectives)
+        for buffer, mean in zip(buffers, means, strict=True):
+            buffer.copy_(mean)
+        self._engine.buffers_moved = False
+
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Let the module hold the consensus inside, and afterwards what it held; each rank must.
+
+        Entering again inside changes nothing.
+        """
+        if self._kept is not None:
+            yield
+            return
+        self._own.settle()
+        self._stale |= self._own.edited()
+        differing = self._differing()
+        kept = self._own.copies(differing)
+        consensus = self._consensus_of(differing)
+        buffers = [(buffer, buffer.clone()) for buffer in self._engine.buffers.changing()]
+        moved = self._engine.buffers_moved
+        self._own.set(consensus)
+        self._average_buffers()
+        self._kept = kept
+        try:
+            yield
+        finally:
+            self._kept, self._engine.buffers_moved = None, moved
+            self._own.set(kept)
+            for buffer, value in buffers:
+                buffer.data.copy_(value)
+
+    def _differing(self) -> list[str]:
+        """Names of what may differ from the consensus, in one order on every rank."""
+        known = self._moved() | self.rule.common.keys()
+        return [name for name in self._own.views if name in known]
+
+    def _moved(self) -> set[str]:
+        """Names of what ranks may not have the same values of."""
+        return self._stale.union(*(flight.landing for flight in self._flights))
+
+    def _consensus_of(self, names: Collection[str]) -> dict[str, Tensor]:
+        common = {name: self.rule.common[name] for name in names if name in self.rule.common}
+        others = {name: self._own.views[name] for name in names if name not in common}
+        return common | self._own.mean(others)
+
+    def finish(self) -> None:
+        """End with a last, perhaps shorter round; all ranks hold the consensus afterwards."""
+        self._land(self.step + self._schedule.overlap_steps)
+        self._stale |= self._own.edited()
+        for index in range(len(self._fragments)):
+            self._begin(index, self.step)
+        self._land(self.step)
+        self._own.set(self._consensus_of(self._differing()))
+        self._average_buffers()
+
+    def held(self) -> list[Tensor]:
+        """The memory that this takes on this rank besides the engine's."""
+        return [*self.rule.tensors(), *(flight.buffer for flight in self._flights)]
+
+    def compression_tally(self) -> Tally:
+        """Bytes that this rank has sent compressed, and what they would be dense."""
+        return self._sender.tally()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint of the consensus does not say; each rank must call.
+
+        Returns:
+            On rank 0 the mean of the ranks' own parameters where the consensus is something else,
+            what is on its way, and the rule's state; all by parameter name, on the CPU. Nothing
+            elsewhere.
+        """
+        if self._kept is None:
+            self._own.settle()
+        arrived = [(flight.due, self._arrived(flight)) for flight in self._flights]
+        own = self._own.views if self._kept is None else self._kept
+        moved = self._moved() & self.rule.common.keys()
+        means = self._own.mean({name: value for name, value in own.items() if name in moved})
+        kept_back = self._sender.state(keep=self._engine.is_first)
+        if not self._engine.is_first:
+            return {}
+        return {
+            "own": on_cpu(means),
+            "arriving": [{"due": due, "mean": on_cpu(mean)} for due, mean in arrived],
+            "common": on_cpu(self._wide()),
+            "outer": self.rule.state(),
+            "compression": kept_back,
+        }
+
+    def _wide(self) -> dict[str, Tensor]:
+        """Common values in a wider format than the module's."""
+        common = self.rule.common.items()
+        return {name: one for name, one in common if one.dtype != self._own.views[name].dtype}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave on any number of ranks; no communication."""
+        own = {name: value for name, value in state["own"].items() if name in self._own.views}
+        self._own.set(own)
+        self._stale.update(own)
+        for name, value in state["common"].items():
+            if name in self.rule.common:
+                self.rule.common[name].copy_(value)
+        self.rule.load(state["outer"])
+        self._sender.load(state["compression"])
+        for flight in state["arriving"]:
+            mean = {name: one for name, one in flight["mean"].items() if name in self._own.views}
+            place = next(iter(self._own.views.values())).device
+            if mean:
+                buffer = pack([value.to(place) for value in mean.values()])
+                self._flights.append(Flight(list(mean), list(mean), flight["due"], buffer, None))

@@ -1,0 +1,64 @@
+"""The ranks' optimizers as one: the mean of their state, for a checkpoint."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.data_parallel.local_sgd.packing import mean_over_ranks
+
+_Place = tuple[int, str]  # the parameter's number and the key of its state
+
+
+@contextmanager
+def averaged_state(optimizer: Optimizer, collectives: Collectives) -> Iterator[None]:
+    """Let an optimizer hold the mean of the ranks' state inside; each rank must.
+
+    A parameter that some ranks have never used has state on the others only: the mean is over
+    those. Counters stay each rank's own.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    before = {param: optimizer.state[param] for param in params if param in optimizer.state}
+    for (index, key), mean in _means(params, optimizer, collectives).items():
+        param = params[index]
+        optimizer.state[param] = {**optimizer.state.get(param, {}), key: mean}
+    try:
+        yield
+    finally:
+        for param in params:
+            optimizer.state.pop(param, None)
+        optimizer.state.update(before)
+
+
+def _means(
+    params: list[nn.Parameter], optimizer: Optimizer, collectives: Collectives
+) -> dict[_Place, Tensor]:
+    mine = {
+        (index, key): value
+        for index, param in enumerate(params)
+        for key, value in optimizer.state.get(param, {}).items()
+        if _belongs_to_elements(key, value, param)
+    }
+    kinds = {place: (tuple(value.shape), value.dtype) for place, value in mine.items()}
+    on_ranks = collectives.all_gather_object(kinds)
+    means: dict[_Place, Tensor] = {}
+    for place in sorted(set().union(*on_ranks)):
+        having = [kinds[place] for kinds in on_ranks if place in kinds]
+        shape, dtype = having[0]
+        value = mine.get(place)
+        if value is None:
+            value = torch.zeros(shape, dtype=dtype, device=params[place[0]].device)
+        (mean,) = mean_over_ranks([value], collectives)
+        means[place] = (mean * (len(on_ranks) / len(having))).to(dtype)
+    return means
+
+
+def _belongs_to_elements(key: str, value: Any, param: nn.Parameter) -> bool:
+    """Whether a state entry is about elements, in contrast to counters."""
+    if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+        return False
+    return value.ndim > 0 or (param.ndim == 0 and key != "step")

@@ -1,0 +1,99 @@
+"""A rank's own parameters by name, in the optimizer's format, under an engine of stage 0."""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.data_parallel.flat_parameters import FlatParameters
+from lightning_shard.data_parallel.local_sgd.packing import mean_over_ranks
+
+_WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class LocalParameters:
+    """What this rank has, to be read and overwritten between two steps.
+
+    Args:
+        engine: Holds the parameters; of stage 0.
+
+    Attributes:
+        views: Each parameter that can have a gradient, in its own shape; views into the engine's
+            memory.
+    """
+
+    def __init__(self, engine: DataParallelEngine) -> None:
+        self._flats = [gradients.flat for gradients in engine.gradients]
+        self.views: dict[str, Tensor] = {
+            name: view
+            for flat in self._flats
+            for name, view in zip(_names(flat), flat.local_views, strict=True)
+        }
+        self._collectives = engine.collectives
+        self._marks = {flat: _mark(flat) for flat in self._flats if not _is_trained(flat)}
+
+    def trained(self) -> set[str]:
+        """The names of those that are trained now, with those that share a buffer with them."""
+        return {name for flat in self._flats if _is_trained(flat) for name in _names(flat)}
+
+    def edited(self) -> set[str]:
+        """The names of frozen ones that user code has changed on any rank, as a teacher's are.
+
+        Each rank must call; the answer is the same on all.
+        """
+        frozen = [flat for flat in self._flats if not _is_trained(flat)]
+        if not frozen:
+            return set()
+        marks = {flat: _mark(flat) for flat in frozen}
+        changed = [self._marks.get(flat) != mark for flat, mark in marks.items()]
+        self._marks.update(marks)
+        flags = torch.tensor(changed, dtype=torch.uint8, device=frozen[0].full.device)
+        self._collectives.all_reduce(flags, "max").wait()
+        moved = zip(frozen, flags.tolist(), strict=True)
+        return {name for flat, has_moved in moved if has_moved for name in _names(flat)}
+
+    def settle(self) -> None:
+        """Take in what user code has changed in the module's parameters, before reading."""
+        for flat in self._flats:
+            flat.take_in_edits()
+
+    @torch.no_grad()
+    def set(self, values: Mapping[str, Tensor], *, keep: float = 0.0) -> None:
+        """Overwrite parameters, here and in the module.
+
+        Args:
+            values: By name, in the parameters' shapes.
+            keep: The share of the old values that stays.
+        """
+        for name, value in values.items():
+            view = self.views[name]
+            view.copy_(value.lerp(view.to(value.dtype), keep) if keep else value)
+        for flat in self._flats:
+            flat.begin_gather()  # carries the optimizer's format over; nothing is sent
+            if flat in self._marks:
+                self._marks[flat] = _mark(flat)
+
+    def copies(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return copies of the values."""
+        return {name: self.views[name].clone() for name in names}
+
+    def mean(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Average values over the ranks; each rank must call with the same names."""
+        means = mean_over_ranks(list(values.values()), self._collectives)
+        return dict(zip(values, means, strict=True))
+
+
+def _names(flat: FlatParameters) -> list[str]:
+    return [slot.name for slot in flat.layout.slots]
+
+
+def _is_trained(flat: FlatParameters) -> bool:
+    return any(param.requires_grad for param in flat.params)
+
+
+def _mark(flat: FlatParameters) -> int:
+    """A number that changes when the values do."""
+    flat.take_in_edits()
+    real = torch.view_as_real(flat.shard) if flat.shard.is_complex() else flat.shard
+    return int(real.view(_WHOLE_NUMBERS[real.element_size()]).sum())

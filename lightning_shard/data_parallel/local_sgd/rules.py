@@ -1,0 +1,146 @@
+"""What ranks send when they meet, and what becomes of the average.
+
+    Averaging            send the parameters              common = their mean
+    OuterOptimization    send global - own (the outer     global = outer step by the mean
+                         gradient of the last steps)      common = global
+
+The second is DiLoCo (arXiv:2311.08105): with Nesterov momentum as the outer optimizer it tolerates
+hundreds of steps between two exchanges. With plain SGD of learning rate 1 it is the first.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_shard.data_parallel.local_sgd.packing import wide
+
+OuterFactory = Callable[[list[Tensor]], Optimizer]
+
+
+class SyncRule(Protocol):
+    """How ranks come to common values."""
+
+    @property
+    def common(self) -> Mapping[str, Tensor]:
+        """What is common to all ranks by name, where the rule keeps it."""
+
+    def outgoing(self, own: Mapping[str, Tensor]) -> list[Tensor]:
+        """What to send for parameters that have these values on this rank."""
+
+    def arrived(self, mean: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the new common values, from the ranks' mean of what was sent."""
+
+    def adopt(self, values: Mapping[str, Tensor]) -> None:
+        """Treat more parameters so from now on; they have these values on every rank."""
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint has to hold besides the common values."""
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state` gave."""
+
+    def tensors(self) -> list[Tensor]:
+        """The memory that this takes."""
+
+
+class Averaging:
+    """Common values are the mean of the ranks' own."""
+
+    @property
+    def common(self) -> Mapping[str, Tensor]:
+        """See `SyncRule`: nothing is kept."""
+        return {}
+
+    def outgoing(self, own: Mapping[str, Tensor]) -> list[Tensor]:
+        """See `SyncRule`."""
+        return list(own.values())
+
+    def arrived(self, mean: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """See `SyncRule`."""
+        return mean
+
+    def adopt(self, values: Mapping[str, Tensor]) -> None:
+        """See `SyncRule`."""
+
+    def state(self) -> dict[str, Any]:
+        """See `SyncRule`."""
+        return {}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """See `SyncRule`."""
+
+    def tensors(self) -> list[Tensor]:
+        """See `SyncRule`."""
+        return []
+
+
+class OuterOptimization:
+    """Common values are kept, and an outer optimizer moves them.
+
+    Args:
+        values: What is common now, by name.
+        factory: Makes the optimizer from a list of tensors. It may see some of them without a
+            gradient in a step.
+    """
+
+    def __init__(self, values: Mapping[str, Tensor], factory: OuterFactory) -> None:
+        self.common: dict[str, Tensor] = _kept(values)
+        self._optimizer = factory(list(self.common.values()))
+
+    def adopt(self, values: Mapping[str, Tensor]) -> None:
+        """See `SyncRule`."""
+        new = _kept(values)
+        self.common.update(new)
+        self._optimizer.add_param_group({"params": list(new.values())})
+
+    @torch.no_grad()
+    def outgoing(self, own: Mapping[str, Tensor]) -> list[Tensor]:
+        """See `SyncRule`."""
+        return [self.common[name] - value for name, value in own.items()]
+
+    def arrived(self, mean: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """See `SyncRule`."""
+        for name, gradient in mean.items():
+            self.common[name].grad = gradient.to(self.common[name].dtype)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return {name: self.common[name].detach() for name in mean}
+
+    def state(self) -> dict[str, Any]:
+        """See `SyncRule`: the outer optimizer's class, and its state by parameter name."""
+        state = {
+            name: {key: _plain(value) for key, value in self._optimizer.state[tensor].items()}
+            for name, tensor in self.common.items()
+            if tensor in self._optimizer.state
+        }
+        return {"optimizer": type(self._optimizer).__name__, "state": state}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """See `SyncRule`; another optimizer's state and names that are not here are left out."""
+        if state.get("optimizer") != type(self._optimizer).__name__:
+            return
+        packed = self._optimizer.state_dict()
+        names: Sequence[str] = list(self.common)
+        order = {name: index for index, name in enumerate(names)}
+        entries = {order[name]: one for name, one in state["state"].items() if name in order}
+        self._optimizer.load_state_dict({**packed, "state": entries})
+
+    def tensors(self) -> list[Tensor]:
+        """See `SyncRule`."""
+        states = self._optimizer.state.values()
+        held = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+        return [*self.common.values(), *held]
+
+
+def _kept(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        name: value.detach().to(wide(value.dtype), copy=True).requires_grad_()
+        for name, value in values.items()
+    }
+
+
+def _plain(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value

@@ -1,0 +1,119 @@
+"""How what ranks send each other travels: as it is, or compressed, fragment by fragment."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.data_parallel.compression import (
+    Codec,
+    Compressor,
+    Exchange,
+    FlatBuffer,
+    Tally,
+)
+from lightning_shard.data_parallel.compression.state import load_whole_state, whole_state
+from lightning_shard.errors import ConfigError
+from lightning_shard.layout.flat import build_layout
+
+
+class Arrival(Protocol):
+    """What one can wait for."""
+
+    def wait(self) -> None:
+        """Return once the ranks' mean has come."""
+
+
+class Sender:
+    """Averages buffers over the ranks, several at a time; each rank must call in the same order.
+
+    Args:
+        collectives: The ranks.
+        fragments: The tensors of each fragment by name, in the order in which they are packed.
+        compressor: Makes fragments smaller; None sends everything as it is.
+
+    Raises:
+        ConfigError: Complex numbers are to be compressed.
+    """
+
+    def __init__(
+        self,
+        collectives: Collectives,
+        fragments: Sequence[Mapping[str, Tensor]],
+        compressor: Compressor | None,
+    ) -> None:
+        self._collectives = collectives
+        self._compressor = compressor
+        self._exchanges: list[Exchange] = []
+        for number, tensors in enumerate(fragments) if compressor is not None else ():
+            assert compressor is not None
+            layout = build_layout(
+                [(n, tuple(one.shape)) for n, one in tensors.items()], num_shards=1
+            )
+            device = next(iter(tensors.values())).device
+            _check_real(tensors, collectives.rank)
+            buffer = FlatBuffer(layout=layout, ranks=collectives, number=number, device=device)
+            self._exchanges.append(compressor.exchange(buffer))
+
+    @property
+    def compresses(self) -> bool:
+        """Whether fragments are compressed; then they must be sent whole."""
+        return bool(self._exchanges)
+
+    def send(self, buffer: Tensor, fragment: int | None = None) -> Arrival:
+        """Start to average a buffer in place.
+
+        Args:
+            buffer: Shape (n,).
+            fragment: Which one it is; None for something else, which is not compressed.
+        """
+        exchange = self._exchanges[fragment] if self.compresses and fragment is not None else None
+        if exchange is None or exchange.passes(buffer):
+            return self._collectives.all_reduce(buffer, "avg", async_op=True)
+        exchange.begin(buffer, buffer)
+        return exchange
+
+    def tally(self) -> Tally:
+        """Bytes that this rank has sent compressed, and what they would be dense."""
+        return sum((exchange.tally for exchange in self._exchanges), Tally())
+
+    def state(self, *, keep: bool) -> dict[str, Any]:
+        """What compression has kept back, by parameter name; nothing may be on its way.
+
+        Args:
+            keep: Whether this rank wants it; each must call.
+        """
+        if self._compressor is None:
+            return {}
+        return whole_state(self._compressor, self._exchanges, keep=keep)
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state` gave, of any fragments and any number of ranks."""
+        if self._compressor is not None:
+            load_whole_state(self._compressor, self._exchanges, state)
+
+
+def on_cpu(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies on the CPU."""
+    return {name: value.detach().to("cpu", copy=True) for name, value in values.items()}
+
+
+def _check_real(tensors: Mapping[str, Tensor], rank: int) -> None:
+    for name, tensor in tensors.items():
+        if tensor.is_complex():
+            raise ConfigError(
+                f"Rank {rank}: the parameter {name!r} is of {tensor.dtype}, but compression is for "
+                f"real numbers only. Leave compression out, or keep real and imaginary parts in a "
+                f"parameter of their own (torch.view_as_real)."
+            )
+
+
+def check_compressor(compressor: Compressor | None) -> None:
+    """Raise ConfigError for a compressor with a momentum: the outer optimizer has one."""
+    if isinstance(compressor, Codec) and (compressor.momentum or compressor.sends_momentum):
+        raise ConfigError(
+            f"{type(compressor).__name__} keeps a momentum of the gradients of every step, but "
+            f"under local SGD what travels is the change of many steps, and the outer optimizer "
+            f"has a momentum. Pass TopK(momentum=0.0), or OneBit(adam=False)."
+        )

@@ -1,0 +1,111 @@
+"""Adam's step where its momentum, not a gradient, has come from the ranks.
+
+    m = what came       v = as it was when the warm-up ended       p -= lr m / (sqrt(v) + eps)
+
+The optimizer's own step passes over these parameters: while it runs they have no gradient. Their
+counter of steps stays where v was frozen, so that v's bias correction stays right.
+Source: 1-bit Adam, arXiv:2102.02888, algorithm 1.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Adam, AdamW, Optimizer
+
+from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.errors import ConfigError
+
+
+class MomentumStep:
+    """Takes an optimizer's steps on momentum, inside the optimizer's view.
+
+    Args:
+        optimizer: The user's.
+        engine: Knows which averages are momenta.
+
+    Raises:
+        ConfigError: Momentum travels, and the optimizer cannot use it or adds its own.
+    """
+
+    def __init__(self, optimizer: Optimizer, engine: DataParallelEngine) -> None:
+        self._optimizer = optimizer
+        self._engine = engine
+        self._set_aside: list[tuple[nn.Parameter, Tensor]] = []
+        for group in optimizer.param_groups:
+            for exchange in map(engine.exchange_of, group["params"]):
+                if exchange is not None and exchange.sends_momentum:
+                    _check_adam(optimizer, group)
+                elif exchange is not None and exchange.keeps_momentum:
+                    _check_no_momentum(optimizer, group)
+        self._tell_factor()
+
+    def take(self) -> None:
+        """Update what momentum has come for, and hide it from the optimizer's own step."""
+        for group in self._optimizer.param_groups:
+            for param in group["params"]:
+                exchange = self._engine.exchange_of(param)
+                if exchange is None or not exchange.sent_momentum or param.grad is None:
+                    continue
+                state = self._optimizer.state.get(param, {})
+                if "exp_avg_sq" in state:
+                    self._update(param, state, group, limit=exchange.update_limit)
+                    self._set_aside.append((param, param.grad))
+                    param.grad = None
+
+    def put_back(self) -> None:
+        """After the optimizer's own step: show what was hidden."""
+        for param, grad in self._set_aside:
+            param.grad = grad
+        self._set_aside.clear()
+        self._tell_factor()
+
+    @torch.no_grad()
+    def _update(
+        self, param: nn.Parameter, state: dict[str, Any], group: dict[str, Any], *, limit: float
+    ) -> None:
+        scale = getattr(self._optimizer, "grad_scale", None)  # fused ones unscale by themselves
+        overflow = getattr(self._optimizer, "found_inf", None)
+        if overflow is not None and overflow.item():
+            return
+        learning_rate, decay = float(group["lr"]), group["weight_decay"]
+        assert param.grad is not None
+        momentum = param.grad if scale is None else param.grad / scale
+        state["exp_avg"].copy_(momentum)
+        if group.get("decoupled_weight_decay", isinstance(self._optimizer, AdamW)):
+            param.mul_(1.0 - learning_rate * decay)
+        else:
+            momentum = momentum + decay * param
+        variance = state["exp_avg_sq"] / (1.0 - group["betas"][1] ** float(state["step"]))
+        # One scale for many signs is far too much for a value whose gradients are small. Adam's
+        # own steps are hardly ever greater than the learning rate.
+        update = (momentum / (variance.sqrt() + group["eps"])).clamp_(-limit, limit)
+        update.masked_fill_(variance == 0.0, 0.0)  # it never had a gradient
+        param.add_(update, alpha=-learning_rate)
+
+    def _tell_factor(self) -> None:
+        """Schedulers may change it."""
+        for group in self._optimizer.param_groups:
+            for exchange in map(self._engine.exchange_of, group["params"]):
+                if exchange is not None and exchange.sends_momentum:
+                    exchange.momentum_factor = float(group["betas"][0])
+
+
+def _check_adam(optimizer: Optimizer, group: dict[str, Any]) -> None:
+    if not isinstance(optimizer, (Adam, AdamW)) or group["amsgrad"] or group["maximize"]:
+        raise ConfigError(
+            f"The compressor sends Adam's momentum, which {type(optimizer).__name__} with "
+            f"amsgrad={group.get('amsgrad')}, maximize={group.get('maximize')} cannot use; "
+            f"expected torch's Adam or AdamW without these. Or make it with adam=False, as "
+            f"compression=OneBit(adam=False): then gradients travel."
+        )
+
+
+def _check_no_momentum(optimizer: Optimizer, group: dict[str, Any]) -> None:
+    own = group.get("momentum") or group.get("betas", (0.0,))[0]
+    if own:
+        raise ConfigError(
+            f"The compressor sends momentum, and {type(optimizer).__name__} has a momentum of "
+            f"{own} of its own, expected 0: it would count twice. Use SGD without momentum, or "
+            f"TopK(momentum=0.0)."
+        )

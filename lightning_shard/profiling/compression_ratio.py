@@ -1,0 +1,41 @@
+"""Show how many times fewer bytes compression lets gradients take, in the progress bar."""
+
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
+
+from lightning_shard.errors import ConfigError
+from lightning_shard.strategies.data_parallel import DataParallelStrategy
+
+
+class CompressionRatio(Callback):
+    """Log the bytes of dense gradients over those that were sent, since training began.
+
+    Args:
+        name: Of the metric, which loggers get, too.
+
+    Raises:
+        ConfigError: At the start of training, when the strategy does not compress.
+    """
+
+    def __init__(self, name: str = "compression") -> None:
+        self.name = name
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        strategy = trainer.strategy
+        if not isinstance(strategy, DataParallelStrategy) or strategy.compression is None:
+            raise ConfigError(
+                f"CompressionRatio shows what compression saves, but {type(strategy).__name__} "
+                f"compresses nothing here. Pass strategy=ZeRO2Strategy(compression='int8') or the "
+                f"like, or leave the callback out."
+            )
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        assert isinstance(trainer.strategy, DataParallelStrategy)
+        ratio = trainer.strategy.compression_tally().ratio
+        pl_module.log(self.name, ratio, prog_bar=True, rank_zero_only=True)

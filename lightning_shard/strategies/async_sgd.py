@@ -1,0 +1,268 @@
+"""Asynchronous SGD as a Lightning strategy: gradients are applied as they arrive, within a bound.
+
+    between the steps           each rank serves its shard; it waits where it is too far ahead
+    validation, checkpoints,    all ranks agree: every gradient is applied, and they hold the same
+    the end of an epoch
+
+A rank clips by the norm of its own gradient, and each owner applies what has come by the learning
+rate and the options that its own scheduler has set. With a bound of 0 it is "zero1": the same
+owners, who average the gradients of one step and apply them once.
+"""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_shard.backends.base import DEFAULT_TIMEOUT
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.backends.registry import get_backend
+from lightning_shard.backends.traffic import Traffic
+from lightning_shard.data_parallel.async_sgd.async_sgd import (
+    AsyncCounters,
+    AsyncSGD,
+    StalenessRule,
+)
+from lightning_shard.data_parallel.async_sgd.engine import AsyncEngine
+from lightning_shard.data_parallel.async_sgd.mailbox import mailbox_type
+from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.data_parallel.options import DTypePolicy
+from lightning_shard.errors import ConfigError
+from lightning_shard.precision.plugins import ShardedMixedPrecision
+from lightning_shard.strategies.data_parallel import DataParallelStrategy
+
+
+class AsyncSGDStrategy(DataParallelStrategy):
+    """Each rank owns a shard and applies gradients as they arrive. `strategy="async_sgd"`.
+
+    Args:
+        accelerator: See `ShardStrategy`, as for all up to `debug`.
+        parallel_devices: One device per local rank.
+        cluster_environment: Lightning's.
+        checkpoint_io: Lightning's.
+        precision_plugin: Lightning's.
+        backend: "auto" or a backend's name.
+        num_ranks: With backend "in_process": ranks to run here.
+        timeout: Seconds after which a silent peer is an error.
+        debug: Compare every collective call between the ranks before it is made; messages between
+            two ranks are not compared.
+        units: See `DataParallelStrategy`, as for `bucket_mb`.
+        bucket_mb: With a bound of 0, what is communicated together.
+        staleness_bound: Steps that a rank may be ahead of the oldest part of the parameters that it
+            uses. 0 is synchronous training.
+        staleness_lr: Each gradient has 1 / N of the learning rate. "inverse": one that comes a > N
+            - 1 updates after its parameters has 1 / (a + 1) of it. None: as the others.
+
+    Raises:
+        ConfigError: Options that cannot be.
+    """
+
+    stage = 1
+    engine_type: ClassVar[type[DataParallelEngine]] = AsyncEngine
+
+    def __init__(
+        self,
+        accelerator: "pl.accelerators.Accelerator | None" = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        backend: str = "auto",
+        num_ranks: int | None = None,
+        timeout: float | timedelta = DEFAULT_TIMEOUT,
+        debug: bool = False,
+        units: list[str] | None = None,
+        bucket_mb: float | None = None,
+        staleness_bound: int = 4,
+        staleness_lr: StalenessRule | None = "inverse",
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            backend=backend,
+            num_ranks=num_ranks,
+            timeout=timeout,
+            debug=debug,
+            units=units,
+            bucket_mb=bucket_mb,
+        )
+        _check_options(staleness_bound, staleness_lr)
+        self._bound, self._rule = staleness_bound, staleness_lr
+        self._mail: Collectives | None = None  # over a group for messages alone
+        self._async: AsyncSGD | None = None  # while ranks train by themselves
+        self._counters = AsyncCounters()
+
+    @property
+    def counters(self) -> AsyncCounters:
+        """What this rank has done in this fit, or in the last one."""
+        return self._counters
+
+    @property
+    def message_traffic(self) -> Traffic:
+        """What this rank has sent to others while training by itself."""
+        return Traffic() if self._mail is None else self._mail.traffic
+
+    @override
+    def _make_groups(self) -> None:
+        super()._make_groups()
+        if self._bound == 0:
+            return
+        backend = self.backend.with_debug(False)
+        if backend.name == "nccl":
+            backend = get_backend("gloo")  # messages lie in host memory
+        group = dist.new_group(backend=backend.c10d_name, timeout=self._timeout)
+        self._mail = backend.collectives(group)
+        self._mailbox_type = mailbox_type(backend.name)
+
+    @override
+    def _leave(self) -> None:
+        self._mail = None
+        super()._leave()
+
+    @override
+    def _dtypes(self, precision: str) -> DTypePolicy:
+        if self._bound > 0 and precision == "bf16-mixed":
+            precision = "32-true"  # autocast narrows what needs to be; there is no second copy
+        return super()._dtypes(precision)
+
+    @override
+    def setup(self, trainer: "pl.Trainer") -> None:
+        if trainer.state.fn == TrainerFn.FITTING and self._bound > 0:
+            self._check_run(trainer)
+        super().setup(trainer)
+
+    def _check_run(self, trainer: "pl.Trainer") -> None:
+        assert self.lightning_module is not None
+        if not self.lightning_module.automatic_optimization:
+            raise ConfigError(
+                f"{type(self.lightning_module).__name__} optimizes by hand, but asynchronous SGD "
+                f"sends each gradient when the Trainer takes a step; expected automatic "
+                f"optimization. Use it, or strategy='local_sgd', or staleness_bound=0."
+            )
+        plugin = self.precision_plugin
+        if isinstance(plugin, ShardedMixedPrecision) and plugin.scaler is not None:
+            raise ConfigError(
+                "precision='16-mixed' lets all ranks skip a step in which one overflows, but under "
+                "asynchronous SGD ranks are at different steps; expected another precision. Use "
+                "'bf16-mixed' or '32-true'."
+            )
+        if self._layer_sync is not None:
+            raise ConfigError(
+                "sync_batchnorm=True makes ranks wait for each other in every forward, but under "
+                "asynchronous SGD they are at different steps; expected it to be off. When ranks "
+                "agree, they take over rank 0's statistics."
+            )
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+                raise ConfigError(
+                    f"{type(callback).__name__} would average what each rank holds after its own "
+                    f"steps, which differs under asynchronous SGD; expected no averaging callback. "
+                    f"Use strategy='zero1' with it."
+                )
+
+    @override
+    def begin_step(self) -> None:
+        try:
+            super().begin_step()
+        except BaseException:
+            if self._lifeline is not None and self._lifeline.stops:
+                self._agree()  # all ranks stop before the same step, and callbacks may save there
+            raise
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._counters = AsyncCounters()
+        if self._bound == 0:
+            return
+        assert self._mail is not None
+        assert isinstance(self.engine, AsyncEngine)
+        self._async = AsyncSGD(
+            self.engine,
+            self.optimizers[0],
+            self._mail,
+            self._mailbox_type,
+            self._bound,
+            self._rule,
+        )
+        self._counters = self._async.counters
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: "pl.LightningModule | nn.Module | None" = None,
+        **kwargs: Any,
+    ) -> Any:
+        if self._async is None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._async.before_step()
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._async.after_step()
+        if self._is_last_step():
+            self._async.agree()
+        return result
+
+    def _is_last_step(self) -> bool:
+        """Whether the epoch or the fit ends after the step that is being taken."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        is_last_batch = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        return is_last_batch or trainer.global_step + 1 == trainer.max_steps
+
+    def _agree(self) -> None:
+        if self._async is not None:
+            self._async.agree()
+
+    @override
+    def on_validation_start(self) -> None:
+        self._agree()
+        super().on_validation_start()
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        if self._async is not None:
+            self._async.finish()
+            self._async = None
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._agree()
+        return super().lightning_module_state_dict()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        self._agree()
+        return super().optimizer_state(optimizer)
+
+    @override
+    def teardown(self) -> None:
+        if self._async is not None:
+            self._async.abandon()
+            self._async = None
+        super().teardown()
+
+
+def _check_options(bound: int, rule: StalenessRule | None) -> None:
+    if not isinstance(bound, int) or bound < 0:
+        raise ConfigError(
+            f"staleness_bound must be a number of steps, 0 or more, got {bound!r}; 4 is usual, 0 "
+            f"trains synchronously."
+        )
+    if rule not in ("inverse", None):
+        raise ConfigError(f"staleness_lr must be 'inverse' or None, got {rule!r}.")

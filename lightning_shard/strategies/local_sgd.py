@@ -1,0 +1,328 @@
+"""Local SGD and DiLoCo as a Lightning strategy: ranks train by themselves, and meet at times.
+
+    validation, checkpoints     see the consensus, and training goes on from where each rank was
+    the end of a fit            a last round: the module holds the consensus on every rank
+
+The loss scaler of 16-mixed asks all ranks about overflow before each step, so that all take or skip
+the same ones: one element per step. Nothing else is sent between two exchanges.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, ClassVar, Literal
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
+
+from lightning_shard.backends.base import DEFAULT_TIMEOUT
+from lightning_shard.data_parallel.compression import Compressor, Tally, find_compressor
+from lightning_shard.data_parallel.data_groups import DataGroups
+from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.data_parallel.held_bytes import HeldBytes, storage_bytes
+from lightning_shard.data_parallel.local_sgd.engine import LocalEngine
+from lightning_shard.data_parallel.local_sgd.local_sgd import LocalSGD
+from lightning_shard.data_parallel.local_sgd.optimizer_state import averaged_state
+from lightning_shard.data_parallel.local_sgd.outer import (
+    OuterOptimizer,
+    outer_factory,
+    plain_average,
+)
+from lightning_shard.data_parallel.local_sgd.rules import Averaging, OuterOptimization, SyncRule
+from lightning_shard.data_parallel.local_sgd.schedule import SyncSchedule
+from lightning_shard.data_parallel.local_sgd.sending import check_compressor
+from lightning_shard.errors import ConfigError
+from lightning_shard.optim.state import local_state_dict
+from lightning_shard.strategies.data_parallel import CHECKPOINT_KEY, DataParallelStrategy
+
+
+class LocalSGDStrategy(DataParallelStrategy):
+    """Parameters are averaged every `sync_every` steps. `strategy="local_sgd"`.
+
+    Steps are those of optimizers, as `trainer.global_step` counts them.
+
+    Args:
+        accelerator: See `ShardStrategy`, as for all up to `debug`.
+        parallel_devices: One device per local rank.
+        cluster_environment: Lightning's.
+        checkpoint_io: Lightning's.
+        precision_plugin: Lightning's.
+        backend: "auto" or a backend's name.
+        num_ranks: With backend "in_process": ranks to run here.
+        timeout: Seconds after which a silent peer is an error.
+        debug: Compare every collective call between the ranks before it is made.
+        units: See `DataParallelStrategy`, as for `bucket_mb` and `reduce_dtype`; of the warm-up.
+        bucket_mb: Of the warm-up.
+        reduce_dtype: Of the warm-up.
+        sync_every: Steps between two exchanges of the same parameters.
+        warmup_steps: Steps at the beginning that average gradients, as "shard_ddp" does: post-local
+            SGD.
+        outer_optimizer: None averages parameters. "nesterov", {"class_path": ..., "init_args":
+            ...} or a function of a list of tensors is DiLoCo's outer optimizer, whose gradient is
+            the mean of what the ranks have changed.
+        fragments: Parts of the model that are exchanged in turns.
+        overlap_steps: Steps that training goes on while a fragment travels.
+        mixing: The share of its own parameters that a rank keeps when a fragment lands; by default
+            0, with `overlap_steps` 0.5.
+        compression: Of what the ranks have changed, when they meet: "fp16", "bf16", "int8", "topk",
+            "powersgd", a compressor, or {"class_path": ..., "init_args": ...}.
+
+    Raises:
+        ConfigError: Options that cannot be, by themselves or together.
+    """
+
+    stage = 0
+    engine_type: ClassVar[type[DataParallelEngine]] = LocalEngine
+
+    def __init__(
+        self,
+        accelerator: "pl.accelerators.Accelerator | None" = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        backend: str = "auto",
+        num_ranks: int | None = None,
+        timeout: float | timedelta = DEFAULT_TIMEOUT,
+        debug: bool = False,
+        units: list[str] | None = None,
+        bucket_mb: float | None = None,
+        reduce_dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+        sync_every: int = 10,
+        warmup_steps: int = 0,
+        outer_optimizer: OuterOptimizer = None,
+        fragments: int = 1,
+        overlap_steps: int = 0,
+        mixing: float | None = None,
+        compression: str | dict[str, Any] | Compressor | None = None,
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            backend=backend,
+            num_ranks=num_ranks,
+            timeout=timeout,
+            debug=debug,
+            units=units,
+            bucket_mb=bucket_mb,
+            reduce_dtype=reduce_dtype,
+        )
+        if mixing is None:
+            mixing = 0.5 if overlap_steps else 0.0
+        self._schedule = SyncSchedule(
+            sync_every=sync_every,
+            warmup_steps=warmup_steps,
+            fragments=fragments,
+            overlap_steps=overlap_steps,
+            mixing=mixing,
+        )
+        self._outer = outer_factory(outer_optimizer)
+        self._compressor = find_compressor(compression)
+        check_compressor(self._compressor)
+        if self._compressor is not None and self._outer is None:
+            self._outer = plain_average  # of changes, which can be compressed
+        self._alone: DataGroups | None = None
+        self._local: LocalSGD | None = None  # while ranks train by themselves
+        self._loaded: Mapping[str, Any] | None = None  # of a checkpoint, until training starts
+        self._last_state: Mapping[str, Any] = {}  # of the last run, on rank 0
+        self._num_steps = 0
+        self._steps_by_trainer = False
+        self._guards: list[RemovableHandle] = []
+        self._evaluation = ExitStack()
+
+    @property
+    def local_engine(self) -> LocalEngine:
+        """The engine, with its switch."""
+        assert isinstance(self.engine, LocalEngine)
+        return self.engine
+
+    @override
+    def _make_groups(self) -> None:
+        super()._make_groups()
+        own = dist.new_group([self.global_rank], use_local_synchronization=True)
+        self._alone = DataGroups.of(self.backend.collectives(own))
+
+    @override
+    def _leave(self) -> None:
+        self._alone = None
+        super()._leave()
+
+    @override
+    def setup(self, trainer: "pl.Trainer") -> None:
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._check_run(trainer)
+        super().setup(trainer)
+
+    def _check_run(self, trainer: "pl.Trainer") -> None:
+        if self._layer_sync is not None:
+            raise ConfigError(
+                "sync_batchnorm=True makes ranks wait for each other in every forward, but under "
+                "local SGD they train by themselves; expected it to be off. Statistics of batch "
+                "norms are averaged when ranks meet."
+            )
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+                raise ConfigError(
+                    f"{type(callback).__name__} would average each rank's own weights, which "
+                    f"differ under local SGD; expected no averaging callback. Use "
+                    f"strategy='shard_ddp' with it, or an outer optimizer, which averages over "
+                    f"time as well."
+                )
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        assert self.lightning_module is not None
+        self._last_state = {}
+        self._num_steps = self.lightning_module.trainer.global_step
+        self._guards = [
+            optimizer.register_step_post_hook(self._check_step) for optimizer in self.optimizers
+        ]
+        self._part_if_time()
+        self._loaded = None
+
+    def _part_if_time(self) -> None:
+        """Once the warm-up is over, leave the ranks to themselves."""
+        if self._local is not None or self._schedule.is_warming_up(self._num_steps):
+            return
+        assert self._alone is not None
+        assert self._reducing is not None
+        self.local_engine.reduce_over(self._alone, alone=True)
+        self._local = LocalSGD(
+            self.local_engine,
+            self._schedule,
+            self._rule,
+            self._reducing.everyone,
+            self._num_steps,
+            self._compressor,
+        )
+        if self._loaded is not None:
+            self._local.load_state_dict(self._loaded)
+
+    def _rule(self, trained: Mapping[str, Tensor]) -> SyncRule:
+        return Averaging() if self._outer is None else OuterOptimization(trained, self._outer)
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: "pl.LightningModule | nn.Module | None" = None,
+        **kwargs: Any,
+    ) -> Any:
+        self._steps_by_trainer = True
+        try:
+            result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        finally:
+            self._steps_by_trainer = False
+        self._num_steps += 1
+        if self._local is not None:
+            self._local.after_step()
+        self._part_if_time()
+        return result
+
+    def _check_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if not self._steps_by_trainer:
+            raise ConfigError(
+                f"Rank {self.global_rank}: a step of {type(optimizer).__name__} went past the "
+                f"Trainer, expected steps that local SGD can count. Take the optimizer from "
+                f"self.optimizers() without use_pl_optimizer=False."
+            )
+
+    @override
+    def on_validation_start(self) -> None:
+        self._evaluation.enter_context(self._consensus())
+        super().on_validation_start()
+
+    @override
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        self._evaluation.close()
+
+    def _consensus(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._local is None else self._local.consensus()
+
+    @property
+    @override
+    def compression(self) -> Compressor | None:
+        return self._compressor
+
+    @override
+    def compression_tally(self) -> Tally:
+        return Tally() if self._local is None else self._local.compression_tally()
+
+    @override
+    def held_bytes(self) -> HeldBytes:
+        held = super().held_bytes()
+        outer = [] if self._local is None else self._local.held()
+        return replace(held, optimizer_state=held.optimizer_state + storage_bytes(outer))
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        while self._guards:
+            self._guards.pop().remove()
+        if self._local is None:
+            return
+        self._local.finish()
+        self._last_state = self._local.state_dict()
+        for optimizer in self.optimizers:
+            state = self.optimizer_state(optimizer)
+            if state:
+                with self.engine.optimizer_view():
+                    optimizer.load_state_dict(local_state_dict(state, optimizer, self.engine))
+        self._local = None
+        assert self._reducing is not None
+        self.local_engine.reduce_over(self._reducing, alone=False)
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        with self._consensus():
+            return super().lightning_module_state_dict()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        with self._mean_of_ranks(optimizer):
+            return super().optimizer_state(optimizer)
+
+    @contextmanager
+    def _mean_of_ranks(self, optimizer: Optimizer) -> Iterator[None]:
+        raw = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        alone = self._local is not None
+        with averaged_state(raw, self.collectives) if alone else nullcontext():
+            yield
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        state = self._last_state if self._local is None else self._local.state_dict()
+        if state and "optimizer_states" in checkpoint:
+            checkpoint.setdefault(CHECKPOINT_KEY, {})["local_sgd"] = state
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        self._loaded = checkpoint.get(CHECKPOINT_KEY, {}).get("local_sgd")
+
+    @override
+    def teardown(self) -> None:
+        self._local = self._loaded = None
+        self._evaluation = ExitStack()
+        self._guards = []
+        super().teardown()

@@ -1,0 +1,117 @@
+"""Asynchronous SGD without a Trainer, for the tests: ranks whose pace a test decides.
+
+A rank of a cooperative world runs until it asks for messages or waits, so `let_others_run` makes it
+slow by turns, not by time: the same run every time.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_shard.backends.in_process.world import current_world
+from lightning_shard.backends.registry import get_backend
+from lightning_shard.data_parallel.async_sgd.async_sgd import AsyncSGD
+from lightning_shard.data_parallel.async_sgd.engine import AsyncEngine
+from lightning_shard.data_parallel.async_sgd.mailbox import mailbox_type
+from lightning_shard.data_parallel.async_sgd.view import Update
+from lightning_shard.data_parallel.options import EngineOptions
+from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
+
+
+def let_others_run(turns: int) -> None:
+    """Hand the token round so many times; in an in-process world."""
+    world = current_world()
+    assert world is not None
+    for _ in range(turns):
+        world.scheduler.yield_token(lambda: "a slow step")
+
+
+@dataclass
+class Event:
+    """One gradient as an owner has applied it.
+
+    Attributes:
+        rank: Whose.
+        version: Of the owner's shard, when the gradient was computed.
+        owner_step: Steps that the owner itself had taken.
+    """
+
+    rank: int
+    version: list[int]
+    owner_step: int
+
+
+@dataclass
+class Recording:
+    """What one rank has seen.
+
+    Attributes:
+        events: In the order in which this rank applied them.
+        held: At the start of each step, the version of each shard.
+    """
+
+    events: list[Event] = field(default_factory=list)
+    held: list[list[list[int]]] = field(default_factory=list)
+
+
+class RecordedSGD(AsyncSGD):
+    """Keeps a recording."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.recording = Recording()
+
+    def _own_update(self) -> Update:
+        self.recording.held.append([list(version) for version in self._clocks.included])
+        return super()._own_update()
+
+    def _update(self, rank: int, grads: Any, version: Any) -> Update:
+        self.recording.events.append(Event(rank, list(version), self.counters.steps))
+        return super()._update(rank, grads, version)
+
+
+@dataclass
+class Worker:
+    """One rank: model, optimizer, and its part in asynchronous SGD."""
+
+    engine: AsyncEngine
+    optimizer: torch.optim.Optimizer
+    sgd: RecordedSGD
+    sharded: ShardedOptimizer
+
+    @classmethod
+    def build(
+        cls,
+        model: nn.Module,
+        make_optimizer: Callable[[Any], torch.optim.Optimizer],
+        *,
+        bound: int,
+        rule: str | None = "inverse",
+        backend: str = "in_process",
+    ) -> "Worker":
+        """Make this rank's; each rank must call."""
+        assert torch.distributed.group.WORLD is not None
+        ranks = get_backend(backend).collectives(torch.distributed.group.WORLD)
+        engine = AsyncEngine(model, ranks, EngineOptions(stage=1))
+        optimizer = make_optimizer(model.parameters())
+        sharded = ShardedOptimizer(optimizer, engine)
+        sgd = RecordedSGD(engine, optimizer, ranks.twin(), mailbox_type(backend), bound, rule)
+        return cls(engine, optimizer, sgd, sharded)
+
+    def step(
+        self, loss: Callable[[], Tensor], before_update: Callable[[], object] | None = None
+    ) -> None:
+        """Take one step, as the strategy does."""
+        self.optimizer.zero_grad()
+        with self.engine.step():
+            value = loss()
+        with self.engine.backward():
+            value.backward()
+        if before_update is not None:
+            before_update()
+        self.sgd.before_step()
+        self.optimizer.step()
+        self.sgd.after_step()

@@ -1,0 +1,357 @@
+"""Ranks of different pace: the bound holds, a slow rank slows nobody within it, updates are right.
+
+In one test each rank's gradient is a power of a base, so that parameters themselves tell which
+gradients they include.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_shard.errors import ConfigError, RankFailedError
+from lightning_shard.optim.clipping import clip_grad_norm
+from lightning_shard.testing import Fault, run_ranks
+from tests.data_parallel.async_sgd.programs import Recording, Worker, let_others_run
+
+BASE = 2**11  # of the counts that a parameter holds: more steps than any rank takes
+
+
+class Counting(nn.Module):
+    """Every element is minus the sum over ranks of BASE**rank times the rank's gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = nn.Parameter(torch.zeros(37, dtype=torch.float64))
+
+    def loss(self, rank: int) -> Tensor:
+        return float(BASE**rank) * self.values.sum()
+
+    def counts(self, num_ranks: int) -> list[list[int]]:
+        """By element and rank, how many gradients are included."""
+        totals = [int(value) for value in (-self.values).tolist()]
+        return [[total // BASE**rank % BASE for rank in range(num_ranks)] for total in totals]
+
+
+def counted(model: Counting, num_ranks: int, bound: int) -> Worker:
+    """A worker whose updates have the weight 1."""
+    return Worker.build(
+        model, lambda params: torch.optim.SGD(params, lr=num_ranks), bound=bound, rule=None
+    )
+
+
+@pytest.mark.parametrize(("bound", "turns"), [(1, 4), pytest.param(4, 12, marks=pytest.mark.slow)])
+def test_a_thousand_updates_stay_within_the_bound(bound: int, turns: int) -> None:
+    num_ranks, num_steps = 4, 250
+
+    def program(rank: int) -> Any:
+        model = Counting()
+        worker = counted(model, num_ranks, bound)
+        oldest = 0
+        for step in range(num_steps):
+            if rank == 2:
+                let_others_run(turns)
+            counts = model.counts(num_ranks)
+            oldest = max(oldest, step - min(map(min, counts)))
+            worker.step(lambda: model.loss(rank))
+            held = worker.sgd.recording.held[-1]
+            known = {tuple(version) for version in held}
+            assert {tuple(one) for one in counts} <= known  # the version counters do not lie
+        worker.sgd.finish()
+        return worker.sgd.counters, oldest, model.counts(num_ranks)
+
+    for rank, (counters, oldest, counts) in enumerate(run_ranks(program, num_ranks)):
+        assert counters.updates == 1000
+        assert counters.steps == num_steps
+        assert oldest == counters.max_staleness <= bound
+        if rank != 2:  # all the others are held up by it, at the bound
+            assert oldest == bound
+            assert counters.waits > num_steps // 2
+        assert counts == [[num_steps] * num_ranks] * 37
+
+
+@pytest.mark.parametrize("bound", [1, 3])
+def test_fast_ranks_take_their_steps_without_the_slow_one_and_then_wait(bound: int) -> None:
+    num_ranks, slow = 4, 1
+    workers: dict[int, Worker] = {}
+
+    def program(rank: int) -> Any:
+        model = Counting()
+        workers[rank] = counted(model, num_ranks, bound)
+        others = [other for other in range(num_ranks) if other != slow]
+        if rank == slow:  # in its first step until everybody waits for it
+            while not all(o in workers and workers[o].sgd.counters.waits for o in others):
+                let_others_run(1)
+            return [workers[other].sgd.counters.steps for other in others], finish(2 * bound)
+        for _ in range(bound):
+            workers[rank].step(lambda: model.loss(rank))
+        assert workers[rank].sgd.counters.waits == 0
+        return finish(bound)
+
+    def finish(num_steps: int) -> int:
+        rank = torch.distributed.get_rank()
+        worker = workers[rank]
+        model = worker.engine.model
+        for _ in range(num_steps):
+            worker.step(lambda: model.loss(rank))
+        worker.sgd.finish()
+        return worker.sgd.counters.max_staleness
+
+    results = run_ranks(program, num_ranks)
+    steps_beside_the_slow_one, _ = results[slow]
+    assert steps_beside_the_slow_one == [bound + 1] * 3
+    assert [results[rank] for rank in (0, 2, 3)] == [bound] * 3
+
+
+def test_a_delay_of_one_rank_is_taken_up() -> None:
+    def program(rank: int) -> int:
+        model = Counting()
+        worker = counted(model, 3, bound=2)
+        for _ in range(8):
+            worker.step(lambda: model.loss(rank))
+        worker.sgd.finish()
+        assert model.counts(3) == [[8] * 3] * 37
+        return worker.sgd.counters.max_staleness
+
+    fault = Fault(rank=1, at_collective=35, kind="delay", seconds=0.05)
+    assert max(run_ranks(program, 3, faults=[fault])) == 2
+
+
+# --- against a simulation written by hand --------------------------------------------------------
+
+DATA = torch.randn(3, 12, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+MOMENTUM, NUM_STEPS, CLIP = 0.8, 12, 0.7
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+
+
+def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
+    return (model(DATA[rank, step]) - DATA[rank, step].sum().sin()).square().sum()
+
+
+def rate_at(step: int) -> float:
+    return 0.2 / (1 + step)
+
+
+def train_network(rank: int, num_ranks: int, rule: str | None) -> Any:
+    model = network()
+    worker = Worker.build(
+        model, lambda params: torch.optim.SGD(params, lr=1.0, momentum=MOMENTUM), bound=3, rule=rule
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(worker.optimizer, rate_at)
+    for step in range(NUM_STEPS):
+        if rank == 0:
+            let_others_run(2 + step % 5)
+        worker.step(
+            lambda step=step: loss_of(model, rank, step),
+            lambda: clip_grad_norm(list(model.parameters()), CLIP, worker.engine),
+        )
+        if step + 1 < NUM_STEPS:
+            schedule.step()
+    worker.sgd.agree()
+    layout = [
+        [(slot.name, piece.param_offset, piece.param_stop) for slot, piece in _pieces(flat, owner)]
+        for owner in range(num_ranks)
+        for flat in worker.engine.flats
+    ]
+    return worker.sgd.recording, {n: p.detach() for n, p in model.named_parameters()}, layout
+
+
+def _pieces(flat: Any, owner: int) -> Any:
+    return zip(flat.layout.slots, flat.layout.pieces(owner), strict=True)
+
+
+class Simulation:
+    """One process that holds every version of every shard, and follows recordings.
+
+    Args:
+        recordings: By rank, the order of arrival and what each step had of each shard.
+        layout: By owner, the stretches of the parameters.
+        rule: Of the learning rate.
+    """
+
+    def __init__(self, recordings: list[Recording], layout: Any, rule: str | None) -> None:
+        self.recordings, self.layout, self.rule = recordings, layout, rule
+        self.size = len(recordings)
+        self.model = network()
+        self.versions = [[self.cut(self.model.named_parameters(), o)] for o in range(self.size)]
+        self.momenta = [torch.zeros_like(versions[0]) for versions in self.versions]
+        self.gradients: dict[tuple[int, int], list[Tensor]] = {}
+        self.ages: list[int] = []
+
+    def cut(self, named: Any, owner: int) -> Tensor:
+        whole = dict(named)
+        return torch.cat(
+            [whole[name].detach().flatten()[a:b] for name, a, b in self.layout[owner]]
+        ).clone()
+
+    def gradient(self, rank: int, step: int) -> list[Tensor] | None:
+        """By owner, what a rank computed; None while what it was computed with is not there."""
+        held = [sum(version) for version in self.recordings[rank].held[step]]
+        if any(number >= len(self.versions[owner]) for owner, number in enumerate(held)):
+            return None
+        for owner, number in enumerate(held):
+            self.paste(owner, self.versions[owner][number])
+        self.model.zero_grad()
+        loss_of(self.model, rank, step).backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        grads = {name: param.grad for name, param in self.model.named_parameters()}
+        return [self.cut(grads, owner) for owner in range(self.size)]
+
+    @torch.no_grad()
+    def paste(self, owner: int, values: Tensor) -> None:
+        begin = 0
+        for name, a, b in self.layout[owner]:
+            self.model.get_parameter(name).view(-1)[a:b] = values[begin : begin + b - a]
+            begin += b - a
+
+    def advance(self, owner: int) -> bool:
+        """Apply the next gradient of an owner's recording, if it can be computed by now."""
+        done = len(self.versions[owner]) - 1
+        events = self.recordings[owner].events
+        if done == len(events):
+            return False
+        event = events[done]
+        step = sum(earlier.rank == event.rank for earlier in events[:done])
+        key = event.rank, step
+        if key not in self.gradients:
+            gradient = self.gradient(*key)
+            if gradient is None:
+                return False
+            self.gradients[key] = gradient
+        age = done - sum(self.recordings[event.rank].held[step][owner])
+        self.ages.append(age)
+        share = max(self.size, age + 1) if self.rule == "inverse" else self.size
+        self.momenta[owner] = MOMENTUM * self.momenta[owner] + self.gradients[key][owner]
+        change = rate_at(event.owner_step - 1) / share * self.momenta[owner]
+        self.versions[owner].append(self.versions[owner][-1] - change)
+        return True
+
+    def run(self) -> dict[str, Tensor]:
+        while any(self.advance(owner) for owner in range(self.size)):
+            pass
+        for owner in range(self.size):
+            self.paste(owner, self.versions[owner][-1])
+        return {name: param.detach() for name, param in self.model.named_parameters()}
+
+
+@pytest.mark.parametrize("rule", ["inverse", None])
+def test_updates_are_those_of_a_simulation_of_the_same_order(rule: str | None) -> None:
+    """Momentum, each rank's own clipping, each owner's own schedule, the age of each gradient."""
+    num_ranks = 3
+    results = run_ranks(lambda rank: train_network(rank, num_ranks, rule), num_ranks)
+    recordings = [recording for recording, _, _ in results]
+    simulation = Simulation(recordings, results[0][2], rule)
+    expected = simulation.run()
+    assert len(simulation.ages) == num_ranks * num_ranks * NUM_STEPS
+    assert max(simulation.ages) > num_ranks  # the rule has had something to do
+    for _, weights, _ in results:
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, expected[name], rtol=1e-12, atol=1e-14)
+
+
+# --- agreement and errors ------------------------------------------------------------------------
+
+
+def test_ranks_agree_often_and_go_on() -> None:
+    def program(rank: int) -> list[list[float]]:
+        torch.manual_seed(2)
+        model = network()
+        worker = Worker.build(model, torch.optim.AdamW, bound=2)
+        seen = []
+        for step in range(9):
+            if rank == 1:
+                let_others_run(7)
+            worker.step(lambda step=step: loss_of(model, rank, step))
+            if step % 3 == 2:
+                worker.sgd.agree()
+                worker.sgd.agree()  # nothing is left to agree on
+                seen.append(nn.utils.parameters_to_vector(model.parameters()).tolist())
+        worker.sgd.finish()
+        return seen
+
+    first, *others = run_ranks(program, 3)
+    assert len(first) == 3
+    assert all(other == first for other in others)
+
+
+def test_parameters_that_a_rank_does_not_use() -> None:
+    """No rank uses the last one: AdamW's decay leaves it alone. One rank uses the middle one."""
+
+    def program(rank: int) -> Any:
+        model = nn.ParameterList(nn.Parameter(torch.ones(5, dtype=torch.float64)) for _ in range(3))
+        make = lambda params: torch.optim.AdamW(params, lr=0.3, weight_decay=0.1)  # noqa: E731
+        worker = Worker.build(model, make, bound=2)
+        for _ in range(4):
+            worker.step(lambda: model[0].sum() + (model[1].sum() if rank == 1 else 0.0))
+        worker.sgd.agree()
+        states = [worker.optimizer.state[param] for param in model if param.numel()]
+        return [param.tolist() for param in model], [s["step"].item() for s in states if s]
+
+    results = run_ranks(program, 2)
+    steps = {count for _, counts in results for count in counts}
+    for (first, second, third), _ in results:
+        assert third == [1.0] * 5
+        assert second[0] < 1.0
+        assert first[0] < second[0]
+    assert steps == {4.0, 8.0}  # of one rank's gradients, and of both ranks'
+
+
+def test_ranks_that_meet_after_different_numbers_of_steps_are_told() -> None:
+    def program(rank: int) -> None:
+        model = Counting()
+        worker = counted(model, 3, bound=2)
+        for _ in range(5 if rank == 1 else 3):
+            worker.step(lambda: model.loss(rank))
+        worker.sgd.agree()
+
+    with pytest.raises(ConfigError, match=r"Rank 1 has taken 4 steps and rank \d 3 before"):
+        run_ranks(program, 3)
+
+
+def test_a_dead_peer_is_an_error_for_those_who_wait_for_it() -> None:
+    errors: list[BaseException] = []
+
+    def program(rank: int) -> None:
+        model = Counting()
+        worker = counted(model, 3, bound=1)
+        try:
+            for _ in range(20):
+                worker.step(lambda: model.loss(rank))
+        except RankFailedError as error:
+            errors.append(error)
+            worker.sgd.abandon()
+            raise
+
+    fault = Fault(rank=2, at_collective=50, kind="drop")
+    with pytest.raises(RankFailedError, match="rank 2"):
+        run_ranks(program, 3, faults=[fault])
+    assert errors
+
+
+def test_an_optimizer_without_a_learning_rate_is_refused() -> None:
+    class Rateless(torch.optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {})
+
+        def step(self, closure: Callable[[], Any] | None = None) -> None:
+            """Change nothing."""
+
+    with pytest.raises(ConfigError, match="Rateless has a group without a learning rate"):
+        run_ranks(lambda _: Worker.build(Counting(), Rateless, bound=1), 1)
+
+
+def test_a_step_that_nobody_announced_is_refused() -> None:
+    def program(rank: int) -> None:
+        model = Counting()
+        worker = counted(model, 2, bound=1)
+        worker.step(lambda: model.loss(rank))
+        worker.optimizer.step()
+
+    with pytest.raises(ConfigError, match="went past the Trainer"):
+        run_ranks(program, 2)

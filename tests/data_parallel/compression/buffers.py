@@ -1,0 +1,81 @@
+"""Flat buffers on in-process ranks, and exchanges that average them."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.backends.registry import get_backend
+from lightning_shard.data_parallel.compression import (
+    BF16,
+    FP16,
+    Compressor,
+    Exchange,
+    FlatBuffer,
+    Int8,
+    OneBit,
+    PowerSGD,
+    TopK,
+)
+from lightning_shard.layout.flat import build_layout
+
+SHIPPED: dict[str, Compressor] = {
+    "fp16": FP16(),
+    "bf16": BF16(),
+    "int8": Int8(),
+    "topk": TopK(ratio=0.1),
+    "onebit": OneBit(warmup_steps=0, adam=False),
+    "powersgd": PowerSGD(rank=2),
+}
+SHAPES = [("matrix", (24, 40)), ("vector", (7,)), ("cube", (6, 5, 8)), ("scalar", ())]
+
+
+def world(backend: str) -> Collectives:
+    assert dist.group.WORLD is not None
+    return get_backend(backend).collectives(dist.group.WORLD)
+
+
+def make_exchange(
+    compressor: Compressor, *, keeps_all: bool, number: int = 0, backend: str = "in_process"
+) -> Exchange:
+    """Each rank must call."""
+    ranks = world(backend)
+    layout = build_layout(SHAPES, num_shards=1 if keeps_all else ranks.size, align=4)
+    return compressor.exchange(
+        FlatBuffer(layout=layout, ranks=ranks, keeps_all=keeps_all, number=number)
+    )
+
+
+def gradient(buffer: FlatBuffer, rank: int, step: int, seed: int = 0) -> Tensor:
+    """A rank's gradient of a step, zero in the gaps."""
+    generator = torch.Generator().manual_seed(seed + 1000 * rank + step)
+    full = torch.zeros(buffer.numel)
+    for view in buffer.views(full).values():
+        view.copy_(torch.randn(view.shape, generator=generator))
+    return full
+
+
+def average(exchange: Exchange, values: Tensor) -> Tensor:
+    """Average once; the whole, or the own segment."""
+    buffer = exchange.buffer
+    out = torch.empty(buffer.numel if buffer.keeps_all else buffer.segment_numel)
+    exchange.begin(values, out)
+    exchange.wait()
+    return out
+
+
+def whole(exchange: Exchange, part: Tensor) -> Tensor:
+    """The whole average of what `average` returned; each rank must call."""
+    if exchange.buffer.keeps_all:
+        return part
+    full = part.new_empty(exchange.buffer.numel)
+    exchange.buffer.ranks.all_gather(full, part).wait()
+    return full
+
+
+def mean(buffer: FlatBuffer, steps: Sequence[int], num_ranks: int, seed: int = 0) -> Tensor:
+    """The exact average over ranks, summed over steps."""
+    grads = [gradient(buffer, rank, step, seed) for rank in range(num_ranks) for step in steps]
+    return torch.stack(grads).double().sum(0).div(num_ranks).float()

@@ -1,0 +1,111 @@
+"""Where a backward starts the halves of compressed reductions."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_shard.backends.registry import get_backend
+from lightning_shard.data_parallel.compression import COMPRESSORS, Compressor, OneBit
+from lightning_shard.data_parallel.compression.compressor import Exchange
+from lightning_shard.data_parallel.data_groups import DataGroups
+from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.data_parallel.options import EngineOptions
+from lightning_shard.errors import ConfigError
+from lightning_shard.testing import run_ranks
+
+
+def make_engine(model: nn.Module, compression: Compressor, stage: int) -> DataParallelEngine:
+    assert dist.group.WORLD is not None
+    return DataParallelEngine(
+        model,
+        get_backend("in_process").collectives(dist.group.WORLD),
+        EngineOptions(stage=stage, bucket_mb=1e-9, compression=compression),
+    )
+
+
+def watch(engine: DataParallelEngine, events: list[str]) -> None:
+    """Note what is asked of each exchange."""
+
+    def noted(exchange: Exchange, name: str, number: int) -> None:
+        method = getattr(exchange, name)
+
+        def call(*args: object) -> None:
+            events.append(f"{name} {number}")
+            method(*args)
+
+        setattr(exchange, name, call)
+
+    for number, exchange in enumerate(engine.exchanges):
+        for name in ("begin", "proceed", "wait"):
+            noted(exchange, name, number)
+
+
+@pytest.mark.parametrize("stage", range(3))
+@pytest.mark.parametrize("compression", ["int8", "powersgd"])
+def test_both_halves_start_while_backward_runs(compression: str, stage: int) -> None:
+    def fn(rank: int) -> list[str]:
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+        engine, events = make_engine(model, COMPRESSORS[compression](), stage), []
+        watch(engine, events)
+        with engine.step():
+            loss = model(torch.ones(2, 8)).sum()
+        with engine.backward():
+            loss.backward()
+            events.append("end")
+        return events
+
+    for events in run_ranks(fn, 2):
+        assert events is not None
+        during, after = events[: events.index("end")], events[events.index("end") + 1 :]
+        started = [event for event in during if event.startswith("begin")]
+        assert started == ["begin 2", "begin 1", "begin 0"]
+        assert during.index("proceed 2") < during.index("begin 1")
+        assert during.index("proceed 1") < during.index("begin 0")
+        assert "wait 0" in after
+
+
+def test_a_warm_up_is_dense() -> None:
+    def fn(rank: int) -> tuple[int, int]:
+        model = nn.Linear(64, 64)
+        engine = make_engine(model, OneBit(warmup_steps=1), 0)
+        sent = []
+        for _ in range(2):
+            before = engine.collectives.traffic.total_bytes
+            with engine.step():
+                loss = model(torch.ones(2, 64)).sum()
+            with engine.backward():
+                loss.backward()
+            sent.append(engine.collectives.traffic.total_bytes - before)
+        return sent[0], sent[1]
+
+    dense, compressed = run_ranks(fn, 2)[0] or (0, 0)
+    assert dense > 4 * 64 * 64
+    assert compressed < dense / 10
+
+
+def test_complex_gradients_are_refused() -> None:
+    def fn(rank: int) -> None:
+        make_engine(nn.Linear(4, 4, dtype=torch.complex64), COMPRESSORS["int8"](), 0)
+
+    with pytest.raises(ConfigError, match="real gradients"):
+        run_ranks(fn, 2)
+
+
+def test_hybrid_sharding_is_refused() -> None:
+    def fn(rank: int) -> None:
+        assert dist.group.WORLD is not None
+        backend = get_backend("in_process")
+        everyone = backend.collectives(dist.group.WORLD)
+        pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+        across = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+        groups = DataGroups(
+            everyone=everyone,
+            shard=backend.collectives(pairs[rank // 2]),
+            replicate=backend.collectives(across[rank % 2]),
+        )
+        options = EngineOptions(stage=2, compression=COMPRESSORS["int8"]())
+        DataParallelEngine(nn.Linear(4, 4), groups, options)
+
+    with pytest.raises(ConfigError, match="hybrid sharding"):
+        run_ranks(fn, 4)

@@ -1,0 +1,44 @@
+"""How a model is cut into fragments."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_shard.data_parallel.local_sgd.fragments import cut_into_fragments
+from lightning_shard.errors import ConfigError
+
+TABLES = [
+    ([1, 1, 1, 1], 2, [[0, 1], [2, 3]]),
+    ([1, 1, 1, 1], 3, [[0], [1, 2], [3]]),
+    ([9, 1, 1, 1], 2, [[0], [1, 2, 3]]),
+    ([1, 1, 1, 9], 2, [[0, 1, 2], [3]]),
+    ([9, 1, 1, 1], 4, [[0], [1], [2], [3]]),
+    ([0, 0, 5], 3, [[0], [1], [2]]),
+    ([1, 0], 1, [[0, 1]]),
+]
+
+
+@pytest.mark.parametrize(("numels", "num_fragments", "expected"), TABLES)
+def test_runs_of_about_equal_size(
+    numels: list[int], num_fragments: int, expected: list[list[int]]
+) -> None:
+    named = {str(place): numel for place, numel in enumerate(numels)}
+    cut = cut_into_fragments(named, num_fragments)
+    assert cut == [[str(place) for place in run] for run in expected]
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=30), st.integers(1, 30))
+def test_every_parameter_is_in_one_fragment_in_order(numels: list[int], wanted: int) -> None:
+    named = {str(place): numel for place, numel in enumerate(numels)}
+    cut = cut_into_fragments(named, min(wanted, len(numels)))
+    assert all(cut)
+    assert [name for run in cut for name in run] == list(named)
+    # a run is at most the greatest parameter larger than its share
+    share = sum(numels) / len(cut)
+    if len(cut) * 2 <= len(numels) and min(numels) > 0:
+        assert max(sum(named[name] for name in run) for run in cut) <= share + 2 * max(numels)
+
+
+def test_more_fragments_than_parameters() -> None:
+    with pytest.raises(ConfigError, match="the model has 2 parameters"):
+        cut_into_fragments({"a": 1, "b": 1}, 3)

@@ -1,0 +1,177 @@
+"""Adam's step on momentum that has come from the ranks: the rule of 1-bit Adam."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn, optim
+from torch.optim import Optimizer
+
+from lightning_shard.backends.registry import get_backend
+from lightning_shard.data_parallel.compression import Codec, TopK, Turn
+from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.data_parallel.options import EngineOptions
+from lightning_shard.errors import ConfigError
+from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
+from lightning_shard.optim.state import full_state_dict
+from lightning_shard.testing import run_ranks
+
+WARMUP, NUM_STEPS, LR, DECAY, EPS = 3, 7, 0.05, 0.1, 1e-8
+BETAS = (0.8, 0.95)
+
+
+class ExactMomentum(Codec):
+    """What `OneBit` does without its loss."""
+
+    sends_momentum = True
+
+    def is_dense(self, step: int) -> bool:
+        return step < WARMUP
+
+    def encode(self, values: Tensor, turn: Turn) -> Sequence[Tensor]:
+        return (values,)
+
+    def decode(self, fields: Sequence[Tensor], numel: int) -> Tensor:
+        return fields[0]
+
+
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "AdamW": lambda p: optim.AdamW(p, lr=LR, betas=BETAS, weight_decay=DECAY, eps=EPS),
+    "AdamW fused": lambda p: optim.AdamW(
+        p, lr=LR, betas=BETAS, weight_decay=DECAY, eps=EPS, fused=True
+    ),
+    "Adam": lambda p: optim.Adam(p, lr=LR, betas=BETAS, weight_decay=DECAY, eps=EPS),
+}
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+
+
+def inputs(step: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(4, 3, generator=generator)
+
+
+def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
+    return (model(inputs(step, rank)) - 1.0).square().mean()
+
+
+def make_engine(model: nn.Module, stage: int, compression: Codec) -> DataParallelEngine:
+    assert dist.group.WORLD is not None
+    collectives = get_backend("in_process").collectives(dist.group.WORLD)
+    return DataParallelEngine(
+        model, collectives, EngineOptions(stage=stage, compression=compression)
+    )
+
+
+def reference(name: str, num_ranks: int) -> list[Tensor]:
+    """One device, step by step as the paper's algorithm has it."""
+    model = make_model()
+    params = list(model.parameters())
+    optimizer = OPTIMIZERS[name](params)
+    momenta = [torch.zeros_like(param) for param in params]
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        sum(loss_of(model, step, rank) for rank in range(num_ranks)).div(num_ranks).backward()
+        for momentum, param in zip(momenta, params, strict=True):
+            momentum.mul_(BETAS[0]).add_(param.grad, alpha=1 - BETAS[0])
+        if step < WARMUP:
+            optimizer.step()
+            continue
+        with torch.no_grad():
+            for momentum, param in zip(momenta, params, strict=True):
+                variance = optimizer.state[param]["exp_avg_sq"] / (1 - BETAS[1] ** WARMUP)
+                slope = momentum.clone()
+                if name == "Adam":
+                    slope += DECAY * param
+                else:
+                    param.mul_(1 - LR * DECAY)
+                param -= LR * (slope / (variance.sqrt() + EPS)).clamp(-1, 1)
+    return [param.detach() for param in params]
+
+
+@pytest.mark.parametrize("stage", range(3))
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_momentum_moves_parameters_and_the_second_moment_stays(name: str, stage: int) -> None:
+    def fn(rank: int) -> tuple[list[Tensor], dict[str, Any]]:
+        model = make_model()
+        engine = make_engine(model, stage, ExactMomentum())
+        optimizer = OPTIMIZERS[name](model.parameters())
+        ShardedOptimizer(optimizer, engine)
+        for step in range(NUM_STEPS):
+            if step == WARMUP:
+                frozen = full_state_dict(optimizer, engine)
+            optimizer.zero_grad()
+            with engine.step():
+                loss = loss_of(model, step, rank)
+            with engine.backward():
+                loss.backward()
+            optimizer.step()
+        final = full_state_dict(optimizer, engine)
+        for index, entries in final.get("state", {}).items():
+            before = frozen["state"][index]
+            assert torch.equal(entries["exp_avg_sq"], before["exp_avg_sq"])
+            assert entries["step"] == WARMUP
+            assert not torch.equal(entries["exp_avg"], before["exp_avg"])
+        return [param.detach().clone() for param in model.parameters()], final
+
+    expected = reference(name, 2)
+    for result in run_ranks(fn, 2):
+        assert result is not None
+        for got, exact in zip(result[0], expected, strict=True):
+            torch.testing.assert_close(got, exact, rtol=1e-4, atol=1e-6)
+
+
+def test_a_value_that_never_had_a_gradient_stays() -> None:
+    """Decoded signs are never zero: divided by a second moment of zero they would be huge."""
+
+    class Ones(ExactMomentum):
+        def decode(self, fields: Sequence[Tensor], numel: int) -> Tensor:
+            return torch.ones(numel)
+
+    def fn(rank: int) -> None:
+        model = nn.Embedding(8, 4)
+        with torch.no_grad():
+            model.weight.fill_(0.5)
+        engine = make_engine(model, 0, Ones())
+        optimizer = optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
+        ShardedOptimizer(optimizer, engine)
+        for _ in range(NUM_STEPS):
+            optimizer.zero_grad()
+            with engine.step():
+                loss = model(torch.tensor([1, 2])).square().sum()
+            with engine.backward():
+                loss.backward()
+            optimizer.step()
+        assert (model.weight[3:] == 0.5).all()
+        assert (model.weight[1:3] != 0.5).all()
+        assert (model.weight - 0.5).abs().max() <= NUM_STEPS * LR * 1.01
+
+    run_ranks(fn, 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "compression", "message"),
+    [
+        (lambda p: optim.SGD(p, lr=0.1), ExactMomentum(), "Adam's momentum, which SGD"),
+        (lambda p: optim.AdamW(p, amsgrad=True), ExactMomentum(), "amsgrad=True"),
+        (lambda p: optim.Adam(p, maximize=True), ExactMomentum(), "maximize=True"),
+        (lambda p: optim.SGD(p, lr=0.1, momentum=0.9), TopK(momentum=0.5), "count twice"),
+        (lambda p: optim.RMSprop(p, momentum=0.9), TopK(momentum=0.5), "momentum of 0.9"),
+        (optim.AdamW, TopK(momentum=0.5), "AdamW has a momentum of 0.9"),
+    ],
+)
+def test_an_optimizer_that_cannot_use_momentum_is_refused(
+    make: Callable[..., Optimizer], compression: Codec, message: str
+) -> None:
+    def fn(rank: int) -> None:
+        model = make_model()
+        engine = make_engine(model, 0, compression)
+        ShardedOptimizer(make(model.parameters()), engine)
+
+    with pytest.raises(ConfigError, match=message):
+        run_ranks(fn, 1)
