@@ -17,7 +17,7 @@ class Mixed(nn.Module):
         super().__init__()
         self.matrix = nn.Parameter(torch.arange(35.0).view(7, 5))
         self.vector = nn.Parameter(torch.arange(3.0))
-        self.phases = nn.Parameter(torch.arange(5, dtype=torch.complex128))
+        self.phases = nn.Parameter(torch.arange(5.0).to(torch.complex128))
         self.wide = nn.Parameter(torch.arange(11, dtype=torch.float64))
 
 

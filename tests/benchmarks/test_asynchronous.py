@@ -1,0 +1,41 @@
+"""The benchmark of asynchronous SGD: what it prints, and a short run of it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.benchmarks.asynchronous import NAME, Result, report
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def result(*rounds: float, sustained: float = 1.0, max_staleness: int = 0) -> Result:
+    return Result(
+        rounds=list(rounds),
+        sustained=sustained,
+        max_staleness=max_staleness,
+        updates=40,
+        waits=3,
+    )
+
+
+def test_throughputs_are_medians_and_the_staleness_is_the_largest() -> None:
+    undelayed = [result(1.0, 1.0, sustained=8.0), result(1.0, 9.0, sustained=8.0)]
+    delayed = [result(2.0, 2.0, sustained=2.0, max_staleness=3), result(2.0, 7.0, sustained=2.0)]
+    bound, sustained, staleness = report(undelayed, delayed, bound=4)
+    assert bound.startswith("up to the bound of 4: 4.0 steps/s undelayed, 2.0 beside the slow rank")
+    assert "rank: 0.50 (goal" in bound
+    assert sustained == "sustained: 8.0 steps/s undelayed, 2.0 beside the slow rank"
+    assert staleness.startswith("largest staleness observed: 3 in 40 updates of each shard")
+
+
+@pytest.mark.slow
+@pytest.mark.benchmark
+def test_a_short_run() -> None:
+    short = ["--ranks=2", "--bound=1", "--step=0.001", "--rounds=2", "--steps=5"]
+    command = [sys.executable, "-m", NAME, *short]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "in 16 updates of each shard" in done.stdout
