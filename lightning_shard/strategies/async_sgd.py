@@ -60,8 +60,8 @@ class AsyncSGDStrategy(DataParallelStrategy):
         bucket_mb: With a bound of 0, what is communicated together.
         staleness_bound: Steps that a rank may be ahead of the oldest part of the parameters that it
             uses. 0 is synchronous training.
-        staleness_lr: Each gradient has 1 / N of the learning rate. "inverse": one that comes a > N
-            - 1 updates after its parameters has 1 / (a + 1) of it. None: as the others.
+        staleness_lr: Each gradient counts for 1 / N of the learning rate. "inverse": one that comes
+            k > 1 rounds of N gradients after its parameters counts for 1 / (k N). None: all alike.
 
     Raises:
         ConfigError: Options that cannot be.

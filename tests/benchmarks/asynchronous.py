@@ -39,14 +39,14 @@ class Result:
         rounds: Seconds of the first `bound` steps of each round.
         sustained: Steps per second.
         max_staleness: The largest observed.
-        updates: Gradients applied to its shard.
+        gradients: Applied to its shard.
         waits: Steps before which it waited.
     """
 
     rounds: list[float]
     sustained: float
     max_staleness: int
-    updates: int
+    gradients: int
     waits: int
 
 
@@ -97,7 +97,7 @@ def train(*, bound: int, step: float, slowdown: float, rounds: int, steps: int) 
         rounds=times,
         sustained=sustained,
         max_staleness=counters.max_staleness,
-        updates=counters.updates,
+        gradients=counters.gradients,
         waits=counters.waits,
     )
 
@@ -143,8 +143,8 @@ def report(undelayed: list[Result], delayed: list[Result], bound: int) -> list[s
         f"up to the bound of {bound}: {alone:.1f} steps/s undelayed, {beside:.1f} beside the slow "
         f"rank: {beside / alone:.2f} (goal: at least 0.90)",
         f"sustained: {sustained[0]:.1f} steps/s undelayed, {sustained[1]:.1f} beside the slow rank",
-        f"largest staleness observed: {staleness} in {delayed[0].updates} updates of each shard "
-        f"(goal: at most {bound}); a rank waited before {delayed[0].waits} of its steps",
+        f"largest staleness observed: {staleness} in {delayed[0].gradients} gradients applied to "
+        f"each shard (goal: at most {bound}); a rank waited before {delayed[0].waits} of its steps",
     ]
 
 

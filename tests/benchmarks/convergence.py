@@ -66,8 +66,10 @@ METHODS = {
     "fp16": Method(DDPStrategy, 0.01, {"compression": "fp16"}),
     "bf16": Method(DDPStrategy, 0.01, {"compression": "bf16"}),
     "int8": Method(DDPStrategy, 0.01, {"compression": "int8"}),
-    "powersgd": Method(DDPStrategy, 0.03, {"compression": PowerSGD(rank=2)}),
-    "topk": Method(DDPStrategy, 0.05, {"compression": TopK(ratio=0.01, warmup_steps=100)}),
+    "powersgd": Method(DDPStrategy, 0.03, {"compression": PowerSGD(rank=4, warmup_steps=100)}),
+    "topk": Method(
+        DDPStrategy, 0.05, {"compression": TopK(ratio=0.01, warmup_steps=100, adam=True)}
+    ),
     "onebit": Method(DDPStrategy, 0.05, {"compression": OneBit(warmup_steps=100)}),
     "local": Method(LocalSGDStrategy, None, {"sync_every": 10, "warmup_steps": 50}),
     "diloco": Method(

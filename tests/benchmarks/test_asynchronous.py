@@ -16,7 +16,7 @@ def result(*rounds: float, sustained: float = 1.0, max_staleness: int = 0) -> Re
         rounds=list(rounds),
         sustained=sustained,
         max_staleness=max_staleness,
-        updates=40,
+        gradients=40,
         waits=3,
     )
 
@@ -28,7 +28,7 @@ def test_throughputs_are_medians_and_the_staleness_is_the_largest() -> None:
     assert bound.startswith("up to the bound of 4: 4.0 steps/s undelayed, 2.0 beside the slow rank")
     assert "rank: 0.50 (goal" in bound
     assert sustained == "sustained: 8.0 steps/s undelayed, 2.0 beside the slow rank"
-    assert staleness.startswith("largest staleness observed: 3 in 40 updates of each shard")
+    assert staleness.startswith("largest staleness observed: 3 in 40 gradients applied")
 
 
 @pytest.mark.slow
@@ -38,4 +38,4 @@ def test_a_short_run() -> None:
     command = [sys.executable, "-m", NAME, *short]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "in 16 updates of each shard" in done.stdout
+    assert "in 16 gradients applied to each shard" in done.stdout

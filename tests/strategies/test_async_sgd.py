@@ -195,7 +195,7 @@ def test_ranks_agree_at_validations_epochs_and_the_end() -> None:
             assert_same_weights(weights, ranks[0], rtol=0, atol=0)
     assert_same_weights(weights_of(module), seen.of_ranks[-1][0], rtol=0, atol=0)
     assert {counters.steps for counters in seen.counters} == {25}
-    assert {counters.updates for counters in seen.counters} == {75}
+    assert {counters.gradients for counters in seen.counters} == {75}
     assert 0 < max(counters.max_staleness for counters in seen.counters) <= 3
 
 
@@ -253,7 +253,7 @@ def test_a_checkpoint_is_whole_and_other_numbers_of_ranks_resume_it(
     state = checkpoint["optimizer_states"][0]["state"]
     for index, param in enumerate(Tiny().parameters()):
         assert state[index]["exp_avg"].shape == param.shape
-        assert state[index]["step"] == 3 * 5  # every gradient of every rank
+        assert 5 <= state[index]["step"] <= 3 * 5  # updates by one gradient up to three
     plain = Tiny()
     plain.load_state_dict(checkpoint["state_dict"])
 
@@ -269,7 +269,8 @@ def test_a_checkpoint_is_whole_and_other_numbers_of_ranks_resume_it(
     assert_same_weights(First.weights, weights_of(plain), rtol=0, atol=0)
     assert trainer.global_step == 8
     after = trainer.optimizers[0].state_dict()["state"]
-    assert {int(entry["step"]) for entry in after.values()} == {15 + 3 * num_ranks}
+    steps = [int(entry["step"]) for entry in after.values()]
+    assert min(steps) >= int(state[0]["step"]) + (3 if num_ranks == 1 else 1)
 
 
 def test_a_synchronous_strategy_resumes_it(tmp_path: Path) -> None:
@@ -420,7 +421,7 @@ def train_real(backend: str, **trainer: Any) -> tuple[Weights, AsyncCounters, li
 def check_real(results: list[Any]) -> None:
     for weights, counters, _ in results:
         assert_same_weights(weights, results[0][0], rtol=0, atol=0)
-        assert (counters.steps, counters.updates) == (20, 60)
+        assert (counters.steps, counters.gradients) == (20, 60)
         assert counters.max_staleness <= 2
 
 
@@ -497,7 +498,7 @@ def test_parameters_on_a_gpu_travel_through_the_host() -> None:
     trainer_of(3, 10, 2, callbacks=[SlowRank()]).fit(on_cpu, datamodule=tiny_run(3, 10))
     cpu_weights = {name: value.cpu() for name, value in weights_of(module).items()}
     assert_same_weights(cpu_weights, weights_of(on_cpu), rtol=1e-9)
-    assert {counters.updates for counters in seen.counters} == {30}
+    assert {counters.gradients for counters in seen.counters} == {30}
 
 
 @pytest.mark.slow

@@ -53,13 +53,20 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 class ValidatedConvNet(ConvNet):
-    """With a validation after every other batch."""
+    """Counts its validations."""
+
+    num_validated = 0
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.num_validated += 1
         self.log("val_loss", self.loss(batch), sync_dist=True)
 
+
+class WithValidation(GlobalBatches):
+    """The module's own loader does not count beside a datamodule."""
+
     def val_dataloader(self) -> Any:
-        return torch.utils.data.DataLoader(self.data(12), batch_size=6)
+        return torch.utils.data.DataLoader(self.dataset, batch_size=6)
 
 
 class Final(L.Callback):
@@ -89,16 +96,19 @@ def assert_same_bits(got: Weights, expected: Weights) -> None:
 def test_validation_does_not_change_training(way: str, precision: str) -> None:
     """A model with running statistics, validated at steps where fragments are on their way, too."""
 
-    def fit(**validation: Any) -> tuple[list[list[Weights]], Weights]:
+    def fit(*, num_validations: int, **validation: Any) -> tuple[list[list[Weights]], Weights]:
         torch.manual_seed(7)
         model, steps = ValidatedConvNet(), OnRanks()
-        data = GlobalBatches(model, 5)
+        data = WithValidation(model, 5)
         trainer = trainer_of(2, 10, WAYS[way], callbacks=[steps], precision=precision, **validation)
         trainer.fit(model, datamodule=data)
+        assert model.num_validated >= num_validations
         return steps.of_ranks, weights_of(model)
 
-    often = {"val_check_interval": 1, "limit_val_batches": 1}
-    (steps, weights), (validated_steps, validated_weights) = fit(), fit(**often)
+    steps, weights = fit(num_validations=0, limit_val_batches=0)
+    validated_steps, validated_weights = fit(
+        num_validations=10, val_check_interval=1, limit_val_batches=1
+    )
     assert_same_bits(validated_weights, weights)
     for mine, validated in zip(steps, validated_steps, strict=True):
         for one, other in zip(mine, validated, strict=True):

@@ -2,16 +2,20 @@
 
     rank r, after the backward of step c
       1  send       each owner its part of the gradient
-      2  apply      the own part to the own shard, then what has come from peers, one by one
+      2  apply      the own part, and what has come from peers, to the own shard
       3  push       the own shard to everybody
       4  take over  the newest shards that have come
       5  wait       while the oldest of them lies further back than the bound; serve meanwhile
 
 There is no server thread: an owner serves between its steps and while it waits, so parameters never
 change under a forward or backward. A slow rank holds up nobody who is ahead of it by the bound or
-less. Each gradient is an update of its own. Its learning rate is 1 / N of the scheduler's, so that
-a round of N gradients moves as far as one step by their average; one that is older than a round,
-of age a > N - 1 updates, gets 1 / (a + 1).
+less.
+
+What has come is applied in rounds, at most one gradient of each rank in an update: their mean, by a
+share of the learning rate. Each counts for 1 / N; one that is k > 1 rounds of N gradients older
+than the shard for 1 / (k N). So a full round of fresh gradients is a synchronous step. One update
+per gradient would let a single rank's noise into Adam's second moment, which makes Adam's steps
+smaller. A waiting owner lets gradients gather until they let somebody go on.
 
 Source: stale synchronous parallel, Ho et al., NeurIPS 2013; staleness-aware learning rates, Zhang
 et al., arXiv:1511.05950.
@@ -21,6 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -36,13 +41,29 @@ StalenessRule = Literal["inverse"]
 MailboxType = Callable[[Collectives, int, Callable[[Tensor], bool]], Mailbox]
 
 
+@dataclass(frozen=True)
+class Arrived:
+    """A gradient of this rank's shard that is here.
+
+    Attributes:
+        rank: Whose.
+        grads: By parameter; None where there is none.
+        version: Of the shard, when it was computed.
+    """
+
+    rank: int
+    grads: Sequence[Tensor | None]
+    version: Sequence[int]
+
+
 @dataclass
 class AsyncCounters:
     """What this rank has done since training began.
 
     Attributes:
         steps: Its own.
-        updates: Gradients applied to its shard, its own and its peers'.
+        gradients: Applied to its shard, its own and its peers'.
+        updates: Steps of the optimizer that took them.
         waits: Steps before which it had to wait for somebody.
         max_staleness: Largest number of steps that the oldest part of the parameters lay behind a
             step that used them.
@@ -50,6 +71,7 @@ class AsyncCounters:
     """
 
     steps: int = 0
+    gradients: int = 0
     updates: int = 0
     waits: int = 0
     max_staleness: int = 0
@@ -89,6 +111,7 @@ class AsyncSGD:
         self._view = ShardView(engine.reducer, optimizer, self._own_update)
         self._clocks = Clocks(ranks.rank, ranks.size, bound)
         self._mailbox: Mailbox | None = None
+        self._waiting: list[Arrived] = []  # to be applied, in the order of arrival
         self._newest: dict[int, Message] = {}
         self._last: set[int] = set()  # peers whose last message has come
         self._may_step = False
@@ -126,6 +149,7 @@ class AsyncSGD:
                 f"steps that asynchronous SGD can count. Take the optimizer from "
                 f"self.optimizers() without use_pl_optimizer=False."
             )
+        assert self._mailbox is not None
         self._may_step = False
         clocks, rank = self._clocks, self._ranks.rank
         self._observe()
@@ -134,7 +158,10 @@ class AsyncSGD:
             message = self._wire.gradient(grads, peer)
             self._send(peer, message, Kind.GRADIENT, clocks.included[peer])
         own = self._wire.own_gradient(self._wire.gradient(grads, rank), rank)
-        return self._update(rank, own, clocks.own)
+        self._clocks.arrive(rank)
+        self._waiting.insert(0, Arrived(rank, own, tuple(clocks.own)))
+        self._take_in(self._mailbox.poll())
+        return self._next_round()
 
     @property
     def _peers(self) -> list[int]:
@@ -148,25 +175,41 @@ class AsyncSGD:
         self.counters.max_staleness = max(self.counters.max_staleness, staleness)
         self.counters.steps += 1
 
-    def _update(self, rank: int, grads: Sequence[Tensor | None], version: Sequence[int]) -> Update:
-        """Return the update that a step of `rank` is, and count it."""
-        age = self._clocks.age(version)
-        self._clocks.count_update(rank)
+    def _next_round(self) -> Update:
+        """Return the update by the first gradient of each rank that waits, and count it."""
+        firsts: dict[int, Arrived] = {}
+        for one in self._waiting:
+            firsts.setdefault(one.rank, one)
+        taken = list(firsts.values())
+        self._waiting = [one for one in self._waiting if one is not firsts[one.rank]]
+        weights = [self._weight(one.version) for one in taken]
+        for one in taken:
+            self._clocks.apply(one.rank)
+        self.counters.gradients += len(taken)
         self.counters.updates += 1
+        return Update(mean([one.grads for one in taken], weights), sum(weights))
+
+    def _weight(self, version: Sequence[int]) -> float:
         size = self._ranks.size
-        return Update(grads, 1 / (max(size, age + 1) if self._rule == "inverse" else size))
+        rounds = self._clocks.age(version) // size
+        return 1 / (size * max(1, rounds if self._rule == "inverse" else 1))
+
+    def _apply(self) -> None:
+        """Apply all gradients that wait."""
+        while self._waiting:
+            self._view.apply(self._next_round())
 
     def after_step(self) -> None:
-        """End a step: serve, push, take over, and wait while this rank is too far ahead."""
+        """End a step: apply, push, take over, and wait while this rank is too far ahead."""
         assert self._mailbox is not None
         self._clocks.step += 1
-        self._serve(self._mailbox.poll())
+        self._apply()
         for peer in self._peers:
             self._push(peer)
+        self._serve(self._mailbox.poll())  # ranks of one pace find each other's newest here
         self.counters.waits += not self._clocks.may_start
         while not self._clocks.may_start:
             self._serve(self._mailbox.wait())
-            self._push_where(self._clocks.waits)
         self._push_where(self._clocks.lacks)
         self._take_over()
 
@@ -181,13 +224,13 @@ class AsyncSGD:
             ConfigError: The ranks have taken different numbers of steps.
         """
         if self._mailbox is not None:
-            while min(self._clocks.own) < self._clocks.step:
+            while min(self._clocks.arrived) < self._clocks.step:
                 self._serve(self._mailbox.wait())
-                self._push_where(self._clocks.waits)
+            self._apply()
             for peer in self._peers:
                 self._push(peer, Kind.LAST)
             while len(self._last) < len(self._peers):
-                self._serve(self._mailbox.wait())
+                self._take_in(self._mailbox.wait())
             self._mailbox.finish()
             self._take_over()
             self._mailbox = None
@@ -221,14 +264,21 @@ class AsyncSGD:
             self._push(peer)
 
     def _serve(self, arrivals: Sequence[tuple[int, Tensor]]) -> None:
-        """Apply gradients that have come, and note shards; parameters are not in use now."""
+        """Take messages in, and apply and push where that lets somebody go on."""
+        self._take_in(arrivals)
+        if self._clocks.must_apply:
+            self._apply()
+        self._push_where(self._clocks.waits)
+
+    def _take_in(self, arrivals: Sequence[tuple[int, Tensor]]) -> None:
         assert self._mailbox is not None
         for peer, data in arrivals:
             message = Message(self._wire, data)
             self._mailbox.arrived_there(peer, message.received)
             if message.kind is Kind.GRADIENT:
                 own = self._wire.own_gradient(message, self._ranks.rank)
-                self._view.apply(self._update(peer, own, message.version))
+                self._waiting.append(Arrived(peer, own, message.version))
+                self._clocks.arrive(peer)
                 continue
             self._newest[peer] = message
             self._clocks.learn(peer, message.version)
@@ -251,6 +301,33 @@ class AsyncSGD:
         for peer, message in self._newest.items():
             self._wire.take_over(message, peer)
         self._newest.clear()
+
+
+def mean(
+    gradients: Sequence[Sequence[Tensor | None]], weights: Sequence[float]
+) -> list[Tensor | None]:
+    """Return the weighted mean, by parameter; None where no gradient has one.
+
+    Args:
+        gradients: Of some ranks, by parameter; None counts as zero where another has one.
+        weights: Of the ranks; any positive sum.
+    """
+    shares = [weight / sum(weights) for weight in weights]
+    return [
+        _mean_of_one([(grad, share) for grad, share in zip(one, shares, strict=True)])
+        for one in zip(*gradients, strict=True)
+    ]
+
+
+def _mean_of_one(parts: Sequence[tuple[Tensor | None, float]]) -> Tensor | None:
+    """Return the mean of one parameter's gradients, summed in float32 or wider."""
+    total: Tensor | None = None
+    for grad, share in parts:
+        if grad is not None:
+            wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
+            total = wide * share if total is None else total.add_(wide, alpha=share)
+            dtype = grad.dtype
+    return None if total is None else total.to(dtype)
 
 
 def _check_learning_rates(optimizer: Optimizer) -> None:

@@ -30,11 +30,13 @@ class Clocks:
     Attributes:
         step: Steps that this rank has taken.
         included: By shard and rank, how many of the rank's steps the shard held here includes.
+        arrived: By rank, how many of its gradients are here; not all are applied yet.
     """
 
     def __init__(self, rank: int, num_ranks: int, bound: int) -> None:
         self.step = 0
         self.included = [[0] * num_ranks for _ in range(num_ranks)]
+        self.arrived = [0] * num_ranks
         self._rank, self._bound = rank, bound
         self._handed_over = [0] * num_ranks  # by peer, what its copy of the own shard includes
 
@@ -54,12 +56,29 @@ class Clocks:
         return self.staleness <= self._bound
 
     def age(self, version: Sequence[int]) -> int:
-        """Count the updates of the own shard since a version of it."""
+        """Count the gradients that the own shard has taken since a version of it."""
         return sum(self.own) - sum(version)
 
-    def count_update(self, rank: int) -> None:
+    def arrive(self, rank: int) -> None:
+        """Note that the gradient of one more step of `rank` is here."""
+        self.arrived[rank] += 1
+
+    def apply(self, rank: int) -> None:
         """Note that the own shard now includes one more step of `rank`."""
         self.own[rank] += 1
+
+    @property
+    def must_apply(self) -> bool:
+        """Whether this rank or a peer would go on if all that has arrived were applied."""
+        oldest = min(self.arrived)
+        peers = (
+            known < arrived - self._bound <= oldest
+            for rank, (known, arrived) in enumerate(
+                zip(self._handed_over, self.arrived, strict=True)
+            )
+            if rank != self._rank
+        )
+        return min(self.own) < self.step - self._bound <= oldest or any(peers)
 
     def learn(self, shard: int, version: Sequence[int]) -> None:
         """Note the version of a shard that has come."""
@@ -71,7 +90,7 @@ class Clocks:
 
     def waits(self, peer: int) -> bool:
         """Whether `peer` may wait for the own shard, and would go on if it had it."""
-        needed = self.own[peer] - self._bound
+        needed = self.arrived[peer] - self._bound
         return self._handed_over[peer] < needed <= min(self.own)
 
     def lacks(self, peer: int) -> bool:

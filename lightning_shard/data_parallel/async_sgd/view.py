@@ -1,7 +1,7 @@
-"""The optimizer's view while ranks are alone: one gradient of one rank, on this rank's shard.
+"""The optimizer's view while ranks are alone: gradients of some ranks, on this rank's shard.
 
-    optimizer.step(closure)    closure: backward, clipping; then the rank's own gradient
-    optimizer.step()           the next gradient that has come from a peer
+    optimizer.step(closure)    closure: backward, clipping; then the rank's own gradient, and more
+    optimizer.step()           more that has come from peers
 
 Inside, each parameter shows the piece that this rank owns and `.grad` shows that piece's gradient.
 The learning rate is scaled for as long: the owner's own, as its scheduler has set it.
@@ -21,7 +21,7 @@ from lightning_shard.data_parallel.reducer import Reducer
 
 @dataclass(frozen=True)
 class Update:
-    """One step of one rank, as its owner takes it.
+    """A step of the optimizer on this rank's shard.
 
     Attributes:
         grads: By parameter, this rank's piece; None where there is none.
@@ -33,7 +33,7 @@ class Update:
 
 
 class ShardView(OptimizerView):
-    """Shows an update to the optimizer.
+    """Shows updates to the optimizer.
 
     Args:
         reducer: The engine's; what it has accumulated is not reduced.
@@ -58,7 +58,7 @@ class ShardView(OptimizerView):
         self._rates: list[float | Tensor] = []
 
     def apply(self, update: Update) -> None:
-        """Let the optimizer take a peer's step."""
+        """Let the optimizer take a step by peers' gradients."""
         self._update = update
         self._optimizer.step()
 

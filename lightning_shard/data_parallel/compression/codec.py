@@ -34,12 +34,15 @@ class Codec(Compressor):
         sends_momentum: Adam's momentum travels, an average over steps with the optimizer's factor,
             and after the warm-up its second moment is frozen.
         update_limit: Then the greatest change of a value in a step, in learning rates.
+        is_sparse: Most values decode to zero. The momentum starts anew where one was sent, and goes
+            on elsewhere; else all ranks go on from the average that came of theirs.
     """
 
     error_feedback: bool = False
     momentum: float = 0.0
     sends_momentum: bool = False
     update_limit: float = 1.0
+    is_sparse: bool = False
 
     @abstractmethod
     def encode(self, values: Tensor, turn: Turn) -> Sequence[Tensor]:
@@ -50,7 +53,7 @@ class Codec(Compressor):
             turn: The step, and a seed.
 
         Returns:
-            Tensors whose types and shapes depend on n and the step alone.
+            Tensors whose types and shapes depend on n, the step and `turn.num_summed` alone.
         """
 
     @abstractmethod

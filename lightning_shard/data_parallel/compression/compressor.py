@@ -40,10 +40,12 @@ class Turn(NamedTuple):
         step: How often the buffer was averaged before.
         seed: Of random numbers: another one for each rank, buffer, segment and step, and the same
             ones from run to run.
+        num_summed: How many ranks' values have been added up: 1 for those of one rank.
     """
 
     step: int
     seed: int
+    num_summed: int = 1
 
 
 @dataclass

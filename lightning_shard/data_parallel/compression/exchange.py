@@ -53,6 +53,7 @@ class CodecExchange(Exchange):
         self._residual = self._zeros(self._shape) if codec.error_feedback else None
         self._owner_residual = self._zeros(self._shape[1:]) if needs_owner else None
         self._momentum = self._zeros(self._shape) if self.keeps_momentum else None
+        self._shares_momentum = codec.sends_momentum and not codec.is_sparse
         self._out: Tensor | None = None
         self._scale = 1.0
         self._outgoing: Tensor | None = None  # held while it travels
@@ -93,8 +94,7 @@ class CodecExchange(Exchange):
         self._outgoing, self._rows = rows, torch.empty_like(rows)
         ranks = self.buffer.ranks
         self._pending = ranks.all_to_all(self._rows.view(-1), rows.view(-1), async_op=True)
-        passes = 2 if self.buffer.keeps_all else 1
-        self._count(passes * (ranks.size - 1) * self._form.num_bytes)
+        self._count((ranks.size - 1) * self._form.num_bytes)
 
     def _taken(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """The segments without the loss scale, finite, and whether they were so before."""
@@ -136,7 +136,8 @@ class CodecExchange(Exchange):
         parts = (self.buffer.number, self.step, self.buffer.ranks.rank, segment)
         for factor, part in zip(_SEED_FACTORS, parts, strict=True):
             seed = seed * factor + part
-        return Turn(self.step, seed % (1 << 62))
+        num_summed = 1 if segment < self._shape[0] else self._shape[0]
+        return Turn(self.step, seed % (1 << 62), num_summed)
 
     def _check(self, fields: Sequence[Tensor]) -> None:
         if wire.form_of(fields) != self._form:
@@ -162,7 +163,7 @@ class CodecExchange(Exchange):
         for index, row in enumerate(rows):
             sent = if_sound(sound, self._decode(row))
             self._residual[index].sub_(sent)
-            if self._momentum is not None and not self.codec.sends_momentum:
+            if self._momentum is not None and not self._shares_momentum:
                 self._momentum[index].masked_fill_(sent != 0, 0.0)  # arXiv:1712.01887, section 3.2
 
     @override
@@ -179,6 +180,7 @@ class CodecExchange(Exchange):
             self._owner_residual.sub_(if_sound(sound, self._decode(own[0])))
         self._outgoing = own
         self._rows = own.new_empty(self._shape[0], self._form.num_bytes)
+        self.tally.sent_bytes += (self._shape[0] - 1) * self._form.num_bytes
         self._pending = self.buffer.ranks.all_gather(
             self._rows.view(-1), own.view(-1), async_op=True
         )
@@ -210,7 +212,7 @@ class CodecExchange(Exchange):
             for index, part in enumerate(torch.split(self._out, self._shape[1])):
                 average = self._decode(rows[index])
                 part.copy_(average[: part.numel()])
-                if self._momentum is not None and self.codec.sends_momentum:
+                if self._momentum is not None and self._shares_momentum:
                     own = self._momentum[index]
                     own.copy_(if_sound(sound, average, own))  # all go on from the same one
         else:

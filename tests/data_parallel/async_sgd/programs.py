@@ -31,16 +31,14 @@ def let_others_run(turns: int) -> None:
 
 @dataclass
 class Event:
-    """One gradient as an owner has applied it.
+    """An update as an owner has applied it.
 
     Attributes:
-        rank: Whose.
-        version: Of the owner's shard, when the gradient was computed.
+        ranks: Whose gradients.
         owner_step: Steps that the owner itself had taken.
     """
 
-    rank: int
-    version: list[int]
+    ranks: list[int]
     owner_step: int
 
 
@@ -68,9 +66,12 @@ class RecordedSGD(AsyncSGD):
         self.recording.held.append([list(version) for version in self._clocks.included])
         return super()._own_update()
 
-    def _update(self, rank: int, grads: Any, version: Any) -> Update:
-        self.recording.events.append(Event(rank, list(version), self.counters.steps))
-        return super()._update(rank, grads, version)
+    def _next_round(self) -> Update:
+        before = list(self._clocks.own)
+        update = super()._next_round()
+        ranks = [r for r, count in enumerate(self._clocks.own) if count > before[r]]
+        self.recording.events.append(Event(ranks, self.counters.steps))
+        return update
 
 
 @dataclass

@@ -13,6 +13,7 @@ def clocks_of(step: int, included: list[list[int]], bound: int = 2) -> Clocks:
     """Rank 0's."""
     clocks = Clocks(0, len(included), bound)
     clocks.step, clocks.included = step, included
+    clocks.arrived = list(clocks.own)
     return clocks
 
 
@@ -43,10 +44,25 @@ def test_a_peer_waits_for_what_it_has_not_been_handed() -> None:
     assert clocks.waits(1)  # at step 3 it needs one step of all; it has none
     clocks.hand_over(1)
     assert not clocks.waits(1)
-    clocks.count_update(1)
+    clocks.arrive(1)
     assert not clocks.waits(1)  # it needs two, which are not there yet
-    clocks.count_update(0)
+    clocks.arrive(0)
+    assert not clocks.waits(1)
+    assert clocks.must_apply  # then they are
+    clocks.apply(0)
+    clocks.apply(1)
     assert clocks.waits(1)
+    clocks.hand_over(1)
+    assert not clocks.must_apply
+
+
+def test_gradients_gather_until_they_let_the_own_rank_go_on() -> None:
+    clocks = clocks_of(3, [[3, 0], [3, 3]])
+    for rank in range(2):
+        clocks.hand_over(rank)
+    assert not clocks.must_apply
+    clocks.arrive(1)
+    assert clocks.must_apply
 
 
 class SimulatedRank:
@@ -68,9 +84,14 @@ class SimulatedRank:
         for peer in self.peers():
             for version in self.world.take(peer, self.rank):
                 if version is None:
-                    self.clocks.count_update(peer)
+                    self.clocks.arrive(peer)
                 else:
                     self.clocks.learn(peer, version)
+
+    def apply(self) -> None:
+        for rank in range(self.world.size):
+            while self.clocks.own[rank] < self.clocks.arrived[rank]:
+                self.clocks.apply(rank)
 
     def run(self) -> None:
         """Compute and end a step, or go on waiting."""
@@ -79,13 +100,16 @@ class SimulatedRank:
             assert clocks.staleness <= self.world.bound
             for peer in self.peers():
                 self.world.post(self.rank, peer, None)
-            clocks.count_update(self.rank)
-            clocks.step += 1
+            clocks.arrive(self.rank)
             self.serve()
+            self.apply()
+            clocks.step += 1
             for peer in self.peers():
                 self.push(peer)
         else:
             self.serve()
+            if clocks.must_apply:
+                self.apply()
             for peer in filter(clocks.waits, self.peers()):
                 self.push(peer)
         self.is_waiting = not clocks.may_start

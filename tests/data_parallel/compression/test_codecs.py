@@ -116,10 +116,29 @@ def test_stochastic_rounding_is_right_on_average_and_the_same_each_time() -> Non
 def test_topk_keeps_the_greatest_as_they_are(values: Tensor, ratio: float) -> None:
     decoded = through(TopK(ratio=ratio), values)
     sent = decoded != 0
-    assert torch.equal(decoded[sent], values[sent])
+    assert torch.equal(decoded[sent], values[sent].bfloat16().float())
     assert int(sent.sum()) == min(values.numel(), -int(-ratio * values.numel() // 1))
     if not sent.all():
         assert values[~sent].abs().max() <= values[sent].abs().min()
+
+
+@pytest.mark.parametrize("numel", [1 << 16, (1 << 16) + 1, 200_000])
+def test_topk_finds_places_beyond_sixteen_bits(numel: int) -> None:
+    values = torch.zeros(numel)
+    places = torch.tensor([0, (1 << 15) - 1, 1 << 15, (1 << 16) - 1, numel - 1]).unique()
+    values[places] = torch.arange(1.0, len(places) + 1)
+    assert torch.equal(through(TopK(ratio=len(places) / numel), values), values)
+
+
+def test_topk_sends_what_is_too_great_for_its_format_as_finite() -> None:
+    values = torch.full((8,), torch.finfo(torch.float32).max)
+    assert through(TopK(ratio=1.0), values).isfinite().all()
+
+
+@pytest.mark.parametrize(("num_summed", "times"), [(1, 1), (2, 2), (3, 3), (8, 3)])
+def test_topk_keeps_more_of_a_sum(num_summed: int, times: int) -> None:
+    decoded = through(TopK(ratio=0.01), torch.randn(1000), Turn(0, 0, num_summed))
+    assert int((decoded != 0).sum()) == 10 * times
 
 
 @few
@@ -175,7 +194,7 @@ def test_bits_lie_lowest_first() -> None:
 
 @pytest.mark.parametrize(
     ("name", "least"),
-    [("fp16", 1.99), ("bf16", 1.99), ("int8", 3.9), ("topk", 49), ("onebit", 31)],
+    [("fp16", 1.99), ("bf16", 1.99), ("int8", 3.9), ("topk", 99), ("onebit", 31)],
 )
 def test_how_many_times_fewer_bytes(name: str, least: float) -> None:
     numel = 100_000
