@@ -12,6 +12,7 @@ import argparse
 import json
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -297,6 +298,7 @@ def main() -> None:
         interface = os.environ["GLOO_SOCKET_IFNAME"]
         options.output.write_text(json.dumps(run_rank(options.rank_of, options.steps, interface)))
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # or the namespaces would stay
     reason = why_not()
     link = f"{options.megabits:g} Mbit/s between two network namespaces"
     if reason is not None:
