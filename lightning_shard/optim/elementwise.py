@@ -9,7 +9,7 @@ matrices, together and one by one: only LBFGS and its like fail that.
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -48,11 +48,20 @@ def _try_group(
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(3, *_SHAPE, generator=generator).to(device)  # a weight, two gradients
     runs = [[parts(value)[i] for value in values] for i in range(len(parts(values[0])))]
-    try:
+
+    def results() -> list[list[Tensor]]:
         whole, *pieces = [_steps(optimizer, group, weight, grads) for weight, *grads in runs]
-    except Exception as error:  # whatever a foreign optimizer raises, it says why
+        return [whole, list(chain(*pieces))]
+
+    return why_different(results)
+
+
+def why_different(trial: Callable[[], Sequence[Sequence[Tensor]]]) -> str | None:
+    """Say what a trial shows of a foreign function: its result for a whole, and for the parts."""
+    try:
+        expected, got = (torch.cat([one.flatten() for one in run]) for run in trial())
+    except Exception as error:  # whatever it raises, it says why
         return f"a trial step raised {type(error).__name__}: {error}"
-    expected, got = (torch.cat([one.flatten() for one in run]) for run in (whole, chain(*pieces)))
     if torch.allclose(got, expected, rtol=1e-5, atol=1e-7):
         return None
     return "in a trial, the parts of a whole came out differently from the whole"
