@@ -21,6 +21,7 @@ from lightning_shard.strategies.data_parallel import (
     ZeRO2Strategy,
     ZeRO3Strategy,
 )
+from lightning_shard.strategies.elastic import ElasticStrategy
 from lightning_shard.strategies.hybrid_parallel import HybridParallelStrategy
 from lightning_shard.strategies.local_sgd import LocalSGDStrategy
 from lightning_shard.strategies.pipeline_parallel import PipelineParallelStrategy
@@ -35,6 +36,7 @@ __all__ = [
     "ConfigError",
     "DDPStrategy",
     "DeadlockError",
+    "ElasticStrategy",
     "HybridParallelStrategy",
     "LayoutError",
     "LocalSGDStrategy",

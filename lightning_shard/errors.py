@@ -29,5 +29,13 @@ class RankFailedError(ShardError):
     """A peer raised, died or fell silent; names the rank and the operation that noticed."""
 
 
+class PutOutError(ShardError):
+    """An elastic job goes on without this rank; says how often it failed, and its last error."""
+
+
+class JobOverError(ShardError):
+    """An elastic job has ended, or was left, while this rank still waited to take part in it."""
+
+
 class CheckpointError(ShardError):
     """A checkpoint that does not fit this run, or a run that has nothing whole to save."""

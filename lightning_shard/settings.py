@@ -18,6 +18,9 @@ from dataclasses import dataclass
 from lightning_shard.errors import ConfigError
 
 _LARGEST_PORT = 65535
+_JOB = "LIGHTNING_SHARD_JOB"
+_JOB_TOKEN = "LIGHTNING_SHARD_JOB_TOKEN"
+_JOB_IS_INITIAL = "LIGHTNING_SHARD_JOB_IS_INITIAL"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +34,21 @@ class Rendezvous:
     def is_loopback(self) -> bool:
         """Whether all ranks must be on this host."""
         return is_loopback(self.host)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Where an elastic job is to be reached.
+
+    Attributes:
+        host: Of its keeper.
+        port: Of its keeper.
+        token: What a process must know to take part.
+    """
+
+    host: str
+    port: int
+    token: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,6 +218,47 @@ def is_loopback(host: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
+def job() -> Job | None:
+    """Read LIGHTNING_SHARD_JOB and LIGHTNING_SHARD_JOB_TOKEN: the elastic job to take part in.
+
+    Raises:
+        ConfigError: The second is missing, or the first is no host and port.
+    """
+    if not given(_JOB):
+        return None
+    address = required(_JOB, "an elastic job's address, host:port, as its first process prints it")
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) <= _LARGEST_PORT:
+        raise ConfigError(
+            f"The environment variable {_JOB} is {address!r}; expected host:port, as the job's "
+            "first process prints it."
+        )
+    token = required(_JOB_TOKEN, "the elastic job's token, as its first process prints it")
+    return Job(host=host.strip("[]"), port=int(port), token=token)
+
+
+def job_token() -> str:
+    """Read LIGHTNING_SHARD_JOB_TOKEN, which several launchers of one job have to agree on."""
+    return given(_JOB_TOKEN)
+
+
+def job_variables(job: Job) -> dict[str, str]:
+    """Return what a newcomer of this job has to find in its environment."""
+    host = f"[{job.host}]" if ":" in job.host else job.host
+    return {_JOB: f"{host}:{job.port}", _JOB_TOKEN: job.token}
+
+
+def set_job(job: Job) -> None:
+    """Set the elastic job for this process, and those that it starts, as its initial ranks."""
+    os.environ.update(job_variables(job))
+    os.environ[_JOB_IS_INITIAL] = "1"
+
+
+def joins_job() -> bool:
+    """Whether this process is a newcomer of a running elastic job, which it is told of."""
+    return job() is not None and given(_JOB_IS_INITIAL) != "1"
+
+
 def rank_and_world_size() -> tuple[int, int]:
     """Read RANK and WORLD_SIZE.
 
@@ -234,6 +293,25 @@ def debug() -> bool:
             "that compare every collective call before they make it, or 0."
         )
     return value == "1"
+
+
+def torchrun_job() -> str | None:
+    """What the workers of a job of torchrun on this host share over its restarts, else None.
+
+    The agent is the workers' parent, and stays.
+    """
+    run = given("TORCHELASTIC_RUN_ID")
+    return f"{run}-{os.getppid()}" if run else None
+
+
+def global_seed() -> int:
+    """Read PL_GLOBAL_SEED, which `seed_everything` has set; 0 without it, as in Lightning.
+
+    Raises:
+        ConfigError: It is no whole number.
+    """
+    name = "PL_GLOBAL_SEED"
+    return integer(name, "a seed, as seed_everything sets it") if given(name) else 0
 
 
 def set_rendezvous(host: str, port: int) -> None:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
-__all__ = ["PrefixStore", "ProcessGroupBase", "Store", "StoreBase", "TCPStore"]
+__all__ = ["HashStore", "PrefixStore", "ProcessGroupBase", "Store", "StoreBase", "TCPStore"]
 
 if TYPE_CHECKING:
 

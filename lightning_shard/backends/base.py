@@ -13,6 +13,7 @@ from typing import ClassVar, Self
 import torch
 import torch.distributed as dist
 
+from lightning_shard.backends._c10d import Store
 from lightning_shard.backends.checked import checked_name
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.errors import BackendUnavailableError, ConfigError
@@ -51,12 +52,18 @@ class Backend(ABC):
 
     @abstractmethod
     def init_process_group(
-        self, *, rank: int, world_size: int, device: torch.device, timeout: timedelta
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        timeout: timedelta,
+        store: Store | None = None,
     ) -> None:
         """Start the default process group; collective over all `world_size` ranks.
 
         Real-process backends rendezvous at MASTER_ADDR and MASTER_PORT, which the launcher or the
-        cluster environment has set.
+        cluster environment has set, unless a store is given; see `rendezvous.join_generation`.
         """
 
     def collectives(self, group: dist.ProcessGroup) -> Collectives:

@@ -8,10 +8,11 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from lightning_shard import settings
+from lightning_shard.backends._c10d import Store
 from lightning_shard.backends.base import Backend
 from lightning_shard.backends.checked import exchange_collectives
 from lightning_shard.backends.exchange import ExchangeCollectives
-from lightning_shard.backends.rendezvous import join_world
+from lightning_shard.backends.rendezvous import is_on_one_host, join_world
 
 
 class GlooBackend(Backend):
@@ -28,11 +29,24 @@ class GlooBackend(Backend):
 
     @override
     def init_process_group(
-        self, *, rank: int, world_size: int, device: torch.device, timeout: timedelta
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        timeout: timedelta,
+        store: Store | None = None,
     ) -> None:
-        if settings.rendezvous().is_loopback:
+        if is_on_one_host(store):
             settings.prefer_loopback_for_gloo()
-        join_world(self.c10d_name, rank=rank, world_size=world_size, device=None, timeout=timeout)
+        join_world(
+            self.c10d_name,
+            rank=rank,
+            world_size=world_size,
+            device=None,
+            timeout=timeout,
+            store=store,
+        )
 
     @override
     def collectives(self, group: dist.ProcessGroup) -> ExchangeCollectives:

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
+from lightning_shard.backends._c10d import Store
 from lightning_shard.backends.base import Backend
 from lightning_shard.backends.rendezvous import join_world
 
@@ -31,6 +32,19 @@ class NCCLBackend(Backend):
 
     @override
     def init_process_group(
-        self, *, rank: int, world_size: int, device: torch.device, timeout: timedelta
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        timeout: timedelta,
+        store: Store | None = None,
     ) -> None:
-        join_world(self.c10d_name, rank=rank, world_size=world_size, device=device, timeout=timeout)
+        join_world(
+            self.c10d_name,
+            rank=rank,
+            world_size=world_size,
+            device=device,
+            timeout=timeout,
+            store=store,
+        )

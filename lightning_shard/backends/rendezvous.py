@@ -1,7 +1,15 @@
-"""Starting the default process group of real processes, which meet at rank 0's store."""
+"""Starting the default process group of real processes, which meet at a store.
 
+    start of a job    rank 0's store at MASTER_ADDR:MASTER_PORT: the group, then the lifeline
+    later             a given store, which no rank's end takes along: the lifeline, then the group
+
+Ranks that meet anew have just lost a peer, and may lose another: the lifeline comes first there, so
+that it is heard of.
+"""
+
+from collections.abc import Callable
 from datetime import timedelta
-from itertools import count
+from threading import Event, Thread
 
 import torch
 import torch.distributed as dist
@@ -11,12 +19,19 @@ from lightning_shard import settings
 from lightning_shard.backends import liveness
 from lightning_shard.backends._c10d import PrefixStore, Store
 from lightning_shard.backends.pending import is_about_a_peer
+from lightning_shard.backends.roll_call import fresh_store
 from lightning_shard.errors import RankFailedError
 
 # Ranks do not start at the same time: one may import for long on a busy host. That is no silence.
 SHORTEST_MEETING = timedelta(minutes=1)
 
-_meetings = count()
+LONGEST_CONNECTING = timedelta(seconds=10)
+"""How long ranks that all run already, and are ready, wait for each other at a given store."""
+
+HOST_KEY = "lightning_shard/host"
+"""Where rank 0 has put an address of its host, in a given store."""
+
+_CHECK_SECONDS = 0.05
 
 
 def join_world(
@@ -26,10 +41,11 @@ def join_world(
     world_size: int,
     device: torch.device | None,
     timeout: timedelta,
+    store: Store | None = None,
 ) -> None:
-    """Start the default process group at MASTER_ADDR and MASTER_PORT; every rank must call.
+    """Start the default process group, and the lifeline with it; every rank must call.
 
-    And with it the lifeline, by which the ranks know of each other's end.
+    By the lifeline the ranks know of each other's end.
 
     Args:
         backend: A name that c10d knows.
@@ -37,40 +53,115 @@ def join_world(
         world_size: Number of processes.
         device: The rank's own device, to which the group is then bound, or None.
         timeout: For every operation, and for the meeting if it is longer than a minute.
+        store: Where to meet instead of MASTER_ADDR and MASTER_PORT: used for this group alone, with
+            `HOST_KEY` set, when every rank runs and is about to call.
 
     Raises:
         ConfigError: MASTER_ADDR or MASTER_PORT is missing or wrong.
         RankFailedError: The ranks did not meet.
     """
-    place = settings.rendezvous()
-    patience = max(timeout, SHORTEST_MEETING)
-    meeting = f"lightning_shard/meeting/{next(_meetings)}"  # torchrun's store keeps the last one's
-    try:
-        # env:// rather than tcp://: it also joins the store that torchrun's agent keeps.
-        store, rank, world_size = next(rendezvous("env://", rank, world_size, timeout=patience))
-        store = PrefixStore(meeting, store)
-        _await_all(store, rank, world_size, patience)
-        store.set_timeout(timeout)
+
+    def make_group(at: Store) -> None:
         dist.init_process_group(
             backend,
-            store=PrefixStore("default_pg", store),  # as c10d does with a store of its own
+            store=PrefixStore("default_pg", at),  # as c10d does with a store of its own
             rank=rank,
             world_size=world_size,
             timeout=timeout,
             device_id=device,
         )
+
+    place = _describe_place(store, timeout)
+    try:
+        if store is None:
+            _join_at_rank_zero(make_group, rank, world_size, timeout)
+        else:
+            _join_at(store, make_group, rank, world_size, timeout)
     except RuntimeError as error:
         if not is_about_a_peer(error):
             raise
         raise RankFailedError(
-            f"Rank {rank} of {world_size} could not meet the others at MASTER_ADDR={place.host}, "
-            f"MASTER_PORT={place.port} within {patience}. Check that every rank was started, that "
-            f"the address is rank 0's and that the port is free there. torch said: {error}"
+            f"Rank {rank} of {world_size} could not meet the others {place}. torch said: {error}"
         ) from error
-    liveness.start(store, rank=rank, world_size=world_size, host=place.host, timeout=timeout)
 
 
-def _await_all(store: Store, rank: int, world_size: int, patience: timedelta) -> None:
-    """Wait for every rank: the rendezvous has rank 0 alone do so, torchrun's not even that."""
-    store.set(f"here/{rank}", "")
-    store.wait([f"here/{other}" for other in range(world_size)], patience)
+def _describe_place(store: Store | None, timeout: timedelta) -> str:
+    if store is not None:
+        return f"of its generation within {min(timeout, LONGEST_CONNECTING)}"
+    place = settings.rendezvous()
+    return (
+        f"at MASTER_ADDR={place.host}, MASTER_PORT={place.port} within "
+        f"{max(timeout, SHORTEST_MEETING)}. Check that every rank was started, that the address is "
+        "rank 0's and that the port is free there"
+    )
+
+
+def is_on_one_host(store: Store | None) -> bool:
+    """Whether the ranks that meet there reach each other over the loopback interface."""
+    if store is None:
+        return settings.rendezvous().is_loopback
+    return settings.is_loopback(store.get(HOST_KEY).decode())
+
+
+def _join_at_rank_zero(
+    make_group: Callable[[Store], None], rank: int, world_size: int, timeout: timedelta
+) -> None:
+    patience = max(timeout, SHORTEST_MEETING)
+    # env:// rather than tcp://: it also joins the store that torchrun's agent keeps.
+    found, rank, world_size = next(rendezvous("env://", rank, world_size, timeout=patience))
+    store = fresh_store(found, rank, world_size, patience)
+    store.set_timeout(timeout)
+    make_group(store)
+    host = settings.rendezvous().host
+    liveness.start(store, rank=rank, world_size=world_size, host=host, timeout=timeout)
+
+
+def _join_at(
+    store: Store,
+    make_group: Callable[[Store], None],
+    rank: int,
+    world_size: int,
+    timeout: timedelta,
+) -> None:
+    store.set_timeout(min(timeout, LONGEST_CONNECTING))
+    host = store.get(HOST_KEY).decode()
+    liveness.start(
+        store, rank=rank, world_size=world_size, host=host, timeout=timeout, name="given"
+    )
+    unless_a_rank_fails(lambda: make_group(store), "making the process group")
+    store.set_timeout(timeout)
+
+
+def unless_a_rank_fails(connect: Callable[[], None], operation: str) -> None:
+    """Connect with the other ranks; give up as soon as the lifeline knows that one has failed.
+
+    A transport that waits for a connection heeds nothing but its time-out. So it waits on a thread
+    of its own, which is left to that when it is given up.
+
+    Args:
+        connect: What to do.
+        operation: What to call it in messages.
+
+    Raises:
+        RankFailedError: A rank has failed meanwhile.
+        BaseException: What `connect` raises.
+    """
+    lifeline = liveness.current()
+    if lifeline is None:
+        connect()
+        return
+    has_ended, errors = Event(), list[BaseException]()
+
+    def run() -> None:
+        try:
+            connect()
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            has_ended.set()
+
+    Thread(target=run, name="lightning-shard-connecting", daemon=True).start()
+    while not has_ended.wait(_CHECK_SECONDS):
+        lifeline.check(operation)
+    if errors:
+        raise errors[0]

@@ -264,6 +264,15 @@ class DataParallelEngine:
             if handle is not None:
                 handle.wait()
 
+    def publish_shards(self) -> None:
+        """After shards were overwritten, bring whole parameters up to date; each rank must call."""
+        pending = [
+            flat.begin_gather() for unit in self.units if unit.is_full for flat in unit.flats
+        ]
+        for handle in pending:
+            if handle is not None:
+                handle.wait()
+
     def owner(self, param: nn.Parameter) -> tuple[FlatParameters, int]:
         """The buffer that holds `param`, and its index there."""
         return self._homes[param]
@@ -341,6 +350,23 @@ class DataParallelEngine:
             if not restore and param in self.split.full_shapes:
                 setattr(param, _LEFTOVER, True)
 
+    @torch.no_grad()
+    def abandon(self) -> None:
+        """Take the engine off a model whose values will come from elsewhere; no communication.
+
+        Each parameter gets memory of its own shape in the optimizer's format, without values, and
+        no other engine takes it until `take_leftovers`.
+        """
+        while self._hooks:
+            self._hooks.popitem()[1].remove()
+        if self._gatherer is not None:
+            self._gatherer.remove()
+        for flat in self.flats:
+            for param, slot in zip(flat.params, flat.layout.slots, strict=True):
+                param.grad = None
+                param.data = flat.shard.new_empty(slot.shape)
+                setattr(param, _LEFTOVER, True)
+
     def _leave_as_is(self, unit: Unit) -> None:
         """After a failure: whole parameters in their own format where they are here."""
         for flat in unit.flats:
@@ -374,6 +400,12 @@ def _explain_misfits(stage: int) -> Iterator[None]:
             "say). Use the optimizer's weight_decay, compute inside the block's forward, or use "
             "strategy='zero2'."
         ) from error
+
+
+def take_leftovers(model: nn.Module) -> None:
+    """Let a new engine take a model that another has abandoned; its values must come after that."""
+    for param in model.parameters():
+        vars(param).pop(_LEFTOVER, None)
 
 
 def refuse_leftover_pieces(model: nn.Module) -> None:

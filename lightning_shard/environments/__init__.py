@@ -1,8 +1,16 @@
 """Lightning `ClusterEnvironment`s: who am I, and how many are we."""
 
 from lightning_shard.environments.checks import check_environment
+from lightning_shard.environments.elastic import ElasticEnvironment, elastic_environment
 from lightning_shard.environments.in_process import InProcessEnvironment
 from lightning_shard.environments.mpi import MPIEnvironment
 from lightning_shard.environments.selection import fitting_environment
 
-__all__ = ["InProcessEnvironment", "MPIEnvironment", "check_environment", "fitting_environment"]
+__all__ = [
+    "ElasticEnvironment",
+    "InProcessEnvironment",
+    "MPIEnvironment",
+    "check_environment",
+    "elastic_environment",
+    "fitting_environment",
+]

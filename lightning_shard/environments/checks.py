@@ -13,6 +13,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
 from lightning_shard import settings
+from lightning_shard.environments.elastic import ElasticEnvironment
 from lightning_shard.errors import ConfigError
 from lightning_shard.settings import SLURM, TORCHRUN, LauncherVariables, Placement
 
@@ -28,6 +29,10 @@ def check_environment(environment: ClusterEnvironment, num_devices: int, num_nod
     Raises:
         ConfigError: Names the variable, what it is and what was expected.
     """
+    if isinstance(environment, ElasticEnvironment):
+        if environment.is_newcomer:
+            return  # how many ranks there are is for the job to say
+        environment = environment.found
     check = _CHECKS.get(type(environment))  # a subclass may read other variables
     if check is not None:
         check(num_devices, num_nodes)

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.loops.loop import _Loop as Loop
+from lightning.pytorch.loops.progress import _BaseProgress as BaseProgress
 from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
 from lightning.pytorch.trainer.call import _call_and_handle_interrupt
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExit
@@ -15,8 +17,12 @@ __all__ = [
     "Launcher",
     "TunerExit",
     "call_and_handle_interrupt",
+    "copy_metrics",
+    "copy_progress",
+    "exchange_strategy",
     "forget_identities",
     "forget_launcher",
+    "take_down",
 ]
 
 
@@ -35,3 +41,44 @@ def forget_launcher(trainer: "pl.Trainer") -> None:
 def forget_identities(module: "pl.LightningModule") -> None:
     """Drop the module's table of its metrics by `id`, which a copy has inherited and got wrong."""
     module._metric_attributes = None
+
+
+def take_down(trainer: "pl.Trainer", error: BaseException) -> None:
+    """Take down what a run has set up that ended in the middle; callbacks do not hear of it."""
+    trainer.strategy.on_exception(error)
+    trainer._teardown()
+    trainer.state.stage = None
+
+
+def copy_metrics(source: "pl.Trainer", target: "pl.Trainer") -> None:
+    """Give a trainer that does not run the metrics of another that does not run either."""
+    connector = target._logger_connector
+    connector._callback_metrics = dict(source.callback_metrics)
+    connector._logged_metrics = dict(source.logged_metrics)
+    connector._progress_bar_metrics = dict(source.progress_bar_metrics)
+
+
+def copy_progress(source: Loop, target: Loop) -> None:
+    """Set a loop's counters, and those of the loops inside it, to another's."""
+    for name, value in vars(source).items():
+        mine = vars(target).get(name)
+        if isinstance(value, BaseProgress) and isinstance(mine, BaseProgress):
+            mine.load_state_dict(value.state_dict())
+        elif isinstance(value, Loop) and isinstance(mine, Loop) and name != "trainer":
+            copy_progress(value, mine)
+        elif name == "_batches_that_stepped":
+            vars(target)[name] = value
+
+
+def exchange_strategy(source: "pl.Trainer", target: "pl.Trainer") -> None:
+    """Give a trainer's strategy, which stays the same object, all that another's is made of.
+
+    It keeps its launcher and its model.
+    """
+    strategy = target.strategy
+    kept = {"_launcher": strategy._launcher}
+    model = strategy.lightning_module
+    vars(strategy).clear()
+    vars(strategy).update(vars(source.strategy), **kept)
+    if model is not None:
+        strategy.connect(model)

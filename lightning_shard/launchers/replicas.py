@@ -17,6 +17,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from lightning_shard.backends.in_process.faults import RankDropped
 from lightning_shard.errors import ConfigError
 from lightning_shard.launchers._lightning import (
     call_and_handle_interrupt,
@@ -49,7 +50,7 @@ class Replica:
         Raises:
             ConfigError: Something in it cannot be copied; the message names the attribute.
         """
-        owners = _find_owners(trainer, args, kwargs)
+        owners = find_owners(trainer, args, kwargs)
         whole = (function, trainer, args, kwargs)
         try:
             copied = copy.deepcopy(whole, _make_memo(trainer, owners, (args, kwargs)))
@@ -63,26 +64,36 @@ class Replica:
         replica = cls(*copied)
         if replica.trainer is not None:
             forget_launcher(replica.trainer)
-        for owner in _find_owners(replica.trainer, replica.args, replica.kwargs).values():
+        for owner in find_owners(replica.trainer, replica.args, replica.kwargs).values():
             if isinstance(owner, pl.LightningModule):
                 forget_identities(owner)
         return replica
 
     def run(self) -> Any:
-        """Run it, with Lightning's handling of exceptions if there is a trainer."""
+        """Run it, with Lightning's handling of exceptions if there is a trainer.
+
+        No callback and no strategy hears of a rank that a fault drops, as of a killed process.
+        """
         if self.trainer is None:
             return self.function(*self.args, **self.kwargs)
-        return call_and_handle_interrupt(self.trainer, self._call)
+        dropped: list[RankDropped] = []
+        result = call_and_handle_interrupt(self.trainer, self._call, dropped)
+        if dropped:
+            raise dropped[0]
+        return result
 
-    def _call(self) -> Any:
+    def _call(self, dropped: list[RankDropped]) -> Any:
         try:
             return self.function(*self.args, **self.kwargs)
+        except RankDropped as end:
+            dropped.append(end)
+            return None
         except KeyboardInterrupt as error:
             # Lightning would set a signal handler, which only the main thread may.
             raise SystemExit(1) from error
 
 
-def _find_owners(
+def find_owners(
     trainer: "pl.Trainer | None", args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
     """Return by name the user's objects whose attributes need care."""

@@ -18,7 +18,7 @@ from lightning_shard.errors import CheckpointError
 
 def shard_state(optimizer: Optimizer, engine: DataParallelEngine) -> None:
     """Cut the state that an optimizer has made for whole parameters, in place."""
-    for param in _params(optimizer):
+    for param in params_of(optimizer):
         if not engine.split.is_here(param):
             optimizer.state.pop(param, None)
             continue
@@ -41,7 +41,7 @@ def local_state_dict(
         CheckpointError: Its groups are not those of the optimizer.
     """
     _check_groups(full, optimizer)
-    params = _params(optimizer)
+    params = params_of(optimizer)
     state = {
         index: {
             key: _cut(key, _own_part(value, params[index], engine), *engine.owner(params[index]))
@@ -74,7 +74,7 @@ def full_state_dict(optimizer: Optimizer, engine: DataParallelEngine) -> dict[st
     if not engine.groups.is_first_copy:
         return {}
     packed = optimizer.state_dict()
-    params = _params(optimizer)
+    params = params_of(optimizer)
     pieces, common = _agree_on_keys(packed["state"], params, engine)
     state: dict[int, dict[str, Any]] = {}
     joined = _JoinedShards(packed["state"], params, pieces, engine)
@@ -127,7 +127,7 @@ class _JoinedShards:
             if value is None or not self._engine.split.is_here(param):
                 continue
             home, place = self._engine.owner(param)
-            if home is flat and _is_piece(value, flat, place) and value.numel():
+            if home is flat and is_piece(value, flat, place) and value.numel():
                 views[place].copy_(value)
         return flat.gather_shards(shard)
 
@@ -145,10 +145,10 @@ def _agree_on_keys(
         if not engine.split.is_here(params[index]):
             continue
         piece = engine.owner(params[index])
-        if _is_elsewhere(*piece):
+        if is_elsewhere(*piece):
             continue  # never stepped here: its counters are stale
         mine[index] = {
-            key: ("piece", value.dtype) if _is_piece(value, *piece) else ("common", _plain(value))
+            key: ("piece", value.dtype) if is_piece(value, *piece) else ("common", _plain(value))
             for key, value in entries.items()
         }
     for group in (engine.groups.shard, *engine.split.groups):
@@ -166,7 +166,8 @@ def _agree_on_keys(
     return pieces, common
 
 
-def _params(optimizer: Optimizer) -> list[nn.Parameter]:
+def params_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Every parameter of every group, in order."""
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
@@ -179,12 +180,12 @@ def _own_part(value: Any, param: nn.Parameter, engine: DataParallelEngine) -> An
     return engine.split.local(param, value) if isinstance(value, Tensor) else value
 
 
-def _is_elsewhere(flat: FlatParameters, index: int) -> bool:
+def is_elsewhere(flat: FlatParameters, index: int) -> bool:
     """Whether all of a parameter's elements lie on other ranks."""
     return flat.layout.slots[index].numel > 0 and not flat.local_views[index].numel()
 
 
-def _is_piece(value: Any, flat: FlatParameters, index: int) -> bool:
+def is_piece(value: Any, flat: FlatParameters, index: int) -> bool:
     """Whether a local state tensor goes with the parameter's elements."""
     view = flat.local_views[index]
     return isinstance(value, Tensor) and value.ndim > 0 and value.shape == view.shape

@@ -219,14 +219,18 @@ class ShardStrategy(StopsTogether, metaclass=OptionNames):
             self._join()
             if not self.is_in_process:
                 atexit.register(self._leave)
+        self._use_groups()
+        if not self.is_in_process and self.lightning_module is not None:
+            self.watch_for_termination(self.lightning_module.trainer)
+
+    def _use_groups(self) -> None:
+        """Talk over the default group there is; each rank must call."""
         group = dist.group.WORLD
         assert group is not None
         self._collectives = self.backend.collectives(group)
         if self._twin_of is not group:
             self._make_groups()
             self._twin_of = group
-        if not self.is_in_process and self.lightning_module is not None:
-            self.watch_for_termination(self.lightning_module.trainer)
 
     def _make_groups(self) -> None:
         """Make the groups beside the default one, once for each default group."""

@@ -14,6 +14,7 @@ from lightning_shard.strategies.data_parallel import (
     ZeRO2Strategy,
     ZeRO3Strategy,
 )
+from lightning_shard.strategies.elastic import ElasticStrategy
 from lightning_shard.strategies.hybrid_parallel import HybridParallelStrategy
 from lightning_shard.strategies.local_sgd import LocalSGDStrategy
 from lightning_shard.strategies.pipeline_parallel import PipelineParallelStrategy
@@ -30,6 +31,7 @@ SCHEMES: dict[str, type[DataParallelStrategy]] = {
     "hybrid_parallel": HybridParallelStrategy,
     "local_sgd": LocalSGDStrategy,
     "async_sgd": AsyncSGDStrategy,
+    "elastic": ElasticStrategy,
 }
 
 

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from lightning_shard.backends.base import DEFAULT_TIMEOUT
-from lightning_shard.backends.in_process import Fault, InProcessBackend, World
+from lightning_shard.backends.in_process import Fault, InProcessBackend, World, injected_faults
 from lightning_shard.errors import ConfigError
 
-__all__ = ["Fault", "run_ranks"]
+__all__ = ["Fault", "injected_faults", "run_ranks"]
 
 T = TypeVar("T")
 _MAX_SEED = 2**32 - 1

@@ -3,6 +3,8 @@
 import inspect
 
 import lightning.pytorch as pl
+from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.loops.progress import _BaseProgress
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.call import _call_and_handle_interrupt
 from lightning.pytorch.utilities.exceptions import _TunerExitException
@@ -26,3 +28,14 @@ def test_the_strategys_launcher_and_the_modules_table_of_metrics() -> None:
 def test_leaving_a_tuning_run_is_no_failure_there_either() -> None:
     assert "except _TunerExitException" in inspect.getsource(_call_and_handle_interrupt)
     assert issubclass(_TunerExitException, Exception)
+
+
+def test_what_a_survivors_results_are_made_of() -> None:
+    trainer = pl.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
+    assert callable(trainer._teardown)
+    for name in ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics"):
+        assert vars(trainer._logger_connector)[name] == {}
+    loop = trainer.fit_loop
+    assert isinstance(loop.epoch_progress, _BaseProgress)
+    assert isinstance(loop.epoch_loop, _Loop)
+    assert vars(loop.epoch_loop)["_batches_that_stepped"] == 0

@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_shard.backends.in_process import ElasticWorld
+from lightning_shard.backends.in_process.faults import faults_to_inject
 from lightning_shard.errors import ConfigError, DeadlockError, RankFailedError
-from lightning_shard.testing import Fault, run_ranks
+from lightning_shard.testing import Fault, injected_faults, run_ranks
 
 
 def test_results_come_in_rank_order() -> None:
@@ -64,6 +66,10 @@ def test_wrong_seed(seed: Any) -> None:
         ({"kind": "delay", "seconds": -1.0}, "seconds"),
         ({"kind": "delay", "seconds": float("inf")}, "seconds"),
         ({"kind": "fail", "seconds": 1.0}, "delay"),
+        ({"kind": "leave", "seconds": 1.0}, "delay"),
+        ({"at_step": -1}, "at_step"),
+        ({"kind": "add"}, "at_step=None"),
+        ({"kind": "add", "at_step": 3, "at_collective": 2}, "at_collective=1"),
     ],
 )
 def test_wrong_faults(fields: dict[str, Any], match: str) -> None:
@@ -74,6 +80,30 @@ def test_wrong_faults(fields: dict[str, Any], match: str) -> None:
 def test_fault_of_a_rank_that_is_not_there() -> None:
     with pytest.raises(ConfigError, match="below 2"):
         run_ranks(lambda rank: None, 2, faults=[Fault(2, 1, "fail")])
+
+
+@pytest.mark.parametrize(
+    "fault", [Fault(2, 1, "add", at_step=1), Fault(1, 1, "leave"), Fault(1, 1, "drop", at_step=1)]
+)
+def test_a_fault_for_ranks_that_come_and_go_is_refused_elsewhere(fault: Fault) -> None:
+    with pytest.raises(ConfigError, match="only in an elastic world"):
+        run_ranks(lambda rank: None, 2, faults=[fault])
+
+
+def test_ranks_are_added_under_numbers_of_their_own() -> None:
+    faults = [Fault(rank, 1, "add", at_step=1) for rank in (3, 5)]
+    with pytest.raises(ConfigError, match=r"\[3, 5\], expected \[3, 4\]"):
+        ElasticWorld(3, faults)
+
+
+def test_faults_are_injected_inside_their_context_only() -> None:
+    outer, inner = Fault(0, 1, "fail"), Fault(1, 1, "fail")
+    assert faults_to_inject() == ((), [])
+    with injected_faults([outer]):
+        with injected_faults([inner]) as struck:
+            assert faults_to_inject() == ((inner,), struck)
+        assert faults_to_inject()[0] == (outer,)
+    assert faults_to_inject() == ((), [])
 
 
 def count_barriers(seen: list[int], swallow: bool = False) -> Any:

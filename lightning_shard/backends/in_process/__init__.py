@@ -1,13 +1,22 @@
 """Ranks as threads of one process, one running at a time, switched at collectives.
 
-run_ranks / launcher ─► World.run ─► Scheduler (the token, deadlocks)
-                            │             └─ RankGlobals (swapped at each switch)
+run_ranks / launcher ─► World.run ─► Run (threads) ─► Scheduler (the token, deadlocks)
+                            │                              └─ RankGlobals (swapped at each switch)
 torch.distributed ─► InProcessGroup ─► World.post ─► Channel ─► SEMANTICS (the arithmetic)
                             └─ InProcessWork.wait ─► Scheduler.wait
 """
 
 from lightning_shard.backends.in_process.backend import InProcessBackend
-from lightning_shard.backends.in_process.faults import Fault
+from lightning_shard.backends.in_process.elastic_world import ElasticWorld
+from lightning_shard.backends.in_process.faults import Fault, injected_faults
 from lightning_shard.backends.in_process.world import World, current_rank, current_world
 
-__all__ = ["Fault", "InProcessBackend", "World", "current_rank", "current_world"]
+__all__ = [
+    "ElasticWorld",
+    "Fault",
+    "InProcessBackend",
+    "World",
+    "current_rank",
+    "current_world",
+    "injected_faults",
+]

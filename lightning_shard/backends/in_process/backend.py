@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_shard.backends import _c10d
+from lightning_shard.backends._c10d import Store
 from lightning_shard.backends.base import Backend
 from lightning_shard.backends.in_process.process_group import InProcessGroup
 from lightning_shard.backends.in_process.world import BACKEND_NAME, World, current_world
@@ -43,23 +44,30 @@ class InProcessBackend(Backend):
         return None
 
     def init_process_group(
-        self, *, rank: int, world_size: int, device: torch.device, timeout: timedelta
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        timeout: timedelta,
+        store: Store | None = None,
     ) -> None:
-        """Start the running rank's default group.
+        """Start the running rank's default group; over the world's own store, if none is given.
 
         Raises:
             ConfigError: No in-process world runs, or it has another rank or size.
         """
         del device
         world = _require_world()
-        if (rank, world_size) != (world.rank, world.num_ranks):
+        own_rank, size = world.group_rank
+        if (rank, world_size) != (own_rank, size):
             raise ConfigError(
-                f"in_process: got rank={rank}, world_size={world_size}, expected {world.rank} and "
-                f"{world.num_ranks}, as in the in-process world that runs."
+                f"in_process: got rank={rank}, world_size={world_size}, expected {own_rank} and "
+                f"{size}, as in the in-process world that runs."
             )
         dist.init_process_group(
             self.name,
-            store=world.new_init_store(),
+            store=world.new_init_store() if store is None else store,
             rank=rank,
             world_size=world_size,
             timeout=timeout,

@@ -37,9 +37,8 @@ class Meeting:
     source: int = -1
 
     def missing(self) -> tuple[int, ...]:
-        """Return the global ranks that have not called yet."""
-        ranks = self.channel.global_ranks
-        return tuple(ranks[i] for i, call in enumerate(self.calls) if call is None)
+        """Return the group ranks that have not called yet."""
+        return tuple(i for i, call in enumerate(self.calls) if call is None)
 
     def is_done(self) -> bool:
         """Say whether the results are there."""
@@ -53,16 +52,25 @@ class Transfer(Meeting):
     peer: int = ANY_SOURCE
 
     def missing(self) -> tuple[int, ...]:
-        """Return the peer's global rank; none for a receive from anybody."""
-        return () if self.peer == ANY_SOURCE else (self.channel.global_ranks[self.peer],)
+        """Return the peer's group rank; none for a receive from anybody."""
+        return () if self.peer == ANY_SOURCE else (self.peer,)
 
 
 @dataclass(slots=True, eq=False)
 class Channel:
-    """One group, as all its ranks share it."""
+    """One group, as all its ranks share it.
+
+    Attributes:
+        name: c10d's.
+        global_ranks: The group's ranks, in its own order.
+        threads: Their threads.
+        generation: The generation of groups that it belongs to.
+    """
 
     name: str
     global_ranks: tuple[int, ...]
+    threads: tuple[int, ...]
+    generation: int = 0
     _counts: list[int] = field(init=False)
     _transfer_counts: list[int] = field(init=False)
     _open: dict[int, Meeting] = field(default_factory=dict)
@@ -93,7 +101,7 @@ class Channel:
         if meeting is None:
             meeting = self._open[number] = Meeting(self, number, [None] * size)
         else:
-            expected = next(c for c in meeting.calls if c is not None)
+            expected = next((c for c in meeting.calls if c is not None), call)
             if call.agreed != expected.agreed:
                 raise Disagreement(call, expected, "")
         meeting.calls[call.rank] = call
@@ -126,6 +134,17 @@ class Channel:
                 return mine
         queue.append(mine)
         return mine
+
+    def withdraw(self, rank: int) -> None:
+        """Take back what this rank of the group has called and nobody has met yet.
+
+        Its tensors are free for other uses from then on. Peers that come later wait for a call
+        that never comes.
+        """
+        for meeting in self._open.values():
+            meeting.calls[rank] = None
+        self._sends = [send for send in self._sends if _only_call(send).rank != rank]
+        self._recvs = [recv for recv in self._recvs if _only_call(recv).rank != rank]
 
 
 def _mark(calls: Sequence[Call]) -> list[torch.cuda.Event | None]:

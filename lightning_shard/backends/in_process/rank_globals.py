@@ -63,16 +63,7 @@ class RankGlobals:
         own._groups = _c10d.RankGroups()
         own._rank_zero = rank
         own._module_globals["warnings", "filters"] = list(warnings.filters)
-        own.environment.update(
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            NODE_RANK="0",
-            GROUP_RANK="0",
-            WORLD_SIZE=str(num_ranks),
-            LOCAL_WORLD_SIZE=str(num_ranks),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT="0",
-        )
+        own.environment.update(_identity(rank, num_ranks))
         return own
 
     def save(self) -> None:
@@ -121,6 +112,27 @@ class RankGlobals:
             torch.cuda.manual_seed_all(torch.initial_seed())
         else:
             torch.cuda.set_rng_state_all(self._cuda_rng)
+
+
+def assume_identity(rank: int, num_ranks: int) -> None:
+    """Give the rank that runs another number, in a world of another size."""
+    _rank_zero.rank = rank
+    for name, text in _identity(rank, num_ranks).items():
+        os.environ[name] = text
+
+
+def _identity(rank: int, num_ranks: int) -> dict[str, str]:
+    """Return the environment variables of one rank of one host."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "NODE_RANK": "0",
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }
 
 
 def _set_variable(name: str, text: str | None) -> None:

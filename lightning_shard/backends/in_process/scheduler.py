@@ -8,7 +8,8 @@ caller's own thread.
     rank 1             └─run ──wait┐     │
     rank 2                         └─run ┘
 
-Nobody runnable and somebody not finished is a deadlock: every waiting rank is raised an error.
+Nobody runnable and somebody not finished is a deadlock: every waiting rank is raised an error. So
+are the peers of a rank that raises; in an elastic world those only that wait for it.
 """
 
 import ctypes
@@ -16,16 +17,13 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 
 from lightning_shard.backends.in_process.faults import RankDropped
-from lightning_shard.backends.in_process.rank_globals import RankGlobals
+from lightning_shard.backends.in_process.rank import Rank, Status, Wait
 from lightning_shard.backends.in_process.verdicts import (
     Verdict,
     deadlock_verdict,
-    gone_verdict,
     peer_failed_verdict,
 )
 from lightning_shard.errors import ConfigError
@@ -35,72 +33,22 @@ _LOOK_UP_SECONDS = 0.2
 _MAX_IDLE_POLLS = 20_000  # far more than anybody polls who has work of his own to do meanwhile
 
 
-class Status(Enum):
-    """How far a rank has come."""
+class Scheduler:
+    """Holds the token and passes it on.
 
-    ALIVE = "running"
-    FINISHED = "finished: its function returned"
-    FAILED = "failed"
-    GONE = "gone: dropped without a word"
-
-
-@dataclass(slots=True)
-class Wait:
-    """Why a rank does not run.
-
-    Args:
-        ready: Says whether the wait is over.
-        describe: Says what is waited for, with the caller's file and line.
-        members: Returns the global ranks that have yet to do their part; once one is gone, the
-            wait cannot end.
-        helpers: Global ranks any of which might end it; if one is gone and nobody can run, it
-            cannot end either.
-        deadline: A time (`time.monotonic`) at which `ready` turns true by itself.
+    Attributes:
+        failures: By thread, in the order in which they came.
+        survived: The threads of those that ended one rank only.
+        is_condemned: Whether an error has struck that ends the world, not one rank of it.
     """
 
-    ready: Callable[[], bool]
-    describe: Callable[[], str]
-    members: Callable[[], tuple[int, ...]] = tuple
-    helpers: tuple[int, ...] = ()
-    deadline: float | None = None
-
-
-class Rank:
-    """One rank's place in the schedule."""
-
-    def __init__(self, index: int, own: RankGlobals) -> None:
-        self.index = index
-        self.globals = own
-        self.status = Status.ALIVE
-        self.wait: Wait | None = None
-        self.verdict: Verdict | None = None
-        self.thread_id = 0
-        self._wake = threading.Lock()
-        self._wake.acquire()
-
-    def wake(self) -> None:
-        """Let a thread that sleeps in `sleep` go on; called with the token already handed over."""
-        with suppress(RuntimeError):  # awake already
-            self._wake.release()
-
-    def sleep(self, timeout: float = -1) -> None:
-        """Sleep until woken; may wake early, so callers check again."""
-        self._wake.acquire(timeout=timeout)
-
-    def describe(self) -> str:
-        """Say where this rank is, for an error message."""
-        if self.status is Status.ALIVE and self.wait is not None:
-            return f"rank {self.index}: {self.wait.describe()}"
-        return f"rank {self.index}: {self.status.value}"
-
-
-class Scheduler:
-    """Holds the token and passes it on."""
-
-    def __init__(self, ranks: list[Rank]) -> None:
+    def __init__(self, ranks: list[Rank], *, is_elastic: bool = False) -> None:
         self.ranks = ranks
         self.running = ranks[0]
-        self.first_failure: tuple[int, BaseException] | None = None
+        self.failures: dict[int, BaseException] = {}
+        self.survived: set[int] = set()
+        self.is_condemned = False
+        self._is_elastic = is_elastic
         self._idle_polls = 0
 
     # --- waiting -------------------------------------------------------------------------------
@@ -168,31 +116,40 @@ class Scheduler:
         if rank.status is Status.GONE:
             raise RankDropped
         if rank.verdict is not None:
-            raise rank.verdict(rank.index, describe())
-
-    def gone_members(self, members: tuple[int, ...]) -> tuple[int, ...]:
-        """Return those of `members` that were dropped."""
-        return tuple(m for m in members if self.ranks[m].status is Status.GONE)
+            raise rank.verdict(rank.place.rank, describe())
 
     def _raise_if_doomed(self, rank: Rank, wait: Wait) -> None:
         self.raise_if_condemned(rank, wait.describe)
-        if gone := self.gone_members(wait.members()):
-            raise gone_verdict(gone)(rank.index, wait.describe())
+        if (verdict := wait.lost()) is not None:
+            raise verdict(rank.place.rank, wait.describe())
 
     # --- ending --------------------------------------------------------------------------------
 
     def condemn(self, verdict: Verdict) -> None:
         """Have every rank that still lives raise `verdict` at its next operation."""
+        self.is_condemned = True
         for rank in self.ranks:
             if rank.status is Status.ALIVE and rank.verdict is None:
                 rank.verdict = verdict
 
     def fail(self, rank: Rank, error: BaseException) -> None:
-        """Record that `rank` raised; its peers will raise `RankFailedError`."""
-        if self.first_failure is None:
-            self.first_failure = (rank.index, error)
+        """Record that `rank` raised; its peers will raise `RankFailedError`.
+
+        In an elastic world those only that wait for it, if it was an `Exception` or the end of a
+        process; a `KeyboardInterrupt` or a test's failure ends that too.
+        """
+        self.failures.setdefault(rank.index, error)
         rank.status = Status.FAILED
-        self.condemn(peer_failed_verdict(rank.index, error))
+        if self._is_elastic and isinstance(error, (Exception, SystemExit)):
+            if not self.is_condemned:
+                self.survived.add(rank.index)
+        else:
+            self.condemn(peer_failed_verdict(rank.name, error))
+
+    def interrupt(self, rank: Rank, error: BaseException) -> None:
+        """Record what struck the caller's thread from outside: Ctrl-C or an alarm; it ends all."""
+        self.fail(rank, error)
+        self.condemn(peer_failed_verdict(rank.name, error))
 
     def leave(self, rank: Rank) -> None:
         """Hand the token on for good, from a thread that is about to end."""
@@ -205,7 +162,7 @@ class Scheduler:
             try:
                 self._hand_over(rank)
             except BaseException as error:
-                self.fail(rank, error)
+                self.interrupt(rank, error)
 
     # --- the token -----------------------------------------------------------------------------
 
@@ -242,8 +199,8 @@ class Scheduler:
         if self.running is rank:  # not given away, or just come back
             rank.globals.load()
             return
-        self.fail(rank, error)
-        rank.verdict = peer_failed_verdict(rank.index, error)
+        self.interrupt(rank, error)
+        rank.verdict = peer_failed_verdict(rank.name, error)
         self.running.wake()  # the interruption may have come just before
         while (running := self.running) is not rank:
             with suppress(BaseException):  # more of the same
@@ -270,7 +227,7 @@ class Scheduler:
                 return self.ranks[0]  # all have ended: back to the caller's thread
             if deadlines := self._deadlines():
                 time.sleep(max(0.0, min(deadlines) - time.monotonic()))
-            elif not self._give_up_on_gone_helpers(waiting):
+            elif not (self._give_up_the_forsaken(waiting) or self._end_standstill(waiting)):
                 self.condemn(deadlock_verdict(self._report()))
 
     def _deadlines(self) -> list[float]:
@@ -280,12 +237,16 @@ class Scheduler:
     def _report(self) -> str:
         return "\n".join(f"  {rank.describe()}" for rank in self.ranks)
 
-    def _give_up_on_gone_helpers(self, waiting: list[Rank]) -> bool:
+    def _give_up_the_forsaken(self, waiting: list[Rank]) -> bool:
         """End the waits that one who is gone might have ended; return whether there were any."""
-        waits = [r.wait for r in waiting if r.wait and self.gone_members(r.wait.helpers)]
-        for wait in waits:
-            wait.members = partial(tuple, wait.helpers)
-        return bool(waits)
+        forsaken = [(r.wait, v) for r in waiting if r.wait and (v := r.wait.forsaken()) is not None]
+        for wait, verdict in forsaken:
+            wait.lost = partial(_always, verdict)
+        return bool(forsaken)
+
+    def _end_standstill(self, waiting: list[Rank]) -> bool:
+        """Tell the waits that nobody can run; return whether one has changed that."""
+        return any(rank.wait.at_standstill() for rank in waiting if rank.wait is not None)
 
     def _find_runnable(self, after: Rank) -> Rank | None:
         size = len(self.ranks)
@@ -297,9 +258,8 @@ class Scheduler:
 
     def _can_run(self, rank: Rank) -> bool:
         wait = rank.wait
-        return (
-            wait is None
-            or rank.verdict is not None
-            or wait.ready()
-            or bool(self.gone_members(wait.members()))
-        )
+        return wait is None or rank.verdict is not None or wait.ready() or wait.lost() is not None
+
+
+def _always(verdict: Verdict) -> Verdict:
+    return verdict

@@ -1,6 +1,6 @@
 """The errors that a world raises on its ranks, made for each rank when it is raised there."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from lightning_shard.backends.mismatch import mismatch_error
 from lightning_shard.errors import DeadlockError, RankFailedError
@@ -32,8 +32,8 @@ def mismatch_verdict(problem: str) -> Verdict:
     return make
 
 
-def peer_failed_verdict(failed: int, error: BaseException) -> Verdict:
-    """Rank `failed` raised `error`."""
+def peer_failed_verdict(failed: str, error: BaseException) -> Verdict:
+    """The rank called `failed` raised `error`."""
 
     def make(rank: int, operation: str) -> Exception:
         made = RankFailedError(
@@ -46,14 +46,25 @@ def peer_failed_verdict(failed: int, error: BaseException) -> Verdict:
     return make
 
 
-def gone_verdict(gone: tuple[int, ...]) -> Verdict:
-    """The ranks `gone` were dropped without a word."""
+def gone_verdict(gone: Sequence[str]) -> Verdict:
+    """The ranks called `gone` were dropped without a word."""
 
     def make(rank: int, operation: str) -> Exception:
-        names = ", ".join(str(r) for r in gone)
         return RankFailedError(
-            f"Rank {rank} cannot go on with {operation}: rank {names} is gone, without a word. "
-            "Start again from a checkpoint, or go on in a group without it."
+            f"Rank {rank} cannot go on with {operation}: rank {', '.join(gone)} is gone, without "
+            "a word. Start again from a checkpoint, or go on in a group without it."
+        )
+
+    return make
+
+
+def left_verdict(left: Sequence[str]) -> Verdict:
+    """The ranks called `left` have dropped the groups that they share with others, or ended."""
+
+    def make(rank: int, operation: str) -> Exception:
+        return RankFailedError(
+            f"Rank {rank} cannot go on with {operation}: rank {', '.join(left)} has left these "
+            "groups. Go on in the next generation's."
         )
 
     return make

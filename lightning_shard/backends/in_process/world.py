@@ -1,28 +1,26 @@
 """A world of ranks in this process: runs a function on each, and is where their calls meet."""
 
 import sys
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Generic, TypeVar, cast
-
-import torch
+from typing import Any, ClassVar, TypeVar, cast
 
 from lightning_shard.backends import _c10d
 from lightning_shard.backends.calls import Call, Disagreement
 from lightning_shard.backends.in_process.channel import Channel, Meeting
 from lightning_shard.backends.in_process.faults import Fault, FaultPlan, RankDropped
+from lightning_shard.backends.in_process.losses import Losses, check_place
+from lightning_shard.backends.in_process.rank import NOT_YET, Place, Rank, Status, Wait
 from lightning_shard.backends.in_process.rank_globals import RankGlobals
-from lightning_shard.backends.in_process.scheduler import Rank, Scheduler, Status, Wait
+from lightning_shard.backends.in_process.run import Run
+from lightning_shard.backends.in_process.scheduler import Scheduler
 from lightning_shard.backends.in_process.store import InProcessStore
-from lightning_shard.backends.in_process.verdicts import gone_verdict, mismatch_verdict
+from lightning_shard.backends.in_process.verdicts import Verdict, mismatch_verdict
 from lightning_shard.backends.mismatch import Side, describe_disagreement
 from lightning_shard.errors import ConfigError, RankFailedError
 
 T = TypeVar("T")
 BACKEND_NAME = "in_process"
-_JOIN_SECONDS = 1.0
 _active: list["World"] = []  # the one world that runs, if any
 
 
@@ -42,26 +40,51 @@ class World:
     Args:
         num_ranks: How many.
         faults: What goes wrong, for tests.
+        num_spares: How many threads there are above these, for ranks that a fault adds.
+        struck: Takes each fault as it strikes.
 
     Raises:
         ConfigError: `num_ranks` is not a positive integer, or a fault names no rank of these.
     """
 
-    def __init__(self, num_ranks: int, faults: Iterable[Fault] = ()) -> None:
+    is_elastic: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        num_ranks: int,
+        faults: Iterable[Fault] = (),
+        *,
+        num_spares: int = 0,
+        struck: list[Fault] | None = None,
+    ) -> None:
         if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
             raise ConfigError(f"got num_ranks={num_ranks!r}, expected an integer from 1.")
-        self.num_ranks = num_ranks
+        self.num_threads = num_ranks + num_spares
         self.store = InProcessStore(self)
-        self._faults = FaultPlan(faults, num_ranks)
-        self._channels: dict[tuple[str, tuple[int, ...], int], Channel] = {}
-        self._generations: Counter[tuple[str, tuple[int, ...], int]] = Counter()
-        self._num_inits = [0] * num_ranks
+        self.faults = FaultPlan(faults, self.num_threads, is_elastic=self.is_elastic, struck=struck)
+        self.num_first_ranks = num_ranks
+        self._channels: dict[tuple[str, str, tuple[int, ...], int], Channel] = {}
+        self._losses: Losses
+        self._run: Run[Any]
         self.scheduler: Scheduler
 
     @property
     def rank(self) -> int:
-        """The rank that runs now."""
-        return self.scheduler.running.index
+        """The number of the rank that runs now."""
+        return self.scheduler.running.place.rank
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks, as the one that runs now knows it."""
+        if not hasattr(self, "scheduler"):
+            return self.num_first_ranks
+        return self.scheduler.running.place.num_ranks
+
+    @property
+    def group_rank(self) -> tuple[int, int]:
+        """The rank and the size that the running rank's default group has."""
+        rank = self.scheduler.running
+        return rank.place.threads.index(rank.index), len(rank.place.threads)
 
     # --- running -------------------------------------------------------------------------------
 
@@ -81,31 +104,47 @@ class World:
                 "called inside it. Worlds do not nest: call it outside, or use one world."
             )
         outer, excepthook = RankGlobals(), sys.excepthook
-        self.scheduler = Scheduler(
-            [Rank(i, RankGlobals.for_rank(i, self.num_ranks)) for i in range(self.num_ranks)]
-        )
+        ranks = [self._make_rank(index) for index in range(self.num_threads)]
+        self.scheduler = Scheduler(ranks, is_elastic=self.is_elastic)
+        self._losses = Losses(self.scheduler, is_elastic=self.is_elastic)
+        run = self._run = Run(self.scheduler, function, self.has_ended)
         _active.append(self)
         try:
             with _c10d.in_process_c10d(BACKEND_NAME, self._rendezvous):
-                results = _Run(self.scheduler, function).run()
+                results = run.run()
         finally:
             _active.remove(self)
             outer.load()
             sys.excepthook = excepthook
         return results
 
+    def _make_rank(self, index: int) -> Rank:
+        size = self.num_first_ranks
+        is_spare = index >= size
+        place = Place(index, size, (index,) if is_spare else tuple(range(size)))
+        rank = Rank(index, RankGlobals.for_rank(index, size), place)
+        if is_spare:
+            rank.status = Status.PARKED
+        return rank
+
+    def has_ended(self, thread: int) -> None:
+        """Take note that a rank is gone or that its function has ended."""
+
     def new_init_store(self) -> _c10d.Store:
         """Return a store for this rank's next default group; its peers get the same."""
-        self._num_inits[self.rank] += 1
-        return _c10d.PrefixStore(f"init{self._num_inits[self.rank]}", cast(_c10d.Store, self.store))
+        place = self.scheduler.running.place
+        place.num_inits += 1
+        prefix = f"{place.name}, init {place.num_inits}"
+        return _c10d.PrefixStore(prefix, cast(_c10d.Store, self.store))
 
     def _rendezvous(self, rank: int, world_size: int) -> tuple[_c10d.Store, int, int]:
-        if rank not in (-1, self.rank) or world_size not in (-1, self.num_ranks):
+        own_rank, size = self.group_rank
+        if rank not in (-1, own_rank) or world_size not in (-1, size):
             raise ConfigError(
                 f"init_process_group: got rank={rank}, world_size={world_size}, expected "
-                f"{self.rank} and {self.num_ranks}, as in the in-process world that runs."
+                f"{own_rank} and {size}, as in the in-process world that runs."
             )
-        return self.new_init_store(), self.rank, self.num_ranks
+        return self.new_init_store(), own_rank, size
 
     # --- meeting -------------------------------------------------------------------------------
 
@@ -115,10 +154,15 @@ class World:
         A rank's n-th group of one name and these ranks is its peers' n-th, so that a group may
         be destroyed and made again.
         """
-        mine = (name, global_ranks, self.rank)
-        self._generations[mine] += 1
-        key = (name, global_ranks, self._generations[mine])
-        return self._channels.setdefault(key, Channel(name, global_ranks))
+        place = self.scheduler.running.place
+        place.num_made[name, global_ranks] += 1
+        key = (place.name, name, global_ranks, place.num_made[name, global_ranks])
+        if (channel := self._channels.get(key)) is None:
+            threads = tuple(place.threads[rank] for rank in global_ranks)
+            channel = Channel(name, global_ranks, threads, place.generation)
+            self._channels[key] = channel
+        place.channels.append(channel)
+        return channel
 
     def post(self, channel: Channel, call: Call) -> Meeting:
         """Add a call of the running rank to its group's.
@@ -133,7 +177,8 @@ class World:
             return f"{call} of {channel} at {call.site}"
 
         self.scheduler.raise_if_condemned(rank, describe)
-        self._suffer(rank, call, describe)
+        check_place(rank, channel, describe)
+        self._suffer(rank, describe)
         self.scheduler.raise_if_condemned(rank, describe)
         try:
             meeting = channel.join(call) if call.tag is None else channel.transfer(call)
@@ -143,23 +188,27 @@ class World:
             self.scheduler.raise_if_condemned(rank, describe)
             raise AssertionError("a condemned rank has an error") from None
         self.scheduler.note_progress()
-        self._raise_if_gone(meeting, rank, describe)
+        self._raise_if_lost(meeting, call, rank, describe)
         return meeting
 
     def wait_for(self, meeting: Meeting, call: Call) -> None:
         """Let the other ranks run until the operation is done."""
+        rank, everybody = self.scheduler.running, range(len(meeting.channel.threads))
         self.scheduler.wait(
             Wait(
                 meeting.is_done,
                 lambda: _describe_wait(meeting, call),
-                meeting.missing,
-                meeting.channel.global_ranks,
+                lost=lambda: self._loss(meeting, call, rank),
+                forsaken=lambda: self._losses.among(meeting.channel, everybody),
             )
         )
 
     def wait_until(self, ready: Callable[[], bool], describe: Callable[[], str]) -> None:
         """Let the other ranks run until `ready()`."""
-        self.scheduler.wait(Wait(ready, describe, helpers=tuple(range(self.num_ranks))))
+        rank = self.scheduler.running
+        self.scheduler.wait(
+            Wait(ready, describe, forsaken=lambda: self._losses.in_default_group(rank))
+        )
 
     def poll(self, meeting: Meeting, call: Call) -> None:
         """Let the other ranks run once."""
@@ -169,26 +218,48 @@ class World:
 
         rank = self.scheduler.check_thread()
         self.scheduler.raise_if_condemned(rank, describe)
-        self._raise_if_gone(meeting, rank, describe)
+        self._raise_if_lost(meeting, call, rank, describe)
         self.scheduler.yield_token(describe)
 
-    def _raise_if_gone(self, meeting: Meeting, rank: Rank, describe: Callable[[], str]) -> None:
-        """Raise if a rank that has yet to do its part never will."""
-        if not meeting.done and (gone := self.scheduler.gone_members(meeting.missing())):
-            raise gone_verdict(gone)(rank.index, describe())
+    def _loss(self, meeting: Meeting, call: Call, rank: Rank) -> Verdict | None:
+        """Return the error of waiting for this, if a rank that has yet to do its part never will.
 
-    def _suffer(self, rank: Rank, call: Call, describe: Callable[[], str]) -> None:
-        fault = self._faults.next_fault(rank.index)
+        The one that waits is among these if it has left the group meanwhile, and its call with it.
+        """
+        if meeting.done:
+            return None
+        members = meeting.missing()
+        if rank.left >= meeting.channel.generation:
+            members = (call.rank, *members)
+        return self._losses.among(meeting.channel, members)
+
+    def _raise_if_lost(
+        self, meeting: Meeting, call: Call, rank: Rank, describe: Callable[[], str]
+    ) -> None:
+        if (verdict := self._loss(meeting, call, rank)) is not None:
+            raise verdict(rank.place.rank, describe())
+
+    def _suffer(self, rank: Rank, describe: Callable[[], str]) -> None:
+        fault = self.faults.next_fault(rank.index)
         if fault is None:
             return
-        if fault.kind == "drop":
-            rank.status = Status.GONE
-            raise RankDropped
-        if fault.kind == "fail":
-            raise RankFailedError(
-                f"Rank {rank.index} fails on purpose at its operation {fault.at_collective}, "
-                f"{describe()}: a Fault was injected."
-            )
+        match fault.kind:
+            case "drop":
+                rank.status = Status.GONE
+                self.has_ended(rank.index)
+                raise RankDropped
+            case "fail":
+                rank.broken = rank.place.generation if self.is_elastic else NOT_YET
+                raise RankFailedError(
+                    f"Rank {rank.name} fails on purpose at its operation {fault.at_collective}"
+                    f"{_describe_step(fault)}, {describe()}: a Fault was injected."
+                )
+            case "leave":
+                rank.is_asked_to_leave = True
+            case "delay":
+                self._delay(fault, describe)
+
+    def _delay(self, fault: Fault, describe: Callable[[], str]) -> None:
         end = time.monotonic() + fault.seconds
         self.scheduler.wait(
             Wait(
@@ -199,65 +270,8 @@ class World:
         )
 
 
-class _Run(Generic[T]):
-    """One run of a world: its threads and their results."""
-
-    def __init__(self, scheduler: Scheduler, function: Callable[[int], T]) -> None:
-        self._scheduler, self._function = scheduler, function
-        self._results: list[T | None] = [None] * len(scheduler.ranks)
-        self._grad_enabled = torch.is_grad_enabled()
-
-    def run(self) -> list[T | None]:
-        first, *others = self._scheduler.ranks
-        threads = [
-            threading.Thread(
-                target=self._rank_main, args=(rank,), name=f"rank{rank.index}", daemon=True
-            )
-            for rank in others
-        ]
-        for rank, thread in zip(others, threads, strict=True):
-            thread.start()
-            rank.thread_id = thread.ident or 0
-        first.thread_id = threading.get_ident()
-        first.globals.load()
-        with torch.autograd.set_multithreading_enabled(False):
-            try:
-                self._work(first)
-            except BaseException as interruption:  # Ctrl-C just as the rank had ended
-                self._scheduler.fail(first, interruption)
-            self._scheduler.drain(first)
-        for thread in threads:
-            thread.join(_JOIN_SECONDS)
-        if self._scheduler.first_failure is not None:
-            rank_index, error = self._scheduler.first_failure
-            error.add_note(f"This was raised on rank {rank_index} of {len(threads) + 1}.")
-            raise error
-        return self._results
-
-    def _rank_main(self, rank: Rank) -> None:
-        self._scheduler.sleep_until_running(rank)
-        torch.set_grad_enabled(self._grad_enabled)
-        with torch.autograd.set_multithreading_enabled(False):
-            self._work(rank)
-        if self._scheduler.running is rank:  # else it was abandoned
-            self._scheduler.leave(rank)
-
-    def _work(self, rank: Rank) -> None:
-        try:
-            self._results[rank.index] = self._function(rank.index)
-        except RankDropped:
-            rank.status = Status.GONE
-        except BaseException as error:
-            if self._scheduler.running is rank:
-                self._scheduler.fail(rank, error)
-        else:
-            rank.status = Status.FINISHED
-        if self._scheduler.running is rank:
-            _c10d.forget_groups()
-
-
 def _describe_wait(meeting: Meeting, call: Call) -> str:
-    missing = meeting.missing()
+    missing = [meeting.channel.global_ranks[member] for member in meeting.missing()]
     waited = f", waiting for rank {', '.join(map(str, missing))}" if missing else ""
     return f"{call}, number {meeting.number} of {meeting.channel} at {call.site}{waited}"
 
@@ -271,3 +285,7 @@ def _describe_disagreement(channel: Channel, disagreement: Disagreement) -> str:
     return describe_disagreement(
         str(channel), number, got=got, expected=expected, what=disagreement.what
     )
+
+
+def _describe_step(fault: Fault) -> str:
+    return "" if fault.at_step is None else f" of step {fault.at_step}"

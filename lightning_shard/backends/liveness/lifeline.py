@@ -233,6 +233,10 @@ class Lifeline:
         """Take note that the connection to the hub has ended."""
         self._judge_hub("died")
 
+    def lost(self, rank: int, event: str) -> None:
+        """Take note of what has become of a rank, from who watches the ranks as well."""
+        self._judge(Verdict(rank=rank, event=event, doing="the job's keeper says so"))
+
     def _judge_hub(self, event: str) -> None:
         if not self._hub_has_left:
             doing = "it held the ranks' connections, so nothing is known of the others"

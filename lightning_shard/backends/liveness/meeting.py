@@ -41,7 +41,13 @@ def current() -> Lifeline | None:
 
 
 def start(
-    store: KeyValueStore, *, rank: int, world_size: int, host: str, timeout: timedelta
+    store: KeyValueStore,
+    *,
+    rank: int,
+    world_size: int,
+    host: str,
+    timeout: timedelta,
+    name: str | None = None,
 ) -> None:
     """Connect this process with all ranks; every rank must call. One rank alone needs nothing.
 
@@ -51,6 +57,8 @@ def start(
         world_size: Number of ranks.
         host: A name or an address of rank 0's host.
         timeout: A rank that is silent for most of this time is given up.
+        name: Of this start in the store, the same on all ranks; by default each rank counts its
+            starts, which a rank that has come later cannot.
 
     Raises:
         RankFailedError: Rank 0 cannot be reached, or a rank does not come.
@@ -59,7 +67,7 @@ def start(
     stop()
     if world_size == 1:
         return
-    key = f"lightning_shard/lifeline/{next(_starts)}"
+    key = f"lightning_shard/lifeline/{next(_starts) if name is None else name}"
     _thread = connect(store, key, rank=rank, world_size=world_size, host=host, timeout=timeout)
     _lifeline = _thread.lifeline
     _thread.start()

@@ -3,13 +3,23 @@
 import os
 import signal
 from time import monotonic
-
-from lightning_shard.backends.liveness.lifeline import Lifeline
+from typing import Protocol
 
 TERMINATED_STATUS = 128 + signal.SIGTERM
 
 # Under SLURM both the scheduler and torchrun send the signal to every rank: that is one wish.
 TOGETHER_SECONDS = 5.0
+
+
+class Terminable(Protocol):
+    """Who is told of a SIGTERM."""
+
+    @property
+    def has_verdict(self) -> bool:
+        """Whether this process is ending already."""
+
+    def announce_termination(self) -> None:
+        """Tell whom it concerns that this rank was sent SIGTERM."""
 
 
 class RepeatedSignal:
@@ -22,12 +32,12 @@ class RepeatedSignal:
     def __init__(self) -> None:
         self._first = float("inf")
 
-    def come(self, lifeline: Lifeline) -> None:
+    def come(self, told: Terminable) -> None:
         """Take note of a signal; end the process at one that insists."""
         now = monotonic()
         self._first = min(self._first, now)
         insists = now - self._first > TOGETHER_SECONDS
         # After a verdict the rank is ending already, and mpirun then sends the signal repeatedly.
-        if insists and not lifeline.has_verdict:
+        if insists and not told.has_verdict:
             os._exit(TERMINATED_STATUS)
-        lifeline.announce_termination()
+        told.announce_termination()

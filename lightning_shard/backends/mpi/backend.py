@@ -11,7 +11,7 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 from typing_extensions import override
 
 from lightning_shard.backends import _c10d, liveness
-from lightning_shard.backends._c10d import PrefixStore, TCPStore
+from lightning_shard.backends._c10d import PrefixStore, Store, TCPStore
 from lightning_shard.backends.base import DEFAULT_TIMEOUT, Backend
 from lightning_shard.backends.checked import (
     checked_name,
@@ -48,18 +48,30 @@ class MPIBackend(Backend):
 
     @override
     def init_process_group(
-        self, *, rank: int, world_size: int, device: torch.device, timeout: timedelta
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        timeout: timedelta,
+        store: Store | None = None,
     ) -> None:
+        if store is not None:
+            raise ConfigError(
+                "mpi: got a store to meet at, expected none: its ranks are those that mpirun has "
+                "started, and end together. Pass backend='gloo' or 'nccl' to train elastically."
+            )
         _check_place(rank, world_size)
-        store, rank, world_size = next(_meet(INIT_METHOD, timeout=timeout))
+        meeting, rank, world_size = next(_meet(INIT_METHOD, timeout=timeout))
         dist.init_process_group(
             self.c10d_name,
-            store=PrefixStore("default_pg", store),
+            store=PrefixStore("default_pg", meeting),
             rank=rank,
             world_size=world_size,
             timeout=timeout,
         )
-        liveness.start(store, rank=rank, world_size=world_size, host=store.host, timeout=timeout)
+        host = meeting.host
+        liveness.start(meeting, rank=rank, world_size=world_size, host=host, timeout=timeout)
 
     @override
     def collectives(self, group: dist.ProcessGroup) -> ExchangeCollectives:

@@ -139,6 +139,17 @@ def test_caller_sees_the_failed_ranks_own_exception() -> None:
         assert peer.__cause__ is error
 
 
+def test_the_end_of_a_process_ends_the_others_too() -> None:
+    def fn(rank: int) -> None:
+        if rank == 1:
+            raise SystemExit(3)
+        dist.barrier()
+
+    error, seen = run_and_collect(fn, 3)
+    assert error is seen[1]
+    assert [type(e) for e in seen] == [RankFailedError, SystemExit, RankFailedError]
+
+
 def test_failure_of_rank_0_ends_the_others() -> None:
     def fn(rank: int) -> None:
         if rank == 0:

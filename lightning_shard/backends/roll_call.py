@@ -1,0 +1,81 @@
+"""How ranks meet at a store that may still hold what an earlier meeting has left there.
+
+    rank r    set hello/r = a word of its own             until "meeting" holds that word: ack, wait
+    rank 0    get every hello, set "meeting" to them and a name; when a hello is another: again
+              all have acked this name: go
+
+torchrun's agents keep one store over all restarts of a job (torch 2.11 to 2.13 at least), and after
+a change of its nodes nothing in a worker's environment tells the new round from the last one. A
+rank that took an old round's addresses would wait for a peer that is long gone.
+"""
+
+import json
+import secrets
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from lightning_shard.backends._c10d import PrefixStore, Store
+
+_PAUSE_SECONDS = 0.01
+
+
+def fresh_store(store: Store, rank: int, world_size: int, patience: timedelta) -> Store:
+    """Wait for all ranks of this meeting, and return a part of the store that is theirs alone.
+
+    Args:
+        store: Where they meet; every rank must call.
+        rank: This one.
+        world_size: Number of ranks.
+        patience: How long to wait for them.
+
+    Raises:
+        torch.distributed.DistStoreError: One did not come.
+    """
+    desk = PrefixStore("lightning_shard/roll_call", store)
+    word, deadline = secrets.token_hex(8), time.monotonic() + patience.total_seconds()
+    desk.set(f"hello/{rank}", word)
+    desk.set_timeout(patience)
+    meet = _call if rank == 0 else _answer
+    name = meet(desk, rank, world_size, word, _waiter(deadline, patience))
+    return PrefixStore(f"lightning_shard/meeting/{name}", store)
+
+
+def _call(desk: Store, rank: int, world_size: int, word: str, wait: Callable[[], None]) -> str:
+    """Rank 0's part."""
+    told: list[str] = []
+    name = ""
+    acks: list[str] = []
+    while not (acks and desk.check(acks)):
+        words = [desk.get(f"hello/{other}").decode() for other in range(world_size)]
+        if words != told:
+            told, name = words, secrets.token_hex(8)
+            acks = [f"ack/{name}/{other}" for other in range(world_size)]
+            desk.set(acks[rank], "")
+            desk.set("meeting", json.dumps([name, told]))
+        else:
+            wait()
+    desk.set(f"go/{name}", "")
+    return name
+
+
+def _answer(desk: Store, rank: int, world_size: int, word: str, wait: Callable[[], None]) -> str:
+    """Every other rank's part."""
+    while True:
+        name, words = json.loads(desk.get("meeting"))
+        if len(words) == world_size and words[rank] == word:
+            desk.set(f"ack/{name}/{rank}", "")
+            if desk.check([f"go/{name}"]):
+                return str(name)
+        wait()
+
+
+def _waiter(deadline: float, patience: timedelta) -> Callable[[], None]:
+    def wait() -> None:
+        if time.monotonic() > deadline:
+            raise dist.DistStoreError(f"timed out after {patience}: not every rank has come")
+        time.sleep(_PAUSE_SECONDS)
+
+    return wait

@@ -1,0 +1,259 @@
+"""Each rank keeps a copy of another rank's snapshot.
+
+    stride 1    0 ──> 1 ──> 2 ──> 3 ──> 0       on one host: any ranks may be lost but neighbours
+    stride 2    0 ──> 2 ──> 0   1 ──> 3 ──> 1   two ranks a host: a whole host may be lost
+
+    boundary k       begin(k): sizes and flags  |  k travels while the ranks compute
+    next boundary    finish(): k is here        |
+    boundary k + 1   begin(k + 1): all have come this far, so k is everywhere and k - 1 may go
+
+A loss while k + 1 travels leaves k complete everywhere. Source for neighbours' copies in host
+memory: Gemini, SOSP 2023, doi:10.1145/3600006.3613145.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.backends.in_process.world import current_world
+from lightning_shard.backends.pending import Place, Stretch
+from lightning_shard.elastic.buffers import HostBuffers, SnapshotBuffers
+from lightning_shard.elastic.snapshot import Snapshot
+from lightning_shard.errors import ConfigError, ShardError
+
+_MESSAGE_BYTES = 1 << 30  # MPI counts in 32 bits
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Message:
+    """A part of a snapshot on its way."""
+
+    work: dist.Work
+    data: Tensor  # must live as long as the work
+
+
+@dataclass(kw_only=True)
+class _Flight:
+    """One exchange."""
+
+    buffer: Tensor  # where the other rank's snapshot goes
+    receives: list[_Message]
+    sends: list[_Message]
+    arrived: list[bool] = field(default_factory=list)  # of the receives that were waited for
+
+
+class BuddyRing:
+    """A rank's snapshots and those of the rank that it backs up, over one generation.
+
+    Args:
+        collectives: All ranks of the generation, over a group of its own for host memory: the
+            snapshots travel while the ranks use their other groups. Each rank must construct this.
+        stride: How far away the buddy is: ranks per host on several hosts, else 1.
+        buffers: Where received snapshots go, and where both go back to; own ones when left out.
+        held: Snapshots of earlier generations; kept until one of this generation is everywhere.
+
+    Raises:
+        ConfigError: The stride is not positive.
+    """
+
+    def __init__(
+        self,
+        collectives: Collectives,
+        stride: int = 1,
+        *,
+        buffers: SnapshotBuffers | None = None,
+        held: Iterable[Snapshot] = (),
+    ) -> None:
+        if stride < 1:
+            raise ConfigError(
+                f"Rank {collectives.rank}: got a stride of {stride} between buddies, expected the "
+                f"number of ranks per host, or 1."
+            )
+        size = collectives.size
+        stride = stride % size or min(1, size - 1)
+        self.target = (collectives.rank + stride) % size
+        self.source = (collectives.rank - stride) % size
+        self._collectives = collectives
+        self._stride = stride
+        self._buffers = HostBuffers() if buffers is None else buffers
+        self._complete = list(held)
+        self._last: tuple[int, int, int] | None = None  # whose exchange is finished here
+        self._flight: _Flight | None = None
+        self._sizes: list[int] = []  # of the last snapshots, by rank
+
+    @property
+    def held(self) -> list[Snapshot]:
+        """The whole snapshots that are here, the newest first."""
+        return sorted(self._complete, key=_moment, reverse=True)
+
+    def begin(self, snapshot: Snapshot, flags: int = 0) -> int:
+        """Keep this rank's snapshot and start to exchange it; each rank must call.
+
+        Finishes the last exchange first if that has not been done.
+
+        Args:
+            snapshot: Of the same step on all ranks; belongs to the ring from now on.
+            flags: Bits below 2**63, which all ranks are to hear of.
+
+        Returns:
+            The bitwise "or" of all ranks' flags.
+
+        Raises:
+            RankFailedError: A peer has died; this rank's snapshot is held all the same.
+        """
+        self._complete.append(snapshot)
+        self.finish()
+        sizes, heard = self._meet(snapshot, flags)
+        self._sizes = sizes
+        self._drop_old(_moment(snapshot))
+        self._last = _moment(snapshot)
+        if self._collectives.size > 1 and snapshot.catalog.num_shards > 1:
+            self._start(snapshot, sizes[self.source])
+        return heard
+
+    def finish(self) -> None:
+        """Wait until the exchange is over; each rank must call. Does nothing where none is on.
+
+        Raises:
+            RankFailedError: A peer has died. What has come of its snapshot: see `salvage`.
+        """
+        flight = self._flight
+        if flight is None:
+            return
+        with Stretch(self._place()) as stretch:
+            for message in flight.receives[len(flight.arrived) :]:
+                flight.arrived.append(False)
+                message.work.wait()
+                flight.arrived[-1] = True
+            for message in flight.sends:
+                message.work.wait()
+            stretch.has_waited()
+        self._flight = None
+        self._take_in(flight.buffer)
+
+    def hand_over(self, leaving: Sequence[bool]) -> None:
+        """Give the last snapshots of ranks that leave in order to ranks that stay.
+
+        Args:
+            leaving: By rank; not all of them. The last exchange is finished; each rank must call.
+
+        Raises:
+            RankFailedError: A peer has died.
+        """
+        one = self._collectives
+        newest = self.held[0]
+        if newest.catalog.num_shards == 1:
+            return
+        for rank, target in hand_overs(leaving, self._stride):
+            if rank == one.rank:
+                one.send(newest.data, target).wait()
+            elif target == one.rank:
+                buffer = self._buffers.lend(self._sizes[rank])
+                one.recv(buffer, rank).wait()
+                self._take_in(buffer)
+
+    def salvage(self, seconds: float = 1.0) -> None:
+        """After a loss, keep what has come whole although the exchange cannot be finished.
+
+        Not collective. The ring is not to be used any more but for what it holds.
+
+        Args:
+            seconds: How long to wait for what is still on its way from a living peer.
+        """
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return
+        deadline = time.monotonic() + seconds
+        arrived = [*flight.arrived]
+        while all(arrived) and len(arrived) < len(flight.receives):
+            arrived.append(_has_come(flight.receives[len(arrived)].work, deadline))
+        if all(arrived):
+            self._take_in(flight.buffer)
+        else:
+            self._buffers.forget(flight.buffer)
+
+    def _place(self) -> Place:
+        one = self._collectives
+        return Place(operation="buddy", rank=one.rank, size=one.size, traffic=one.traffic)
+
+    def _meet(self, snapshot: Snapshot, flags: int) -> tuple[list[int], int]:
+        mine = torch.tensor([snapshot.data.numel(), flags], dtype=torch.int64)
+        everyone = mine.new_empty(self._collectives.size * 2)
+        self._collectives.all_gather(everyone, mine).wait()
+        heard = 0
+        for said in everyone[1::2].tolist():
+            heard |= said
+        return everyone[::2].tolist(), heard
+
+    def _drop_old(self, newest: tuple[int, int, int]) -> None:
+        """Drop what is older than the last exchange: all ranks are known to have finished that."""
+        if self._last is None:
+            return
+        for one in self._complete:
+            if _moment(one) not in (self._last, newest):
+                self._buffers.give_back(one.data)
+        self._complete = [one for one in self._complete if _moment(one) in (self._last, newest)]
+
+    def _start(self, snapshot: Snapshot, num_bytes: int) -> None:
+        group = self._collectives.group
+        buffer = self._buffers.lend(num_bytes)
+        self._collectives.traffic.count("buddy", snapshot.data.numel(), 1)
+        self._flight = _Flight(
+            buffer=buffer,
+            receives=[
+                _Message(
+                    work=_started(dist.irecv(part, group=group, group_src=self.source)), data=part
+                )
+                for part in torch.split(buffer, _MESSAGE_BYTES)
+            ],
+            sends=[
+                _Message(
+                    work=_started(dist.isend(part, group=group, group_dst=self.target)), data=part
+                )
+                for part in torch.split(snapshot.data, _MESSAGE_BYTES)
+            ],
+        )
+
+    def _take_in(self, buffer: Tensor) -> None:
+        snapshot = Snapshot.read(buffer)
+        self._buffers.keep(buffer)
+        self._complete.append(snapshot)
+
+
+def hand_overs(leaving: Sequence[bool], stride: int) -> list[tuple[int, int]]:
+    """Who gives a snapshot to whom: whose buddy leaves as well, to the next rank that stays."""
+    size = len(leaving)
+    pairs = []
+    for rank in (rank for rank in range(size) if leaving[rank] and leaving[(rank + stride) % size]):
+        later = ((rank + distance) % size for distance in range(1, size))
+        pairs.append((rank, next(other for other in later if not leaving[other])))
+    return pairs
+
+
+def _moment(snapshot: Snapshot) -> tuple[int, int, int]:
+    catalog = snapshot.catalog
+    return catalog.generation, catalog.step, catalog.num_shards
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    assert work is not None  # c10d: only outside the group
+    return work
+
+
+def _has_come(work: dist.Work, deadline: float) -> bool:
+    """Whether a receive is done, or gets done in time; broken ones are not."""
+    try:
+        if work.is_completed():
+            return True
+        if current_world() is not None:  # time does not pass there: it never comes
+            return False
+        # Gloo's receives do not know before they are waited for.
+        return work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+    except (RuntimeError, ShardError):
+        return False

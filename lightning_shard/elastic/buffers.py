@@ -1,0 +1,75 @@
+"""The host memory that snapshots lie in: lent, given back, and used again.
+
+A fresh buffer costs its page faults, or a pinned one its registration, so those of older snapshots
+serve the next ones. Their sizes vary a little, with the digits of counters, and for good when the
+number of ranks changes.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+SPARE_BYTES = 64 << 10  # how much larger a buffer is made than is asked for
+
+
+class SnapshotBuffers(Protocol):
+    """Where the buffers of snapshots come from."""
+
+    def lend(self, num_bytes: int) -> Tensor:
+        """Return a buffer of so many bytes: uint8, 1-D, in host memory."""
+
+    def keep(self, data: Tensor) -> None:
+        """Hear that a buffer now holds a whole snapshot, which counts until it is given back."""
+
+    def give_back(self, data: Tensor) -> None:
+        """Take a buffer that nobody needs any more; one from elsewhere is passed over."""
+
+    def forget(self, data: Tensor) -> None:
+        """Hear that a lent buffer does not come back: something may still write to it."""
+
+
+class HostBuffers:
+    """Buffers in this process's memory.
+
+    Args:
+        pinned: Whether copies from a CUDA device go there.
+    """
+
+    def __init__(self, *, pinned: bool = False) -> None:
+        self._pinned = pinned
+        self._idle: list[Tensor] = []
+
+    def lend(self, num_bytes: int) -> Tensor:
+        """Return a buffer of so many bytes: uint8, 1-D, in host memory."""
+        buffer = take_fitting(self._idle, num_bytes)
+        if buffer is None:
+            self._idle.clear()  # of another number of ranks
+            size = num_bytes + SPARE_BYTES
+            buffer = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
+        return buffer[:num_bytes]
+
+    def keep(self, data: Tensor) -> None:
+        """Do nothing: it ends with the process."""
+
+    def give_back(self, data: Tensor) -> None:
+        """Keep the buffer for the next one, whoever made it."""
+        if not self._pinned or data.is_pinned():
+            self._idle.append(whole_buffer(data))
+
+    def forget(self, data: Tensor) -> None:
+        """Do nothing: it goes with its last user."""
+
+
+def take_fitting(idle: list[Tensor], num_bytes: int) -> Tensor | None:
+    """Take the smallest buffer out of `idle` that is large enough and not far too large."""
+    limit = 2 * num_bytes + SPARE_BYTES
+    fitting = [place for place, one in enumerate(idle) if num_bytes <= one.numel() <= limit]
+    if not fitting:
+        return None
+    return idle.pop(min(fitting, key=lambda place: idle[place].numel()))
+
+
+def whole_buffer(data: Tensor) -> Tensor:
+    """All of the memory that `data` lies at the beginning of; uint8, 1-D."""
+    return torch.empty(0, dtype=torch.uint8).set_(data.untyped_storage())

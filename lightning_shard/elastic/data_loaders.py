@@ -1,0 +1,115 @@
+"""Put an elastic batch sampler into a DataLoader that exists; all else of it stays.
+
+    Lightning: DataLoader(sampler=DistributedSampler) ──find_order──> the whole epoch's order
+                          ^                                                   │
+                          └──────install── ElasticBatchSampler <──────────────┘
+
+torch forbids setting a loader's samplers after construction because running workers would not
+notice. Here none run: an iterator of before is dropped, and later ones ask the new sampler.
+
+Private names, checked with torch 2.13 and lightning 2.6; `tests/elastic/test_data_loaders.py` fails
+when one changes: the `_iterator` of a DataLoader, the `_sampler` within DistributedSamplerWrapper.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from lightning_shard.elastic.epoch_order import EpochOrder
+from lightning_shard.elastic.sampling import ElasticBatchSampler
+from lightning_shard.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Installed:
+    """What a loader had before.
+
+    Attributes:
+        loader: That now has an elastic batch sampler.
+        sampler: Its own.
+        batch_sampler: Its own.
+    """
+
+    loader: DataLoader[Any]
+    sampler: Iterable[Any]
+    batch_sampler: Iterable[list[Any]] | None
+
+    def remove(self) -> None:
+        """Give the loader back what it had."""
+        _replace(self.loader, self.sampler, self.batch_sampler)
+
+
+def find_order(loader: object, seed: int = 0) -> EpochOrder:
+    """The order in which a training loader's samples would be seen on a single device.
+
+    Of a DistributedSampler the whole order; where Lightning has wrapped a user's sampler, the
+    user's, which Lightning would have shuffled.
+
+    Args:
+        loader: As Lightning passes it to `Strategy.process_dataloader`, or the user's.
+        seed: The job's, the same on all ranks.
+
+    Raises:
+        ConfigError: Samples cannot be dealt: a stream, batches made by the dataset or by a batch
+            sampler of the user's, or a sampler without a length.
+    """
+    checked = _dealable(loader)
+    if isinstance(checked.batch_sampler, ElasticBatchSampler):
+        return checked.batch_sampler.sampler
+    sampler: Any = checked.sampler
+    if isinstance(sampler, DistributedSamplerWrapper):
+        sampler = sampler.dataset._sampler  # type: ignore[attr-defined]
+    return EpochOrder(sampler, seed)
+
+
+def install(loader: DataLoader[Any], batch_sampler: ElasticBatchSampler) -> Installed:
+    """Let a loader ask `batch_sampler`; its order becomes the loader's `sampler`.
+
+    Iterators of the loader that are under way go on as they were. The loader's `batch_size` and
+    `drop_last` keep saying what the user has asked for.
+
+    Args:
+        loader: One for which `find_order` finds an order.
+        batch_sampler: Deals that order.
+
+    Returns:
+        By which it can be taken out again.
+    """
+    had = Installed(loader=loader, sampler=loader.sampler, batch_sampler=loader.batch_sampler)
+    _replace(loader, batch_sampler.sampler, batch_sampler)
+    return had
+
+
+def _replace(loader: DataLoader[Any], sampler: Any, batch_sampler: Any) -> None:
+    object.__setattr__(loader, "sampler", sampler)
+    object.__setattr__(loader, "batch_sampler", batch_sampler)
+    loader._iterator = None  # persistent workers' would ask the sampler of before
+
+
+def _dealable(loader: object) -> DataLoader[Any]:
+    """Return the loader, or say why its samples cannot be dealt."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        what = type(loader.dataset if isinstance(loader, DataLoader) else loader).__name__
+        raise ConfigError(
+            f"Elastic training deals an epoch's samples anew when ranks come or go, got a stream "
+            f"(of type {what}) whose samples have no number. Use a torch DataLoader over a dataset "
+            f"with __getitem__ and __len__."
+        )
+    if loader.batch_sampler is None:
+        raise ConfigError(
+            "Elastic training makes batches of other sizes when ranks come or go, got a DataLoader "
+            "with batch_size=None, which leaves batches to the dataset. Let the dataset return "
+            "single samples, and pass batch_size and, if need be, collate_fn."
+        )
+    if type(loader.batch_sampler) not in (BatchSampler, ElasticBatchSampler):
+        kind = type(loader.batch_sampler)
+        raise ConfigError(
+            f"Elastic training makes batches of other sizes when ranks come or go, got a batch "
+            f"sampler of type {kind.__module__}.{kind.__qualname__}, whose batches it would have "
+            f"to change. Pass the order of the samples as torch's DataLoader(sampler=..., "
+            f"batch_size=...)."
+        )
+    return loader

@@ -1,0 +1,253 @@
+"""Membership of ranks that are threads of this process: the roster itself, and no keeper.
+
+    thread 0 ──join, arrive, leave──> roster <── a rank was dropped, failed or ended (the world)
+    thread 0 <──generation, wanted──
+
+Nothing depends on the time: the hour of patience comes when nobody can run any more.
+"""
+
+import logging
+from collections import defaultdict, deque
+from datetime import timedelta
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from lightning_shard.backends.base import Backend
+from lightning_shard.backends.in_process import ElasticWorld, current_world
+from lightning_shard.elastic.generation import Generation, Membership
+from lightning_shard.elastic.roster import SHORTEST_START_SECONDS, Roster
+from lightning_shard.errors import ConfigError, JobOverError, PutOutError
+
+_log = logging.getLogger(__name__)
+_NEVER = float("inf")
+
+
+class InProcessMembership(Membership):
+    """One rank's part in an elastic job inside an in-process world.
+
+    Each rank makes its own, with the same arguments, while it runs.
+
+    Args:
+        min_ranks: Fewer do not train.
+        max_ranks: More do not train; None for no bound.
+        patience_seconds: How long to wait below `min_ranks`; told in messages only, as it has
+            passed when no rank can run.
+        max_failures: A rank that fails more often is put out.
+
+    Raises:
+        ConfigError: No elastic in-process world runs.
+    """
+
+    def __init__(
+        self,
+        *,
+        min_ranks: int = 1,
+        max_ranks: int | None = None,
+        patience_seconds: float = 60.0,
+        max_failures: int = 3,
+    ) -> None:
+        world = current_world()
+        if not isinstance(world, ElasticWorld):
+            raise ConfigError(
+                "InProcessMembership: expected an elastic in-process world to run, got "
+                f"{'none' if world is None else 'one whose ranks stay'}. Train with "
+                "strategy='elastic_in_process'."
+            )
+        self._world = world
+        self._job = world.shared(
+            _Job, lambda: _Job(world, min_ranks, max_ranks, patience_seconds, max_failures)
+        )
+        self.me = f"thread{world.thread}"
+        self._generation = 0
+        self._has_joined = self._has_left = False
+
+    @override
+    def begin(self) -> Generation | None:
+        """Wait for generation 1, in which all initial ranks are; a spare rank gets None at once."""
+        if self._world.is_spare:
+            return None
+        self._join(initial_rank=self._world.thread)
+        return self._next_generation()
+
+    @override
+    def following(self, error: BaseException | None = None) -> Generation:
+        """Arrive, and wait for the next generation; each member of the last one must call.
+
+        What peers share with this rank in the groups of the last generation raises
+        `RankFailedError` on them from then on.
+
+        Args:
+            error: What this rank itself has raised; None when it has lost a peer, or when all have
+                agreed on a change.
+
+        Raises:
+            PutOutError: This rank has failed too often, or all have failed at once.
+            JobOverError: The job has ended before this newcomer could take part.
+            DeadlockError: No rank can run, and no generation can be formed.
+        """
+        self._world.leave_generation(self._generation)
+        if not self._has_joined:
+            self._join(initial_rank=None)
+        told = None if error is None else f"{type(error).__name__}: {error}"
+        job = self._job
+        job.roster.arrive(self.me, self._generation, told, job.now)
+        generation = self._next_generation(error)
+        assert generation is not None  # only an initial rank can be late
+        return generation
+
+    @override
+    def init_groups(
+        self, generation: Generation, backend: Backend, device: torch.device, timeout: timedelta
+    ) -> None:
+        """Start the generation's default process group; each of its members must call.
+
+        A newcomer that is alone still may pass a generation 0 of itself only.
+        """
+        if generation.number > 0:
+            threads = [self._job.threads[member] for member in generation.members]
+            self._world.regroup(generation.number, threads)
+        backend.init_process_group(
+            rank=generation.rank, world_size=generation.size, device=device, timeout=timeout
+        )
+
+    @override
+    def drop_groups(self) -> None:
+        """Forget this rank's groups, broken or not; what peers wait for in them raises there."""
+        if self._takes_part:
+            self._world.drop_groups()
+
+    @property
+    @override
+    def is_wanted(self) -> bool:
+        """Whether a newcomer waits and there is room: bring it up at the next boundary."""
+        return self._job.is_wanted[self.me]
+
+    @property
+    @override
+    def is_leaving(self) -> bool:
+        """Whether a `Fault` of kind "leave" has asked this rank to leave at the next boundary."""
+        return self._world.is_asked_to_leave
+
+    @override
+    def begin_step(self, step: int) -> None:
+        """Note that this rank begins this optimizer step, for faults that strike at a step."""
+        self._world.begin_step(step)
+
+    @override
+    def leave(self) -> None:
+        """Go in order: training has ended, or this rank leaves after a boundary."""
+        if not self._has_joined or self._has_left or not self._takes_part:
+            return
+        self._has_left = True
+        self._job.roster.leave(self.me, is_done=not self.is_leaving, now=self._job.now)
+        self._world.leave_generation(self._generation)
+
+    @property
+    def _takes_part(self) -> bool:
+        """Whether this rank runs in its world; a dropped one is only being taken down."""
+        return current_world() is self._world and not self._world.is_gone
+
+    def _join(self, initial_rank: int | None) -> None:
+        job, thread = self._job, self._world.thread
+        job.threads[self.me] = thread
+        self.me = job.roster.join(self.me, initial_rank, job.now)
+        job.threads[self.me] = thread
+        self._has_joined = True
+
+    def _next_generation(self, error: BaseException | None = None) -> Generation | None:
+        """Wait for what the roster says of the next generation; None: it began without this one."""
+        job = self._job
+        inbox = job.inboxes[self.me]
+        self._world.wait_for_news(
+            lambda: bool(inbox),
+            lambda: f"{self.me} waits for the generation after {self._generation}",
+            job.let_time_pass,
+        )
+        message = inbox.popleft()
+        match message["kind"]:
+            case "generation":
+                self._generation = message["number"]
+                return Generation(
+                    number=message["number"],
+                    members=tuple(message["members"]),
+                    me=self.me,
+                    is_last=message["is_last"],
+                    reason=message["reason"],
+                )
+            case "late":
+                return None
+            case "put_out":
+                raise self._put_out(message) from error
+        raise JobOverError(f"The job has ended before member {self.me} could take part in it.")
+
+    def _put_out(self, message: dict[str, Any]) -> PutOutError:
+        return PutOutError(
+            f"Rank {self._world.rank} (member {self.me}) was put out of the job: it has failed "
+            f"{message['failures']} times, the last time with {message['error']}. Mend that "
+            "error; other ranks that have not failed go on without this one."
+        )
+
+
+class _Job:
+    """What the ranks of one world share: the roster, and what it has told them.
+
+    Attributes:
+        now: The time, in seconds; it stands still while anybody can run.
+        threads: By member.
+        inboxes: By member, what decides its next step.
+        is_wanted: By member, whether a newcomer waits that there is room for.
+    """
+
+    def __init__(
+        self,
+        world: ElasticWorld,
+        min_ranks: int,
+        max_ranks: int | None,
+        patience_seconds: float,
+        max_failures: int,
+    ) -> None:
+        self.now = 0.0
+        self.threads: dict[str, int] = {}
+        self.inboxes: defaultdict[str, deque[dict[str, Any]]] = defaultdict(deque)
+        self.is_wanted: defaultdict[str, bool] = defaultdict(bool)
+        self._patience_seconds = patience_seconds
+        self._texts: set[str] = set()
+        self._num_told = 0
+        self.roster = Roster(
+            initial_size=world.num_first_ranks,
+            min_ranks=min_ranks,
+            max_ranks=max_ranks,
+            silence_seconds=_NEVER,
+            patience_seconds=patience_seconds,
+            max_failures=max_failures,
+            tell=self._take,
+            now=self.now,
+        )
+        world.call_when_ended(self._lose)
+
+    def let_time_pass(self) -> bool:
+        """Let the longest of the roster's times pass; return whether it had anything to tell."""
+        num_told = self._num_told
+        self.now += max(self._patience_seconds, SHORTEST_START_SECONDS)
+        self.roster.tick(self.now)
+        return self._num_told > num_told
+
+    def _take(self, member: str, message: dict[str, Any]) -> None:
+        """Keep what the roster tells a member."""
+        match message["kind"]:
+            case "generation" | "put_out" | "over" | "late":
+                self._num_told += 1
+                self.is_wanted[member] = False
+                self.inboxes[member].append(message)
+            case "wanted":
+                self.is_wanted[member] = message["is_wanted"]
+            case "waiting" if message["text"] not in self._texts:
+                self._texts.add(message["text"])
+                _log.warning(message["text"])
+
+    def _lose(self, thread: int, event: str) -> None:
+        for member, its_thread in list(self.threads.items()):
+            if its_thread == thread:
+                self.roster.lost(member, self.now, event)

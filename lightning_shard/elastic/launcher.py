@@ -1,0 +1,111 @@
+"""The launcher of an elastic job's processes, none of which takes the others along.
+
+    train.py ──starts──> keeper, train.py (local rank 1), train.py (local rank 2) ...
+    somebody ──LIGHTNING_SHARD_JOB=host:port LIGHTNING_SHARD_JOB_TOKEN=... train.py──> a newcomer
+
+Lightning's own watches the processes that it has started, and ends all with the first that fails.
+Here they live and die on their own; who is left goes on.
+"""
+
+import hashlib
+import secrets
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from typing_extensions import override
+
+from lightning_shard import settings
+from lightning_shard.elastic.keeper import JobRules, start_keeper
+from lightning_shard.launchers.processes import ProcessLauncher
+
+_LOOPBACK = "127.0.0.1"
+
+
+class ElasticLauncher(ProcessLauncher):
+    """Starts the job's keeper and this host's ranks, where nobody else has started them.
+
+    Args:
+        cluster_environment: Tells who this process is.
+        num_processes: Ranks to start on this host.
+        num_nodes: Hosts to start on.
+        rules: For the keeper.
+    """
+
+    def __init__(
+        self,
+        cluster_environment: ClusterEnvironment,
+        num_processes: int,
+        num_nodes: int,
+        rules: JobRules,
+    ) -> None:
+        super().__init__(cluster_environment, num_processes, num_nodes)
+        self._rules = rules
+        self._children: list[subprocess.Popen[bytes]] = []
+
+    @override
+    def launch(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        trainer: "pl.Trainer | None" = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Start what is to be started, and run `function` here.
+
+        Raises:
+            ConfigError: LIGHTNING_SHARD_JOB or its token is wrong.
+            BaseException: What `function` raises.
+        """
+        if settings.job() is None and self.cluster_environment.creates_processes_externally:
+            self._begin_job()  # else before the children are started
+        return super().launch(function, *args, trainer=trainer, **kwargs)
+
+    @override
+    def kill(self, signum: Any) -> None:
+        """Pass on a signal to the ranks started here, but SIGTERM: that asks one rank to leave."""
+        if signum == signal.SIGTERM:
+            return
+        for child in self._children:
+            child.send_signal(signum)  # does nothing to one that has ended
+
+    @override
+    def _call_children_scripts(self) -> None:
+        self._begin_job()
+        super()._call_children_scripts()
+        # Lightning's observer watches `procs` from now on: it finds none.
+        self._children, self.procs = self.procs, []
+        if self.num_nodes == 1 or self.cluster_environment.global_rank() == 0:
+            _say_how_to_join([child.args for child in self._children])
+
+    def _begin_job(self) -> None:
+        """Start the keeper, if that is for this process to do, and tell who will need it."""
+        environment = self.cluster_environment
+        alone = self.num_nodes == 1 and not environment.creates_processes_externally
+        if alone:
+            job = start_keeper(self._rules, _LOOPBACK, 0, secrets.token_hex(16))
+        else:
+            job = self._common_job()
+            if environment.global_rank() == 0:
+                start_keeper(self._rules, job.host, job.port, job.token)
+        settings.set_job(job)
+
+    def _common_job(self) -> settings.Job:
+        """Where processes that nobody has told of each other's random numbers find the keeper."""
+        host, port = self.cluster_environment.main_address, self.cluster_environment.main_port
+        token = hashlib.sha256(f"lightning-shard {host}:{port}".encode()).hexdigest()
+        return settings.Job(host=host, port=port, token=settings.job_token() or token)
+
+
+def _say_how_to_join(commands: Sequence[Any]) -> None:
+    """Print, once for the job, how to add a rank."""
+    job = settings.job()
+    assert job is not None
+    variables = " ".join(f"{name}={value}" for name, value in settings.job_variables(job).items())
+    command = commands[0] if commands else [sys.executable, *sys.argv]
+    print(f"To add a rank: {variables} {shlex.join(command)}", file=sys.stderr, flush=True)

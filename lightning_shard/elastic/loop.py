@@ -1,0 +1,153 @@
+"""Lightning's fit loop, made to go on when ranks are lost or join.
+
+    on_train_start
+      epoch ─> batch ─> batch ─> batch ─ ...
+                          │        │ a peer is lost, a newcomer is let in
+        boundary <────────┘        v
+        (after each optimizer     the strategy regroups: new groups, state of the last boundary,
+         step: remember)          data dealt anew; the loop goes on behind that boundary
+    on_train_end
+
+Callbacks and loggers see one run: `on_train_start` comes once, and other hooks are called again for
+nothing but what is done again.
+"""
+
+import warnings
+from typing import Protocol
+
+import lightning.pytorch as pl
+from lightning.pytorch.loops.fetchers import _DataFetcher
+from typing_extensions import override
+
+from lightning_shard.elastic._lightning import FitLoop, TrainingEpochLoop, measure_epoch
+
+
+class Elastic(Protocol):
+    """What the loops ask of the strategy.
+
+    Attributes:
+        stands_behind_step: Whether the state that was just loaded is that behind an optimizer
+            step, whose validation, if due, is still to come.
+    """
+
+    stands_behind_step: bool
+
+    @property
+    def is_newcomer(self) -> bool:
+        """Whether this process goes on from what others, or its predecessors, remember."""
+
+    def see_data(self) -> None:
+        """When the training loader is there."""
+
+    def begin(self) -> None:
+        """Before the first step; does nothing later. Each rank must call."""
+
+    def reach_boundary(self) -> None:
+        """After each optimizer step; each rank must call.
+
+        Raises:
+            Regrouping: All ranks have agreed to regroup.
+        """
+
+    def survives(self, error: BaseException) -> bool:
+        """Whether to regroup after this error rather than to end with it."""
+
+    def regroup(self, error: BaseException | None) -> None:
+        """Go on in the next generation, from the newest boundary that is complete.
+
+        Raises:
+            Exception: Another peer was lost meanwhile, or there is no way to go on.
+        """
+
+
+class Regrouping(BaseException):
+    """Unwinds the loops at a boundary where all ranks have agreed to regroup."""
+
+
+class ElasticFitLoop(FitLoop):
+    """Runs epochs; survives the loss of peers."""
+
+    @override
+    def run(self) -> None:
+        self.setup_data()
+        if self.skip:
+            return
+        elastic = _elastic(self.trainer)
+        elastic.see_data()
+        self.reset()
+        self.on_run_start()
+        if elastic.is_newcomer:
+            self._survive(Regrouping())
+        while elastic.stands_behind_step or not self.done:
+            if not self._run_epoch():
+                break
+        self._restarting = False
+        self.on_run_end()
+
+    @override
+    def on_advance_start(self) -> None:
+        super().on_advance_start()
+        measure_epoch(self.trainer)
+        _elastic(self.trainer).begin()
+
+    def _run_epoch(self) -> bool:
+        """Run an epoch, or what is left of it; return whether there may be another one."""
+        failure: BaseException | None = None
+        try:
+            self.on_advance_start()
+            self.advance()
+            self.on_advance_end()
+        except StopIteration:
+            return False
+        except BaseException as error:
+            failure = error
+        finally:
+            self.on_iteration_done()
+        if failure is not None:
+            self._survive(failure)
+        return True
+
+    def _survive(self, error: BaseException) -> None:
+        """Regroup, as often as peers are lost meanwhile."""
+        elastic = _elastic(self.trainer)
+        while elastic.survives(error):
+            try:
+                elastic.regroup(None if isinstance(error, Regrouping) else error)
+            except BaseException as another:
+                error = another
+            else:
+                self.reset()
+                return
+        raise error
+
+
+class ElasticEpochLoop(TrainingEpochLoop):
+    """Runs the batches of an epoch; tells the strategy of each optimizer step."""
+
+    @override
+    def reset(self) -> None:
+        with warnings.catch_warnings():
+            # Lightning's advice about loaders that begin an epoch anew; these go on
+            warnings.filterwarnings("ignore", ".*checkpoint that ended before the epoch ended")
+            super().reset()
+
+    @override
+    def advance(self, data_fetcher: _DataFetcher) -> None:
+        elastic = _elastic(self.trainer)
+        if elastic.stands_behind_step:
+            elastic.stands_behind_step = False
+            return  # to what follows the step: validation
+        super().advance(data_fetcher)
+        if not self._should_accumulate():
+            elastic.reach_boundary()
+
+
+def make_elastic(trainer: "pl.Trainer") -> None:
+    """Exchange the trainer's loops, in place: callbacks and connectors hold them."""
+    trainer.fit_loop.__class__ = ElasticFitLoop
+    trainer.fit_loop.epoch_loop.__class__ = ElasticEpochLoop
+
+
+def _elastic(trainer: "pl.Trainer") -> Elastic:
+    strategy: Elastic = trainer.strategy  # type: ignore[assignment]
+    return strategy

@@ -1,0 +1,120 @@
+"""How far training has come: what a boundary remembers beside parameters and optimizer state.
+
+    common   loops, callbacks, schedulers, data module, position in the data, module buffers:
+             alike on every rank, so any one's will do
+    own      random streams and what was logged in this epoch: each rank's
+
+Both are one string of bytes, which a snapshot carries and does not look into.
+"""
+
+import pickle
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from lightning_shard.elastic import _lightning
+from lightning_shard.elastic.epoch_logs import EpochLogs, put_logs, take_logs
+from lightning_shard.elastic.feeding import Diet
+from lightning_shard.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """What a boundary remembers.
+
+    Attributes:
+        trainer: See `_lightning.trainer_state`.
+        behind_step: Whether it is the boundary behind an optimizer step, not that before the first.
+        restarting: At the boundary before the first step, whether the epoch was taken up from a
+            checkpoint.
+        accumulation: Batches of a step.
+        diet: How steps are fed, and where in the data training is.
+        buffers: The module's buffers, on the CPU.
+        random: This rank's random streams.
+        logs: What this rank has logged in this epoch.
+    """
+
+    trainer: dict[str, Any]
+    behind_step: bool
+    restarting: bool
+    accumulation: int
+    diet: Diet
+    buffers: dict[str, Tensor]
+    random: dict[str, Any]
+    logs: EpochLogs
+
+    @classmethod
+    def of(cls, trainer: "pl.Trainer", diet: Diet, *, behind_step: bool) -> "Progress":
+        """Take what the trainer is at, at a boundary."""
+        module = trainer.lightning_module
+        return cls(
+            trainer=_lightning.trainer_state(trainer),
+            behind_step=behind_step,
+            restarting=trainer.fit_loop.epoch_loop.restarting,
+            accumulation=trainer.accumulate_grad_batches,
+            diet=diet,
+            buffers={name: _copy(buffer) for name, buffer in module.named_buffers()},
+            random=_lightning.random_states(include_cuda=torch.cuda.is_available()),
+            logs=take_logs(trainer.fit_loop.epoch_loop._results),
+        )
+
+    def pack(self) -> bytes:
+        """As bytes.
+
+        Raises:
+            ConfigError: A callback's state, or the module's, cannot be pickled.
+        """
+        try:
+            return pickle.dumps(vars(self), protocol=pickle.HIGHEST_PROTOCOL)
+        except Exception as error:
+            raise ConfigError(
+                f"Elastic training sends the state of callbacks, schedulers and the data module to "
+                f"peers, but something in it cannot be pickled ({type(error).__name__}: {error}). "
+                f"Return plain values and tensors from state_dict and on_save_checkpoint."
+            ) from error
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> "Progress":
+        """From bytes that a rank of this job has packed."""
+        return cls(**pickle.loads(packed))
+
+    @torch.no_grad()
+    def load_buffers(self, module: "pl.LightningModule") -> None:
+        """Set the module's buffers."""
+        for name, buffer in module.named_buffers():
+            if name in self.buffers:
+                buffer.copy_(self.buffers[name])
+
+    def load_trainer(self, trainer: "pl.Trainer") -> None:
+        """Set loops, callbacks, schedulers and the data module."""
+        _lightning.load_trainer_state(trainer, self.trainer)
+        if not self.behind_step:
+            trainer.fit_loop.epoch_loop.restarting = self.restarting
+
+    def load_own(self, trainer: "pl.Trainer", own: "Progress | None", rank: int) -> None:
+        """Set random streams and what was logged.
+
+        Args:
+            trainer: In its fit.
+            own: What this rank itself remembers of the same boundary; None for a newcomer, which
+                gets random streams of its own and a share of nothing.
+            rank: This rank's, in the new generation.
+        """
+        if own is not None:
+            _lightning.set_random_states(own.random)
+        else:
+            _lightning.set_random_states(self.random)
+            torch.manual_seed(torch.initial_seed() + rank)
+        put_logs(
+            trainer.fit_loop.epoch_loop._results,
+            (own or self).logs,
+            reduce=trainer.strategy.reduce,
+            emptied=own is None,
+        )
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)

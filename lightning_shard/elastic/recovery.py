@@ -1,0 +1,221 @@
+"""From the snapshots that are left to the state of a new number of ranks.
+
+    before    rank 0    rank 1    rank 2    rank 3        each holds its shard and its buddy's
+    shards     0 3       1 0       2 1       3 2
+                           rank 1 is lost, a new rank comes
+    after     rank 0    rank 1    rank 2    rank 3
+    shards     0 3       2 1       3 2       none
+
+    agree     on the newest step of which somebody holds every shard
+    restore   track by track the ranges move into the new shards; then counters and options;
+              then the shards become whole parameters
+
+One track is on its way at a time, so that no rank holds more than its share and that.
+"""
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.data_parallel.flat_parameters import FlatParameters
+from lightning_shard.elastic.moving import move_track
+from lightning_shard.elastic.resharding import Move, plan_moves
+from lightning_shard.elastic.snapshot import PARAMETERS, Catalog, Snapshot, TrackKey
+from lightning_shard.elastic.state_entries import PieceMark, merge, rebuild
+from lightning_shard.errors import CheckpointError
+from lightning_shard.optim.state import params_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The snapshot that all ranks go back to.
+
+    Attributes:
+        generation: Of the members that took it.
+        step: Optimizer steps done.
+        holders: By shard, the ranks that hold it, in order.
+    """
+
+    generation: int
+    step: int
+    holders: tuple[tuple[int, ...], ...]
+
+    def has(self, snapshot: Snapshot) -> bool:
+        """Whether a snapshot is a part of this one."""
+        catalog = snapshot.catalog
+        mine = catalog.generation, catalog.step, catalog.num_shards
+        return mine == (self.generation, self.step, len(self.holders))
+
+
+class Restored(NamedTuple):
+    """What the snapshots' takers had put beside the state.
+
+    Attributes:
+        extra: Of shard 0, the same on all ranks.
+        own: Of this rank's own snapshot; None where it holds none of that step.
+    """
+
+    extra: bytes
+    own: bytes | None
+
+
+def agree(collectives: Collectives, held: Sequence[Snapshot]) -> Plan | None:
+    """Find the newest snapshot that is whole somewhere among the ranks; each must call.
+
+    Args:
+        collectives: All ranks.
+        held: What this rank has; nothing on a new one.
+
+    Returns:
+        The same on all ranks; None where too much is lost. A later generation's counts more than a
+        greater step: the steps of an earlier one may have been taken back.
+    """
+    mine = [(c.generation, c.step, c.num_shards, c.shard) for c in (one.catalog for one in held)]
+    holders: dict[tuple[int, int, int], dict[int, list[int]]] = {}
+    for rank, theirs in enumerate(collectives.all_gather_object(mine)):
+        for generation, step, num_shards, shard in set(theirs):
+            shards = holders.setdefault((generation, step, num_shards), {})
+            shards.setdefault(shard, []).append(rank)
+    whole = [moment for moment, shards in holders.items() if len(shards) == moment[2]]
+    if not whole:
+        return None
+    newest = max(whole)
+    by_shard = tuple(tuple(holders[newest][shard]) for shard in range(newest[2]))
+    return Plan(generation=newest[0], step=newest[1], holders=by_shard)
+
+
+def restore(
+    collectives: Collectives,
+    plan: Plan,
+    held: Sequence[Snapshot],
+    engine: DataParallelEngine,
+    optimizers: Sequence[Optimizer],
+    *,
+    me: str = "",
+) -> Restored:
+    """Bring engine and optimizers to the state of a snapshot; each rank must call.
+
+    Args:
+        collectives: All ranks of the engine, which are those that agreed.
+        plan: What they agreed on.
+        held: What this rank has. The state of a live rank counts as a snapshot taken now.
+        engine: Of any number of ranks and the stage and units of the snapshot's; its parameters'
+            values do not matter.
+        optimizers: On the engine, in the snapshot's order; their state is replaced.
+        me: This member's name, to find its own snapshot.
+
+    Raises:
+        CheckpointError: The snapshot is of another model or other optimizers.
+    """
+    mine = {one.catalog.shard: one for one in held if plan.has(one)}
+    own = [one for one in held if plan.has(one) and me and one.catalog.owner == me]
+    catalogs, shard_indices = _share(collectives, plan, mine, engine)
+    _check(catalogs[0], engine, optimizers)
+    for optimizer in optimizers:
+        for param in params_of(optimizer):
+            optimizer.state.pop(param, None)
+    pieces: dict[TrackKey, list[Tensor]] = {}
+    keys = {key for catalog in catalogs for key in catalog.tracks}
+    for key in sorted(keys, key=lambda key: key.order):
+        flat = engine.flats[key.flat]
+        target = flat.shard
+        if key.optimizer != PARAMETERS:
+            target = torch.zeros_like(flat.shard, dtype=key.dtype)
+            pieces[key] = flat.shard_views(target)
+        moves = _plan_track(plan, catalogs, key, flat, shard_indices)
+        move_track(collectives, key, mine, moves, target, flat)
+    numbers = {flat: number for number, flat in enumerate(engine.flats)}
+    for number, optimizer in enumerate(optimizers):
+        _rebuild(number, optimizer, catalogs, engine, numbers, pieces)
+    engine.publish_shards()
+    return Restored(catalogs[0].extra, own[0].catalog.extra if own else None)
+
+
+def _share(
+    collectives: Collectives,
+    plan: Plan,
+    mine: Mapping[int, Snapshot],
+    engine: DataParallelEngine,
+) -> tuple[list[Catalog], list[int]]:
+    """Let every rank know each shard's catalog, and which new shard is whose."""
+    rank = collectives.rank
+    given = {
+        shard: replace(mine[shard].catalog, extra=mine[shard].catalog.extra if shard == 0 else b"")
+        for shard, holders in enumerate(plan.holders)
+        if holders[0] == rank
+    }
+    everyone = collectives.all_gather_object((engine.flats[0].shard_index, given))
+    known = {shard: catalog for _, given in everyone for shard, catalog in given.items()}
+    return [known[shard] for shard in range(len(plan.holders))], [index for index, _ in everyone]
+
+
+def _check(saved: Catalog, engine: DataParallelEngine, optimizers: Sequence[Optimizer]) -> None:
+    ends = tuple(flat.layout.slots[-1].stop for flat in engine.flats)
+    if saved.ends != ends:
+        raise CheckpointError(
+            f"Rank {engine.collectives.rank}: the snapshot of step {saved.step} is of a model with "
+            f"flat buffers of {saved.ends} elements, this one has {ends}. All ranks need the same "
+            f"model, units, bucket_mb and precision."
+        )
+    got = [[len(group["params"]) for group in one.param_groups] for one in optimizers]
+    expected = [len(states) for states in saved.states]
+    if [sum(sizes) for sizes in got] != expected or list(map(len, got)) != list(
+        map(len, saved.groups)
+    ):
+        raise CheckpointError(
+            f"Rank {engine.collectives.rank}: the snapshot of step {saved.step} is of optimizers "
+            f"of {expected} parameters in {list(map(len, saved.groups))} groups, got groups of "
+            f"{got}. Make configure_optimizers return the same on every rank; a group that is "
+            f"added later must be there on new ranks, too."
+        )
+
+
+def _plan_track(
+    plan: Plan,
+    catalogs: Sequence[Catalog],
+    key: TrackKey,
+    flat: FlatParameters,
+    shard_indices: Sequence[int],
+) -> list[Move]:
+    """Who sends what of one track; the same on every rank."""
+    end = flat.layout.slots[-1].stop
+    old = {
+        shard: (shard * track.numel, min((shard + 1) * track.numel, end))
+        for shard, catalog in enumerate(catalogs)
+        if (track := catalog.tracks.get(key)) is not None  # else no parameter there has it
+    }
+    new = [flat.layout.shard_bounds(index) for index in shard_indices]
+    return plan_moves(dict(enumerate(plan.holders)), old, new)
+
+
+def _rebuild(
+    number: int,
+    optimizer: Optimizer,
+    catalogs: Sequence[Catalog],
+    engine: DataParallelEngine,
+    numbers: Mapping[FlatParameters, int],
+    pieces: Mapping[TrackKey, list[Tensor]],
+) -> None:
+    """Give an optimizer its state and the options of its groups."""
+    merged = merge([catalog.states[number] for catalog in catalogs])
+    for param, entries in zip(params_of(optimizer), merged, strict=True):
+        flat, index = engine.owner(param)
+        for name, entry in entries or ():
+            if isinstance(entry, PieceMark):
+                key = TrackKey(flat=numbers[flat], optimizer=number, name=name, dtype=entry.dtype)
+                optimizer.state[param][name] = pieces[key][index]
+            else:
+                optimizer.state[param][name] = rebuild(entry, param)
+    for group, saved in zip(optimizer.param_groups, catalogs[0].groups[number], strict=True):
+        for option, value in saved.items():
+            if isinstance(value, Tensor) and isinstance(group.get(option), Tensor):
+                group[option].copy_(value)  # schedulers and compiled steps hold the tensor
+            else:
+                group[option] = deepcopy(value)

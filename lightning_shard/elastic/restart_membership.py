@@ -1,0 +1,122 @@
+"""Membership under torchrun, whose agents end all workers when one is lost and start them again.
+
+    torchrun's agents    start ──> a worker is lost, or a node waits ──> end all ──> start all
+    workers                 train, snapshots into shared memory     ✗        map them, go on
+
+Who takes part torchelastic decides; here a process learns who it is, and what its predecessors on
+this host have left.
+"""
+
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from lightning_shard import settings
+from lightning_shard.backends.base import Backend
+from lightning_shard.elastic.generation import Generation
+from lightning_shard.elastic.shared_memory import (
+    SharedMemoryBuffers,
+    clear,
+    job_folder,
+    load_all,
+    remove_orphans,
+)
+from lightning_shard.elastic.snapshot import Snapshot
+from lightning_shard.errors import RankFailedError
+
+
+class RestartMembership:
+    """One worker's part in a job of torchrun; implements `Membership`.
+
+    Args:
+        backend: Of the groups.
+        device: This rank's.
+        timeout: Of the groups.
+        job: What the workers of the job have in common over its restarts.
+
+    Attributes:
+        me: This rank's name.
+        held: The snapshots of its predecessors on this host.
+        has_past: Whether any rank's predecessors have left some.
+    """
+
+    is_wanted = False  # torchelastic's agents look for newcomers
+    is_leaving = False
+
+    def __init__(
+        self, backend: Backend, device: torch.device, timeout: timedelta, job: str
+    ) -> None:
+        place = settings.placement(settings.TORCHRUN)
+        self._rank, self._size = place.rank, place.world_size
+        self._make_groups = partial(
+            backend.init_process_group,
+            rank=place.rank,
+            world_size=place.world_size,
+            device=device,
+            timeout=timeout,
+        )
+        remove_orphans()
+        self._job = job
+        self._folder = job_folder(job)
+        self._generation: Generation | None = None
+        self._is_new = True
+        self.me = f"rank{place.rank}"
+        self.held: list[Snapshot] = load_all(self._folder)
+        self.has_past = False
+
+    def begin(self) -> Generation:
+        """Meet the other workers."""
+        self._make_groups()
+        numbers: list[int] = [0] * self._size
+        mine = max((one.catalog.generation for one in self.held), default=0)
+        dist.all_gather_object(numbers, mine)
+        number = max(numbers) + 1
+        self.has_past = number > 1
+        members = tuple(f"rank{rank}" for rank in range(self._size))
+        self._generation = Generation(number=number, members=members, me=self.me)
+        return self._generation
+
+    def make_buffers(self) -> SharedMemoryBuffers:
+        """Where this rank's snapshots go, in a fit."""
+        assert self._generation is not None
+        return SharedMemoryBuffers(job_folder(self._job), self.me, self._generation.number)
+
+    def following(self, error: BaseException | None = None) -> Generation:
+        """Return the one generation that this process lives in, once.
+
+        Raises:
+            RankFailedError: It has ended: this process has to end, too.
+        """
+        assert self._generation is not None
+        if not self._is_new:
+            raise RankFailedError(
+                f"Rank {self._rank} of {self._size} ends because a rank was lost or has failed; "
+                f"torchrun starts all of them again, which go on from their snapshots. If it does "
+                f"not, raise its --max-restarts."
+            ) from error
+        return self._generation
+
+    def init_groups(
+        self, generation: Generation, backend: Backend, device: torch.device, timeout: timedelta
+    ) -> None:
+        """Do nothing: `begin` has made them."""
+
+    def drop_groups(self) -> None:
+        """Do nothing: they end with the process."""
+
+    def begin_step(self, step: int) -> None:
+        """Do nothing: torchelastic does not count steps."""
+
+    def forget_past(self) -> None:
+        """Remove what predecessors have left here, now that there is something newer everywhere."""
+        if self._is_new and self._generation is not None:
+            self._is_new = False
+            self.held = []
+            clear(self._folder, before=self._generation.number)
+
+    def leave(self) -> None:
+        """Remove all snapshots: training has ended."""
+        self.has_past = False
+        clear(self._folder)

@@ -1,0 +1,291 @@
+"""What one rank needs to remember at a step boundary, in one host buffer.
+
+    | prefix | parameters of flat 0 | ... | exp_avg of flat 0 | ... | catalog |
+      64 B     a track: one shard-sized tensor, at a multiple of 64 bytes     pickled
+
+A flat buffer's slots lie at the same offsets whatever the number of ranks, so a track is a range of
+elements that can be cut anew for any other number. The catalog says what the tracks are and holds
+what is not per element: counters, the options of the groups, and the caller's bytes (loops, RNG).
+"""
+
+import pickle
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.data_parallel.flat_parameters import FlatParameters
+from lightning_shard.elastic.buffers import HostBuffers, SnapshotBuffers
+from lightning_shard.elastic.state_entries import Entries, PieceMark, describe
+from lightning_shard.errors import CheckpointError
+from lightning_shard.optim.state import params_of
+
+PARAMETERS = -1  # in the place of an optimizer's number
+_ALIGN_BYTES = 64
+_MAX_GAP_NUMEL = 64  # alignment leaves less
+_PREFIX = struct.Struct("<8sQQ")  # magic, bytes in all, where the catalog begins
+_MAGIC = b"LSsnap01"
+
+
+class TrackKey(NamedTuple):
+    """What a track holds: the same name on every rank and for any number of them.
+
+    Attributes:
+        flat: Number of the flat buffer.
+        optimizer: Number of the optimizer, or PARAMETERS.
+        name: Key of the optimizer's state; empty for the parameters.
+        dtype: Of the elements.
+    """
+
+    flat: int
+    optimizer: int
+    name: str
+    dtype: torch.dtype
+
+    @property
+    def order(self) -> tuple[int, int, str, str]:
+        """By what tracks are ordered alike on all ranks."""
+        return self.flat, self.optimizer, self.name, str(self.dtype)
+
+
+class Track(NamedTuple):
+    """Where in the buffer a track lies: `numel` elements from byte `offset` on."""
+
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Catalog:
+    """What a snapshot holds.
+
+    Attributes:
+        generation: Of the members that took it; a later one's counts more.
+        step: Optimizer steps done.
+        shard: Which shard of the state it is.
+        num_shards: How many there are; 1 where every rank holds everything.
+        owner: Who took it.
+        ends: One past the last parameter's last element, for each flat buffer.
+        tracks: Per-element data.
+        states: By optimizer and parameter, what the optimizer keeps.
+        groups: By optimizer and group, its options.
+        extra: The caller's.
+    """
+
+    generation: int
+    step: int
+    shard: int
+    num_shards: int
+    owner: str
+    ends: tuple[int, ...]
+    tracks: dict[TrackKey, Track]
+    states: tuple[list[Entries | None], ...]
+    groups: tuple[list[dict[str, Any]], ...]
+    extra: bytes
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Snapshot:
+    """One shard of the state at one step.
+
+    Attributes:
+        data: Shape (bytes,), uint8, in host memory.
+        catalog: What is in it.
+    """
+
+    data: Tensor
+    catalog: Catalog
+
+    @classmethod
+    def read(cls, data: Tensor) -> "Snapshot":
+        """Read what is in a buffer that this job has written.
+
+        Args:
+            data: Shape (bytes,) or longer, uint8. Unpickled: it must come from a peer of the job.
+
+        Raises:
+            CheckpointError: It is not a whole snapshot.
+        """
+        prefix = data[: _PREFIX.size].numpy().tobytes()
+        magic, num_bytes, begin = _PREFIX.unpack(prefix.ljust(_PREFIX.size, b"\0"))
+        if magic != _MAGIC or not _PREFIX.size <= begin < num_bytes <= data.numel():
+            raise CheckpointError(
+                f"A buffer of {data.numel()} bytes is no whole snapshot: got {prefix[:8]!r} and "
+                f"{num_bytes} bytes, expected {_MAGIC!r} and at most those. It was written by "
+                f"another version, or its writer ended half-way; leave it out."
+            )
+        catalog = pickle.loads(data[begin:num_bytes].numpy().tobytes())
+        return cls(data=data[:num_bytes], catalog=catalog)
+
+    def elements(self, key: TrackKey, start: int, stop: int) -> Tensor:
+        """The bytes of the elements `start` to `stop` of a track: uint8, a view."""
+        offset, size = self.catalog.tracks[key].offset, key.dtype.itemsize
+        return self.data[offset + start * size : offset + stop * size]
+
+
+def take(
+    engine: DataParallelEngine,
+    optimizers: Sequence[Optimizer],
+    *,
+    step: int,
+    extra: bytes = b"",
+    generation: int = 0,
+    owner: str = "",
+    buffers: SnapshotBuffers | None = None,
+) -> Snapshot:
+    """Copy this rank's part of the state; no communication.
+
+    Args:
+        engine: At a boundary: no gradients are pending.
+        optimizers: In one order on all ranks.
+        step: Optimizer steps done.
+        extra: Kept as it is.
+        generation: Of the members.
+        owner: This member's name.
+        buffers: Where the buffer comes from; a new one when left out.
+
+    Returns:
+        With the parameters in the optimizer's (master) format.
+    """
+    states = tuple(describe(optimizer, engine) for optimizer in optimizers)
+    sources = _sources(engine, optimizers, states)
+    tracks, end = _lay_out(sources, engine.flats)
+    catalog = Catalog(
+        generation=generation,
+        step=step,
+        shard=engine.flats[0].shard_index,
+        num_shards=engine.flats[0].layout.num_shards,
+        owner=owner,
+        ends=tuple(flat.layout.slots[-1].stop for flat in engine.flats),
+        tracks=tracks,
+        states=states,
+        groups=tuple(_options(optimizer) for optimizer in optimizers),
+        extra=extra,
+    )
+    packed = pickle.dumps(catalog, protocol=pickle.HIGHEST_PROTOCOL)
+    if buffers is None:
+        buffers = HostBuffers(pinned=engine.device.type == "cuda")
+    data = buffers.lend(end + len(packed))
+    _copy(sources, tracks, data, engine.flats)
+    _write(data, end, packed)
+    _write(data, 0, _PREFIX.pack(_MAGIC, end + len(packed), end))
+    snapshot = Snapshot.read(data)  # the catalog above refers to what goes on changing
+    buffers.keep(snapshot.data)
+    return snapshot
+
+
+# For each track the pieces by the parameter's index in its flat buffer; None: the whole shard.
+_Sources = dict[TrackKey, dict[int, Tensor] | None]
+
+
+def _sources(
+    engine: DataParallelEngine,
+    optimizers: Sequence[Optimizer],
+    states: Sequence[Sequence[Entries | None]],
+) -> _Sources:
+    for unit in engine.units:
+        for flat in unit.flats if unit.is_full else ():
+            flat.take_in_edits()
+    sources: _Sources = {
+        TrackKey(flat=number, optimizer=PARAMETERS, name="", dtype=flat.shard.dtype): None
+        for number, flat in enumerate(engine.flats)
+    }
+    numbers = {flat: number for number, flat in enumerate(engine.flats)}
+    for number, (optimizer, described) in enumerate(zip(optimizers, states, strict=True)):
+        for param, entries in zip(params_of(optimizer), described, strict=True):
+            flat, index = engine.owner(param)
+            for name, entry in entries or ():
+                if isinstance(entry, PieceMark):
+                    key = TrackKey(numbers[flat], number, name, entry.dtype)
+                    pieces = sources.setdefault(key, {})
+                    assert pieces is not None  # only parameters are copied as a whole
+                    pieces[index] = optimizer.state[param][name]
+    return sources
+
+
+def _lay_out(
+    sources: _Sources, flats: Sequence[FlatParameters]
+) -> tuple[dict[TrackKey, Track], int]:
+    """Where each track lies, and where the catalog begins."""
+    tracks, end = {}, _ALIGN_BYTES
+    for key in sources:
+        numel = flats[key.flat].shard.numel()
+        tracks[key] = Track(offset=end, numel=numel)
+        end += -(-numel * key.dtype.itemsize // _ALIGN_BYTES) * _ALIGN_BYTES
+    return tracks, end
+
+
+@torch.no_grad()
+def _copy(
+    sources: _Sources,
+    tracks: dict[TrackKey, Track],
+    data: Tensor,
+    flats: Sequence[FlatParameters],
+) -> None:
+    for key, pieces in sources.items():
+        track, flat = tracks[key], flats[key.flat]
+        stop = track.offset + track.numel * key.dtype.itemsize
+        target = data[track.offset : stop].view(key.dtype)
+        if pieces is None:
+            target.copy_(flat.shard, non_blocking=True)
+            continue
+        for start, run in _runs(pieces, flat):
+            _copy_run(target[start:], run)
+    if flats[0].shard.is_cuda:
+        torch.cuda.current_stream(flats[0].shard.device).synchronize()
+
+
+def _runs(pieces: dict[int, Tensor], flat: FlatParameters) -> Iterator[tuple[int, list[Tensor]]]:
+    """Pieces that lie one behind the other in the shard, or nearly so: gaps are filled.
+
+    One copy for each of hundreds of small pieces would take longer than a training step.
+    """
+    base = int(flat.shard.storage_offset())
+    start = end = 0
+    run: list[Tensor] = []
+    for index in sorted(pieces):
+        view = flat.local_views[index]
+        offset, numel = int(view.storage_offset()) - base, view.numel()
+        if not numel:
+            continue
+        if offset - end > _MAX_GAP_NUMEL or not run:
+            if run:
+                yield start, run
+            start, run = offset, []
+        elif offset > end:
+            run.append(flat.shard.new_zeros(offset - end, dtype=pieces[index].dtype))
+        piece = pieces[index]
+        run.append(piece if piece.ndim == 1 else piece.reshape(-1))
+        end = offset + numel
+    if run:
+        yield start, run
+
+
+def _copy_run(target: Tensor, run: list[Tensor]) -> None:
+    target = target[: sum(map(Tensor.numel, run))]
+    if len(run) > 1 and run[0].device == target.device:
+        torch.cat(run, out=target)
+    else:  # from a device in one transfer
+        target.copy_(torch.cat(run) if len(run) > 1 else run[0], non_blocking=True)
+
+
+def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The options of each group; tensors (a learning rate, say) in host memory."""
+    return [
+        {
+            key: value.detach().cpu() if isinstance(value, Tensor) else value
+            for key, value in group.items()
+            if key != "params"
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def _write(data: Tensor, offset: int, content: bytes) -> None:
+    source = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    data[offset : offset + len(content)].copy_(source)

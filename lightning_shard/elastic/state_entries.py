@@ -1,0 +1,151 @@
+"""What an optimizer keeps for each parameter, in a form that another rank can rebuild it from.
+
+    optimizer.state[p] = {"step": tensor(7.), "exp_avg": piece, "exp_avg_sq": piece}
+                             │                    └─────┬─────┘
+    entries of p         Scalar(7.0)                 PieceMark      the elements themselves travel
+                         the same on all ranks                      in a track of the snapshot
+
+Single numbers are kept as numbers: a model has hundreds of step counters, mostly equal ones.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.data_parallel.flat_parameters import FlatParameters
+from lightning_shard.optim.state import is_elsewhere, is_piece, params_of
+
+
+class PieceMark(NamedTuple):
+    """A tensor that has an element for each of the parameter's; cut where the parameter is."""
+
+    dtype: torch.dtype
+
+
+class Scalar(NamedTuple):
+    """A tensor without dimensions; Python's numbers hold each of torch's exactly."""
+
+    value: Any
+    dtype: torch.dtype
+    on_device: bool
+
+
+class Whole(NamedTuple):
+    """Anything else that is the same on all ranks; a tensor is in host memory."""
+
+    value: Any
+    on_device: bool
+
+
+Entry = PieceMark | Scalar | Whole
+Entries = tuple[tuple[str, Entry], ...]  # in the optimizer's own order
+
+
+def describe(optimizer: Optimizer, engine: DataParallelEngine) -> list[Entries | None]:
+    """Say what an optimizer keeps for each of its parameters; no communication.
+
+    Returns:
+        In the order of its groups; None for parameters without state, and for those of which all
+        elements lie on other ranks: their counters are stale here.
+    """
+    counters = _Scalars()
+    sorted_out: list[list[tuple[str, Entry | _Place]] | None] = []
+    for param in params_of(optimizer):
+        state = optimizer.state.get(param)
+        home = engine.owner(param)
+        if not state or is_elsewhere(*home):
+            sorted_out.append(None)
+        else:
+            sorted_out.append([(k, _sort_out(v, home, counters)) for k, v in state.items()])
+    counters.read()
+    known: dict[object, Entries] = {}  # equal ones are one object: they are pickled once
+    described: list[Entries | None] = []
+    for found in sorted_out:
+        if found is None:
+            described.append(None)
+            continue
+        entries: Entries = tuple(
+            (key, counters.at(entry) if isinstance(entry, _Place) else entry)
+            for key, entry in found
+        )
+        described.append(known.setdefault(_likeness(entries), entries))
+    return described
+
+
+def merge(described: Sequence[Sequence[Entries | None]]) -> list[Entries | None]:
+    """What the ranks together keep for each parameter of one optimizer.
+
+    Args:
+        described: By shard; the lowest one that has any of a parameter speaks for it.
+    """
+    return [
+        next((entries for entries in of_param if entries is not None), None)
+        for of_param in zip(*described, strict=True)
+    ]
+
+
+def rebuild(entry: Scalar | Whole, param: nn.Parameter) -> Any:
+    """The value itself, where it was."""
+    if isinstance(entry, Scalar):
+        device = param.device if entry.on_device else torch.device("cpu")
+        return torch.tensor(entry.value, dtype=entry.dtype, device=device)
+    if isinstance(entry.value, Tensor):
+        return entry.value.to(param.device) if entry.on_device else entry.value.clone()
+    return entry.value
+
+
+class _Place(NamedTuple):
+    """Where a number is to be found once all have been read."""
+
+    kind: tuple[torch.device, torch.dtype]
+    number: int
+
+
+class _Scalars:
+    """Numbers in 0-dim tensors: read in one copy for each device and type."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        self._entries: dict[tuple[torch.device, torch.dtype], list[Scalar]] = {}
+
+    def add(self, tensor: Tensor) -> _Place:
+        kind = tensor.device, tensor.dtype
+        alike = self._tensors.setdefault(kind, [])
+        alike.append(tensor)
+        return _Place(kind, len(alike) - 1)
+
+    def read(self) -> None:
+        for kind, tensors in self._tensors.items():
+            device, dtype = kind
+            self._entries[kind] = [
+                Scalar(value, dtype, device.type != "cpu")
+                for value in torch.stack(tensors).tolist()
+            ]
+
+    def at(self, place: _Place) -> Scalar:
+        return self._entries[place.kind][place.number]
+
+
+def _sort_out(value: Any, home: tuple[FlatParameters, int], counters: _Scalars) -> Entry | _Place:
+    if not isinstance(value, Tensor):
+        return Whole(value, on_device=False)
+    if value.ndim == 0:
+        return counters.add(value)
+    if is_piece(value, *home):
+        return PieceMark(value.dtype)
+    return Whole(value.detach().to("cpu", copy=True), value.device.type != "cpu")
+
+
+def _likeness(entries: Entries) -> object:
+    """What is equal for entries that are the same: signs of zeros count, tensors do not compare."""
+    zeros = []
+    for _, entry in entries:
+        if isinstance(entry, Whole):
+            return id(entries)
+        if isinstance(entry, Scalar) and not entry.value:
+            zeros.append(str(entry.value))
+    return (entries, *zeros) if zeros else entries

@@ -1,0 +1,76 @@
+"""What elastic training does not do, said before it starts."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+
+from lightning_shard.errors import ConfigError
+
+STAGES = {"shard_ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
+
+
+def stage_of(scheme: str) -> int:
+    """The ZeRO stage of a scheme whose state can be cut anew.
+
+    Raises:
+        ConfigError: It has none.
+    """
+    if scheme not in STAGES:
+        raise ConfigError(
+            f"scheme must be one of {', '.join(map(repr, STAGES))}, got {scheme!r}: the ranks of "
+            f"other schemes have parts of layers, without which the rest cannot go on."
+        )
+    return STAGES[scheme]
+
+
+def check_options(backend: str, snapshot_every: int, min_ranks: int, max_ranks: int | None) -> None:
+    """Check what the strategy is made with.
+
+    Raises:
+        ConfigError: An option cannot be.
+    """
+    if backend == "mpi":
+        raise ConfigError(
+            "The backend 'mpi' cannot be elastic: when a rank dies, its launchers end the others. "
+            "Use backend='gloo' or 'nccl', started by the Trainer, srun --no-kill or torchrun."
+        )
+    if snapshot_every < 1:
+        raise ConfigError(f"snapshot_every must be at least 1 step, got {snapshot_every}.")
+    if min_ranks < 1 or (max_ranks is not None and max_ranks < min_ranks):
+        raise ConfigError(
+            f"Expected 1 <= min_ranks <= max_ranks, got min_ranks={min_ranks} and "
+            f"max_ranks={max_ranks}."
+        )
+
+
+def check_trainer(trainer: "pl.Trainer", averages: Sequence[Any]) -> None:
+    """Check what is to be trained, and how.
+
+    Raises:
+        ConfigError: It cannot be trained elastically.
+    """
+    module = trainer.lightning_module
+    if not module.automatic_optimization:
+        raise ConfigError(
+            f"{type(module).__name__} optimizes manually, but elastic training changes over how "
+            f"many batches gradients are accumulated when ranks come or go. Set "
+            f"automatic_optimization=True, or use another strategy."
+        )
+    if averages:
+        names = ", ".join(type(one).__name__ for one in trainer.callbacks if _averages(one))  # type: ignore[attr-defined]
+        raise ConfigError(
+            f"The callback {names or 'that averages weights'} keeps averages that are lost with a "
+            f"rank; expected none in elastic training. Average afterwards, over checkpoints."
+        )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, GradientAccumulationScheduler) and len(callback.scheduling) > 1:
+            raise ConfigError(
+                "GradientAccumulationScheduler and elastic training would both set how many "
+                "batches are accumulated. Leave the callback out; see global_batch_size."
+            )
+
+
+def _averages(callback: Any) -> bool:
+    return getattr(callback, "_average_model", None) is not None

@@ -1,0 +1,242 @@
+"""Membership over sockets: several members in one process, a keeper on a thread."""
+
+import gc
+import os
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_shard import settings
+from lightning_shard.backends.gloo import GlooBackend
+from lightning_shard.elastic import keeper as keeper_module
+from lightning_shard.elastic.generation import Generation, JobOverError, PutOutError
+from lightning_shard.elastic.keeper import JobRules, start_keeper
+from lightning_shard.elastic.kept_membership import KeptMembership
+from lightning_shard.errors import RankFailedError
+from tests.elastic.keepers import TOKEN, Keeper, running_keeper, wait_until
+from tests.processes import run_processes
+
+TIMEOUT = timedelta(seconds=60)
+RULES = JobRules(initial_size=2, max_ranks=3, max_failures=1, timeout_seconds=60.0)
+
+
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    """Make each call on a thread of its own, as processes would."""
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return [future.result() for future in [threads.submit(call) for call in calls]]
+
+
+def begun(keeper: Keeper) -> list[KeptMembership]:
+    """Return the two members of generation 1."""
+    members = [KeptMembership(keeper.job, rank, TIMEOUT) for rank in range(2)]
+    generations = together(*(member.begin for member in members))
+    names = tuple(member.me for member in members)
+    for rank, generation in enumerate(generations):
+        assert generation == Generation(number=1, members=names, me=names[rank])
+        assert (generation.rank, generation.size) == (rank, 2)
+    return members
+
+
+def vanish(member: KeptMembership) -> None:
+    """Close the connection without a word, as the end of a process does."""
+    member._thread._keeper._stream.shutdown(2)
+
+
+def test_a_newcomer_is_wanted_and_let_in_when_all_have_arrived() -> None:
+    with running_keeper(RULES) as keeper:
+        zero, one = begun(keeper)
+        newcomer = KeptMembership(keeper.job, None, TIMEOUT)
+        assert newcomer.begin() is None
+        assert not zero.is_wanted
+        with ThreadPoolExecutor(1) as thread:
+            admitted = thread.submit(newcomer.following)
+            wait_until(lambda: zero.is_wanted and one.is_wanted)
+            generations = together(zero.following, one.following)
+            assert admitted.result().members == (zero.me, one.me, newcomer.me)
+        assert not zero.is_wanted
+        assert {one.number for one in generations} == {2}
+        assert generations[0].reason == "1 rank(s) joined"
+        for member in (zero, one, newcomer):
+            member.leave()
+
+
+def test_who_is_left_goes_on_and_whoever_waits_is_told_that_the_job_is_over() -> None:
+    with running_keeper(RULES) as keeper:
+        zero, one = begun(keeper)
+        vanish(zero)
+        generation = one.following()
+        assert generation.members == (one.me,)
+        assert generation.reason == f"rank 0 (member {zero.me}) died"
+        one.leave()
+        # The second when the keeper has ended already.
+        with pytest.raises((JobOverError, RankFailedError)):
+            KeptMembership(keeper.job, None, TIMEOUT).following()
+
+
+def test_a_member_that_fails_too_often_is_put_out_with_its_error() -> None:
+    with running_keeper(RULES) as keeper:
+        zero, one = begun(keeper)
+        together(lambda: zero.following(ValueError("no")), one.following)
+        with ThreadPoolExecutor(1) as thread:
+            after = thread.submit(one.following)
+            with pytest.raises(PutOutError, match=r"failed 2 time\(s\), .* ValueError: still no"):
+                zero.following(ValueError("still no"))
+            assert after.result().members == (one.me,)
+        zero.leave()
+        one.leave()
+
+
+def test_a_member_that_was_struck_while_it_lives_comes_back_under_a_new_name() -> None:
+    with running_keeper(RULES) as keeper:
+        zero, one = begun(keeper)
+        was = one.me
+        keeper.server.roster._participants[was].heard = -1e9  # as if it had been silent for long
+        wait_until(lambda: one._is_struck)
+        assert zero.following().members == (zero.me,)
+        with ThreadPoolExecutor(1) as thread:
+            back = thread.submit(one.following)
+            wait_until(lambda: zero.is_wanted)
+            zero.following()
+            generation = back.result()
+        assert one.me != was
+        assert generation.members == (zero.me, one.me)
+        zero.leave()
+        one.leave()
+
+
+def test_a_newcomer_that_is_asked_to_leave_waits_no_longer() -> None:
+    with running_keeper(RULES) as keeper:
+        members = begun(keeper)
+        newcomer = KeptMembership(keeper.job, None, TIMEOUT)
+        newcomer.ask_to_leave()
+        assert newcomer.is_leaving
+        with pytest.raises(JobOverError, match="asked to leave"):
+            newcomer.following()
+        for member in members:
+            member.leave()
+
+
+def test_sigterm_asks_to_leave_at_the_next_boundary() -> None:
+    with running_keeper(RULES) as keeper:
+        members = begun(keeper)
+        before = signal.signal(signal.SIGTERM, members[0].on_sigterm)
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            signal.signal(signal.SIGTERM, before)
+        wait_until(lambda: members[0].is_leaving)
+        assert not members[1].is_leaving
+        for member in members:
+            member.leave()
+
+
+def test_a_peer_that_dies_before_it_is_ready_ends_the_wait_for_its_groups() -> None:
+    with running_keeper(RULES) as keeper:
+        zero, one = begun(keeper)
+        generation = Generation(number=1, members=(zero.me, one.me), me=zero.me)
+        with ThreadPoolExecutor(1) as thread:
+            backend = GlooBackend()
+            waiting = thread.submit(
+                zero.init_groups, generation, backend, torch.device("cpu"), TIMEOUT
+            )
+            vanish(one)
+            with pytest.raises(RankFailedError, match="rank 1 died"):
+                waiting.result()
+        zero.drop_groups()
+        assert zero.following().members == (zero.me,)
+        zero.leave()
+
+
+def test_a_wrong_token_or_address_is_an_error() -> None:
+    with running_keeper(RULES) as keeper:
+        members = begun(keeper)
+        wrong = settings.Job(host=keeper.job.host, port=keeper.job.port, token="other")
+        with pytest.raises(RankFailedError, match="keeper"):
+            KeptMembership(wrong, None, TIMEOUT)
+        for member in members:
+            member.leave()
+    with pytest.raises(RankFailedError, match="LIGHTNING_SHARD_JOB"):
+        KeptMembership(keeper.job, None, TIMEOUT)
+
+
+def test_a_keeper_that_is_lost_ends_the_wait_for_the_next_generation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(keeper_module, "_LINGER_SECONDS", 0.2)
+    with running_keeper(RULES) as keeper:
+        zero, one = begun(keeper)
+        vanish(one)
+        vanish(zero)
+        wait_until(lambda: zero._end is not None)
+        assert not zero.is_wanted
+        with pytest.raises(RankFailedError, match="no rank can join or be replaced"):
+            zero.following()
+
+
+def rounds(num_rounds: int, folder: str) -> tuple[list[int], list[int]]:
+    """Lose a peer (who drops its groups without a word) so often; count descriptors and threads."""
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    token = Path(folder, "port")
+    if rank == 0:
+        rules = JobRules(initial_size=3, timeout_seconds=60.0)
+        job = start_keeper(rules, "127.0.0.1", 0, TOKEN)
+        token.with_suffix(".new").write_text(str(job.port))
+        token.with_suffix(".new").rename(token)
+    wait_until(token.exists)
+    job = settings.Job(host="127.0.0.1", port=int(token.read_text()), token=TOKEN)
+    membership = KeptMembership(job, rank, TIMEOUT)
+    generation = membership.begin()
+    assert generation is not None
+    backend, cpu = GlooBackend(), torch.device("cpu")
+    descriptors, threads, held = [], [], []
+    for number in range(num_rounds):
+        membership.init_groups(generation, backend, cpu, TIMEOUT)
+        collectives = backend.collectives(dist.group.WORLD)
+        collectives.barrier()
+        if generation.rank == number % 3:
+            vanish(membership)  # the keeper takes it for dead; it comes back as a newcomer
+            membership.drop_groups()
+            membership = KeptMembership(job, None, TIMEOUT)
+            generation = membership.following()
+        else:
+            generation = survive(membership, collectives, held)
+        del collectives
+        gc.collect()  # errors and their tracebacks refer to each other
+        descriptors.append(len(os.listdir("/proc/self/fd")))
+        threads.append(len(os.listdir("/proc/self/task")))
+    membership.leave()
+    return descriptors, threads
+
+
+def add_up(collectives: Any) -> None:
+    while True:
+        collectives.all_reduce(torch.ones(10_000), "sum").wait()
+
+
+def survive(membership: KeptMembership, collectives: Any, held: list[BaseException]) -> Generation:
+    """Notice the loss, and go on until the lost one is back."""
+    with pytest.raises(RankFailedError) as caught:
+        add_up(collectives)
+    held[:] = [caught.value]  # its traceback refers to the groups
+    membership.drop_groups()
+    generation = membership.following()
+    if generation.size == 2:
+        wait_until(lambda: membership.is_wanted)
+        generation = membership.following()
+    return generation
+
+
+@pytest.mark.slow
+def test_groups_that_are_dropped_leave_nothing_behind(tmp_path: Path) -> None:
+    results = run_processes(rounds, 3, num_rounds=12, folder=str(tmp_path))
+    for descriptors, threads in results:
+        assert max(descriptors[3:]) <= max(descriptors[:3])
+        assert max(threads[3:]) <= max(threads[:3])

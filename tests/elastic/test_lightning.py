@@ -1,0 +1,135 @@
+"""The private names of Lightning that elastic training needs; a failure says what has changed."""
+
+import inspect
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
+from lightning.pytorch.trainer.connectors.logger_connector.result import (
+    _Metadata,
+    _ResultMetric,
+    _Sync,
+)
+
+from lightning_shard.elastic._lightning import continue_logs
+
+
+def new_trainer() -> Any:
+    return pl.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu", devices=1)
+
+
+def test_the_fit_loop_runs_as_ours_does() -> None:
+    source = inspect.getsource(_FitLoop.run)
+    order = ["setup_data", "skip", "reset", "on_run_start", "self.done", "on_advance_start"]
+    order += ["advance()", "on_advance_end", "on_iteration_done", "on_run_end"]
+    places = [source.index(name) for name in order]
+    assert places == sorted(places)
+
+
+def test_the_epoch_loop_resets_and_advances() -> None:
+    assert list(inspect.signature(_TrainingEpochLoop.advance).parameters) == [
+        "self",
+        "data_fetcher",
+    ]
+    source = inspect.getsource(_TrainingEpochLoop.run)
+    assert source.index("self.reset()") < source.index("self.on_run_start(data_fetcher)")
+    assert "checkpoint that ended before the epoch ended" in inspect.getsource(
+        _TrainingEpochLoop.reset
+    )
+
+
+def test_what_the_loops_hold() -> None:
+    trainer = new_trainer()
+    loop = trainer.fit_loop
+    for name in ("_combined_loader", "_data_fetcher", "max_batches", "epoch_progress"):
+        assert name in vars(loop)
+    for name in ("_results", "val_loop", "batch_progress"):
+        assert name in vars(loop.epoch_loop)
+    for name in ("_has_run", "_module_mode", "_combined_loader", "batch_progress"):
+        assert name in vars(loop.epoch_loop.val_loop)
+    assert {"ready", "started", "processed", "completed"} <= set(
+        vars(loop.epoch_loop.batch_progress.current)
+    )
+
+
+def test_what_the_connectors_hold() -> None:
+    trainer = new_trainer()
+    assert {"_first_loop_iter", "_current_fx"} <= set(vars(trainer._logger_connector))
+    assert "_current_fx_name" in vars(pl.LightningModule())
+    assert trainer._signal_connector._sigterm_notifier_fn
+    for name in (
+        "restore_datamodule",
+        "restore_callbacks",
+        "restore_precision_plugin_state",
+        "restore_lr_schedulers",
+        "restore_training_state",
+        "resume_end",
+        "_restore_modules_and_callbacks",
+    ):
+        assert callable(getattr(_CheckpointConnector, name))
+    assert "_loaded_checkpoint" in vars(trainer._checkpoint_connector)
+
+
+def test_the_hooks_that_save_and_load() -> None:
+    for name in (
+        "_call_callbacks_state_dict",
+        "_call_callbacks_on_save_checkpoint",
+        "_call_lightning_module_hook",
+        "_call_lightning_datamodule_hook",
+    ):
+        assert callable(getattr(call, name))
+    parameters = list(inspect.signature(_parse_num_batches).parameters)
+    assert parameters == ["stage", "length", "limit_batches"]
+
+
+def test_random_states_come_and_go() -> None:
+    states = _collect_rng_states(include_cuda=False)
+    assert {"torch", "python"} <= set(states)
+    _set_rng_states(states)
+
+
+def test_what_is_logged_is_kept_with_how_it_is_logged() -> None:
+    assert {one.name for one in fields(_Metadata)} >= {"fx", "name", "on_epoch", "_sync"}
+    assert [one.name for one in fields(_Sync)][:5] == [
+        "fn",
+        "_should",
+        "rank_zero_only",
+        "_op",
+        "_group",
+    ]
+    meta = _Metadata("training_step", "loss")
+    meta.sync = _Sync()
+    metric = _ResultMetric(meta, is_tensor=True)
+    assert {"value", "cumulated_batch_size"} == set(metric._defaults)
+    assert {"has_reset", "_update_count", "_computed"} <= set(vars(metric))
+
+
+def test_a_loggers_version_is_where_it_is_shared() -> None:
+    assert {"_version", "_experiment"} <= set(vars(CSVLogger("somewhere")))
+
+
+def test_a_csv_loggers_writer_deletes_what_is_there(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    logger.log_metrics({"loss": 1.0}, step=0)
+    logger.save()
+    assert "loss" in logger.experiment.metrics_keys
+    trainer = pl.Trainer(
+        logger=CSVLogger(tmp_path, version=0),
+        enable_checkpointing=False,
+        accelerator="cpu",
+        devices=1,
+    )
+    continue_logs(trainer)
+    trainer.logger.log_metrics({"accuracy": 2.0}, step=1)
+    trainer.logger.save()
+    rows = (Path(trainer.logger.log_dir) / "metrics.csv").read_text().splitlines()
+    assert len(rows) == 3
+    assert "loss" in rows[0]

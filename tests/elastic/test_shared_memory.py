@@ -1,0 +1,193 @@
+"""Snapshots that outlive the processes that took them."""
+
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_shard.elastic.buffers import SPARE_BYTES
+from lightning_shard.elastic.shared_memory import (
+    SharedMemoryBuffers,
+    clear,
+    job_folder,
+    load_all,
+    remove_orphans,
+)
+from lightning_shard.elastic.snapshot import Snapshot
+from lightning_shard.errors import CheckpointError, ConfigError
+from lightning_shard.testing import run_ranks
+from tests.elastic.engines import Setting, start
+from tests.processes import calling_command, run_commands
+
+
+def take_steps(folder: Path, num_ranks: int, *steps: int, generation: int = 0) -> list[Snapshot]:
+    def fn(index: int) -> list[Snapshot]:
+        rank = start(Setting(stage=2))
+        buffers = SharedMemoryBuffers(folder, f"rank{index}", generation)
+        return [rank.snapshot(step, buffers=buffers) for step in steps]
+
+    return [one for of_rank in run_ranks(fn, num_ranks) for one in of_rank or ()]
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_what_was_taken_is_loaded(tmp_path: Path) -> None:
+    taken = take_steps(tmp_path, 2, 10, 20)
+    loaded = load_all(tmp_path)
+    assert len(loaded) == 4
+    for one, other in zip(taken, loaded, strict=True):
+        assert torch.equal(one.data, other.data)
+        assert one.catalog == other.catalog
+
+
+def test_a_buffer_is_found_only_while_it_holds_a_whole_snapshot(tmp_path: Path) -> None:
+    buffers = SharedMemoryBuffers(tmp_path, "rank0", 3)
+
+    def fn(_: int) -> Snapshot:
+        return start(Setting(stage=1)).snapshot(1, buffers=buffers)
+
+    (snapshot,) = run_ranks(fn, 1)
+    assert snapshot is not None
+    assert files(tmp_path) == ["000003-rank0-0.snapshot"]
+    buffers.give_back(snapshot.data)
+    assert files(tmp_path) == ["000003-rank0-0.open"]
+    again = buffers.lend(snapshot.data.numel())
+    assert again.data_ptr() == snapshot.data.data_ptr()
+    assert load_all(tmp_path) == []
+    buffers.keep(again)
+    assert [one.catalog.step for one in load_all(tmp_path)] == [1]
+
+
+def test_what_is_loaded_stays_readable_and_is_a_copy_on_write(tmp_path: Path) -> None:
+    take_steps(tmp_path, 1, 10)
+    (loaded,) = load_all(tmp_path)
+    expected = loaded.data.clone()
+    loaded.data.add_(1)
+    assert torch.equal(load_all(tmp_path)[0].data, expected)
+    clear(tmp_path)
+    assert torch.equal(loaded.data, expected + 1)
+
+
+def test_a_buffer_that_does_not_come_back(tmp_path: Path) -> None:
+    buffers = SharedMemoryBuffers(tmp_path, "rank0")
+    data = buffers.lend(100)
+    buffers.forget(data)
+    assert files(tmp_path) == []
+    data.fill_(1)
+
+
+def test_a_buffer_from_elsewhere_is_passed_over(tmp_path: Path) -> None:
+    SharedMemoryBuffers(tmp_path, "rank0").give_back(torch.zeros(10, dtype=torch.uint8))
+    assert files(tmp_path) == []
+
+
+def test_buffers_of_another_size_go(tmp_path: Path) -> None:
+    buffers = SharedMemoryBuffers(tmp_path, "rank0")
+    small = buffers.lend(100)
+    buffers.keep(small)
+    buffers.give_back(small)
+    buffers.lend(10 * SPARE_BYTES)
+    assert files(tmp_path) == ["000000-rank0-1.open"]
+
+
+def test_clear_leaves_later_generations(tmp_path: Path) -> None:
+    take_steps(tmp_path, 1, 10, generation=1)
+    SharedMemoryBuffers(tmp_path, "rank1", 1).lend(10)
+    take_steps(tmp_path, 1, 20, generation=2)
+    clear(tmp_path, before=2)
+    assert files(tmp_path) == ["000002-rank0-0.snapshot"]
+    clear(tmp_path)
+    assert not tmp_path.exists()
+
+
+def test_clear_leaves_what_is_not_ours(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
+    clear(tmp_path)
+    assert files(tmp_path) == ["notes.txt"]
+
+
+def test_the_folder_is_ones_own(tmp_path: Path) -> None:
+    folder = job_folder("job/7 of me", tmp_path)
+    assert folder.name == f"lightning_shard-{os.getuid()}-job_7_of_me"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert job_folder("job/7 of me", tmp_path) == folder
+
+
+def test_a_folder_that_others_may_enter_is_refused(tmp_path: Path) -> None:
+    job_folder("open", tmp_path).chmod(0o755)
+    with pytest.raises(ConfigError, match=r"got drwxr-xr-x of user .* alone may enter"):
+        job_folder("open", tmp_path)
+
+
+def test_a_link_to_another_folder_is_refused(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir(mode=0o700)
+    (tmp_path / f"lightning_shard-{os.getuid()}-job").symlink_to(elsewhere)
+    with pytest.raises(ConfigError, match="got lrwxrwxrwx"):
+        job_folder("job", tmp_path)
+
+
+def test_no_shared_memory_here(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Give another folder"):
+        job_folder("job", tmp_path / "missing")
+
+
+def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(CheckpointError, match=re.escape("No room for a snapshot of")):
+        SharedMemoryBuffers(tmp_path, "rank0").lend(100)
+    assert files(tmp_path) == []
+
+
+def be_killed_while_writing(folder: str) -> None:
+    def fn(_: int) -> None:
+        rank = start(Setting(stage=2))
+        rank.train(0, 1)
+        buffers = SharedMemoryBuffers(Path(folder), "rank0", 1)
+        old = rank.snapshot(10, buffers=buffers)
+        rank.snapshot(20, buffers=buffers)
+        buffers.give_back(old.data)
+        buffers.lend(old.data.numel())[:1000].fill_(255)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    run_ranks(fn, 1)
+
+
+@pytest.mark.slow
+def test_a_writer_that_is_killed_leaves_what_was_whole(tmp_path: Path) -> None:
+    snapshots, call = tmp_path / "snapshots", tmp_path / "call"
+    snapshots.mkdir()
+    call.mkdir()
+    command = calling_command(str(call), be_killed_while_writing, {"folder": str(snapshots)})
+    (finished,) = run_commands([command], timeout_seconds=60)
+    assert finished.returncode == -signal.SIGKILL, finished.output
+    assert files(snapshots) == ["000001-rank0-0.open", "000001-rank0-1.snapshot"]
+    assert [one.catalog.step for one in load_all(snapshots)] == [20]
+
+
+def test_what_a_job_has_left_whose_agent_is_gone_is_removed(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.getpid())"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    orphan, mine = (
+        job_folder(f"job-{pid}", tmp_path) for pid in (ended.stdout.strip(), os.getpid())
+    )
+    for folder in (orphan, mine):
+        (folder / "000001-rank0-0.snapshot").touch()
+    remove_orphans(tmp_path)
+    assert not orphan.exists()
+    assert mine.exists()
