@@ -3,7 +3,7 @@
 Checked with lightning 2.6; `tests/elastic/test_lightning.py` fails when one changes.
 """
 
-import os
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +12,11 @@ from typing import Any
 
 import lightning
 import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.fabric.utilities.seed import _collect_rng_states as random_states
 from lightning.fabric.utilities.seed import _set_rng_states as set_random_states
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loops.fit_loop import _FitLoop as FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop as TrainingEpochLoop
@@ -23,6 +25,17 @@ from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batch
 from lightning.pytorch.trainer.states import RunningStage
 
 from lightning_shard.errors import ConfigError
+
+_RUNNING = "lightning_shard_running"
+_METRICS = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+# Of a ModelCheckpoint, beside its state_dict; as when it is made
+_NOTHING_SAVED = {
+    "_last_global_step_saved": 0,
+    "_last_checkpoint_saved": "",
+    "_defer_save_until_validation": False,
+    "current_score": None,
+}
+_SAVED = tuple(_NOTHING_SAVED)
 
 __all__ = [
     "FitLoop",
@@ -63,6 +76,7 @@ def trainer_state(trainer: "pl.Trainer") -> dict[str, Any]:
             state[type(trainer.datamodule).__qualname__] = data  # type: ignore[attr-defined]
     call._call_callbacks_on_save_checkpoint(trainer, state)
     call._call_lightning_module_hook(trainer, "on_save_checkpoint", state)
+    state[_RUNNING] = _running_state(trainer)
     return state
 
 
@@ -70,6 +84,7 @@ def load_trainer_state(trainer: "pl.Trainer", state: dict[str, Any]) -> None:
     """Load what `trainer_state` has returned on this rank or another; no communication."""
     connector = trainer._checkpoint_connector
     connector._loaded_checkpoint = state
+    running = state.pop(_RUNNING)
     try:
         connector.restore_datamodule()
         call._call_lightning_module_hook(trainer, "on_load_checkpoint", state)
@@ -79,6 +94,41 @@ def load_trainer_state(trainer: "pl.Trainer", state: dict[str, Any]) -> None:
         connector.restore_lr_schedulers()
     finally:
         connector._loaded_checkpoint = {}
+    _load_running_state(trainer, running)
+
+
+def _running_state(trainer: "pl.Trainer") -> dict[str, Any]:
+    """What decides about collective calls to come, but is in no checkpoint of Lightning's."""
+    connector = trainer._logger_connector
+    return {
+        "should_stop": trainer.should_stop,
+        "metrics": move_data_to_device(
+            {name: vars(connector)[name] for name in _METRICS}, torch.device("cpu")
+        ),
+        "savers": [
+            {name: vars(saver)[name] for name in _SAVED} for saver in _model_savers(trainer)
+        ],
+    }
+
+
+def _load_running_state(trainer: "pl.Trainer", running: dict[str, Any]) -> None:
+    trainer.should_stop = running["should_stop"]
+    metrics = move_data_to_device(running["metrics"], trainer.strategy.root_device)
+    vars(trainer._logger_connector).update(metrics)
+    for saver, saved in zip(_model_savers(trainer), running["savers"], strict=True):
+        vars(saver).update(saved)
+    _go_on_timing(trainer)
+
+
+def _go_on_timing(trainer: "pl.Trainer") -> None:
+    """Count from now on, behind the time that was loaded, which has that since the start in it."""
+    for timer in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(timer, Timer) and timer.start_time() is not None:
+            timer._start_time[RunningStage.TRAINING] = time.monotonic()
+
+
+def _model_savers(trainer: "pl.Trainer") -> list[ModelCheckpoint]:
+    return [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
 
 
 def begin_anew(trainer: "pl.Trainer", *, mid_epoch: bool) -> None:
@@ -94,6 +144,7 @@ def begin_anew(trainer: "pl.Trainer", *, mid_epoch: bool) -> None:
         val_loop._module_mode.restore(trainer.lightning_module)
     trainer.training = True
     val_loop._has_run = False
+    val_loop._results.reset()  # of batches that are validated again
     trainer.lightning_module._current_fx_name = None
     trainer._logger_connector._current_fx = None
     trainer._logger_connector._first_loop_iter = False if mid_epoch else None
@@ -113,7 +164,7 @@ def share_places(trainer: "pl.Trainer", broadcast: Callable[[Any], Any]) -> None
         trainer: In its fit; each rank must call.
         broadcast: Rank 0's value to all.
     """
-    savers = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
+    savers = _model_savers(trainer)
     mine: tuple[list[Any], list[Any]] = ([], [])
     if trainer.is_global_zero:
         mine = [one.version for one in trainer.loggers], [one.dirpath for one in savers]
@@ -142,14 +193,23 @@ def continue_logs(trainer: "pl.Trainer") -> None:
                 writer.metrics_keys = written.splitlines()[0].split(",")
 
 
-def newest_checkpoint(trainer: "pl.Trainer") -> str | None:
-    """The newest file that this fit has saved or begun with, as far as this rank can see."""
-    paths = [trainer.ckpt_path]
-    for saver in trainer.checkpoint_callbacks:
-        if isinstance(saver, ModelCheckpoint):
-            paths += [saver.last_model_path, saver.best_model_path, *saver.best_k_models]
-    found = [str(path) for path in paths if path and Path(path).exists()]
-    return max(found, key=os.path.getmtime, default=None)
+def newest_checkpoint(trainer: "pl.Trainer", since: float) -> str | None:
+    """The newest file that this fit has saved or begun with, as far as this rank can see.
+
+    Args:
+        trainer: In its fit.
+        since: When the fit began. What was saved behind the boundary to which the callbacks have
+            been taken back counts, too, though they do not know of it any more.
+    """
+    paths = [Path(one) for one in (trainer.ckpt_path,) if one]
+    for saver in _model_savers(trainer):
+        known = [saver.last_model_path, saver.best_model_path, *saver.best_k_models]
+        paths += [Path(one) for one in known if one]
+        found = Path(saver.dirpath).glob(f"*{saver.FILE_EXTENSION}") if saver.dirpath else ()
+        paths += [one for one in found if one.stat().st_mtime >= since]
+    there = [path for path in paths if path.exists()]
+    newest = max(there, key=lambda path: path.stat().st_mtime, default=None)
+    return None if newest is None else str(newest)
 
 
 def load_checkpoint(trainer: "pl.Trainer", path: str) -> None:
@@ -158,6 +218,14 @@ def load_checkpoint(trainer: "pl.Trainer", path: str) -> None:
     connector._restore_modules_and_callbacks(path)
     connector.restore_training_state()
     connector.resume_end()
+    _load_running_state(
+        trainer,
+        {
+            "should_stop": False,
+            "metrics": {name: {} for name in _METRICS},
+            "savers": [_NOTHING_SAVED for _ in _model_savers(trainer)],
+        },
+    )
 
 
 def epoch_of_samplers(trainer: "pl.Trainer") -> int:

@@ -12,11 +12,11 @@ import lightning.pytorch as pl
 
 from lightning_shard import settings
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.elastic.data_loaders import find_order, install
+from lightning_shard.elastic.data_loaders import Installed, find_order, install
 from lightning_shard.elastic.epoch_order import Position
 from lightning_shard.elastic.learning_rate import rescale
 from lightning_shard.elastic.sampling import ElasticBatchSampler
-from lightning_shard.errors import ConfigError
+from lightning_shard.errors import ConfigError, RankFailedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +78,17 @@ class Feeding:
         self._num_ranks = 0
         self._position = Position(epoch=0)
         self._noted_step = 0
+        self._has_taken_over = False
         self._loaded_accumulation: int | None = None
         self._sampler = None
+        self._installed: Installed | None = None
+
+    def end(self, trainer: "pl.Trainer") -> None:
+        """Give the loader and the trainer back as they were."""
+        if self._installed is not None:
+            self._installed.remove()
+            self._installed = None
+            trainer.accumulate_grad_batches = self._user_accumulation
 
     @property
     def diet(self) -> Diet:
@@ -119,7 +128,7 @@ class Feeding:
         )
         self._num_ranks = num_ranks
         self._resume(self._position)
-        install(loader, self._sampler)
+        self._installed = install(loader, self._sampler)
         accumulation = self._sampler.accumulation
         if self._first_accumulation is None:
             self._first_accumulation = accumulation
@@ -129,18 +138,23 @@ class Feeding:
         """Raise unless all ranks would deal the same order; each must call.
 
         Raises:
-            ConfigError: On every rank: they would give samples twice, or not at all.
+            ConfigError: They would give samples twice, or not at all. Before training on every
+                rank; later on those whose order is another than rank 0's, the eldest.
+            RankFailedError: The same on the others, which may go on without those.
         """
         assert self._sampler is not None
         orders = collectives.all_gather_object(self._sampler.sampler.fingerprint())
         strangers = [rank for rank, order in enumerate(orders) if order != orders[0]]
-        if strangers:
-            raise ConfigError(
-                f"Rank {collectives.rank}: the ranks {strangers} would train on the samples in "
-                f"another order than rank 0, so that some would be seen twice. Call "
-                f"seed_everything(seed) with one seed on all ranks, newcomers included, and give "
-                f"them the same dataset and sampler."
-            )
+        if not strangers:
+            return
+        what = f"the ranks {strangers} would train on the samples in another order than rank 0"
+        if self._has_taken_over and collectives.rank not in strangers:
+            raise RankFailedError(f"Rank {collectives.rank}: {what}, and so take no part.")
+        raise ConfigError(
+            f"Rank {collectives.rank}: {what}, so that some would be seen twice. Call "
+            f"seed_everything(seed) with one seed on all ranks, newcomers included, and give "
+            f"them the same dataset and sampler."
+        )
 
     def _resume(self, position: Position) -> None:
         assert self._sampler is not None
@@ -156,6 +170,7 @@ class Feeding:
         """
         self._global_batch, self._position = diet.global_batch, diet.position
         self._first_accumulation, self._noted_step = diet.accumulation, trainer.global_step
+        self._has_taken_over = True
         if self._scaling is not None and diet.num_ranks != num_ranks:
             schedulers = [one.scheduler for one in trainer.lr_scheduler_configs]
             rescale(trainer.optimizers, schedulers, diet.num_ranks, num_ranks, self._scaling)

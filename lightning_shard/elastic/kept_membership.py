@@ -63,7 +63,6 @@ class KeptMembership(Membership):
         self._timeout = timeout
         self._generation: Generation | None = None
         self._grouped = 0  # the generation whose groups stand or are being made
-        self._store: TCPStore | None = None
         self._store_port = 0
         # What the keeper has said; guarded by `_news`, and notified.
         self._news = Condition()
@@ -173,11 +172,11 @@ class KeptMembership(Membership):
             )
             if self._go != number:
                 raise self._lost_while_meeting(generation)
-        if self._store is None:
-            self._store = TCPStore(
-                self._job.host, self._store_port, None, False, timeout, wait_for_workers=False
-            )
-        store = PrefixStore(f"lightning_shard/generation{number}", self._store)
+        # One for each generation: a thread that was given up may wait in an earlier one for ever.
+        client = TCPStore(
+            self._job.host, self._store_port, None, False, timeout, wait_for_workers=False
+        )
+        store = PrefixStore(f"lightning_shard/generation{number}", client)
         if generation.rank == 0:
             store.set(HOST_KEY, self._thread.own_address)
         backend.init_process_group(
@@ -198,16 +197,15 @@ class KeptMembership(Membership):
         if is_broken or (lifeline is not None and lifeline.has_verdict):
             interrupt_groups()
         liveness.stop()
-        try:
+        with contextlib.suppress(RuntimeError):  # what fails on a broken group is forgotten
             if dist.is_initialized():
                 dist.destroy_process_group()
-        except RuntimeError:  # what fails on a broken group is forgotten instead
-            set_groups(RankGroups())
+        set_groups(RankGroups())  # a start that was given up has counted a group
 
     @override
     def leave(self) -> None:
+        self.unwatch_signals()  # before the thread closes what is written to
         self._thread.leave({"kind": "leave", "is_done": not self._is_leaving})
-        self._store = None
 
     def forget(self) -> None:
         """Let go of the sockets in a forked child, which is no member."""

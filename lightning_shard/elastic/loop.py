@@ -12,6 +12,7 @@ Callbacks and loggers see one run: `on_train_start` comes once, and other hooks 
 nothing but what is done again.
 """
 
+import gc
 import warnings
 from typing import Protocol
 
@@ -90,6 +91,13 @@ class ElasticFitLoop(FitLoop):
         measure_epoch(self.trainer)
         _elastic(self.trainer).begin()
 
+    @override
+    def on_advance_end(self) -> None:
+        # An epoch that was taken up ends like any other. Lightning takes it for one that had ended
+        # before a checkpoint, and leaves out the step of schedulers that go by epochs.
+        self._restarting = False
+        super().on_advance_end()
+
     def _run_epoch(self) -> bool:
         """Run an epoch, or what is left of it; return whether there may be another one."""
         failure: BaseException | None = None
@@ -117,12 +125,21 @@ class ElasticFitLoop(FitLoop):
                 error = another
             else:
                 self.reset()
+                self.epoch_loop.has_garbage = True
                 return
         raise error
 
 
 class ElasticEpochLoop(TrainingEpochLoop):
-    """Runs the batches of an epoch; tells the strategy of each optimizer step."""
+    """Runs the batches of an epoch; tells the strategy of each optimizer step.
+
+    Attributes:
+        has_garbage: Whether a generation has ended, whose sockets and buffers may be in cycles of
+            errors and the frames that they passed. The first step of the next one does not wait
+            for it to be collected.
+    """
+
+    has_garbage = False
 
     @override
     def reset(self) -> None:
@@ -140,6 +157,9 @@ class ElasticEpochLoop(TrainingEpochLoop):
         super().advance(data_fetcher)
         if not self._should_accumulate():
             elastic.reach_boundary()
+            if self.has_garbage:
+                self.has_garbage = False
+                gc.collect()
 
 
 def make_elastic(trainer: "pl.Trainer") -> None:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from selectors import EVENT_READ, DefaultSelector
 from time import monotonic
+from weakref import finalize
 
 from lightning_shard.backends.liveness import RepeatedSignal
 from lightning_shard.backends.liveness.connection import Connection, Message
@@ -55,6 +56,7 @@ class MembershipThread(threading.Thread):
         self._wake_read, self._wake_write = socket.socketpair()
         for end in (self._wake_read, self._wake_write):
             end.setblocking(False)
+            finalize(self, end.close)  # of one that ended by itself: see `run`
         self._selector.register(self._keeper, EVENT_READ, self._hear)
         self._selector.register(self._wake_read, EVENT_READ, self._wake)
 
@@ -70,10 +72,12 @@ class MembershipThread(threading.Thread):
             self._wake_write.send(_WAKE)
 
     def leave(self, message: Message) -> None:
-        """Send a last message and end the thread."""
+        """Send a last message and end the thread; signals must be written elsewhere by now."""
         if self.is_alive():
             self.send(message)
             self.join(_LEAVING_SECONDS)
+        if not self.is_alive():
+            self._close()
 
     def forget(self) -> None:
         """Let go of the sockets in a forked child, so that they end when the parent does."""
@@ -106,7 +110,7 @@ class MembershipThread(threading.Thread):
                 self._tick(now, now - last_beat)
                 last_beat = now
         self._selector.close()
-        self._close()
+        self._keeper.close()  # the pipe stays: signals are still written to it
 
     def _patience(self, last_beat: float) -> float:
         until_beat = max(0.0, last_beat + self._beat_seconds - monotonic())

@@ -26,7 +26,7 @@ class Progress:
     """What a boundary remembers.
 
     Attributes:
-        trainer: See `_lightning.trainer_state`.
+        trainer: See `_lightning.trainer_state`; pickled, since it refers to what goes on changing.
         behind_step: Whether it is the boundary behind an optimizer step, not that before the first.
         restarting: At the boundary before the first step, whether the epoch was taken up from a
             checkpoint.
@@ -37,7 +37,7 @@ class Progress:
         logs: What this rank has logged in this epoch.
     """
 
-    trainer: dict[str, Any]
+    trainer: bytes
     behind_step: bool
     restarting: bool
     accumulation: int
@@ -51,7 +51,7 @@ class Progress:
         """Take what the trainer is at, at a boundary."""
         module = trainer.lightning_module
         return cls(
-            trainer=_lightning.trainer_state(trainer),
+            trainer=_pickled(_lightning.trainer_state(trainer)),
             behind_step=behind_step,
             restarting=trainer.fit_loop.epoch_loop.restarting,
             accumulation=trainer.accumulate_grad_batches,
@@ -67,14 +67,7 @@ class Progress:
         Raises:
             ConfigError: A callback's state, or the module's, cannot be pickled.
         """
-        try:
-            return pickle.dumps(vars(self), protocol=pickle.HIGHEST_PROTOCOL)
-        except Exception as error:
-            raise ConfigError(
-                f"Elastic training sends the state of callbacks, schedulers and the data module to "
-                f"peers, but something in it cannot be pickled ({type(error).__name__}: {error}). "
-                f"Return plain values and tensors from state_dict and on_save_checkpoint."
-            ) from error
+        return _pickled(vars(self))
 
     @classmethod
     def unpack(cls, packed: bytes) -> "Progress":
@@ -90,7 +83,7 @@ class Progress:
 
     def load_trainer(self, trainer: "pl.Trainer") -> None:
         """Set loops, callbacks, schedulers and the data module."""
-        _lightning.load_trainer_state(trainer, self.trainer)
+        _lightning.load_trainer_state(trainer, pickle.loads(self.trainer))
         if not self.behind_step:
             trainer.fit_loop.epoch_loop.restarting = self.restarting
 
@@ -118,3 +111,14 @@ class Progress:
 
 def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
+
+
+def _pickled(state: Any) -> bytes:
+    try:
+        return pickle.dumps(state, protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        raise ConfigError(
+            f"Elastic training sends the state of callbacks, schedulers and the data module to "
+            f"peers, but something in it cannot be pickled ({type(error).__name__}: {error}). "
+            f"Return plain values and tensors from state_dict and on_save_checkpoint."
+        ) from error

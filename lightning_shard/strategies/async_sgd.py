@@ -6,7 +6,9 @@
 
 A rank clips by the norm of its own gradient, and each owner applies what has come by the learning
 rate and the options that its own scheduler has set. With a bound of 0 it is "zero1": the same
-owners, who average the gradients of one step and apply them once.
+owners, who average the gradients of one step and apply them once; so are the steps of a warm-up.
+
+Source of the warm-up: warm starts of Downpour SGD, Dean et al., NeurIPS 2012.
 """
 
 from collections.abc import Callable
@@ -62,6 +64,8 @@ class AsyncSGDStrategy(DataParallelStrategy):
             uses. 0 is synchronous training.
         staleness_lr: Each gradient counts for 1 / N of the learning rate. "inverse": one that comes
             k > 1 rounds of N gradients after its parameters counts for 1 / (k N). None: all alike.
+        warmup_steps: Synchronous steps at the beginning. The first ones suffer most from old
+            gradients, since parameters move fastest and Adam's averages begin.
 
     Raises:
         ConfigError: Options that cannot be.
@@ -85,6 +89,7 @@ class AsyncSGDStrategy(DataParallelStrategy):
         bucket_mb: float | None = None,
         staleness_bound: int = 4,
         staleness_lr: StalenessRule | None = "inverse",
+        warmup_steps: int = 0,
     ) -> None:
         super().__init__(
             accelerator=accelerator,
@@ -99,8 +104,9 @@ class AsyncSGDStrategy(DataParallelStrategy):
             units=units,
             bucket_mb=bucket_mb,
         )
-        _check_options(staleness_bound, staleness_lr)
+        _check_options(staleness_bound, staleness_lr, warmup_steps)
         self._bound, self._rule = staleness_bound, staleness_lr
+        self._warmup_steps = warmup_steps
         self._mail: Collectives | None = None  # over a group for messages alone
         self._async: AsyncSGD | None = None  # while ranks train by themselves
         self._counters = AsyncCounters()
@@ -185,8 +191,13 @@ class AsyncSGDStrategy(DataParallelStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
+        assert self.lightning_module is not None
         self._counters = AsyncCounters()
-        if self._bound == 0:
+        self._part_if_time(self.lightning_module.trainer.global_step)
+
+    def _part_if_time(self, num_steps: int) -> None:
+        """Once the warm-up is over, leave the ranks to themselves."""
+        if self._async is not None or self._bound == 0 or num_steps < self._warmup_steps:
             return
         assert self._mail is not None
         assert isinstance(self.engine, AsyncEngine)
@@ -209,7 +220,10 @@ class AsyncSGDStrategy(DataParallelStrategy):
         **kwargs: Any,
     ) -> Any:
         if self._async is None:
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+            result = super().optimizer_step(optimizer, closure, model, **kwargs)
+            assert self.lightning_module is not None
+            self._part_if_time(self.lightning_module.trainer.global_step + 1)
+            return result
         self._async.before_step()
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         self._async.after_step()
@@ -258,11 +272,15 @@ class AsyncSGDStrategy(DataParallelStrategy):
         super().teardown()
 
 
-def _check_options(bound: int, rule: StalenessRule | None) -> None:
+def _check_options(bound: int, rule: StalenessRule | None, warmup_steps: int) -> None:
     if not isinstance(bound, int) or bound < 0:
         raise ConfigError(
             f"staleness_bound must be a number of steps, 0 or more, got {bound!r}; 4 is usual, 0 "
             f"trains synchronously."
+        )
+    if not isinstance(warmup_steps, int) or warmup_steps < 0:
+        raise ConfigError(
+            f"warmup_steps must be a number of synchronous steps, 0 or more, got {warmup_steps!r}."
         )
     if rule not in ("inverse", None):
         raise ConfigError(f"staleness_lr must be 'inverse' or None, got {rule!r}.")

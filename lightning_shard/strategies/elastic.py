@@ -6,6 +6,7 @@ boundary     boundary      │                 ▲
 ▼ a copy at the buddy   └─> regroup ──────┘
 """
 
+import time
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -122,13 +123,14 @@ class ElasticStrategy(RegroupingStrategy):
         if self._restarts is not None:
             self._memory = Memory(self._restarts.make_buffers(), self._restarts.held)
         self.stands_behind_step = self._is_over = False
-        self._has_begun = self.is_newcomer
+        self._has_begun, self._began = self.is_newcomer, time.time()
+        self._num_in_vain, self._last_loss = 0, ((), -1)
         for optimizer in self.optimizers:
             optimizer.register_step_post_hook(self._forget_live)
         if self.is_newcomer:
             trainer.num_sanity_val_steps = 0
         else:
-            self._memory.enter(self.generation, self._memory_group(), self._stride)
+            self._enter_memory()
             _lightning.share_places(trainer, self.broadcast)
 
     def _forget_live(self, *_: Any) -> None:
@@ -152,6 +154,13 @@ class ElasticStrategy(RegroupingStrategy):
         if weight != 1.0:
             closure_loss = closure_loss * weight
         return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    @override
+    def teardown(self) -> None:
+        if self.lightning_module is not None:
+            self._feeding.end(self._trainer)
+        super().teardown()
+        self._memory = Memory()  # what it holds has to do with groups
 
     @override
     def save_checkpoint(

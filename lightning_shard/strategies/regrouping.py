@@ -16,6 +16,7 @@ from lightning_shard.backends import liveness
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.pending import is_about_a_peer
 from lightning_shard.backends.registry import get_backend
+from lightning_shard.backends.rendezvous import unless_a_rank_fails
 from lightning_shard.data_parallel.engine import take_leftovers
 from lightning_shard.elastic import _lightning
 from lightning_shard.elastic.feeding import Feeding
@@ -52,6 +53,9 @@ class RegroupingStrategy(ChangingRanks):
     _snapshot_every: int
     _is_over = False  # whatever comes now ends the fit
     _has_begun = False
+    _last_loss: tuple[tuple[str, ...], int] = ((), -1)
+    _num_in_vain = 0
+    _began = 0.0  # the fit, by the clock of files
     stands_behind_step = False
 
     # --- what the loops ask -----------------------------------------------------------------------
@@ -121,8 +125,9 @@ class RegroupingStrategy(ChangingRanks):
             self._is_over = True
             raise
         was_first = self.is_global_zero
+        self._check_gain(generation, error)
         self._init_groups(generation)
-        self._use_groups()
+        unless_a_rank_fails(self._use_groups, "making the process groups")
         self._take_up()
         self._left_in_pieces = False
         _lightning.share_places(self._trainer, self.broadcast)
@@ -130,6 +135,21 @@ class RegroupingStrategy(ChangingRanks):
             _lightning.continue_logs(self._trainer)
         if generation.is_last:
             self._save_and_end(generation)
+
+    def _check_gain(self, generation: Generation, error: BaseException | None) -> None:
+        """Raise the error where the same ranks regroup again and again at the same step."""
+        here = generation.members, self._step
+        in_vain = error is not None and here == self._last_loss
+        self._num_in_vain = self._num_in_vain + 1 if in_vain else 0
+        self._last_loss = here
+        if self._num_in_vain > self._bounds.max_failures:
+            self._is_over = True
+            assert error is not None
+            error.add_note(
+                f"The same {generation.size} ranks have regrouped {self._num_in_vain} times at "
+                f"step {self._step}, though none of them was lost."
+            )
+            raise error
 
     # --- remembering ------------------------------------------------------------------------------
 
@@ -221,12 +241,15 @@ class RegroupingStrategy(ChangingRanks):
         for optimizer in self.optimizers:
             optimizer.state.clear()
         self._sharded = [ShardedOptimizer(one, self.engine) for one in self.optimizers]
+        unless_a_rank_fails(self._enter_memory, "making the group of the snapshots")
+
+    def _enter_memory(self) -> None:
         self._memory.enter(self.generation, self._memory_group(), self._stride)
 
     def _take_up_checkpoint(self) -> None:
         """Go back to the newest checkpoint, where too many ranks were lost at once."""
         trainer = self._trainer
-        path = self.broadcast(_lightning.newest_checkpoint(trainer))
+        path = self.broadcast(_lightning.newest_checkpoint(trainer, self._began))
         if path is None:
             self._is_over = True
             raise CheckpointError(

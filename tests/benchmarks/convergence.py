@@ -1,28 +1,37 @@
 """Does training with less communication come to the same loss? Beside dense, from several seeds.
 
-    python -m tests.benchmarks.convergence [--tasks gpt digits] [--only int8 ...] [--plot FILE.png]
+    python -m tests.benchmarks.convergence [--tasks gpt digits] [--only int8 ...]
+        [--results FILE.jsonl] [--plot FILE.png]
 
 The example GPT and the digits train on in-process ranks, with the same batches under every method.
-A method's figure is the mean over the seeds of its last validation loss, over dense's.
+A method's figure is the mean over the seeds of its last validation loss, over dense's. What a rank
+sends is set beside what dense sends, over the whole run and over its second half, when all warm-ups
+are over. With `--results` each run is kept as it ends, and one that is there is not repeated:
+remove the file when a method changes.
 
-| name     | what it is                                                               | goal |
-|----------|--------------------------------------------------------------------------|------|
-| dense    | `shard_ddp`                                                              |      |
-| fp16 ... | its `compression`: fp16, bf16, int8                                      | 1 %  |
-|          | powersgd                                                                 | 3 %  |
-|          | topk, onebit                                                             | 5 %  |
-| local    | averages of parameters every 10 steps, 50 synchronous steps first        |      |
-| diloco   | 50 steps, then Nesterov on what has changed; 100 synchronous steps first | 3 %  |
-| async    | parameter servers, a bound of 4 steps                                    | 5 %  |
+Every method keeps to dense's hyperparameters.
+
+| name     | what it is                                                       | synchronous | goal |
+|----------|------------------------------------------------------------------|-------------|------|
+| dense    | `shard_ddp`                                                      |             |      |
+| fp16 ... | its `compression`: fp16, bf16, int8                              |             | 1 %  |
+|          | powersgd, of rank 8                                              | 200 steps   | 3 %  |
+|          | topk, 1 % of the values                                          | 250 steps   | 5 %  |
+|          | onebit                                                           | 100 steps   | 5 %  |
+| local    | averages of parameters every 10 steps                            | 50 steps    |      |
+| diloco   | 50 steps, then Nesterov on what has changed                      | 250 steps   | 3 %  |
+| diloco25 | 25 steps, likewise                                               | 250 steps   | 3 %  |
+| async    | parameter servers, a bound of 4 steps                            | 100 steps   | 5 %  |
 """
 
 import argparse
+import json
 import logging
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
@@ -30,20 +39,17 @@ from typing import Any
 
 import lightning as L  # noqa: N812
 import torch
-import torch.nn.functional as F  # noqa: N812
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
-from examples.train_digits import DigitClassifier, Digits
-from examples.train_gpt import GPT, Text
 from lightning_shard import AsyncSGDStrategy, DDPStrategy, LocalSGDStrategy
+from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.compression import OneBit, PowerSGD, TopK
 from lightning_shard.figures import new_figure
+from tests.benchmarks.convergence_tasks import TASKS
 
 NUM_RANKS = 4
 NUM_CURVE_POINTS = 10
-Curve = tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -61,73 +67,95 @@ class Method:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
+def _outer(momentum: float) -> dict[str, Any]:
+    """DiLoCo's outer optimizer for few rounds: 0.7 and 0.9 of its paper need a hundred."""
+    options = {"lr": 1.0, "momentum": momentum, "nesterov": True}
+    return {"class_path": "torch.optim.SGD", "init_args": options}
+
+
 METHODS = {
     "dense": Method(DDPStrategy),
     "fp16": Method(DDPStrategy, 0.01, {"compression": "fp16"}),
     "bf16": Method(DDPStrategy, 0.01, {"compression": "bf16"}),
     "int8": Method(DDPStrategy, 0.01, {"compression": "int8"}),
-    "powersgd": Method(DDPStrategy, 0.03, {"compression": PowerSGD(rank=4, warmup_steps=100)}),
+    "powersgd": Method(DDPStrategy, 0.03, {"compression": PowerSGD(rank=8, warmup_steps=200)}),
     "topk": Method(
-        DDPStrategy, 0.05, {"compression": TopK(ratio=0.01, warmup_steps=100, adam=True)}
+        DDPStrategy,
+        0.05,
+        {"compression": TopK(ratio=0.01, warmup_steps=250, adam=True)},
     ),
     "onebit": Method(DDPStrategy, 0.05, {"compression": OneBit(warmup_steps=100)}),
     "local": Method(LocalSGDStrategy, None, {"sync_every": 10, "warmup_steps": 50}),
     "diloco": Method(
         LocalSGDStrategy,
         0.03,
-        {"sync_every": 50, "warmup_steps": 100, "outer_optimizer": "nesterov"},
+        {"sync_every": 50, "warmup_steps": 250, "outer_optimizer": _outer(momentum=0.6)},
     ),
-    "async": Method(AsyncSGDStrategy, 0.05, {"staleness_bound": 4}),
+    "diloco25": Method(
+        LocalSGDStrategy,
+        0.03,
+        {"sync_every": 25, "warmup_steps": 250, "outer_optimizer": _outer(momentum=0.5)},
+    ),
+    "async": Method(AsyncSGDStrategy, 0.05, {"staleness_bound": 4, "warmup_steps": 100}),
 }
 
 
-class DigitsWithLoss(DigitClassifier):
-    """Logs the validation loss as well."""
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One training.
 
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        super().validation_step(batch, batch_idx)
-        images, labels = batch
-        self.log("val_loss", F.cross_entropy(self(images), labels), sync_dist=True)
+    Attributes:
+        task: One of `TASKS`.
+        name: One of `METHODS`.
+        seed: Of everything.
+        num_steps: Its length.
+        losses: Of the validations on the way, the last one at the end.
+        sent_bytes: What a rank has sent until then.
+    """
+
+    task: str
+    name: str
+    seed: int
+    num_steps: int
+    losses: list[float] = field(default_factory=list)
+    sent_bytes: list[int] = field(default_factory=list)
+
+    @property
+    def key(self) -> tuple[str, str, int, int]:
+        """What is to be done."""
+        return self.task, self.name, self.seed, self.num_steps
 
 
-def _gpt() -> tuple[L.LightningModule, L.LightningDataModule]:
-    return GPT(), Text(batch_size=4)
-
-
-def _digits() -> tuple[L.LightningModule, L.LightningDataModule]:
-    return DigitsWithLoss(), Digits(batch_size=8)
-
-
-TASKS = {"gpt": _gpt, "digits": _digits}
-
-
-class Validations(L.Callback):
-    """Keeps every validation loss."""
+class Course(L.Callback):
+    """Keeps every validation loss, and what this rank has sent by then."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
+        self.sent_bytes: list[int] = []
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.losses.append(trainer.callback_metrics["val_loss"].item())
+        groups = Collectives.traffic_by_group()
+        self.sent_bytes.append(sum(of.bytes for one in groups for of in one.traffic.values()))
 
 
-def train(task: str, name: str, seed: int, num_steps: int) -> Curve:
-    """Train once; return the validation losses on the way, the last one at the end."""
+def train(run: Run) -> Run:
+    """Train; return the run with what has come of it."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    L.seed_everything(seed)
-    method, seen = METHODS[name], Validations()
-    model, data = TASKS[task]()
+    L.seed_everything(run.seed)
+    method, seen = METHODS[run.name], Course()
+    model, data = TASKS[run.task]()
     trainer = L.Trainer(
         accelerator="cpu",
         devices=NUM_RANKS,
         strategy=method.strategy(backend="in_process", num_ranks=NUM_RANKS, **method.options),
-        max_steps=num_steps,
+        max_steps=run.num_steps,
         max_epochs=-1,
         callbacks=[seen],
         check_val_every_n_epoch=None,
-        val_check_interval=num_steps // NUM_CURVE_POINTS,
+        val_check_interval=run.num_steps // NUM_CURVE_POINTS,
         num_sanity_val_steps=0,
         gradient_clip_val=1.0,
         logger=False,
@@ -136,59 +164,106 @@ def train(task: str, name: str, seed: int, num_steps: int) -> Curve:
         enable_model_summary=False,
     )
     trainer.fit(model, datamodule=data)
-    return tuple(seen.losses)
+    return replace(run, losses=seen.losses, sent_bytes=seen.sent_bytes)
 
 
 def train_all(
-    tasks: Sequence[str], names: Sequence[str], num_seeds: int, num_steps: int
-) -> dict[tuple[str, str], list[Curve]]:
-    """Train everything, so many runs at a time as there are cores; by task and method."""
-    runs = [(task, name, seed) for task in tasks for name in names for seed in range(num_seeds)]
-    curves: dict[tuple[str, str], list[Curve]] = {}
-    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
-        jobs = [pool.submit(train, *run, num_steps) for run in runs]
-        for (task, name, _), job in zip(runs, jobs, strict=True):
-            curves.setdefault((task, name), []).append(job.result())
-    return curves
+    runs: Sequence[Run], results: Path | None = None, num_processes: int | None = None
+) -> list[Run]:
+    """Train what has not been trained, several at a time; print each result as it comes.
+
+    Args:
+        runs: What is to be done.
+        results: Where runs are kept, one a line; None keeps nothing.
+        num_processes: How many at a time; None for as many as there are cores.
+
+    Returns:
+        The runs in the same order, with what has come of them.
+    """
+    known = kept(results)
+    done = {run.key: known[run.key] for run in runs if run.key in known}
+    todo = [run for run in runs if run.key not in done]
+    with ProcessPoolExecutor(num_processes or os.cpu_count(), get_context("spawn")) as pool:
+        for job in as_completed([pool.submit(train, run) for run in todo]):
+            run = job.result()
+            done[run.key] = run
+            print(f"{run.task} {run.name} seed {run.seed}: {run.losses[-1]:.4f}", flush=True)
+            if results is not None:
+                with results.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(asdict(run)) + "\n")
+    return [done[run.key] for run in runs]
 
 
-def last_loss(curves: Iterable[Curve]) -> float:
+def kept(results: Path | None) -> dict[tuple[str, str, int, int], Run]:
+    """Read the runs that a file holds, by what they are."""
+    if results is None or not results.exists():
+        return {}
+    lines = results.read_text(encoding="utf-8").splitlines()
+    runs = (Run(**json.loads(line)) for line in lines)
+    return {run.key: run for run in runs}
+
+
+def last_loss(runs: Iterable[Run]) -> float:
     """Return the mean of the last losses."""
-    return fmean(curve[-1] for curve in curves)
+    return fmean(run.losses[-1] for run in runs)
 
 
-def render(task: str, curves: Mapping[tuple[str, str], list[Curve]]) -> Table:
-    """Lay the last losses out beside dense's."""
-    table = Table("method", "loss", "beyond dense", "goal", "seeds", title=task)
-    dense = last_loss(curves[task, "dense"])
-    for (of_task, name), runs in curves.items():
-        if of_task == task:
-            bound = METHODS[name].bound
-            table.add_row(
-                name,
-                f"{last_loss(runs):.4f}",
-                f"{last_loss(runs) / dense - 1:+.1%}",
-                "" if bound is None else f"<= {bound:.0%}",
-                " ".join(f"{curve[-1]:.4f}" for curve in runs),
-            )
+def sent(runs: Iterable[Run], *, second_half: bool) -> float:
+    """Return what a rank sends in a run, in bytes, the mean of all; of its second half only."""
+    until = [(run.sent_bytes[len(run.sent_bytes) // 2 - 1], run.sent_bytes[-1]) for run in runs]
+    return fmean(end - half * second_half for half, end in until)
+
+
+def by_method(task: str, runs: Iterable[Run]) -> dict[str, list[Run]]:
+    """Return a task's runs, those of a method together."""
+    methods: dict[str, list[Run]] = {}
+    for run in runs:
+        if run.task == task:
+            methods.setdefault(run.name, []).append(run)
+    return methods
+
+
+def render(task: str, runs: Sequence[Run]) -> Table:
+    """Lay a task's last losses and bytes out beside dense's."""
+    columns = ("method", "loss", "beyond dense", "goal", "bytes", "2nd half", "seeds")
+    table = Table(*columns, title=task)
+    methods = by_method(task, runs)
+    dense = methods["dense"]
+    for name, own in methods.items():
+        bound = METHODS[name].bound
+        shares = [
+            sent(own, second_half=half) / sent(dense, second_half=half) for half in (False, True)
+        ]
+        table.add_row(
+            name,
+            f"{last_loss(own):.4f}",
+            f"{last_loss(own) / last_loss(dense) - 1:+.1%}",
+            "" if bound is None else f"<= {bound:.0%}",
+            *(f"{share:.1%}" for share in shares),
+            " ".join(f"{run.losses[-1]:.4f}" for run in own),
+        )
     return table
 
 
-def draw(path: Path, curves: Mapping[tuple[str, str], list[Curve]], num_steps: int) -> None:
+def draw(path: Path, runs: Sequence[Run]) -> None:
     """Write a picture: a panel for each task, a line for each method, the mean of its seeds."""
-    tasks = list(dict.fromkeys(task for task, _ in curves))
+    tasks = list(dict.fromkeys(run.task for run in runs))
     figure = new_figure(
         path, size=(6 * len(tasks), 4.5), otherwise="The command without --plot needs nothing."
     )
     panels = figure.subplots(1, len(tasks), squeeze=False)[0]
     for task, axes in zip(tasks, panels, strict=True):
-        for (of_task, name), runs in curves.items():
-            if of_task == task:
-                means = [fmean(losses) for losses in zip(*runs, strict=True)]
-                steps = [num_steps * (i + 1) // len(means) for i in range(len(means))]
-                axes.plot(steps, means, "k" if name == "dense" else "", label=name)
-        axes.set(title=task, xlabel="step", ylabel="validation loss", yscale="log")
-        axes.legend()
+        methods = by_method(task, runs)
+        for number, (name, own) in enumerate(methods.items()):
+            means = [fmean(losses) for losses in zip(*(run.losses for run in own), strict=True)]
+            steps = [own[0].num_steps * (i + 1) // len(means) for i in range(len(means))]
+            beyond = last_loss(own) / last_loss(methods["dense"]) - 1
+            label = name if name == "dense" else f"{name} {beyond:+.1%}"
+            # dense's line is wide and lies below, so that those upon it are seen
+            style = {"color": "0.75", "linewidth": 5.0} if name == "dense" else {"linewidth": 1.2}
+            axes.plot(steps, means, ("-", "--", ":")[number % 3], label=label, **style)
+        axes.set(title=task, xlabel="step", ylabel="validation loss")
+        axes.legend(fontsize="small")
     figure.savefig(path, dpi=120)
 
 
@@ -199,14 +274,25 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--processes", type=int, metavar="N")
+    parser.add_argument("--results", type=Path, metavar="FILE.jsonl")
     parser.add_argument("--plot", type=Path, metavar="FILE.png")
     options = parser.parse_args()
     names = list(dict.fromkeys(["dense", *options.only]))
-    curves = train_all(options.tasks, names, options.seeds, options.steps)
+    runs = train_all(
+        [
+            Run(task=task, name=name, seed=seed, num_steps=options.steps)
+            for task in options.tasks
+            for name in names
+            for seed in range(options.seeds)
+        ],
+        options.results,
+        options.processes,
+    )
     for task in options.tasks:
-        Console(width=100).print(render(task, curves))
+        Console(width=110).print(render(task, runs))
     if options.plot is not None:
-        draw(options.plot, curves, options.steps)
+        draw(options.plot, runs)
 
 
 if __name__ == "__main__":

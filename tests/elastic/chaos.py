@@ -74,6 +74,12 @@ class Seen:
         """The newest in which a rank has begun a step."""
         return max((steps[-1]["generation"] for steps in self.steps.values()), default=0)
 
+    @property
+    def size(self) -> int:
+        """The number of ranks in the newest generation."""
+        newest = self.generation
+        return next(p[-1]["size"] for p in self.steps.values() if p[-1]["generation"] == newest)
+
     def members(self) -> dict[int, int]:
         """The processes that train in the newest generation, by rank."""
         last = {process: steps[-1] for process, steps in self.steps.items()}
@@ -82,7 +88,7 @@ class Seen:
 
     def step(self) -> int:
         """How far the newest generation has come."""
-        return max((self.steps[process][-1]["step"] for process in self.members().values()))
+        return max(self.steps[process][-1]["step"] for process in self.members().values())
 
     def num_copied(self) -> int:
         """The steps that every rank has done in the newest generation, beyond the first.
@@ -112,13 +118,14 @@ class Chaos:
         self.events: list[str] = []
         self._chance = random.Random(seed)
         self._by_launcher = by_launcher
-        self._lost_in = 0  # the generation in which a rank was lost whose snapshot is not copied
+        self._newcomers: set[int] = set()  # that are to join
 
-    def run(self, kinds: list[str]) -> None:
+    def run(self, kinds: list[str], *, ends_well: bool = True) -> None:
         """Start the job, make something of each kind happen, and wait for the job's end.
 
         Args:
-            kinds: See `_KINDS`; "any" for a random one.
+            kinds: See `_KINDS`; "any" for a random one. Also "first" and "keeper".
+            ends_well: Whether the training is to come to its end.
 
         Raises:
             AssertionError: Whatever went wrong, with all that the processes have said.
@@ -129,12 +136,16 @@ class Chaos:
                 self.processes.start_by_launcher()
             else:
                 self.processes.start_by_fork()
-            self._await(lambda: len(self.seen.members()) == self.job.num_ranks, "all have come")
+            self._await(
+                lambda: len(self.seen.members()) == self.job.num_ranks, "all have come", 3.0
+            )
+            self._go_on(self.job.saves_every)
             for kind in kinds:
                 self._go_on(self._chance.randint(1, 6))
                 self._strike(kind)
             self._open_gate(_OPEN)
-            self._await(lambda: bool(self.seen.ended), "the training has ended", 5.0)
+            if ends_well:
+                self._await(lambda: bool(self.seen.ended), "the training has ended", 5.0)
             self.processes.wait_until_all_have_ended(30.0)
         except (TimeoutError, ValueError, KeyError) as error:
             self.processes.end()
@@ -169,12 +180,11 @@ class Chaos:
         self._await(lambda: self.seen.step() >= goal, f"somebody begins step {goal}")
         if not self.job.saves_every:
             self._let_train_until(self._is_copied, "the snapshots are at the buddies")
-            self._lost_in = 0
 
     def _is_copied(self) -> bool:
-        return not self._lost_in or (
-            self.seen.generation > self._lost_in and self.seen.num_copied() > 0
-        )
+        """Whether each rank of the newest generation lives, and its buddy has its snapshot."""
+        is_whole = len(self._ranks()) == self.seen.size
+        return is_whole and self.seen.num_copied() > 0
 
     def _let_train_until(self, is_so: Any, what: str) -> None:
         """Open the gate step by step until it is so."""
@@ -191,6 +201,8 @@ class Chaos:
     # --- strikes ----------------------------------------------------------------------------------
 
     def _strike(self, kind: str) -> None:
+        if len(self._ranks()) <= 2:
+            self._let_newcomers_join()
         ranks = self._ranks()
         if kind == "any":
             kind = self._choose(len(ranks))
@@ -204,7 +216,7 @@ class Chaos:
             allowed = {kind: allowed[kind] for kind in ("add", "pause", "stillborn")}
         if num_ranks != 4:  # of four, the first and the third are no buddies
             allowed.pop("two", None)
-        if num_ranks >= 5:
+        if num_ranks + len(self._newcomers) >= 5:
             allowed.pop("add", None)
         return self._chance.choices(list(allowed), list(allowed.values()))[0]
 
@@ -217,31 +229,32 @@ class Chaos:
             if process not in processes.struck and processes.runs(process)
         }
 
-    def _lose(self, process: int, signum: signal.Signals) -> None:
-        self._lost_in = self.seen.generation
-        self.processes.strike(process, signum)
-
     def _pick(self, ranks: dict[int, int]) -> int:
         return self._chance.choice(sorted(ranks.values()))
 
     def _kill(self, ranks: dict[int, int]) -> None:
-        self._lose(self._pick(ranks), signal.SIGKILL)
+        self.processes.strike(self._pick(ranks), signal.SIGKILL)
 
     def _first(self, ranks: dict[int, int]) -> None:
         """Kill rank 0."""
-        self._lose(ranks[0], signal.SIGKILL)
+        self.processes.strike(ranks[0], signal.SIGKILL)
+
+    def _keeper(self, ranks: dict[int, int]) -> None:
+        """Kill the job's keeper."""
+        self.processes.strike(self.processes.keeper(), signal.SIGKILL)
 
     def _leave(self, ranks: dict[int, int]) -> None:
         process = self._pick(ranks)
-        self._lose(process, signal.SIGTERM)
+        self.processes.strike(process, signal.SIGTERM)
         self._let_train_until(lambda: not self.processes.runs(process), f"{process} has left")
 
     def _two(self, ranks: dict[int, int]) -> None:
-        """Kill two that are no buddies: both at once, or one while the others regroup."""
+        """Kill two, both at once or one while the others regroup; buddies if there are files."""
         first = self._chance.randrange(2)
-        self._lose(ranks[first], signal.SIGKILL)
+        second = self._chance.choice([first + 1, first + 2]) if self.job.saves_every else first + 2
+        self.processes.strike(ranks[first], signal.SIGKILL)
         time.sleep(self._chance.choice([0.0, 0.3, 0.6]) * self._chance.random())
-        self._lose(ranks[first + 2], signal.SIGKILL)
+        self.processes.strike(ranks[second], signal.SIGKILL)
 
     def _pause(self, ranks: dict[int, int]) -> None:
         """Stop a rank, but not for long: nobody is to be lost."""
@@ -253,7 +266,6 @@ class Chaos:
     def _stop(self, ranks: dict[int, int]) -> None:
         """Stop a rank until the others have given it up; then let it run: it comes back."""
         process, before = self._pick(ranks), self.seen.generation
-        self._lost_in = before
         self.processes.signal(process, signal.SIGSTOP)
         self._let_train_until(
             lambda: self.seen.generation > before and self._last_of(process) <= before,
@@ -268,12 +280,18 @@ class Chaos:
     def _add(self, ranks: dict[int, int]) -> None:
         by_command = self._by_launcher and self._chance.random() < 0.3
         process = self.processes.add(by_command=by_command)
+        self._newcomers.add(process)
         self._await(lambda: process in self.seen.up, f"{process} has started")
-        self._let_train_until(lambda: process in self.seen.steps, f"{process} has joined")
+        if self._chance.random() < 0.5:  # else the next strike may come as it joins
+            self._let_newcomers_join()
+
+    def _let_newcomers_join(self) -> None:
+        self._let_train_until(lambda: self._newcomers <= {*self.seen.steps}, "newcomers join")
+        self._newcomers.clear()
 
     def _stillborn(self, ranks: dict[int, int]) -> None:
         """Kill a newcomer before it has joined, or as it does."""
         process = self.processes.add(by_command=False)
         until = time.monotonic() + self._chance.random() * 2.0
         self._let_train_until(lambda: time.monotonic() > until, "the newcomer has come far")
-        self._lose(process, signal.SIGKILL)
+        self.processes.strike(process, signal.SIGKILL)

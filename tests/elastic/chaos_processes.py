@@ -1,7 +1,7 @@
 """The processes of a disturbed job: started by command or by fork, observed, ended by their ids.
 
-    Commands   python -m tests.elastic.chaos_job: Lightning's launcher starts the others
-    Forks      of a process that has imported everything: a newcomer is there in a moment
+Commands   python -m tests.elastic.chaos_job: Lightning's launcher starts the others
+Forks      of a process that has imported everything: a newcomer is there in a moment
 """
 
 import os

@@ -12,10 +12,19 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader
 
 from lightning_shard import ConfigError, ElasticStrategy, RankFailedError
 from lightning_shard.testing import Fault
-from tests.elastic.runs import NUM_SAMPLES, STEPS_PER_EPOCH, Classifier, Journal, fit
+from tests.elastic.runs import (
+    BATCH_SIZE,
+    NUM_SAMPLES,
+    STEPS_PER_EPOCH,
+    Classifier,
+    Journal,
+    fit,
+    samples,
+)
 from tests.strategies.parity import UPSTREAM_WARNINGS
 
 pytestmark = [
@@ -74,6 +83,34 @@ def test_at_most_snapshot_every_steps_are_done_again(scheme: Any) -> None:
     assert (reached, again) == (5, 5 if scheme == "shard_ddp" else 3)
 
 
+@pytest.mark.parametrize(
+    "trainer_options",
+    [
+        {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2},
+        pytest.param({"precision": "bf16-mixed"}, marks=pytest.mark.slow),
+        pytest.param({"precision": "bf16-true"}, marks=pytest.mark.slow),
+    ],
+    ids=lambda options: "-".join(options),
+)
+@pytest.mark.parametrize("scheme", ["zero3", pytest.param("zero1", marks=pytest.mark.slow)])
+def test_options_of_the_trainer_stay_in_force(trainer_options: Any, scheme: Any) -> None:
+    expected, _ = fit(scheme=scheme, trainer_options=trainer_options)
+    faults = [Fault(2, 3, "drop", at_step=2), Fault(1, 1, "leave", at_step=4)]
+    journal, _ = fit(faults, scheme=scheme, trainer_options=trainer_options)
+    rel = 1e-4 if "precision" not in trainer_options else 3e-2  # sums in other orders, rounded
+    assert journal.samples() == EVERY_SAMPLE
+    assert journal.losses() == pytest.approx(expected.losses(), rel=rel)
+
+
+def test_validation_comes_at_the_same_steps_where_more_batches_are_accumulated() -> None:
+    options = {"val_check_interval": 3, "check_val_every_n_epoch": None}
+    expected, _ = fit(trainer_options=options)
+    faults = [Fault(2, 3, "drop", at_step=4), Fault(1, 1, "leave", at_step=8)]
+    journal, _ = fit(faults, trainer_options=options)
+    assert list(expected.validations) == [3, 6, 9, 12]
+    assert journal.validations.keys() == expected.validations.keys()
+
+
 def test_rank_0_is_lost_and_the_caller_gets_the_trained_model() -> None:
     journal, trainer = fit([Fault(0, 2, "drop", at_step=9)])
     assert_same_training(journal)
@@ -95,6 +132,15 @@ def test_buddies_that_leave_at_once_take_no_state_along() -> None:
 def test_a_newcomer_at_an_epochs_end_takes_part_in_its_sums() -> None:
     journal, _ = fit([Fault(4, 1, "add", at_step=6)], snapshot_every=7)
     assert_same_training(journal)
+
+
+def test_a_second_fit_of_the_same_trainer_could_not_copy_what_the_first_remembered() -> None:
+    _, trainer = fit([Fault(0, 1, "drop", at_step=2), Fault(2, 1, "leave", at_step=2)])
+    assert trainer.accumulate_grad_batches == 1
+    trainer.fit_loop.max_epochs = 3
+    module = trainer.lightning_module
+    trainer.fit(module, DataLoader(samples(), batch_size=BATCH_SIZE, shuffle=True))
+    assert trainer.global_step == 3 * STEPS_PER_EPOCH
 
 
 def test_a_rank_that_fails_once_goes_on() -> None:
@@ -127,6 +173,25 @@ def test_too_many_lost_without_a_checkpoint_is_an_error_that_says_so() -> None:
     faults = [Fault(1, 3, "drop", at_step=8), Fault(2, 4, "drop", at_step=8)]
     with pytest.raises(Exception, match="saved none"):
         fit(faults)
+
+
+def test_a_checkpoint_that_the_callbacks_have_forgotten_is_found(tmp_path: Path) -> None:
+    faults = [Fault(3, 3, "drop", at_step=5), Fault(0, 4, "drop", at_step=5)]  # buddies
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=1)
+    options = {"enable_checkpointing": True, "callbacks": [saver]}
+    journal, _ = fit(faults, trainer_options=options, snapshot_every=4)
+    assert journal.samples() == EVERY_SAMPLE
+
+
+def test_ranks_that_regroup_in_vain_end_with_their_error() -> None:
+    class Broken(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.global_step == 2:
+                raise RankFailedError("a peer, or so it seems")
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(RankFailedError, match="or so it seems"):
+        fit(module=Broken(Journal()), num_ranks=2)
 
 
 def test_below_min_ranks_it_saves_and_ends(tmp_path: Path) -> None:

@@ -1,0 +1,218 @@
+"""What elastic fits have got wrong when ranks were lost or came, named after what went wrong."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L  # noqa: N812
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, Timer
+from lightning.pytorch.trainer.states import RunningStage
+from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.utils.data import DataLoader
+
+from lightning_shard import ElasticStrategy
+from lightning_shard.testing import Fault, injected_faults
+from tests.elastic.runs import (
+    BATCH_SIZE,
+    NUM_SAMPLES,
+    STEPS_PER_EPOCH,
+    Classifier,
+    Journal,
+    fit,
+    samples,
+)
+from tests.strategies.parity import UPSTREAM_WARNINGS
+
+pytestmark = [
+    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
+    pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint need to be"),
+    pytest.mark.filterwarnings("ignore:.*smaller than the logging interval"),
+]
+
+A_LOSS_AND_A_NEWCOMER = [
+    Fault(2, 1, "drop", at_step=5),
+    Fault(4, 1, "add", at_step=4),
+]
+
+
+class StopAtStepFive(Callback):
+    """As EarlyStopping would, on every rank."""
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 5:
+            trainer.should_stop = True
+
+
+@pytest.mark.parametrize(
+    "faults", [A_LOSS_AND_A_NEWCOMER[:1], A_LOSS_AND_A_NEWCOMER], ids=["lost", "and joined"]
+)
+def test_survivors_still_wanted_to_stop_at_a_step_that_was_taken_back(faults: list[Fault]) -> None:
+    journal, trainer = fit(faults, trainer_options={"callbacks": [StopAtStepFive()]})
+    assert trainer.global_step == 5
+    assert sorted(journal.losses()) == list(range(5))
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [[Fault(2, 2, "drop", at_step=5)], A_LOSS_AND_A_NEWCOMER],
+    ids=["lost", "and joined"],
+)
+def test_a_step_that_was_done_again_was_not_saved_by_ranks_that_had_saved_it(
+    faults: list[Fault], tmp_path: Path
+) -> None:
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=5, save_top_k=-1, save_last=True)
+    options = {"enable_checkpointing": True, "callbacks": [saver], "max_steps": 8}
+    _, trainer = fit(faults, trainer_options={**options, "limit_val_batches": 0})
+    kept: Any = trainer.checkpoint_callback
+    assert Path(kept.best_model_path).exists()
+    assert Path(kept.last_model_path).exists()
+
+
+def test_a_newcomer_did_not_know_the_metric_by_which_the_others_save(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, monitor="val_loss", every_n_train_steps=5, save_top_k=2)
+    options = {"val_check_interval": 4, "check_val_every_n_epoch": None}
+    fit(
+        [Fault(4, 1, "add", at_step=8)],
+        trainer_options={**options, "enable_checkpointing": True, "callbacks": [saver]},
+    )
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "epoch=0-step=5.ckpt",
+        "epoch=1-step=10.ckpt",
+    }
+
+
+def test_a_timer_counted_the_time_before_a_loss_twice() -> None:
+    class Late(Timer):
+        def on_train_start(self, *args: Any) -> None:
+            super().on_train_start(*args)
+            self._start_time[RunningStage.TRAINING] -= 1e6
+
+    _, trainer = fit([Fault(1, 1, "drop", at_step=5)], trainer_options={"callbacks": [Late()]})
+    (timer,) = (one for one in trainer.callbacks if isinstance(one, Late))  # type: ignore[attr-defined]
+    assert 1e6 <= timer.time_elapsed() < 1.5e6
+
+
+class CountsBatches(Callback):
+    """Its state is what it goes on changing."""
+
+    def __init__(self) -> None:
+        self.state = {"batches": 0}
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.state["batches"] += 1
+
+    def state_dict(self) -> dict[str, int]:
+        return self.state
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.state = state_dict
+
+
+def test_the_state_of_a_callback_was_remembered_as_it_was_later() -> None:
+    options = {"callbacks": [CountsBatches()], "max_steps": 6, "limit_val_batches": 0}
+    _, trainer = fit(
+        [Fault(2, 1, "drop", at_step=4)],
+        scheme="shard_ddp",
+        global_batch_size=12,  # one batch a step, on four ranks and on three
+        trainer_options=options,
+    )
+    (counter,) = (one for one in trainer.callbacks if isinstance(one, CountsBatches))  # type: ignore[attr-defined]
+    assert counter.state["batches"] == 6
+
+
+class Stranger(Classifier):
+    """A newcomer has another order of samples than the others."""
+
+    is_stranger = False
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        strategy: Any = self.trainer.strategy
+        self.is_stranger = self.is_stranger or strategy.generation.number == 0
+        order = range(NUM_SAMPLES)
+        sampler = list(reversed(order)) if self.is_stranger else list(order)
+        return DataLoader(samples(), batch_size=BATCH_SIZE, sampler=sampler)
+
+
+def test_a_newcomer_with_another_order_of_samples_ended_the_job() -> None:
+    journal = Journal()
+    trainer = new_trainer()
+    with injected_faults([Fault(3, 1, "add", at_step=4)]):
+        trainer.fit(Stranger(journal))
+    assert journal.samples() == {0: list(range(NUM_SAMPLES))}
+    assert trainer.global_step > 0
+
+
+def new_trainer() -> L.Trainer:
+    L.seed_everything(1, verbose=False)
+    return L.Trainer(
+        strategy=ElasticStrategy(backend="in_process", num_ranks=3, snapshot_every=3),
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+class FailsOnceInValidation(Classifier):
+    """On one rank, when others have gone further."""
+
+    has_failed = False
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        if self.global_rank == 0 and not self.has_failed:
+            self.has_failed = True
+            raise ZeroDivisionError("the user's")
+
+
+def seeded(kind: type[Classifier]) -> Classifier:
+    """A module with the weights that all of them have."""
+    L.seed_everything(1, verbose=False)
+    return kind(Journal())
+
+
+def test_batches_of_a_validation_that_was_begun_again_counted_twice() -> None:
+    expected, _ = fit(module=seeded(Classifier), max_epochs=1)
+    journal, _ = fit(module=seeded(FailsOnceInValidation), max_epochs=1)
+    assert journal.validations == pytest.approx(expected.validations, rel=1e-6)
+
+
+class DecaysByEpochs(Classifier):
+    """With the two kinds of schedulers that go by epochs."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        if self.by_metric:
+            # no loss is ever better
+            plateau = ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=10.0)
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"},
+            }
+        return [optimizer], [StepLR(optimizer, 1, gamma=0.5)]
+
+    by_metric = False
+
+
+class DecaysByLosses(DecaysByEpochs):
+    """After each epoch whose loss is no better."""
+
+    by_metric = True
+
+
+@pytest.mark.parametrize("kind", [DecaysByEpochs, DecaysByLosses])
+@pytest.mark.parametrize(
+    "fault",
+    [Fault(1, 1, "drop", at_step=2), Fault(1, 1, "leave", at_step=STEPS_PER_EPOCH)],
+    ids=["lost within", "left at the end"],
+)
+def test_an_epoch_that_was_taken_up_had_no_step_of_its_scheduler(
+    kind: type[DecaysByEpochs], fault: Fault
+) -> None:
+    _, trainer = fit([fault], module=seeded(kind), snapshot_every=1, num_ranks=3)
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.25)
