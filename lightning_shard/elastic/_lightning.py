@@ -23,6 +23,7 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop as Tr
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
 from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_shard.errors import ConfigError
 
@@ -64,7 +65,7 @@ def trainer_state(trainer: "pl.Trainer") -> dict[str, Any]:
         "loops": {"fit_loop": trainer.fit_loop.state_dict()},
         "lr_schedulers": [one.scheduler.state_dict() for one in trainer.lr_scheduler_configs],
         "callbacks": call._call_callbacks_state_dict(trainer),
-        "state_dict": {},
+        "state_dict": _shapes(trainer.lightning_module),
     }
     plugin = trainer.precision_plugin
     if plugin_state := plugin.state_dict():
@@ -76,6 +77,7 @@ def trainer_state(trainer: "pl.Trainer") -> dict[str, Any]:
             state[type(trainer.datamodule).__qualname__] = data  # type: ignore[attr-defined]
     call._call_callbacks_on_save_checkpoint(trainer, state)
     call._call_lightning_module_hook(trainer, "on_save_checkpoint", state)
+    state["state_dict"] = {}
     state[_RUNNING] = _running_state(trainer)
     return state
 
@@ -85,6 +87,7 @@ def load_trainer_state(trainer: "pl.Trainer", state: dict[str, Any]) -> None:
     connector = trainer._checkpoint_connector
     connector._loaded_checkpoint = state
     running = state.pop(_RUNNING)
+    state["state_dict"] = _shapes(trainer.lightning_module)
     try:
         connector.restore_datamodule()
         call._call_lightning_module_hook(trainer, "on_load_checkpoint", state)
@@ -95,6 +98,17 @@ def load_trainer_state(trainer: "pl.Trainer", state: dict[str, Any]) -> None:
     finally:
         connector._loaded_checkpoint = {}
     _load_running_state(trainer, running)
+
+
+def _shapes(module: "pl.LightningModule") -> dict[str, Any]:
+    """For hooks that go through a checkpoint's weights: names and shapes, without elements."""
+    hooks = ("on_save_checkpoint", "on_load_checkpoint")
+    if not any(is_overridden(hook, module) for hook in hooks):
+        return {}
+    return {
+        name: torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else value
+        for name, value in module.state_dict().items()
+    }
 
 
 def _running_state(trainer: "pl.Trainer") -> dict[str, Any]:

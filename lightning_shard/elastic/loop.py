@@ -50,6 +50,9 @@ class Elastic(Protocol):
             Regrouping: All ranks have agreed to regroup.
         """
 
+    def finish(self) -> None:
+        """After the last step: bring the state together, while a loss can be survived."""
+
     def survives(self, error: BaseException) -> bool:
         """Whether to regroup after this error rather than to end with it."""
 
@@ -79,11 +82,26 @@ class ElasticFitLoop(FitLoop):
         self.on_run_start()
         if elastic.is_newcomer:
             self._survive(Regrouping())
+        self._run_epochs()
+        while not self._end():
+            self._run_epochs()
+
+    def _run_epochs(self) -> None:
+        elastic = _elastic(self.trainer)
         while elastic.stands_behind_step or not self.done:
             if not self._run_epoch():
                 break
+
+    def _end(self) -> bool:
+        """End the run; return False if peers were lost meanwhile, and steps may be to do again."""
         self._restarting = False
-        self.on_run_end()
+        try:
+            self.on_run_end()
+            _elastic(self.trainer).finish()
+        except BaseException as error:
+            self._survive(error)
+            return False
+        return True
 
     @override
     def on_advance_start(self) -> None:

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import BaseFinetuning, GradientAccumulationScheduler
+from torch.optim import LBFGS
 
 from lightning_shard.errors import ConfigError
 
@@ -64,7 +65,20 @@ def check_trainer(trainer: "pl.Trainer", averages: Sequence[Any]) -> None:
             f"The callback {names or 'that averages weights'} keeps averages that are lost with a "
             f"rank; expected none in elastic training. Average afterwards, over checkpoints."
         )
+    for optimizer in trainer.optimizers:
+        if isinstance(optimizer, LBFGS):
+            raise ConfigError(
+                "LBFGS changes the weights several times in a step, so that after a loss it is not "
+                "known where it was; expected one update in a step. Use another optimizer, or "
+                "strategy='shard_ddp'."
+            )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, BaseFinetuning):
+            raise ConfigError(
+                f"{type(callback).__name__} unfreezes parameters during the training, which "
+                f"newcomers would not know of; expected the same ones to train throughout. Fit "
+                f"once for each stage, from the checkpoint of the one before."
+            )
         if isinstance(callback, GradientAccumulationScheduler) and len(callback.scheduling) > 1:
             raise ConfigError(
                 "GradientAccumulationScheduler and elastic training would both set how many "

@@ -95,6 +95,11 @@ class RegroupingStrategy(ChangingRanks):
             self._memory.note_live(self._step, self._progress(behind_step=True))
         self.membership.begin_step(self._step)
 
+    def finish(self) -> None:
+        """After the last step: make the module whole, while a loss can be survived."""
+        self._detach(self.engine)
+        self._engine, self._sharded, self._averages = None, [], []
+
     def survives(self, error: BaseException) -> bool:
         """Whether to regroup after this error rather than to end with it."""
         if self._is_over or isinstance(error, _FINAL):
@@ -260,6 +265,7 @@ class RegroupingStrategy(ChangingRanks):
         self._rebuild_engine()
         _lightning.load_checkpoint(trainer, path)
         _lightning.begin_anew(trainer, mid_epoch=self._feeding.diet.position.steps > 0)
+        self._feeding.check_alike(self.collectives)
         self._feeding.recount_loaded(trainer)
         self.stands_behind_step = False
         self._keep(self._progress(behind_step=False))

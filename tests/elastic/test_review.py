@@ -138,7 +138,10 @@ class Stranger(Classifier):
 def test_a_newcomer_with_another_order_of_samples_ended_the_job() -> None:
     journal = Journal()
     trainer = new_trainer()
-    with injected_faults([Fault(3, 1, "add", at_step=4)]):
+    with (
+        injected_faults([Fault(3, 1, "add", at_step=4)]),
+        pytest.warns(UserWarning, match="went on without it.*another order"),
+    ):
         trainer.fit(Stranger(journal))
     assert journal.samples() == {0: list(range(NUM_SAMPLES))}
     assert trainer.global_step > 0

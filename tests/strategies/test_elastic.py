@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 from lightning.pytorch.callbacks import (
+    BaseFinetuning,
     GradientAccumulationScheduler,
     ModelCheckpoint,
     WeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
+from torch.optim import LBFGS
 from torch.utils.data import DataLoader
 
 from lightning_shard import ConfigError, ElasticStrategy, RankFailedError
@@ -109,6 +111,25 @@ def test_validation_comes_at_the_same_steps_where_more_batches_are_accumulated()
     journal, _ = fit(faults, trainer_options=options)
     assert list(expected.validations) == [3, 6, 9, 12]
     assert journal.validations.keys() == expected.validations.keys()
+
+
+def test_hooks_that_change_the_checkpoints_weights_find_their_names() -> None:
+    class WithHooks(Classifier):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["state_dict"].pop("head.weight")
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            assert checkpoint["state_dict"]["hidden.weight"].shape == (24, 8)
+
+    journal, _ = fit([Fault(2, 2, "drop", at_step=4)], module=WithHooks(Journal()))
+    assert journal.samples() == EVERY_SAMPLE
+
+
+@pytest.mark.parametrize("moment", [2, 6, 8, 10])
+def test_a_rank_was_lost_after_the_last_step(moment: int) -> None:
+    journal, trainer = fit([Fault(2, moment, "drop", at_step=2 * STEPS_PER_EPOCH)])
+    assert_same_training(journal)
+    assert trainer.global_step == 2 * STEPS_PER_EPOCH
 
 
 def test_rank_0_is_lost_and_the_caller_gets_the_trained_model() -> None:
@@ -265,6 +286,22 @@ def test_what_is_not_elastic_is_refused_before_training() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             fit(trainer_options={"callbacks": [callback]}, num_ranks=2)
+
+    class Unfreezing(BaseFinetuning):
+        def freeze_before_training(self, pl_module: Any) -> None:
+            self.freeze(pl_module.hidden)
+
+        def finetune_function(self, *_: Any) -> None:
+            pass
+
+    class Closures(Classifier):
+        def configure_optimizers(self) -> Any:
+            return LBFGS(self.parameters())
+
+    with pytest.raises(ConfigError, match="unfreezes"):
+        fit(trainer_options={"callbacks": [Unfreezing()]}, num_ranks=2)
+    with pytest.raises(ConfigError, match="LBFGS"):
+        fit(module=Closures(Journal()), num_ranks=2, scheme="shard_ddp")
 
     class Manual(Classifier):
         automatic_optimization = False
