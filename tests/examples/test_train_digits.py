@@ -7,7 +7,15 @@ from tests.examples.commands import ignore_upstream_warnings, run_example
 pytestmark = ignore_upstream_warnings
 
 
-@pytest.mark.parametrize("stage", ["shard_ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize(
+    "stage",
+    [
+        "shard_ddp",
+        pytest.param("zero1", marks=pytest.mark.slow),
+        pytest.param("zero2", marks=pytest.mark.slow),
+        "zero3",
+    ],
+)
 def test_more_than_95_percent_of_the_test_images_are_read_right(
     stage: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -247,7 +247,9 @@ class Collected(Stack):
         return super().loss(batch) + sum(x.square().mean() for x in self.collected)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "interleaved_1f1b"])
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", "zbv", pytest.param("interleaved_1f1b", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("style", [KeptLosses, Collected])
 def test_losses_that_blocks_of_other_stages_keep_were_left_out(
     style: type[Stack], schedule: str
