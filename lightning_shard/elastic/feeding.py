@@ -1,7 +1,9 @@
 """The training data of an elastic run: dealt to the ranks of the moment, each sample once.
 
-global batch held      24 samples a step:  4 ranks x 6        3 ranks x 8 = 2 x 4 accumulated
-batch per rank held    24 samples a step on 4 ranks, 18 on 3, with a smaller learning rate
+    global batch held      24 samples a step:  4 ranks x 6        3 ranks x 8 = 2 x 4 accumulated
+    batch per rank held    24 samples a step on 4 ranks, 18 on 3, with a smaller learning rate
+
+How a step's samples are shared out: see `shares`.
 """
 
 from collections.abc import Mapping
@@ -12,6 +14,7 @@ import lightning.pytorch as pl
 
 from lightning_shard import settings
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.elastic._lightning import epoch_of_samplers
 from lightning_shard.elastic.data_loaders import Installed, find_order, install
 from lightning_shard.elastic.epoch_order import Position
 from lightning_shard.elastic.learning_rate import rescale
@@ -184,7 +187,7 @@ class Feeding:
         """
         accumulation = trainer.accumulate_grad_batches
         progress = trainer.fit_loop.epoch_loop.batch_progress
-        epoch = trainer.fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]
+        epoch = epoch_of_samplers(trainer)
         _recount(progress.total, accumulation, old_accumulation)
         _recount(progress.current, accumulation, old_accumulation)
         if epoch == self._position.epoch:
@@ -215,7 +218,7 @@ class Feeding:
         """For a checkpoint, which may be saved between an optimizer step and its boundary."""
         position = self._position
         if self._sampler is not None and trainer.global_step > self._noted_step:
-            epoch = trainer.fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]
+            epoch = epoch_of_samplers(trainer)
             position = self._position_behind(epoch, 1)
         return {
             **vars(self.diet),

@@ -1,9 +1,11 @@
 """Elastic training: ranks are lost and join, and training goes on. `strategy="elastic"`.
 
-step         step         step ✗ a peer is lost     step ...
-boundary     boundary      │                 ▲
-│ remember: a snapshot, │                 │
-▼ a copy at the buddy   └─> regroup ──────┘
+    step         step         step ✗ a peer is lost     step ...
+        boundary     boundary      │                 ▲
+           │ remember: a snapshot, │                 │
+           ▼ a copy at the buddy   └─> regroup ──────┘
+
+What happens at a boundary and in a regrouping: see `regrouping`; who takes part: `changing_ranks`.
 """
 
 import time
@@ -50,7 +52,8 @@ class ElasticStrategy(RegroupingStrategy):
         min_ranks: With fewer, training waits for `patience` seconds, then saves and ends.
         max_ranks: Further newcomers wait until there is room; None admits all.
         snapshot_every: Optimizer steps between the boundaries that ranks remember: at most so many
-            are done again after a loss. "shard_ddp" loses none.
+            are done again after a loss. "shard_ddp" loses none but between an update and the end of
+            its step.
         global_batch_size: Samples of an optimizer step, whatever the number of ranks; None keeps
             what the first ranks have together.
         learning_rate_scaling: "linear" or "sqrt": let the batch of each rank stay as it is, and
