@@ -1,7 +1,8 @@
 """Collectives made of point-to-point messages, for Gloo and MPI.
 
 Gloo's own reduce-scatter is an all-reduce inside and sums bf16 in bf16; its all-gather copies the
-result once more. Here every rank sends each peer just the slice that the peer needs:
+result once more; its all-to-all sends one way at a time, twice as long on a slow link. Here every
+rank sends each peer just the slice that the peer needs:
 
     reduce-scatter                          all-gather
     rank 0  [a0|a1] ──a1──> rank 1          rank 0  [x0|..] ──x0──> rank 1
@@ -87,6 +88,18 @@ class ExchangeCollectives(Collectives):
         copy_unless_same(slices[self.rank], source)  # while the messages move
         return Transfer(works=works)
 
+    def _all_to_all(
+        self,
+        output: torch.Tensor,
+        source: torch.Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+    ) -> Transfer:
+        incoming, outgoing = output.split(output_splits), source.split(input_splits)
+        works = self._exchange(outgoing, incoming)
+        incoming[self.rank].copy_(outgoing[self.rank])  # while the messages move
+        return Transfer(works=works)
+
     def _all_reduce_in_float32(
         self, output: torch.Tensor, source: torch.Tensor, op: ReduceOpName
     ) -> Transfer:
@@ -125,12 +138,19 @@ class ExchangeCollectives(Collectives):
     def _exchange(
         self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]
     ) -> list[dist.Work]:
-        """Start sending outgoing[i] to rank i and receiving incoming[i] from it; skip this rank."""
+        """Start sending outgoing[i] to rank i and receiving incoming[i] from it; skip this rank.
+
+        What has no elements does not travel.
+        """
         tag = FIRST_RESERVED_TAG + next(self._numbers) % FIRST_RESERVED_TAG
         # Each rank starts with another peer, so that no rank is everyone's first.
         peers = [(self.rank + step) % self.size for step in range(1, self.size)]
-        receives = [self._irecv(incoming[peer], peer, tag) for peer in reversed(peers)]
-        sends = [self._isend(outgoing[peer], peer, tag) for peer in peers]
+        receives = [
+            self._irecv(incoming[peer], peer, tag)
+            for peer in reversed(peers)
+            if incoming[peer].numel()
+        ]
+        sends = [self._isend(outgoing[peer], peer, tag) for peer in peers if outgoing[peer].numel()]
         return receives + sends
 
     def _isend(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:

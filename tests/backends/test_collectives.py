@@ -104,10 +104,12 @@ def test_groups_that_have_ended_leave_the_ledger() -> None:
         assert [list(one.traffic) for one in Collectives.traffic_by_group()] == [["all_reduce"]]
         assert destroyed.traffic["barrier"].calls == 1
 
+    gc.collect()
+    others = set(Collectives._alive)  # an earlier test's, that a kept error still holds
     run_ranks(body, 2)
     gc.collect()
     assert Collectives.traffic_by_group() == []
-    assert not Collectives._alive
+    assert set(Collectives._alive) <= others
 
 
 def test_waiting_is_told_from_starting() -> None:

@@ -43,6 +43,21 @@ def test_all_reduce_takes_the_cheaper_way(
     assert run_ranks(body, num_ranks) == [messages] * num_ranks
 
 
+def test_all_to_all_sends_each_peer_its_part_and_nothing_where_that_is_empty() -> None:
+    def body(rank: int) -> int:
+        assert dist.group.WORLD is not None
+        collectives = Counting(dist.group.WORLD)
+        splits = [2 if (rank + peer) % 2 else 0 for peer in range(3)]  # alike there and back
+        source = torch.arange(sum(splits)) + 10.0 * rank
+        output = torch.empty(sum(splits))
+        collectives.all_to_all(output, source, input_split_sizes=splits, output_split_sizes=splits)
+        from_peers = {0: [10.0, 11.0], 1: [0.0, 1.0, 20.0, 21.0], 2: [12.0, 13.0]}
+        assert output.tolist() == from_peers[rank]
+        return collectives.messages
+
+    assert run_ranks(body, 3) == [1, 2, 1]
+
+
 class Counting(ExchangeCollectives):
     """Counts the messages that this rank sends."""
 

@@ -6,8 +6,9 @@
 The example GPT and the digits train on in-process ranks, with the same batches under every method.
 A method's figure is the mean over the seeds of its last validation loss, over dense's. What a rank
 sends is set beside what dense sends, over the whole run and over its second half, when all warm-ups
-are over. With `--results` each run is kept as it ends, and one that is there is not repeated:
-remove the file when a method changes.
+are over; `stale` is how many steps the oldest part of rank 0's parameters lay behind, on average.
+With `--results` each run is kept as it ends, and one that is there is not repeated: remove the file
+when a method changes.
 
 Every method keeps to dense's hyperparameters.
 
@@ -22,12 +23,14 @@ Every method keeps to dense's hyperparameters.
 | diloco   | 50 steps, then Nesterov on what has changed                      | 250 steps   | 3 %  |
 | diloco25 | 25 steps, likewise                                               | 250 steps   | 3 %  |
 | async    | parameter servers, a bound of 4 steps                            | 100 steps   | 5 %  |
+| late     | the same beside a slow rank, so that the others are always ahead | 100 steps   | 5 %  |
 """
 
 import argparse
 import json
 import logging
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -60,11 +63,13 @@ class Method:
         strategy: Makes it from common options.
         bound: How far its loss may lie above dense's, as a share of that.
         options: Its own.
+        delay: Seconds by which each step of the last rank is longer.
     """
 
     strategy: Callable[..., Any]
     bound: float | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    delay: float = 0.0
 
 
 def _outer(momentum: float) -> dict[str, Any]:
@@ -73,6 +78,7 @@ def _outer(momentum: float) -> dict[str, Any]:
     return {"class_path": "torch.optim.SGD", "init_args": options}
 
 
+ASYNC = {"staleness_bound": 4, "warmup_steps": 100}
 METHODS = {
     "dense": Method(DDPStrategy),
     "fp16": Method(DDPStrategy, 0.01, {"compression": "fp16"}),
@@ -96,7 +102,8 @@ METHODS = {
         0.03,
         {"sync_every": 25, "warmup_steps": 250, "outer_optimizer": _outer(momentum=0.5)},
     ),
-    "async": Method(AsyncSGDStrategy, 0.05, {"staleness_bound": 4, "warmup_steps": 100}),
+    "async": Method(AsyncSGDStrategy, 0.05, ASYNC),
+    "late": Method(AsyncSGDStrategy, 0.05, ASYNC, delay=0.3),
 }
 
 
@@ -111,6 +118,7 @@ class Run:
         num_steps: Its length.
         losses: Of the validations on the way, the last one at the end.
         sent_bytes: What a rank has sent until then.
+        staleness: Of rank 0's parameters under asynchronous SGD, in steps, the mean over its own.
     """
 
     task: str
@@ -119,11 +127,27 @@ class Run:
     num_steps: int
     losses: list[float] = field(default_factory=list)
     sent_bytes: list[int] = field(default_factory=list)
+    staleness: float = 0.0
 
     @property
     def key(self) -> tuple[str, str, int, int]:
         """What is to be done."""
         return self.task, self.name, self.seed, self.num_steps
+
+
+class Late(L.Callback):
+    """Makes the last rank slow.
+
+    Args:
+        seconds: By which each of its steps is longer.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_rank == NUM_RANKS - 1:
+            time.sleep(self._seconds)
 
 
 class Course(L.Callback):
@@ -132,11 +156,16 @@ class Course(L.Callback):
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.sent_bytes: list[int] = []
+        self.staleness = 0.0
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.losses.append(trainer.callback_metrics["val_loss"].item())
         groups = Collectives.traffic_by_group()
         self.sent_bytes.append(sum(of.bytes for one in groups for of in one.traffic.values()))
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if isinstance(trainer.strategy, AsyncSGDStrategy):
+            self.staleness = trainer.strategy.counters.mean_staleness
 
 
 def train(run: Run) -> Run:
@@ -153,7 +182,7 @@ def train(run: Run) -> Run:
         strategy=method.strategy(backend="in_process", num_ranks=NUM_RANKS, **method.options),
         max_steps=run.num_steps,
         max_epochs=-1,
-        callbacks=[seen],
+        callbacks=[seen, Late(method.delay)],
         check_val_every_n_epoch=None,
         val_check_interval=run.num_steps // NUM_CURVE_POINTS,
         num_sanity_val_steps=0,
@@ -164,7 +193,7 @@ def train(run: Run) -> Run:
         enable_model_summary=False,
     )
     trainer.fit(model, datamodule=data)
-    return replace(run, losses=seen.losses, sent_bytes=seen.sent_bytes)
+    return replace(run, losses=seen.losses, sent_bytes=seen.sent_bytes, staleness=seen.staleness)
 
 
 def train_all(
@@ -225,7 +254,7 @@ def by_method(task: str, runs: Iterable[Run]) -> dict[str, list[Run]]:
 
 def render(task: str, runs: Sequence[Run]) -> Table:
     """Lay a task's last losses and bytes out beside dense's."""
-    columns = ("method", "loss", "beyond dense", "goal", "bytes", "2nd half", "seeds")
+    columns = ("method", "loss", "beyond dense", "goal", "bytes", "2nd half", "stale", "seeds")
     table = Table(*columns, title=task)
     methods = by_method(task, runs)
     dense = methods["dense"]
@@ -240,6 +269,7 @@ def render(task: str, runs: Sequence[Run]) -> Table:
             f"{last_loss(own) / last_loss(dense) - 1:+.1%}",
             "" if bound is None else f"<= {bound:.0%}",
             *(f"{share:.1%}" for share in shares),
+            f"{fmean(run.staleness for run in own):.1f}",
             " ".join(f"{run.losses[-1]:.4f}" for run in own),
         )
     return table

@@ -65,8 +65,8 @@ def _power_sgd_state() -> Any:
     return powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
 
 
-def _compressed(compression: Any) -> Callable[[], Any]:
-    return lambda: DDPStrategy(backend="gloo", compression=compression)
+def _compressed(compression: Any, **options: Any) -> Callable[[], Any]:
+    return lambda: DDPStrategy(backend="gloo", compression=compression, **options)
 
 
 CONTENDERS: dict[str, Callable[[], Any]] = {
@@ -76,6 +76,7 @@ CONTENDERS: dict[str, Callable[[], Any]] = {
     "ddp_bf16": lambda: HookedDDP(default_hooks.bf16_compress_hook),
     "ddp_powersgd": lambda: HookedDDP(powerSGD_hook.powerSGD_hook, _power_sgd_state),
     "fp16": _compressed("fp16"),
+    "fp16_3mb": _compressed("fp16", bucket_mb=3),  # of parameters: more than one bucket to overlap
     "bf16": _compressed("bf16"),
     "int8": _compressed("int8"),
     "topk": _compressed("topk"),

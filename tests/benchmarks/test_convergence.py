@@ -62,6 +62,7 @@ def test_a_method_stands_beside_dense(tmp_path: Path) -> None:
         "<= 1%",
         "62.5%",
         "25.0%",
+        "0.0",
         "1.1000 1.1000",
     ]
     draw(tmp_path / "curves.png", RUNS)

@@ -210,7 +210,7 @@ def test_bytes_on_the_wire_everywhere(name: str, compression: str, num_ranks: in
     check_wire(name, num_ranks, compression, 15 if halved else LEAST[compression])
 
 
-@pytest.mark.parametrize("compression", ["int8", PowerSGD()], ids=str)
+@pytest.mark.parametrize("compression", ["int8", PowerSGD()], ids=["int8", "powersgd"])
 def test_the_tally_is_the_ratio_of_the_wire(compression: str | Compressor) -> None:
     dense = sum(dense_bytes("shard_ddp", 2))
     sent = sent_bytes(DDPStrategy(backend="in_process", compression=compression), 2)

@@ -67,6 +67,7 @@ class AsyncCounters:
         waits: Steps before which it had to wait for somebody.
         max_staleness: Largest number of steps that the oldest part of the parameters lay behind a
             step that used them.
+        total_staleness: The sum of those numbers, over all steps.
         pushes: Shards sent.
     """
 
@@ -75,7 +76,13 @@ class AsyncCounters:
     updates: int = 0
     waits: int = 0
     max_staleness: int = 0
+    total_staleness: int = 0
     pushes: int = 0
+
+    @property
+    def mean_staleness(self) -> float:
+        """How many steps the oldest part of the parameters lay behind, on average."""
+        return self.total_staleness / max(1, self.steps)
 
 
 class AsyncSGD:
@@ -173,6 +180,7 @@ class AsyncSGD:
         staleness = self._clocks.staleness
         assert staleness <= self._bound, f"staleness {staleness} above the bound {self._bound}"
         self.counters.max_staleness = max(self.counters.max_staleness, staleness)
+        self.counters.total_staleness += staleness
         self.counters.steps += 1
 
     def _next_round(self) -> Update:
