@@ -95,7 +95,8 @@ class ExchangeCollectives(Collectives):
         output_splits: list[int],
         input_splits: list[int],
     ) -> Transfer:
-        incoming, outgoing = output.split(output_splits), source.split(input_splits)
+        incoming = torch.split(output, output_splits)
+        outgoing = torch.split(source, input_splits)
         works = self._exchange(outgoing, incoming)
         incoming[self.rank].copy_(outgoing[self.rank])  # while the messages move
         return Transfer(works=works)

@@ -173,6 +173,10 @@ class DataParallelEngine:
         place = self._positions.get(param)
         return None if place is None else self.gradients[place[0]].exchange
 
+    def slot_of(self, param: nn.Parameter) -> int:
+        """Which tensor of its buffer of gradients `param` is."""
+        return self._positions[param][1]
+
     def _close(self, unit: Unit) -> None:
         self.reducer.close(g for g in self.gradients if g.flat in unit.flats)
 

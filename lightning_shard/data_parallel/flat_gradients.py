@@ -16,6 +16,8 @@ is the parameter's `.grad`, later micro-batches accumulate into it in place. Onc
 `ReducedGradient` stands in `.grad`, by which we learn of `zero_grad`.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -66,6 +68,7 @@ class FlatGradients:
         self.used = [False] * len(flat.params)  # by this rank, since the last zero_grad
         self.valid = [False] * len(flat.params)  # used by any rank: the optimizer sees a gradient
         self._stash: Tensor | None = None
+        self._averages: dict[int, Tensor] = {}  # of whole gradients, while others travel
         self._pending: tuple[Pending | Exchange, Tensor] | None = None
         self._copies_differ = False  # pending is the average over one copy's ranks
         self.was_reduced = False  # in this backward
@@ -209,18 +212,22 @@ class FlatGradients:
         if self._full is None:
             self._allocate()
         assert self._full is not None
-        for index, view in enumerate(self._views):
+        for index in range(len(self._views)):
             self.observe(index)
-            if not self._has_contribution(index):
+        used = [self._has_contribution(index) for index in range(len(self._views))]
+        twice = any(new and held for new, held in zip(used, self._held, strict=True))
+        for index, view in enumerate(self._views):
+            if not used[index]:
                 self._keep_reduced_part()
+                self._keep_average(index)
                 view.zero_()
         full = self._full
         self._fresh = [False] * len(self._fresh)
         if not self.accumulates:
             self._full, self._views = None, []
-        if self.exchange is not None and not self._passes(self.exchange, full):
+        if self.exchange is not None and not self._passes(self.exchange, full, used, twice):
             out = full if self.flat.stage == 0 else self._reduce_target(self.flat.shard.dtype)
-            self.exchange.begin(full, out)
+            self.exchange.begin(full, out, used)
             self._pending = self.exchange, out
             return
         send = full.to(self._reduce_dtype)
@@ -231,16 +238,21 @@ class FlatGradients:
         self._pending = self._groups.shard.reduce_scatter(out, send, "avg", async_op=True), out
         self._copies_differ = self._groups.replicate is not None
 
-    def _passes(self, exchange: Exchange, full: Tensor) -> bool:
+    def _passes(self, exchange: Exchange, full: Tensor, used: Sequence[bool], twice: bool) -> bool:
         """Whether this reduction is a dense one, of a warm-up."""
-        if exchange.keeps_momentum and not self.accumulates and any(self._held):
-            raise ConfigError(
-                f"Rank {self._groups.everyone.rank}: a second gradient came before the optimizer's "
-                f"step, but the compressor sends momentum, which under ZeRO stage 2 would count "
-                f"every micro-batch as a step. Use strategy='zero1', which adds micro-batches up "
-                f"before they are sent, or accumulate_grad_batches=1."
+        if exchange.keeps_momentum and twice and not self._is_plain:
+            advice = (
+                "Let the Trainer accumulate them, accumulate_grad_batches=n"
+                if self.accumulates
+                else "Use strategy='zero1', which adds micro-batches up before they are sent, or "
+                "accumulate_grad_batches=1"
             )
-        return exchange.passes(full)
+            raise ConfigError(
+                f"Rank {self._groups.everyone.rank}: a second gradient was reduced before the "
+                f"optimizer's step, expected one: the compressor sends momentum, which would count "
+                f"every micro-batch as a step. {advice}."
+            )
+        return exchange.passes(full, used)
 
     @torch.no_grad()
     def continue_reduce(self) -> None:
@@ -260,9 +272,14 @@ class FlatGradients:
         self._copies_differ = False
 
     def _has_contribution(self, index: int) -> bool:
-        if self._is_plain:
+        if self._is_plain and self.exchange is None:  # an average is averaged again to itself
             return self.flat.params[index].grad is self._views[index]
         return self._fresh[index]
+
+    def _keep_average(self, index: int) -> None:
+        """Where `.grad` holds an average that is not to travel again, set it aside."""
+        if self._is_plain and self.flat.params[index].grad is self._views[index]:
+            self._averages[index] = self._views[index].clone()
 
     def _reduce_target(self, dtype: torch.dtype) -> Tensor:
         """Where the average goes: straight into `local`, or beside it when something is there."""
@@ -295,6 +312,9 @@ class FlatGradients:
         if self._stash is not None:
             self._add_held(self.flat.shard_views(self._stash))
             self._stash = None
+        for index, average in self._averages.items():
+            self._views[index].copy_(average)
+        self._averages.clear()
         self._held = [True] * len(self._held)
         self._release_grads()
 
@@ -378,4 +398,5 @@ class FlatGradients:
 
     def buffers(self) -> list[Tensor]:
         """The gradient memory held now, for accounting."""
-        return [tensor for tensor in (self._full, self._local) if tensor is not None]
+        own = [tensor for tensor in (self._full, self._local) if tensor is not None]
+        return own if self.exchange is None else own + self.exchange.kept

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
+from lightning_shard.data_parallel.compression import Exchange
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.errors import ConfigError
 
@@ -49,7 +50,7 @@ class MomentumStep:
                     continue
                 state = self._optimizer.state.get(param, {})
                 if "exp_avg_sq" in state:
-                    self._update(param, state, group, limit=exchange.update_limit)
+                    self._update(param, state, group, exchange)
                     self._set_aside.append((param, param.grad))
                     param.grad = None
 
@@ -62,7 +63,11 @@ class MomentumStep:
 
     @torch.no_grad()
     def _update(
-        self, param: nn.Parameter, state: dict[str, Any], group: dict[str, Any], *, limit: float
+        self,
+        param: nn.Parameter,
+        state: dict[str, Any],
+        group: dict[str, Any],
+        exchange: Exchange,
     ) -> None:
         scale = getattr(self._optimizer, "grad_scale", None)  # fused ones unscale by themselves
         overflow = getattr(self._optimizer, "found_inf", None)
@@ -79,16 +84,29 @@ class MomentumStep:
         variance = state["exp_avg_sq"] / (1.0 - group["betas"][1] ** float(state["step"]))
         # One scale for many signs is far too much for a value whose gradients are small. Adam's
         # own steps are hardly ever greater than the learning rate.
+        limit = exchange.update_limit
+        if exchange.is_sparse:
+            variance = _filled(variance, momentum)
         update = (momentum / (variance.sqrt() + group["eps"])).clamp_(-limit, limit)
-        update.masked_fill_(variance == 0.0, 0.0)  # it never had a gradient
+        update.masked_fill_(variance == 0.0, 0.0)  # signs are sent of what has no gradient, too
         param.add_(update, alpha=-learning_rate)
 
     def _tell_factor(self) -> None:
         """Schedulers may change it."""
         for group in self._optimizer.param_groups:
-            for exchange in map(self._engine.exchange_of, group["params"]):
+            for param in group["params"]:
+                exchange = self._engine.exchange_of(param)
                 if exchange is not None and exchange.sends_momentum:
-                    exchange.momentum_factor = float(group["betas"][0])
+                    slot = self._engine.slot_of(param)
+                    exchange.momentum_factors[slot] = float(group["betas"][0])
+
+
+def _filled(variance: Tensor, momentum: Tensor) -> Tensor:
+    """Give what had no gradient in the warm-up the mean of the others, or of what has come."""
+    known = variance > 0.0
+    mean = variance.sum() / known.sum()
+    typical = torch.where(known.any(), mean, momentum.square().mean())
+    return torch.where(known, variance, typical)
 
 
 def _check_adam(optimizer: Optimizer, group: dict[str, Any]) -> None:

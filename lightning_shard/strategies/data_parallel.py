@@ -105,7 +105,8 @@ class DataParallelStrategy(ShardStrategy):
             dtypes=dtype_policy("32-true", reduce_dtype),
             compression=find_compressor(compression),
         )
-        self._compression_state: dict[str, Any] = {}  # of the last run, on rank 0
+        self._compression_state: dict[str, Any] = {}  # of the last fit, on rank 0
+        self._tally = Tally()  # of the last fit
         self._engine: DataParallelEngine | None = None
         self._sharded: list[ShardedOptimizer] = []
         self._averages: list[AverageInPieces] = []
@@ -304,8 +305,17 @@ class DataParallelStrategy(ShardStrategy):
         return self._options.compression
 
     def compression_tally(self) -> Tally:
-        """Bytes of gradients that this rank has sent, and what they would be dense."""
-        return sum((exchange.tally for exchange in self.engine.exchanges), Tally())
+        """Bytes of gradients that this rank has sent, and what they would be dense.
+
+        Of this run, or after it of the last fit.
+        """
+        if self._engine is None:
+            return self._tally
+        return sum((exchange.tally for exchange in self._engine.exchanges), Tally())
+
+    def _is_fitting(self) -> bool:
+        module = self.lightning_module
+        return module is not None and module.trainer.state.fn == TrainerFn.FITTING
 
     def _state_of_compression(self) -> dict[str, Any]:
         """What compression keeps between steps, on rank 0; each rank must call."""
@@ -391,7 +401,9 @@ class DataParallelStrategy(ShardStrategy):
     def _detach(self, engine: DataParallelEngine) -> None:
         """Make the module whole on every rank, the optimizers' state on rank 0."""
         states = []
-        self._compression_state = {} if self._failed else self._state_of_compression()
+        if engine.exchanges and self._is_fitting():  # to evaluate compresses nothing
+            self._tally = self.compression_tally()
+            self._compression_state = {} if self._failed else self._state_of_compression()
         if not self._failed and self._holds_pieces:
             states = [full_state_dict(sharded.optimizer, engine) for sharded in self._sharded]
         for average in self._averages:

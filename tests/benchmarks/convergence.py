@@ -30,7 +30,6 @@ import argparse
 import json
 import logging
 import os
-import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -50,6 +49,7 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.compression import OneBit, PowerSGD, TopK
 from lightning_shard.figures import new_figure
 from tests.benchmarks.convergence_tasks import TASKS
+from tests.data_parallel.async_sgd.programs import let_others_run
 
 NUM_RANKS = 4
 NUM_CURVE_POINTS = 10
@@ -63,13 +63,13 @@ class Method:
         strategy: Makes it from common options.
         bound: How far its loss may lie above dense's, as a share of that.
         options: Its own.
-        delay: Seconds by which each step of the last rank is longer.
+        delay: How far the others run before each step of the last rank; see `Late`.
     """
 
     strategy: Callable[..., Any]
     bound: float | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
-    delay: float = 0.0
+    delay: int = 0
 
 
 def _outer(momentum: float) -> dict[str, Any]:
@@ -103,7 +103,7 @@ METHODS = {
         {"sync_every": 25, "warmup_steps": 250, "outer_optimizer": _outer(momentum=0.5)},
     ),
     "async": Method(AsyncSGDStrategy, 0.05, ASYNC),
-    "late": Method(AsyncSGDStrategy, 0.05, ASYNC, delay=0.3),
+    "late": Method(AsyncSGDStrategy, 0.05, ASYNC, delay=400),
 }
 
 
@@ -136,18 +136,18 @@ class Run:
 
 
 class Late(L.Callback):
-    """Makes the last rank slow.
+    """Makes the last rank slow: before each of its steps the others run, until they must wait.
 
     Args:
-        seconds: By which each of its steps is longer.
+        turns: How often each of them goes on as far as it can.
     """
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+    def __init__(self, turns: int) -> None:
+        self._turns = turns
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_rank == NUM_RANKS - 1:
-            time.sleep(self._seconds)
+            let_others_run(self._turns)
 
 
 class Course(L.Callback):

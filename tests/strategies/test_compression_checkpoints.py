@@ -90,7 +90,8 @@ def assert_same_state(got: dict[str, Any], expected: dict[str, Any]) -> None:
     assert got.keys() == expected.keys()
     assert got["compressor"] == expected["compressor"]
     assert got["step"] == expected["step"]
-    for kind in expected.keys() - {"compressor", "step"}:
+    assert got["sends_momentum"] == expected["sends_momentum"]
+    for kind in expected.keys() - {"compressor", "sends_momentum", "step"}:
         assert got[kind].keys() == expected[kind].keys()
         for name, value in expected[kind].items():
             torch.testing.assert_close(got[kind][name], value)

@@ -49,6 +49,11 @@ class FlatBuffer:
         return 2 * once if self.keeps_all else once
 
     @property
+    def names(self) -> list[str]:
+        """Of the tensors."""
+        return [slot.name for slot in self.layout.slots]
+
+    @property
     def gaps(self) -> Iterator[slice]:
         """What lies between and behind the tensors."""
         end = 0
@@ -58,6 +63,14 @@ class FlatBuffer:
             end = slot.stop
         if self.numel > end:
             yield slice(end, self.numel)
+
+    def within(self, segment: int, slot: int) -> slice:
+        """The part of a tensor that lies in a segment, counted from the segment's beginning."""
+        first, one = segment * self.segment_numel, self.layout.slots[slot]
+        start, stop = (
+            min(max(place - first, 0), self.segment_numel) for place in (one.offset, one.stop)
+        )
+        return slice(start, stop)
 
     def views(self, full: Tensor) -> dict[str, Tensor]:
         """Each tensor by name, in its shape, as a view of `full`, shape (numel,) or longer."""

@@ -13,7 +13,7 @@ backward computes. Non-finite values stay visible: the average is NaN, and nothi
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -89,37 +89,43 @@ class Exchange(ABC):
             added up before.
         sends_momentum: Whether Adam's momentum travels, once a warm-up is over.
         sent_momentum: Whether it did the last time.
-        momentum_factor: Of momentum, where it is kept.
+        momentum_factors: Of momentum, where it is kept, by tensor of the buffer.
+        is_sparse: Whether what has not been sent comes as zero.
         update_limit: The greatest change of a value in a step on momentum, in learning rates.
     """
 
     keeps_momentum = False
     sends_momentum = False
     sent_momentum = False
-    momentum_factor = 0.0
+    is_sparse = False
     update_limit = 1.0
 
     def __init__(self, buffer: FlatBuffer) -> None:
         self.buffer = buffer
         self.step = 0
         self.tally = Tally()
+        self.momentum_factors = [0.0] * len(buffer.layout.slots)
         self.loss_scale: Callable[[], float] = lambda: 1.0
 
-    def passes(self, values: Tensor) -> bool:
+    def passes(self, values: Tensor, used: Sequence[bool] | None = None) -> bool:
         """Whether the caller is to average `values` itself, uncompressed: a warm-up.
 
-        Call before each `begin`; True takes its place.
+        Call before each `begin`, with the same `values` and `used`; True takes its place. Each
+        rank must call.
         """
         return False
 
     @abstractmethod
-    def begin(self, values: Tensor, out: Tensor) -> None:
+    def begin(self, values: Tensor, out: Tensor, used: Sequence[bool] | None = None) -> None:
         """Start averaging; each rank must call.
 
         Args:
             values: Shape (numel,), any floating type; not needed any more on return.
             out: Where the average goes: shape (numel,), or (segment_numel,) for the own segment.
                 May lie in `values`.
+            used: By tensor of the buffer, whether this rank has values for it; None for all. Of
+                one that no rank has values for, nothing is sent and what is kept stays as it is:
+                an optimizer would pass over it.
         """
 
     @abstractmethod
@@ -137,6 +143,11 @@ class Exchange(ABC):
         Returns:
             By kind and tensor name: what is sent later is the average over ranks.
         """
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """The memory that is held between two averages."""
+        return []
 
     @abstractmethod
     def load(self, state: Mapping[str, Mapping[str, Tensor]], step: int) -> None:

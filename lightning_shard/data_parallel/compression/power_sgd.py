@@ -3,14 +3,16 @@
     begin     P = M Q         average P      M = gradient + what was lost, (m, n); Q from last time
     proceed   orthogonalise P
               Q = M' P        average Q      what is lost: M - P Q' of this rank
-    wait      average M = P Q'
+    wait      average M = P Q'       the next Q: this one, each column scaled to 1 at most
 
 Both averages are sums of linear functions of M, so they need no gathering and no second loss.
-Vectors, and matrices too small to gain, travel as they are with P.
+Vectors, and matrices too small to gain, travel as they are with P; nothing of them is lost, but
+what another compressor has lost of them, and a checkpoint has brought, travels with them once.
+P also tells which tensors have values on any rank; of one that has none, nothing is taken away.
 Source: PowerSGD, arXiv:1905.13727.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -62,7 +64,7 @@ class Factors:
     Attributes:
         slot: Its place in the buffer.
         rows: Its first dimension; the others make up the columns.
-        q: Shape (columns, rank): the next power iteration starts from it.
+        q: Shape (columns, rank): the next power iteration starts from it; no value is over 1.
         p: Shape (rows, rank): orthonormal columns; a view of what is averaged before.
         next_q: Shape (columns, rank): a view of what is averaged.
     """
@@ -75,6 +77,20 @@ class Factors:
     def matrix(self, full: Tensor) -> Tensor:
         """The matrix, a view of a flat tensor."""
         return full[self.slot.offset : self.slot.stop].view(self.slot.shape[0], -1)
+
+    def orthonormalise(self, sound: Tensor) -> None:
+        """Make the columns of P of length 1 and at right angles; any such ones unless `sound`."""
+        p = if_sound(sound, self.p)
+        self.p.copy_(torch.linalg.qr(_scaled(p, otherwise=p)).Q)
+
+    def start_from(self, q: Tensor) -> None:
+        """Begin the next iteration with `q`, shape (columns, rank).
+
+        Only the directions of its columns matter, since P is made orthonormal. Their lengths must
+        not stay: they would grow with each gradient, and one that is large enough would make all
+        later P overflow.
+        """
+        self.q.copy_(_scaled(q, otherwise=self.q))
 
 
 class LowRankExchange(Exchange):
@@ -91,14 +107,16 @@ class LowRankExchange(Exchange):
         self._residual = torch.zeros(buffer.numel, dtype=torch.float32, device=buffer.device)
         slots = buffer.layout.slots
         thin = [slot for slot in slots if _pays(slot, settings.rank)]
-        self._plain = [slot for slot in slots if slot not in thin]
+        self._plain = [slot for slot in slots if not _pays(slot, settings.rank)]
         ranks = [_rank(slot, settings.rank) for slot in thin]
         num_p = sum(slot.shape[0] * rank for slot, rank in zip(thin, ranks, strict=True))
         num_q = sum(_columns(slot) * rank for slot, rank in zip(thin, ranks, strict=True))
         num_plain = sum(slot.numel for slot in self._plain)
-        self._first = self._residual.new_zeros(num_p + num_plain)  # P of all, then the plain ones
+        # P of all, the plain ones, and 1 for each tensor that this rank has values for.
+        self._first = self._residual.new_zeros(num_p + num_plain + len(slots))
         self._second = self._residual.new_zeros(num_q)  # Q of all
-        self._plain_values = self._first[num_p:]
+        self._plain_values = self._first[num_p : num_p + num_plain]
+        self._used = self._first[num_p + num_plain :]
         self._factors = self._cut(thin, ranks)
         self._work: Tensor | None = None  # M of this rank, then the average
         self._out: Tensor | None = None
@@ -115,12 +133,12 @@ class LowRankExchange(Exchange):
             p = self._first[p_end : p_end + prod(p_shape)].view(p_shape)
             next_q = self._second[q_end : q_end + prod(q_shape)].view(q_shape)
             q = torch.randn(q_shape, generator=random).to(self.buffer.device)
-            factors.append(Factors(slot, q, p, next_q))
+            factors.append(Factors(slot, _scaled(q, otherwise=q), p, next_q))
             p_end, q_end = p_end + p.numel(), q_end + q.numel()
         return factors
 
     @override
-    def passes(self, values: Tensor) -> bool:
+    def passes(self, values: Tensor, used: Sequence[bool] | None = None) -> bool:
         if self.step >= self._settings.warmup_steps:
             return False
         self._count(self.buffer.dense_numel * 4)
@@ -129,20 +147,39 @@ class LowRankExchange(Exchange):
 
     @override
     @torch.no_grad()
-    def begin(self, values: Tensor, out: Tensor) -> None:
+    def begin(self, values: Tensor, out: Tensor, used: Sequence[bool] | None = None) -> None:
         self._out, self._scale, self._has_proceeded = out, self.loss_scale(), False
         self._work = work = values.to(torch.float32, copy=True).div_(self._scale)
+        self._mark_used(work, used)
         for one in self._factors:
             matrix = one.matrix(work).add_(one.matrix(self._residual))
             torch.mm(matrix, one.q, out=one.p)
-        end = 0
-        for slot in self._plain:
-            self._plain_values[end : end + slot.numel].copy_(work[slot.offset : slot.stop])
-            end += slot.numel
+        for slot, part in self._plain_parts():
+            place = slice(slot.offset, slot.stop)
+            torch.add(work[place], self._residual[place], out=part)
         ranks = self.buffer.ranks
         self._pending = ranks.all_reduce(self._first, "avg", async_op=True)
         sent = sum(ring_share(2 * part.numel(), ranks.size) for part in (self._first, self._second))
         self._count(sent * 4)
+
+    def _mark_used(self, work: Tensor, used: Sequence[bool] | None) -> None:
+        self._used.fill_(1.0)
+        if used is None or all(used):
+            return
+        self._used.copy_(torch.tensor(used, dtype=torch.float32))
+        for slot, is_used in zip(self.buffer.layout.slots, used, strict=True):
+            if not is_used:
+                work[slot.offset : slot.stop] = 0.0
+
+    def _used_anywhere(self) -> dict[str, Tensor]:
+        """By name, once the first message has come: whether any rank has values; scalars."""
+        names = [slot.name for slot in self.buffer.layout.slots]
+        return dict(zip(names, (self._used > 0).unbind(), strict=True))
+
+    def _plain_parts(self) -> Iterator[tuple[Slot, Tensor]]:
+        """What travels as it is: each slot, and its part of the message, a view."""
+        parts = torch.split(self._plain_values, [slot.numel for slot in self._plain])
+        return zip(self._plain, parts, strict=True)
 
     @override
     @torch.no_grad()
@@ -154,13 +191,15 @@ class LowRankExchange(Exchange):
         assert self._work is not None
         self._pending.wait()
         self._sound = sound = torch.isfinite(self._first).all()  # the same on all ranks
+        used = self._used_anywhere()
         for one in self._factors:
-            one.p.copy_(torch.linalg.qr(if_sound(sound, one.p)).Q)
-            matrix = if_sound(sound, one.matrix(self._work))
+            one.orthonormalise(sound)
+            one.p.mul_(used[one.slot.name])  # with P = 0 nothing is sent and all of M is kept
+            matrix = one.matrix(self._work)
             torch.mm(matrix.T, one.p, out=one.next_q)
-            lost = torch.addmm(matrix, one.p, one.next_q.T, alpha=-1.0)
-            kept = one.matrix(self._residual)
-            kept.copy_(if_sound(sound, lost, kept))
+            lost = matrix.addmm_(one.p, one.next_q.T, alpha=-1.0)  # not kept until all are sound
+            least, greatest = lost.aminmax()  # NaN if there is one
+            one.next_q.masked_fill_(~(greatest - least < torch.inf), torch.nan)  # tell all ranks
         self._pending = self.buffer.ranks.all_reduce(self._second, "avg", async_op=True)
 
     @override
@@ -172,40 +211,59 @@ class LowRankExchange(Exchange):
         assert self._sound is not None
         assert self._out is not None
         self._pending.wait()
+        sound, used = self._sound & torch.isfinite(self._second).all(), self._used_anywhere()
+        self._keep(self._work, sound, used)
         average = self._work.zero_()
         for one in self._factors:
             torch.mm(one.p, one.next_q.T, out=one.matrix(average))
-            one.q.copy_(if_sound(self._sound, one.next_q, one.q))
-        end = 0
-        for slot in self._plain:
-            average[slot.offset : slot.stop].copy_(self._plain_values[end : end + slot.numel])
-            end += slot.numel
+        for slot, mean in self._plain_parts():
+            torch.mul(mean, used[slot.name], out=average[slot.offset : slot.stop])
         if not self.buffer.keeps_all:
             average = average.view(self.buffer.ranks.size, -1)[self.buffer.ranks.rank]
-        self._out.copy_(average).mul_(self._scale).masked_fill_(~self._sound, torch.nan)
+        self._out.copy_(average).mul_(self._scale).masked_fill_(~sound, torch.nan)
         self._work = self._out = self._sound = self._pending = None
         self.step += 1
+
+    def _keep(self, lost: Tensor, sound: Tensor, used: Mapping[str, Tensor]) -> None:
+        """Take up what the next step depends on; all stays as it is unless `sound`."""
+        for one in self._factors:
+            kept = one.matrix(self._residual)
+            kept.copy_(if_sound(sound, one.matrix(lost), kept))
+            one.start_from(if_sound(sound, one.next_q, one.q))
+        for slot in self._plain:  # has travelled
+            self._residual[slot.offset : slot.stop].masked_fill_(sound & used[slot.name], 0.0)
 
     @override
     @torch.no_grad()
     def state(self) -> State:
         residual = self._residual.clone()
         self.buffer.ranks.all_reduce(residual, "avg").wait()
-        lost = {one.slot.name: one.matrix(residual).view(one.slot.shape) for one in self._factors}
-        return {"residual": lost, "q": {one.slot.name: one.q.clone() for one in self._factors}}
+        q = {one.slot.name: one.q.clone() for one in self._factors}
+        return {"residual": self.buffer.views(residual), "q": q}
+
+    @property
+    @override
+    def kept(self) -> list[Tensor]:
+        return [self._residual, self._first, self._second, *(one.q for one in self._factors)]
 
     @override
     @torch.no_grad()
     def load(self, state: Mapping[str, Mapping[str, Tensor]], step: int) -> None:
         self.step = step
         self._residual.zero_()
-        for one in self._factors:
-            name = one.slot.name
+        for name, view in self.buffer.views(self._residual).items():
             if name in state.get("residual", {}):
-                one.matrix(self._residual).copy_(state["residual"][name].view(one.p.shape[0], -1))
-            q = state.get("q", {}).get(name)
+                view.copy_(state["residual"][name])
+        for one in self._factors:
+            q = state.get("q", {}).get(one.slot.name)
             if q is not None and q.shape == one.q.shape:  # another rank starts from a guess
-                one.q.copy_(q)
+                one.start_from(q.to(one.q))
+
+
+def _scaled(columns: Tensor, otherwise: Tensor) -> Tensor:
+    """Each column divided by its greatest value; of `otherwise` where that is 0 or not finite."""
+    greatest = columns.abs().amax(0)
+    return torch.where((greatest > 0) & (greatest < torch.inf), columns / greatest, otherwise)
 
 
 def _columns(slot: Slot) -> int:

@@ -1,6 +1,7 @@
 """What exchanges keep, as a checkpoint has it: by parameter name, whatever the ranks and buffers.
 
-    {"compressor": "TopK", "step": {name: 120}, "residual": {name: tensor}, "momentum": {...}}
+    {"compressor": "TopK", "sends_momentum": False, "step": {name: 120},
+     "residual": {name: tensor}, "momentum": {...}}
 
 A residual is what is still to be sent, on average over the ranks: the average of what each has
 kept of its gradients and what owners have kept of their segments. Every rank takes the same one
@@ -27,6 +28,7 @@ def whole_state(
         On the CPU; {} where it is not wanted.
     """
     whole: dict[str, Any] = {"compressor": type(compressor).__name__, "step": {}}
+    whole["sends_momentum"] = any(exchange.sends_momentum for exchange in exchanges)
     for exchange in exchanges:
         state = exchange.state()
         if not keep:
@@ -43,9 +45,12 @@ def load_whole_state(
 ) -> None:
     """Take up the state of any number of ranks and any buffers; no communication.
 
-    From another kind of compressor the residual alone, which is in gradients whoever kept it.
+    From another kind of compressor the residual alone, which is in gradients whoever kept it;
+    one that sends momentum now and did not before is another kind, and has its warm-up.
     """
+    sends_momentum = any(exchange.sends_momentum for exchange in exchanges)
     is_same = whole.get("compressor") == type(compressor).__name__
+    is_same &= whole.get("sends_momentum", sends_momentum) == sends_momentum
     state = whole if is_same else {"residual": whole.get("residual", {})}
     for exchange in exchanges:
         names = [slot.name for slot in exchange.buffer.layout.slots]

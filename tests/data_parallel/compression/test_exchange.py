@@ -336,3 +336,46 @@ def test_a_codec_that_decodes_another_number_of_values_is_told() -> None:
 
     with pytest.raises(ConfigError, match=r"Short\.decode has returned .* expected torch\.float32"):
         run_ranks(fn, 2)
+
+
+@pytest.mark.parametrize("keeps_all", ENDS)
+@pytest.mark.parametrize(
+    "codec", [TopK(ratio=0.05), TopK(ratio=0.05, momentum=0.5)], ids=["topk", "dgc"]
+)
+def test_an_overflow_on_one_rank_lost_what_the_others_kept_back(
+    codec: Codec, keeps_all: bool
+) -> None:
+    def fn(rank: int) -> None:
+        exchange = make_exchange(codec, keeps_all=keeps_all)
+        for step in range(3):
+            average(exchange, gradient(exchange.buffer, rank, step))
+        before = exchange.state()
+        values = gradient(exchange.buffer, rank, 3)
+        if rank == 0:
+            values[3] = float("inf")
+        assert average(exchange, values).isnan().all()
+        after = exchange.state()
+        for kind, tensors in before.items():
+            for name, kept in tensors.items():
+                torch.testing.assert_close(after[kind][name], kept, rtol=1e-5, atol=1e-6)
+
+    run_ranks(fn, 2)
+
+
+def test_a_codec_that_decodes_in_place_changed_what_travelled() -> None:
+    class Halves(Codec):
+        error_feedback = True
+
+        def encode(self, values: Tensor, turn: Turn) -> Sequence[Tensor]:
+            return (values / 2,)
+
+        def decode(self, fields: Sequence[Tensor], numel: int) -> Tensor:
+            return fields[0].mul_(2)
+
+    def fn(rank: int) -> None:
+        exchange = make_exchange(Halves(), keeps_all=True)
+        for step in range(2):
+            got = average(exchange, gradient(exchange.buffer, rank, step))
+            torch.testing.assert_close(got, mean(exchange.buffer, [step], 2))
+
+    run_ranks(fn, 2)
