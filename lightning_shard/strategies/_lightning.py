@@ -1,12 +1,64 @@
 """The private names of Lightning that the strategies touch.
 
-Checked with lightning 2.6; `tests/strategies/test_tensor_parallel_batches.py` and
-`tests/strategies/test_measured_stages.py` fail when one changes.
+Checked with lightning 2.6; `tests/strategies/test_tensor_parallel_batches.py`,
+`tests/strategies/test_measured_stages.py` and `tests/strategies/test_lightning_loops.py` fail when
+one changes.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn as seed_workers
 from lightning.pytorch.trainer.connectors.data_connector import (
     _request_dataloader as request_dataloader,
 )
 
-__all__ = ["request_dataloader", "seed_workers"]
+from lightning_shard.strategies.replaced import replaced
+
+__all__ = [
+    "after_training_epochs",
+    "around_validation",
+    "request_dataloader",
+    "seed_workers",
+    "without_sigterm_broadcast",
+]
+
+
+@contextmanager
+def without_sigterm_broadcast(trainer: "pl.Trainer") -> Iterator[None]:
+    """Let a fit's ranks not ask rank 0 before each batch whether it has received SIGTERM."""
+    loop = trainer.fit_loop.epoch_loop
+    with replaced(loop, "_broadcast_sigterm_tensor", lambda: None):
+        yield
+
+
+@contextmanager
+def around_validation(
+    trainer: "pl.Trainer", inside: Callable[[], AbstractContextManager[None]]
+) -> Iterator[None]:
+    """Let each validation of a fit run in a context, with all hooks that belong to it."""
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    run = loop.run
+
+    def run_inside() -> Any:
+        with inside():
+            return run()
+
+    with replaced(loop, "run", run_inside):
+        yield
+
+
+@contextmanager
+def after_training_epochs(trainer: "pl.Trainer", then: Callable[[], None]) -> Iterator[None]:
+    """Call something after the last batch of each epoch, before the hooks of its end."""
+    loop = trainer.fit_loop.epoch_loop
+    run = loop.run
+
+    def run_then(data_fetcher: Any) -> None:
+        run(data_fetcher)
+        then()
+
+    with replaced(loop, "run", run_then):
+        yield

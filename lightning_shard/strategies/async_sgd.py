@@ -12,6 +12,7 @@ Source of the warm-up: warm starts of Downpour SGD, Dean et al., NeurIPS 2012.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -34,6 +35,7 @@ from lightning_shard.data_parallel.async_sgd.async_sgd import (
     AsyncCounters,
     AsyncSGD,
     StalenessRule,
+    check_learning_rates,
 )
 from lightning_shard.data_parallel.async_sgd.engine import AsyncEngine
 from lightning_shard.data_parallel.async_sgd.mailbox import mailbox_type
@@ -41,10 +43,10 @@ from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.options import DTypePolicy
 from lightning_shard.errors import ConfigError
 from lightning_shard.precision.plugins import ShardedMixedPrecision
-from lightning_shard.strategies.data_parallel import DataParallelStrategy
+from lightning_shard.strategies.training_alone import TrainsAlone
 
 
-class AsyncSGDStrategy(DataParallelStrategy):
+class AsyncSGDStrategy(TrainsAlone):
     """Each rank owns a shard and applies gradients as they arrive. `strategy="async_sgd"`.
 
     Args:
@@ -149,6 +151,8 @@ class AsyncSGDStrategy(DataParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING and self._bound > 0:
             self._check_run(trainer)
         super().setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING and self._bound > 0:
+            check_learning_rates(self.optimizers[0])  # now, not when the warm-up ends
 
     def _check_run(self, trainer: "pl.Trainer") -> None:
         assert self.lightning_module is not None
@@ -243,9 +247,13 @@ class AsyncSGDStrategy(DataParallelStrategy):
             self._async.agree()
 
     @override
-    def on_validation_start(self) -> None:
+    def _consensus(self) -> AbstractContextManager[None]:
         self._agree()
-        super().on_validation_start()
+        return nullcontext()
+
+    @override
+    def _end_epoch(self) -> None:
+        self._agree()
 
     @override
     def on_train_end(self) -> None:

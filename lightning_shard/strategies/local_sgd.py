@@ -8,7 +8,7 @@ the same ones: one element per step. Nothing else is sent between two exchanges.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar, Literal
@@ -32,7 +32,7 @@ from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.held_bytes import HeldBytes, storage_bytes
 from lightning_shard.data_parallel.local_sgd.engine import LocalEngine
-from lightning_shard.data_parallel.local_sgd.local_sgd import LocalSGD
+from lightning_shard.data_parallel.local_sgd.local_sgd import LocalSGD, check_model
 from lightning_shard.data_parallel.local_sgd.optimizer_state import averaged_state
 from lightning_shard.data_parallel.local_sgd.outer import (
     OuterOptimizer,
@@ -44,10 +44,11 @@ from lightning_shard.data_parallel.local_sgd.schedule import SyncSchedule
 from lightning_shard.data_parallel.local_sgd.sending import check_compressor
 from lightning_shard.errors import ConfigError
 from lightning_shard.optim.state import local_state_dict
-from lightning_shard.strategies.data_parallel import CHECKPOINT_KEY, DataParallelStrategy
+from lightning_shard.strategies.data_parallel import CHECKPOINT_KEY
+from lightning_shard.strategies.training_alone import TrainsAlone
 
 
-class LocalSGDStrategy(DataParallelStrategy):
+class LocalSGDStrategy(TrainsAlone):
     """Parameters are averaged every `sync_every` steps. `strategy="local_sgd"`.
 
     Steps are those of optimizers, as `trainer.global_step` counts them.
@@ -67,7 +68,7 @@ class LocalSGDStrategy(DataParallelStrategy):
         reduce_dtype: Of the warm-up.
         sync_every: Steps between two exchanges of the same parameters.
         warmup_steps: Steps at the beginning that average gradients, as "shard_ddp" does: post-local
-            SGD.
+            SGD. Of a batch with several steps by hand, all belong to it if one does.
         outer_optimizer: None averages parameters. "nesterov", {"class_path": ..., "init_args":
             ...} or a function of a list of tensors is DiLoCo's outer optimizer, whose gradient is
             the mean of what the ranks have changed.
@@ -142,7 +143,6 @@ class LocalSGDStrategy(DataParallelStrategy):
         self._num_steps = 0
         self._steps_by_trainer = False
         self._guards: list[RemovableHandle] = []
-        self._evaluation = ExitStack()
 
     @property
     def local_engine(self) -> LocalEngine:
@@ -166,6 +166,8 @@ class LocalSGDStrategy(DataParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self._check_run(trainer)
         super().setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:  # now, not when the warm-up ends
+            check_model(self.local_engine, self._schedule, self._compressor)
 
     def _check_run(self, trainer: "pl.Trainer") -> None:
         if self._layer_sync is not None:
@@ -194,6 +196,11 @@ class LocalSGDStrategy(DataParallelStrategy):
         ]
         self._part_if_time()
         self._loaded = None
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        self._part_if_time()  # after a step by hand, in which `toggle_optimizer` may freeze others'
 
     def _part_if_time(self) -> None:
         """Once the warm-up is over, leave the ranks to themselves."""
@@ -232,7 +239,9 @@ class LocalSGDStrategy(DataParallelStrategy):
         self._num_steps += 1
         if self._local is not None:
             self._local.after_step()
-        self._part_if_time()
+        assert self.lightning_module is not None
+        if self.lightning_module.automatic_optimization:
+            self._part_if_time()
         return result
 
     def _check_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -244,15 +253,6 @@ class LocalSGDStrategy(DataParallelStrategy):
             )
 
     @override
-    def on_validation_start(self) -> None:
-        self._evaluation.enter_context(self._consensus())
-        super().on_validation_start()
-
-    @override
-    def on_validation_end(self) -> None:
-        super().on_validation_end()
-        self._evaluation.close()
-
     def _consensus(self) -> AbstractContextManager[None]:
         return nullcontext() if self._local is None else self._local.consensus()
 
@@ -323,6 +323,5 @@ class LocalSGDStrategy(DataParallelStrategy):
     @override
     def teardown(self) -> None:
         self._local = self._loaded = None
-        self._evaluation = ExitStack()
         self._guards = []
         super().teardown()

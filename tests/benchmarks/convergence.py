@@ -22,8 +22,8 @@ Every method keeps to dense's hyperparameters.
 | local    | averages of parameters every 10 steps                            | 50 steps    |      |
 | diloco   | 50 steps, then Nesterov on what has changed                      | 250 steps   | 3 %  |
 | diloco25 | 25 steps, likewise                                               | 250 steps   | 3 %  |
-| async    | parameter servers, a bound of 4 steps                            | 100 steps   | 5 %  |
-| late     | the same beside a slow rank, so that the others are always ahead | 100 steps   | 5 %  |
+| async    | parameter servers, a bound of 4 steps                            | 200 steps   | 5 %  |
+| late     | the same beside a slow rank, so that the others are always ahead | 200 steps   | 5 %  |
 """
 
 import argparse
@@ -78,7 +78,7 @@ def _outer(momentum: float) -> dict[str, Any]:
     return {"class_path": "torch.optim.SGD", "init_args": options}
 
 
-ASYNC = {"staleness_bound": 4, "warmup_steps": 100}
+ASYNC = {"staleness_bound": 4, "warmup_steps": 200}
 METHODS = {
     "dense": Method(DDPStrategy),
     "fp16": Method(DDPStrategy, 0.01, {"compression": "fp16"}),

@@ -109,7 +109,7 @@ class AsyncSGD:
         bound: int,
         rule: StalenessRule | None,
     ) -> None:
-        _check_learning_rates(optimizer)
+        check_learning_rates(optimizer)
         self.counters = AsyncCounters()
         self._engine, self._ranks, self._rule = engine, ranks, rule
         self._make_mailbox = mailbox_type
@@ -338,7 +338,8 @@ def _mean_of_one(parts: Sequence[tuple[Tensor | None, float]]) -> Tensor | None:
     return None if total is None else total.to(dtype)
 
 
-def _check_learning_rates(optimizer: Optimizer) -> None:
+def check_learning_rates(optimizer: Optimizer) -> None:
+    """Raise ConfigError if a group of the optimizer has no learning rate."""
     if any("lr" not in group for group in optimizer.param_groups):
         raise ConfigError(
             f"{type(optimizer).__name__} has a group without a learning rate, by which "

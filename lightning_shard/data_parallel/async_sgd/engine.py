@@ -30,17 +30,23 @@ class AsyncEngine(DataParallelEngine):
     def part(self, view: OptimizerView) -> None:
         """Leave each rank to itself from now on; between two optimizer steps.
 
+        Gradients that are left of the last step together go: they are pieces of an average.
+
         Args:
             view: Of the optimizer, in which it updates this rank's pieces.
         """
         self._together, self.view = (self.view, self.reducer), view
         usage = UsageAgreement(self.gradients, self.collectives, self.device)
         self.reducer = Reducer(self.gradients, self.collectives, usage)  # is owed everything
+        self._drop_gradients()
 
     def rejoin(self) -> None:
         """Average gradients again."""
         assert self._together is not None
         (self.view, self.reducer), self._together = self._together, None
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
         for param in self.model.parameters():
             param.grad = None
 

@@ -15,12 +15,13 @@ Source: local SGD, arXiv:1805.09767; post-local SGD, arXiv:1808.07217; DiLoCo, a
 streaming DiLoCo, arXiv:2501.18512.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_shard.backends.collectives import Collectives
@@ -31,7 +32,7 @@ from lightning_shard.data_parallel.local_sgd.packing import mean_over_ranks, pac
 from lightning_shard.data_parallel.local_sgd.parameters import LocalParameters
 from lightning_shard.data_parallel.local_sgd.rules import SyncRule
 from lightning_shard.data_parallel.local_sgd.schedule import SyncSchedule
-from lightning_shard.data_parallel.local_sgd.sending import Arrival, Sender, on_cpu
+from lightning_shard.data_parallel.local_sgd.sending import Arrival, Sender, check_real, on_cpu
 
 
 @dataclass
@@ -190,18 +191,30 @@ class LocalSGD:
         differing = self._differing()
         kept = self._own.copies(differing)
         consensus = self._consensus_of(differing)
-        buffers = [(buffer, buffer.clone()) for buffer in self._engine.buffers.changing()]
-        moved = self._engine.buffers_moved
         self._own.set(consensus)
-        self._average_buffers()
         self._kept = kept
+        with self._averaged_buffers():
+            try:
+                yield
+            finally:
+                self._kept = None
+                self._own.set(kept)
+
+    @contextmanager
+    def _averaged_buffers(self) -> Iterator[None]:
+        """Let buffers be averages inside, and afterwards what they were unless they were set."""
+        moved = self._engine.buffers_moved
+        buffers = self._engine.buffers.changing() if moved else []
+        own = [buffer.clone() for buffer in buffers]
+        self._average_buffers()
+        averages = [buffer.clone() for buffer in buffers]
         try:
             yield
         finally:
-            self._kept, self._engine.buffers_moved = None, moved
-            self._own.set(kept)
-            for buffer, value in buffers:
-                buffer.data.copy_(value)
+            self._engine.buffers_moved = moved
+            for buffer, value, average in zip(buffers, own, averages, strict=True):
+                if torch.allclose(buffer, average, rtol=0, atol=0, equal_nan=True):
+                    buffer.data.copy_(value)
 
     def _differing(self) -> list[str]:
         """Names of what may differ from the consensus, in one order on every rank."""
@@ -254,6 +267,7 @@ class LocalSGD:
             return {}
         return {
             "own": on_cpu(means),
+            "sends": self.rule.sends,
             "arriving": [{"due": due, "mean": on_cpu(mean)} for due, mean in arrived],
             "common": on_cpu(self._wide()),
             "outer": self.rule.state(),
@@ -276,9 +290,41 @@ class LocalSGD:
                 self.rule.common[name].copy_(value)
         self.rule.load(state["outer"])
         self._sender.load(state["compression"])
-        for flight in state["arriving"]:
+        for flight in self._understood(state):
             mean = {name: one for name, one in flight["mean"].items() if name in self._own.views}
             place = next(iter(self._own.views.values())).device
             if mean:
                 buffer = pack([value.to(place) for value in mean.values()])
                 self._flights.append(Flight(list(mean), list(mean), flight["due"], buffer, None))
+
+    def _understood(self, state: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+        """What was on its way, if this rule sends the same; another could only misread it."""
+        arriving: Sequence[Mapping[str, Any]] = state["arriving"]
+        sent = state.get("sends")
+        if not arriving or sent == self.rule.sends:
+            return arriving
+        rank_zero_warn(
+            f"The checkpoint was saved while {sent or 'unknown values'} of parameters were on "
+            f"their way between the ranks, but this run sends {self.rule.sends}; they are left "
+            f"out. Training goes on from the parameters that the checkpoint holds. Resume with the "
+            f"same outer_optimizer and compression, or save in a step in which nothing travels, "
+            f"to lose nothing."
+        )
+        return []
+
+
+def check_model(engine: LocalEngine, schedule: SyncSchedule, compressor: Compressor | None) -> None:
+    """Raise ConfigError if training alone cannot begin with this model, or with more unfrozen.
+
+    Args:
+        engine: Holds the model.
+        schedule: When ranks are to meet.
+        compressor: Of what they send.
+    """
+    own = LocalParameters(engine)
+    numels = {name: view.numel() for name, view in own.views.items()}
+    cut_into_fragments(numels, schedule.fragments)
+    if compressor is not None:
+        trained = own.trained()
+        views = {name: view for name, view in own.views.items() if name in trained}
+        check_real(views, engine.collectives.rank)

@@ -9,7 +9,7 @@ hundreds of steps between two exchanges. With plain SGD of learning rate 1 it is
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -18,10 +18,15 @@ from torch.optim import Optimizer
 from lightning_shard.data_parallel.local_sgd.packing import wide
 
 OuterFactory = Callable[[list[Tensor]], Optimizer]
+Sent = Literal["values", "changes"]
 
 
 class SyncRule(Protocol):
     """How ranks come to common values."""
+
+    @property
+    def sends(self) -> Sent:
+        """What travels: parameters, or how they have changed."""
 
     @property
     def common(self) -> Mapping[str, Tensor]:
@@ -48,6 +53,8 @@ class SyncRule(Protocol):
 
 class Averaging:
     """Common values are the mean of the ranks' own."""
+
+    sends: Sent = "values"
 
     @property
     def common(self) -> Mapping[str, Tensor]:
@@ -85,6 +92,8 @@ class OuterOptimization:
         factory: Makes the optimizer from a list of tensors. It may see some of them without a
             gradient in a step.
     """
+
+    sends: Sent = "changes"
 
     def __init__(self, values: Mapping[str, Tensor], factory: OuterFactory) -> None:
         self.common: dict[str, Tensor] = _kept(values)

@@ -52,7 +52,7 @@ class Sender:
                 [(n, tuple(one.shape)) for n, one in tensors.items()], num_shards=1
             )
             device = next(iter(tensors.values())).device
-            _check_real(tensors, collectives.rank)
+            check_real(tensors, collectives.rank)
             buffer = FlatBuffer(layout=layout, ranks=collectives, number=number, device=device)
             self._exchanges.append(compressor.exchange(buffer))
 
@@ -99,7 +99,8 @@ def on_cpu(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.detach().to("cpu", copy=True) for name, value in values.items()}
 
 
-def _check_real(tensors: Mapping[str, Tensor], rank: int) -> None:
+def check_real(tensors: Mapping[str, Tensor], rank: int) -> None:
+    """Raise ConfigError for complex numbers, which no compressor takes."""
     for name, tensor in tensors.items():
         if tensor.is_complex():
             raise ConfigError(
