@@ -10,31 +10,26 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from lightning_shard.backends.registry import get_backend
-from lightning_shard.data_parallel.compression import Codec, TopK, Turn
+from lightning_shard.data_parallel.compression import Codec, TopK
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.errors import ConfigError
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
 from lightning_shard.optim.state import full_state_dict
 from lightning_shard.testing import run_ranks
+from tests.data_parallel.compression.buffers import Exact
 
 WARMUP, NUM_STEPS, LR, DECAY, EPS = 3, 7, 0.05, 0.1, 1e-8
 BETAS = (0.8, 0.95)
 
 
-class ExactMomentum(Codec):
+class ExactMomentum(Exact):
     """What `OneBit` does without its loss."""
 
     sends_momentum = True
 
     def is_dense(self, step: int) -> bool:
         return step < WARMUP
-
-    def encode(self, values: Tensor, turn: Turn) -> Sequence[Tensor]:
-        return (values,)
-
-    def decode(self, fields: Sequence[Tensor], numel: int) -> Tensor:
-        return fields[0]
 
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {

@@ -1,6 +1,6 @@
 """Training with compressed gradients: what it must not change, what it sends, what it refuses."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -17,20 +17,20 @@ from torch.utils.data import TensorDataset
 from lightning_shard import DDPStrategy, ZeRO1Strategy, ZeRO2Strategy, ZeRO3Strategy
 from lightning_shard.data_parallel.compression import (
     COMPRESSORS,
-    Codec,
     Compressor,
     OneBit,
     PowerSGD,
     TopK,
-    Turn,
 )
 from lightning_shard.errors import ConfigError
 from lightning_shard.profiling import CompressionRatio
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
+from tests.data_parallel.compression.buffers import Exact
 from tests.examples.commands import set_arguments
 from tests.strategies.models import ExampleGPT, Trained
 from tests.strategies.parity import (
     SMALL_BUCKET_MB,
+    STRATEGIES,
     UPSTREAM_WARNINGS,
     GlobalBatches,
     Run,
@@ -42,11 +42,7 @@ from tests.strategies.parity import (
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
 
-STAGES: dict[str, type[DataParallelStrategy]] = {
-    "shard_ddp": DDPStrategy,
-    "zero1": ZeRO1Strategy,
-    "zero2": ZeRO2Strategy,
-}
+STAGES = ("shard_ddp", "zero1", "zero2")
 LOSSY: dict[str, Callable[[], Compressor]] = {
     **{name: COMPRESSORS[name] for name in ("fp16", "bf16", "int8", "powersgd")},
     "topk": lambda: TopK(ratio=0.1),
@@ -59,18 +55,8 @@ def slowly(*values: str) -> list[Any]:
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
-class Exact(Codec):
-    """Sends values as they are, through the whole exchange."""
-
-    def encode(self, values: Tensor, turn: Turn) -> Sequence[Tensor]:
-        return (values,)
-
-    def decode(self, fields: Sequence[Tensor], numel: int) -> Tensor:
-        return fields[0]
-
-
 def strategy(name: str, **options: Any) -> DataParallelStrategy:
-    return STAGES[name](backend="in_process", bucket_mb=SMALL_BUCKET_MB, **options)
+    return STRATEGIES[name](backend="in_process", bucket_mb=SMALL_BUCKET_MB, **options)
 
 
 def short(model: str, name: str, num_ranks: int, *, compression: Any, **options: Any) -> Run:
@@ -185,12 +171,12 @@ WIRES = [
 
 @cache
 def dense_bytes(name: str, num_ranks: int) -> list[int]:
-    return sent_bytes(STAGES[name](backend="in_process"), num_ranks).steps
+    return sent_bytes(STRATEGIES[name](backend="in_process"), num_ranks).steps
 
 
 def check_wire(name: str, num_ranks: int, compression: str, times: float) -> None:
     made = OneBit(warmup_steps=1) if compression == "onebit" else compression
-    compressed = STAGES[name](backend="in_process", compression=made)
+    compressed = STRATEGIES[name](backend="in_process", compression=made)
     sent = sent_bytes(compressed, num_ranks).steps
     assert dense_bytes(name, num_ranks)[-1] / sent[-1] >= times
 
@@ -266,7 +252,7 @@ def test_from_a_mapping() -> None:
     named = ZeRO2Strategy(compression={"class_path": "powersgd", "init_args": {"rank": 4}})
     assert isinstance(named.compression, PowerSGD)
     assert named.compression.rank == 4
-    path = f"{__name__}.Exact"
+    path = f"{Exact.__module__}.Exact"
     assert isinstance(DDPStrategy(compression={"class_path": path}).compression, Exact)
 
 

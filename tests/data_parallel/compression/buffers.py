@@ -11,6 +11,7 @@ from lightning_shard.backends.registry import get_backend
 from lightning_shard.data_parallel.compression import (
     BF16,
     FP16,
+    Codec,
     Compressor,
     Exchange,
     FlatBuffer,
@@ -18,6 +19,7 @@ from lightning_shard.data_parallel.compression import (
     OneBit,
     PowerSGD,
     TopK,
+    Turn,
 )
 from lightning_shard.layout.flat import build_layout
 
@@ -30,6 +32,16 @@ SHIPPED: dict[str, Compressor] = {
     "powersgd": PowerSGD(rank=2),
 }
 SHAPES = [("matrix", (24, 40)), ("vector", (7,)), ("cube", (6, 5, 8)), ("scalar", ())]
+
+
+class Exact(Codec):
+    """Sends values as they are."""
+
+    def encode(self, values: Tensor, turn: Turn) -> Sequence[Tensor]:
+        return (values,)
+
+    def decode(self, fields: Sequence[Tensor], numel: int) -> Tensor:
+        return fields[0]
 
 
 def world(backend: str) -> Collectives:

@@ -18,22 +18,13 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.testing import run_ranks
 from tests.data_parallel.compression.buffers import (
     SHIPPED,
+    Exact,
     average,
     gradient,
     make_exchange,
     mean,
     whole,
 )
-
-
-class Exact(Codec):
-    """Sends values as they are."""
-
-    def encode(self, values: Tensor, turn: Turn) -> Sequence[Tensor]:
-        return (values,)
-
-    def decode(self, fields: Sequence[Tensor], numel: int) -> Tensor:
-        return fields[0]
 
 
 class Sign(Codec):
