@@ -194,7 +194,8 @@ def test_micro_batches_by_hand_counted_as_steps_of_the_momentum() -> None:
         fit(Twice(), "zero1", OneBit(warmup_steps=2), 5)
 
 
-def test_a_frozen_part_paid_for_compression() -> None:
+@pytest.mark.parametrize("kind", ["topk", "powersgd"])
+def test_a_frozen_part_paid_for_compression(kind: str) -> None:
     class Frozen(Linear):
         def __init__(self) -> None:
             super().__init__()
@@ -208,7 +209,7 @@ def test_a_frozen_part_paid_for_compression() -> None:
             self.seen["gradients"] = self.trainer.strategy.held_bytes().gradients
 
     without = fit(Frozen(), "shard_ddp", None, 3)
-    model = fit(Frozen(), "shard_ddp", TopK(ratio=0.1), 3)
+    model = fit(Frozen(), "shard_ddp", LOSSY[kind](), 3)
     assert set(model.seen["kept"]) == {"b"}
     more = model.seen["gradients"] - without.seen["gradients"]
     assert 0 < more <= 2 * 4 * 1600 + 64  # a residual, and one of the own segment

@@ -104,20 +104,13 @@ class LowRankExchange(Exchange):
     def __init__(self, settings: PowerSGD, buffer: FlatBuffer) -> None:
         super().__init__(buffer)
         self._settings = settings
-        self._residual = torch.zeros(buffer.numel, dtype=torch.float32, device=buffer.device)
         slots = buffer.layout.slots
-        thin = [slot for slot in slots if _pays(slot, settings.rank)]
+        self._thin = [slot for slot in slots if _pays(slot, settings.rank)]
         self._plain = [slot for slot in slots if not _pays(slot, settings.rank)]
-        ranks = [_rank(slot, settings.rank) for slot in thin]
-        num_p = sum(slot.shape[0] * rank for slot, rank in zip(thin, ranks, strict=True))
-        num_q = sum(_columns(slot) * rank for slot, rank in zip(thin, ranks, strict=True))
-        num_plain = sum(slot.numel for slot in self._plain)
-        # P of all, the plain ones, and 1 for each tensor that this rank has values for.
-        self._first = self._residual.new_zeros(num_p + num_plain + len(slots))
-        self._second = self._residual.new_zeros(num_q)  # Q of all
-        self._plain_values = self._first[num_p : num_p + num_plain]
-        self._used = self._first[num_p + num_plain :]
-        self._factors = self._cut(thin, ranks)
+        self._residual = self._first = self._second = torch.empty(0)  # all from the first average
+        self._plain_values = self._used = self._first
+        self._factors: list[Factors] = []
+        self._is_allocated = False
         self._work: Tensor | None = None  # M of this rank, then the average
         self._out: Tensor | None = None
         self._scale = 1.0
@@ -125,10 +118,29 @@ class LowRankExchange(Exchange):
         self._pending: Pending | None = None
         self._has_proceeded = False
 
-    def _cut(self, thin: list[Slot], ranks: list[int]) -> list[Factors]:
+    def _allocate(self) -> None:
+        """Make what is kept; of frozen parameters that is nothing."""
+        if self._is_allocated:
+            return
+        self._is_allocated = True
+        numel, device = self.buffer.numel, self.buffer.device
+        self._residual = torch.zeros(numel, dtype=torch.float32, device=device)
+        ranks = [_rank(slot, self._settings.rank) for slot in self._thin]
+        num_p = sum(slot.shape[0] * rank for slot, rank in zip(self._thin, ranks, strict=True))
+        num_q = sum(_columns(slot) * rank for slot, rank in zip(self._thin, ranks, strict=True))
+        num_plain = sum(slot.numel for slot in self._plain)
+        num_slots = len(self.buffer.layout.slots)
+        # P of all, the plain ones, and 1 for each tensor that this rank has values for.
+        self._first = self._residual.new_zeros(num_p + num_plain + num_slots)
+        self._second = self._residual.new_zeros(num_q)  # Q of all
+        self._plain_values = self._first[num_p : num_p + num_plain]
+        self._used = self._first[num_p + num_plain :]
+        self._factors = self._cut(ranks)
+
+    def _cut(self, ranks: list[int]) -> list[Factors]:
         random = torch.Generator().manual_seed(self._settings.seed + self.buffer.number)
         factors, p_end, q_end = [], 0, 0
-        for slot, rank in zip(thin, ranks, strict=True):
+        for slot, rank in zip(self._thin, ranks, strict=True):
             p_shape, q_shape = (slot.shape[0], rank), (_columns(slot), rank)
             p = self._first[p_end : p_end + prod(p_shape)].view(p_shape)
             next_q = self._second[q_end : q_end + prod(q_shape)].view(q_shape)
@@ -148,6 +160,7 @@ class LowRankExchange(Exchange):
     @override
     @torch.no_grad()
     def begin(self, values: Tensor, out: Tensor, used: Sequence[bool] | None = None) -> None:
+        self._allocate()
         self._out, self._scale, self._has_proceeded = out, self.loss_scale(), False
         self._work = work = values.to(torch.float32, copy=True).div_(self._scale)
         self._mark_used(work, used)
@@ -236,6 +249,8 @@ class LowRankExchange(Exchange):
     @override
     @torch.no_grad()
     def state(self) -> State:
+        if not self._is_allocated:
+            return {}
         residual = self._residual.clone()
         self.buffer.ranks.all_reduce(residual, "avg").wait()
         q = {one.slot.name: one.q.clone() for one in self._factors}
@@ -244,12 +259,18 @@ class LowRankExchange(Exchange):
     @property
     @override
     def kept(self) -> list[Tensor]:
+        if not self._is_allocated:
+            return []
         return [self._residual, self._first, self._second, *(one.q for one in self._factors)]
 
     @override
     @torch.no_grad()
     def load(self, state: Mapping[str, Mapping[str, Tensor]], step: int) -> None:
         self.step = step
+        if any(name in state.get(kind, {}) for kind in state for name in self.buffer.names):
+            self._allocate()
+        if not self._is_allocated:
+            return
         self._residual.zero_()
         for name, view in self.buffer.views(self._residual).items():
             if name in state.get("residual", {}):

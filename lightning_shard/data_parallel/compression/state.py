@@ -51,8 +51,9 @@ def load_whole_state(
     sends_momentum = any(exchange.sends_momentum for exchange in exchanges)
     is_same = whole.get("compressor") == type(compressor).__name__
     is_same &= whole.get("sends_momentum", sends_momentum) == sends_momentum
-    state = whole if is_same else {"residual": whole.get("residual", {})}
+    kinds = whole.keys() - {"compressor", "sends_momentum", "step"} if is_same else {"residual"}
+    state = {kind: whole.get(kind, {}) for kind in kinds}
+    steps = whole.get("step", {}) if is_same else {}
     for exchange in exchanges:
         names = [slot.name for slot in exchange.buffer.layout.slots]
-        steps = state.get("step", {})
         exchange.load(state, step=max((steps.get(name, 0) for name in names), default=0))

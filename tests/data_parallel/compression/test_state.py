@@ -1,0 +1,66 @@
+"""What exchanges save and others take up: nothing of frozen buffers, nothing of unknown ones."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from lightning_shard.data_parallel.compression import (
+    Compressor,
+    Exchange,
+    FlatBuffer,
+    OneBit,
+    PowerSGD,
+    TopK,
+)
+from lightning_shard.data_parallel.compression.state import load_whole_state, whole_state
+from lightning_shard.layout.flat import build_layout
+from lightning_shard.testing import run_ranks
+from tests.data_parallel.compression.buffers import average, gradient, world
+
+KINDS: dict[str, Callable[[], Compressor]] = {
+    "topk": lambda: TopK(ratio=0.1),
+    "onebit": lambda: OneBit(warmup_steps=1),
+    "powersgd": lambda: PowerSGD(rank=1),
+}
+
+
+def named(compressor: Compressor, name: str) -> Exchange:
+    layout = build_layout([(name, (8, 9))], num_shards=1, align=4)
+    return compressor.exchange(FlatBuffer(layout=layout, ranks=world("in_process")))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tensor_that_the_checkpoint_did_not_know_could_not_be_loaded(kind: str) -> None:
+    def fn(rank: int) -> None:
+        compressor = KINDS[kind]()
+        saved = named(compressor, "old")
+        if not saved.passes(gradient(saved.buffer, rank, 0)):
+            average(saved, gradient(saved.buffer, rank, 0))
+        whole = whole_state(compressor, [saved], keep=True)
+        both = [named(compressor, "old"), named(compressor, "new")]
+        load_whole_state(compressor, both, whole)
+        assert [exchange.step for exchange in both] == [1, 0]
+        assert both[0].kept
+        assert not both[1].kept
+
+    run_ranks(fn, 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_taking_up_a_checkpoint_made_memory_for_frozen_buffers(kind: str) -> None:
+    def fn(rank: int) -> None:
+        compressor = KINDS[kind]()
+        trained, frozen = named(compressor, "trained"), named(compressor, "frozen")
+        if not trained.passes(gradient(trained.buffer, rank, 0)):
+            average(trained, gradient(trained.buffer, rank, 0))
+        assert not frozen.kept
+        whole = whole_state(compressor, [trained, frozen], keep=True)
+        again = [named(compressor, "trained"), named(compressor, "frozen")]
+        load_whole_state(compressor, again, whole)
+        assert again[0].kept
+        assert not again[1].kept
+        for tag, tensors in again[0].state().items():
+            torch.testing.assert_close(tensors["trained"], whole[tag]["trained"])
+
+    run_ranks(fn, 2)
