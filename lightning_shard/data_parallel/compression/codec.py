@@ -34,8 +34,9 @@ class Codec(Compressor):
         sends_momentum: Adam's momentum travels, an average over steps with the optimizer's factor,
             and after the warm-up its second moment is frozen.
         update_limit: Then the greatest change of a value in a step, in learning rates.
-        is_sparse: Most values decode to zero. The momentum starts anew where one was sent, and goes
-            on elsewhere; else all ranks go on from the average that came of theirs.
+        is_sparse: Most values decode to zero. With error feedback, momentum starts anew where one
+            was sent. Adam's under other codecs goes on from the average of all ranks', where each
+            gets it (stage 0).
     """
 
     error_feedback: bool = False

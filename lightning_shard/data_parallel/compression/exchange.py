@@ -97,9 +97,9 @@ class CodecExchange(Exchange):
             return False
         if self.keeps_momentum:
             self._memory.allocate()
-            gradient, sound = self._taken(values)
+            gradient = self._taken(values)
             self._note_used(used)
-            told = torch.cat([self._used, ~sound[None]])
+            told = torch.cat([self._used, ~_is_finite(gradient)[None]])
             self.buffer.ranks.all_reduce(told, "max").wait()
             self._learn_unused(told[:-1])
             self._memory.take_up(gradient, None, self._unused, told[-1] == 0)
@@ -114,8 +114,10 @@ class CodecExchange(Exchange):
         self._memory.allocate()
         self._note_used(used)
         self.sent_momentum = self.codec.sends_momentum
-        gradient, sound = self._taken(values)
-        sent, form = self._encode(self._memory.with_kept(gradient), sound)
+        gradient = self._taken(values)
+        whole = self._memory.with_kept(gradient)
+        sound = _is_finite(whole)
+        sent, form = self._encode(if_sound(sound, whole), sound)
         rows, ranks = torch.empty_like(sent), self.buffer.ranks
         self._travel = _Travel(
             out=out,
@@ -136,8 +138,8 @@ class CodecExchange(Exchange):
         else:
             self._used.copy_(torch.tensor(used, dtype=torch.uint8))
 
-    def _taken(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The segments without the loss scale, finite, and whether they were so before."""
+    def _taken(self, values: Tensor) -> Tensor:
+        """The segments, without the loss scale."""
         numel, padded = self.buffer.numel, self._shape[0] * self._shape[1]
         taken = torch.empty(padded, dtype=torch.float32, device=self.buffer.device)
         taken[:numel].copy_(values)
@@ -146,8 +148,7 @@ class CodecExchange(Exchange):
             taken.div_(scale)
         for gap in self.buffer.gaps:  # what decoding has made of them must not come back
             taken[gap] = 0.0
-        sound = _is_finite(taken)
-        return if_sound(sound, taken).view(self._shape), sound
+        return taken.view(self._shape)
 
     def _learn_unused(self, used: Tensor) -> None:
         reads = not self._used_all  # else there is nothing to learn, nor a device to wait for
@@ -206,13 +207,13 @@ class CodecExchange(Exchange):
     @override
     @torch.no_grad()
     def proceed(self) -> None:
-        travel = self._travel
-        assert travel is not None
-        if travel.owned is not None or not self.buffer.keeps_all:
+        travel, ranks = self._travel, self.buffer.ranks
+        if travel is None or travel.owned is not None or not self.buffer.keeps_all:
             return
         mean, sound = self._mean(travel)
-        ranks, travel.owned = self.buffer.ranks, self._memory.with_owned(mean)
-        values = travel.owned
+        travel.owned = self._memory.with_owned(mean)
+        sound = sound & _is_finite(travel.owned)
+        values = if_sound(sound, travel.owned)
         if self._unused:
             values = self._without_unused(values.clone(), ranks.rank)
         row, travel.form = self._encode(values[None], sound, first=ranks.size)

@@ -3,9 +3,10 @@
     on its way   encoded  = residual + momentum'           momentum' = factor * momentum + gradient
     arrived      residual = residual + momentum' - sent    momentum  = momentum'
 
-While a message travels everything stays as it was; what has come of it is taken up once all ranks'
-values are known to be finite. So a step that all skip leaves nothing behind, and neither does a
-tensor that no rank has values for.
+A sparse codec's momentum starts anew where it was sent. While a message travels everything stays
+as it was; what has come of it is taken up once all ranks' values are known to be finite. So a step
+in which one has an overflow leaves nothing behind, and of a tensor that no rank has values for
+nothing changes.
 Source: Deep Gradient Compression (momentum, masking), arXiv:1712.01887;
 two-sided error compensation, arXiv:1905.05957.
 """
@@ -29,7 +30,7 @@ class Memory:
     Args:
         codec: Says what is kept.
         buffer: The buffer.
-        factors: Of momentum, by tensor of the buffer; read at every step.
+        factors: Of momentum, by tensor of the buffer; the same while a message travels.
     """
 
     def __init__(self, codec: "Codec", buffer: FlatBuffer, factors: Sequence[float]) -> None:
@@ -38,7 +39,7 @@ class Memory:
         self._factors = factors
         self._keeps_momentum = codec.momentum > 0 or codec.sends_momentum
         self.shares_momentum = codec.sends_momentum and not codec.is_sparse
-        self._residual: Tensor | None = None  # these three from the first average
+        self._residual: Tensor | None = None  # these three once they are needed
         self._owner_residual: Tensor | None = None  # shape (segment,)
         self._momentum: Tensor | None = None
 
@@ -99,7 +100,7 @@ class Memory:
             rest = self._residual + added
             for index, segment in enumerate(sent):
                 rest[index].sub_(segment)
-                if self._momentum is not None and not self.shares_momentum:
+                if self._momentum is not None and self._codec.is_sparse:
                     added[index].masked_fill_(segment != 0, 0.0)  # arXiv:1712.01887, section 3.2
             self._replace(self._residual, rest, unused, sound)
         if self._momentum is not None:

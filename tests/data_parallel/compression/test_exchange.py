@@ -371,6 +371,40 @@ def test_a_sum_that_overflowed_moved_what_had_been_kept_of_the_other_segments(co
     run_ranks(fn, 2)
 
 
+@pytest.mark.parametrize("keeps_all", ENDS)
+def test_a_residual_that_overflowed_was_kept_for_good(keeps_all: bool) -> None:
+    def fn(rank: int) -> None:
+        exchange = make_exchange(TopK(ratio=0.01), keeps_all=keeps_all)
+        much = torch.zeros(exchange.buffer.numel)
+        for view in exchange.buffer.views(much).values():
+            view.fill_(2e38)  # what is not sent comes to more than float32 holds
+        average(exchange, much)
+        before = exchange.state()
+        assert whole(exchange, average(exchange, much)).isnan().any()
+        for kind, tensors in exchange.state().items():
+            for name, kept in tensors.items():
+                assert torch.equal(kept, before[kind][name]), (kind, name)
+
+    run_ranks(fn, 1)
+
+
+@pytest.mark.parametrize("keeps_all", ENDS)
+def test_momentum_of_a_codec_that_is_not_sparse_began_anew_in_each_step(keeps_all: bool) -> None:
+    class Heavy(Exact):
+        error_feedback = True
+        momentum = 0.5
+
+    def fn(rank: int) -> None:
+        exchange = make_exchange(Heavy(), keeps_all=keeps_all)
+        momentum = torch.zeros(exchange.buffer.numel)
+        for step in range(4):
+            got = whole(exchange, average(exchange, gradient(exchange.buffer, rank, step)))
+            momentum = 0.5 * momentum + mean(exchange.buffer, [step], 2)
+            torch.testing.assert_close(got, momentum)
+
+    run_ranks(fn, 2)
+
+
 def test_one_ranks_overflow_in_a_warm_up_moved_the_others_momentum() -> None:
     def fn(rank: int) -> None:
         exchange = make_exchange(OneBit(warmup_steps=3), keeps_all=True)
