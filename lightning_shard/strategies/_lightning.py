@@ -20,6 +20,7 @@ from lightning_shard.strategies.replaced import replaced
 __all__ = [
     "after_training_epochs",
     "around_validation",
+    "before_training_ends",
     "request_dataloader",
     "seed_workers",
     "without_sigterm_broadcast",
@@ -61,4 +62,18 @@ def after_training_epochs(trainer: "pl.Trainer", then: Callable[[], None]) -> It
         then()
 
     with replaced(loop, "run", run_then):
+        yield
+
+
+@contextmanager
+def before_training_ends(trainer: "pl.Trainer", first: Callable[[], None]) -> Iterator[None]:
+    """Call something before the hooks `on_train_end`."""
+    loop = trainer.fit_loop
+    on_run_end = loop.on_run_end
+
+    def first_then() -> None:
+        first()
+        on_run_end()
+
+    with replaced(loop, "on_run_end", first_then):
         yield

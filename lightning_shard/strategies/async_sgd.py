@@ -256,8 +256,7 @@ class AsyncSGDStrategy(TrainsAlone):
         self._agree()
 
     @override
-    def on_train_end(self) -> None:
-        super().on_train_end()
+    def _end_training(self) -> None:
         if self._async is not None:
             self._async.finish()
             self._async = None

@@ -189,7 +189,7 @@ class LocalSGDStrategy(TrainsAlone):
     def on_train_start(self) -> None:
         super().on_train_start()
         assert self.lightning_module is not None
-        self._last_state = {}
+        self._last_state, self._tally = {}, Tally()
         self._num_steps = self.lightning_module.trainer.global_step
         self._guards = [
             optimizer.register_step_post_hook(self._check_step) for optimizer in self.optimizers
@@ -263,7 +263,7 @@ class LocalSGDStrategy(TrainsAlone):
 
     @override
     def compression_tally(self) -> Tally:
-        return Tally() if self._local is None else self._local.compression_tally()
+        return self._tally if self._local is None else self._local.compression_tally()
 
     @override
     def held_bytes(self) -> HeldBytes:
@@ -272,14 +272,13 @@ class LocalSGDStrategy(TrainsAlone):
         return replace(held, optimizer_state=held.optimizer_state + storage_bytes(outer))
 
     @override
-    def on_train_end(self) -> None:
-        super().on_train_end()
+    def _end_training(self) -> None:
         while self._guards:
             self._guards.pop().remove()
         if self._local is None:
             return
         self._local.finish()
-        self._last_state = self._local.state_dict()
+        self._last_state, self._tally = self._local.state_dict(), self._local.compression_tally()
         for optimizer in self.optimizers:
             state = self.optimizer_state(optimizer)
             if state:

@@ -2,7 +2,8 @@
 
     a batch           Lightning's loop broadcasts whether rank 0 got SIGTERM: left out here
     a validation      ranks agree before the first hook of it, and part after the last one
-    an epoch's end    ranks agree before the hooks of it, however the epoch has ended
+    an epoch's end    ranks may agree before the hooks of it, however the epoch has ended
+    a fit's end       ranks hold the same before the hooks `on_train_end`
 
 Hooks of callbacks and of the module come before the strategy's own. One that swaps weights for a
 validation would otherwise swap what ranks have not agreed on yet, and training would go on from it.
@@ -18,6 +19,7 @@ from typing_extensions import override
 from lightning_shard.strategies._lightning import (
     after_training_epochs,
     around_validation,
+    before_training_ends,
     without_sigterm_broadcast,
 )
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
@@ -40,6 +42,7 @@ class TrainsAlone(DataParallelStrategy):
             self._in_loops.enter_context(without_sigterm_broadcast(trainer))
             self._in_loops.enter_context(around_validation(trainer, self._consensus))
             self._in_loops.enter_context(after_training_epochs(trainer, self._end_epoch))
+            self._in_loops.enter_context(before_training_ends(trainer, self._end_training))
 
     @abstractmethod
     def _consensus(self) -> AbstractContextManager[None]:
@@ -47,6 +50,9 @@ class TrainsAlone(DataParallelStrategy):
 
     def _end_epoch(self) -> None:
         """Meet after the last batch of an epoch, or after the one that cut it short."""
+
+    def _end_training(self) -> None:
+        """Meet for good: nothing is trained any more."""
 
     @override
     def teardown(self) -> None:

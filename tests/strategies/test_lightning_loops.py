@@ -12,6 +12,7 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning_shard.strategies._lightning import (
     after_training_epochs,
     around_validation,
+    before_training_ends,
     without_sigterm_broadcast,
 )
 
@@ -51,15 +52,25 @@ def test_an_epoch_is_one_call_before_the_hooks_of_its_end() -> None:
     assert parameters == ["self", "data_fetcher"]
 
 
+def test_the_end_of_a_fit_is_one_call_with_its_hooks() -> None:
+    assert "self.on_run_end()" in inspect.getsource(_FitLoop.run)
+    source = inspect.getsource(_FitLoop.on_run_end)
+    assert source.count('"on_train_end"') == 3  # of callbacks, the module and the strategy
+    assert list(inspect.signature(_FitLoop.on_run_end).parameters) == ["self"]
+
+
 def test_the_loops_are_as_before_afterwards() -> None:
     trainer = new_trainer()
     loop = trainer.fit_loop.epoch_loop
-    names = set(vars(loop)), set(vars(loop.val_loop))
+    names = set(vars(loop)), set(vars(loop.val_loop)), set(vars(trainer.fit_loop))
     with (
         without_sigterm_broadcast(trainer),
         around_validation(trainer, nullcontext),
         after_training_epochs(trainer, lambda: None),
+        before_training_ends(trainer, lambda: None),
     ):
+        assert "on_run_end" in vars(trainer.fit_loop)
         assert {"_broadcast_sigterm_tensor", "run"} <= vars(loop).keys()
         assert "run" in vars(loop.val_loop)
-    assert (set(vars(loop)), set(vars(loop.val_loop))) == names
+    now = set(vars(loop)), set(vars(loop.val_loop)), set(vars(trainer.fit_loop))
+    assert now == names

@@ -45,12 +45,12 @@ STEPS = 6
 
 
 class LastWeights(L.Callback):
-    """Each rank's weights after the last step, before the last meeting."""
+    """Each rank's weights after the last step of an epoch, before the last meeting."""
 
     def __init__(self) -> None:
         self.of_ranks: list[Weights] = []
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         weights = {name: p.detach().clone() for name, p in pl_module.named_parameters()}
         self.of_ranks = trainer.strategy.collectives.all_gather_object(weights)
 

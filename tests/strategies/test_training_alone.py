@@ -274,6 +274,45 @@ def test_an_async_epoch_that_was_cut_short_ended_without_agreement() -> None:
         assert_same_weights(one, other, rtol=0, atol=0)
 
 
+# --- the end of a fit ----------------------------------------------------------------------------
+
+
+class AtTheEnd(L.Callback):
+    """What ranks hold in the last hook, what has been saved there, and what has been sent."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        strategy: Any = trainer.strategy
+        self.of_ranks: list[Weights] = strategy.collectives.all_gather_object(weights_of(pl_module))
+        trainer.save_checkpoint(self.path)
+        self.sent_bytes = strategy.compression_tally().sent_bytes
+
+
+@pytest.mark.parametrize("way", STRATEGIES)
+def test_at_the_end_of_a_fit_hooks_saw_each_ranks_own_weights(way: str, tmp_path: Path) -> None:
+    ends = AtTheEnd(tmp_path / "end.ckpt")
+    module = Tiny()
+    trainer = fit(STRATEGIES[way](), module, 2, 7, callbacks=[ends])
+    first, second = ends.of_ranks
+    assert_same_weights(first, second, rtol=0, atol=0)
+    assert_same_weights(first, weights_of(module), rtol=0, atol=0)
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+    kept, after = (
+        torch.load(tmp_path / name, weights_only=True) for name in ("end.ckpt", "after.ckpt")
+    )
+    assert_same_weights(kept["state_dict"], after["state_dict"], rtol=0, atol=0)
+    torch.testing.assert_close(kept["optimizer_states"], after["optimizer_states"], rtol=0, atol=0)
+
+
+def test_what_local_sgd_had_sent_was_forgotten_at_the_end(tmp_path: Path) -> None:
+    ends = AtTheEnd(tmp_path / "end.ckpt")
+    strategy = LocalSGDStrategy(backend="in_process", sync_every=3, compression="fp16")
+    trainer = fit(strategy, Tiny(), 2, 7, callbacks=[ends])
+    assert trainer.strategy.compression_tally().sent_bytes == ends.sent_bytes > 0
+
+
 # --- the end of a warm-up ------------------------------------------------------------------------
 
 
