@@ -17,9 +17,14 @@ def check_same_model(model: nn.Module, collectives: Collectives) -> None:
     Raises:
         ConfigError: On every rank, with the first one that differs.
     """
-    mine = [_signature(name, param) for name, param in model.named_parameters()]
-    mine += [_signature(name, buffer) for name, buffer in model.named_buffers()]
-    _compare(mine, collectives, "models", "Build the model from the same arguments on every rank.")
+    advice = "Build the model from the same arguments on every rank."
+    _compare(_signatures(model), collectives, "models", advice)
+
+
+def strangers(model: nn.Module, collectives: Collectives) -> list[int]:
+    """The ranks whose model is another than rank 0's; each rank must call."""
+    everyone = collectives.all_gather_object(_signatures(model))
+    return [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
 
 
 def check_same_optimizers(
@@ -40,6 +45,11 @@ def check_same_optimizers(
     _compare(
         mine, collectives, "optimizers", "Make configure_optimizers return the same on every rank."
     )
+
+
+def _signatures(model: nn.Module) -> list[str]:
+    mine = [_signature(name, param) for name, param in model.named_parameters()]
+    return mine + [_signature(name, buffer) for name, buffer in model.named_buffers()]
 
 
 def _signature(name: str, tensor: Tensor) -> str:

@@ -25,6 +25,7 @@ from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batch
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightning_shard.elastic.sampling import ElasticBatchSampler
 from lightning_shard.errors import ConfigError
 
 _RUNNING = "lightning_shard_running"
@@ -221,9 +222,17 @@ def newest_checkpoint(trainer: "pl.Trainer", since: float) -> str | None:
         paths += [Path(one) for one in known if one]
         found = Path(saver.dirpath).glob(f"*{saver.FILE_EXTENSION}") if saver.dirpath else ()
         paths += [one for one in found if one.stat().st_mtime >= since]
-    there = [path for path in paths if path.exists()]
-    newest = max(there, key=lambda path: path.stat().st_mtime, default=None)
-    return None if newest is None else str(newest)
+    there = sorted({path for path in paths if path.exists()}, key=lambda path: path.stat().st_mtime)
+    return next((str(path) for path in reversed(there) if _is_whole(trainer, path)), None)
+
+
+def _is_whole(trainer: "pl.Trainer", path: Path) -> bool:
+    """Whether a file can be gone back to: not weights alone, nor one whose writer was lost."""
+    try:
+        checkpoint = trainer.strategy.checkpoint_io.load_checkpoint(path)
+    except Exception:  # of any format
+        return False
+    return "optimizer_states" in checkpoint
 
 
 def load_checkpoint(trainer: "pl.Trainer", path: str) -> None:
@@ -266,7 +275,11 @@ def measure_epoch(trainer: "pl.Trainer") -> None:
             f"torch's ConcatDataset or StackDataset."
         )
     (only,) = loader.flattened
-    num_batches = _parse_num_batches(RunningStage.TRAINING, len(only), trainer.limit_train_batches)
+    num_batches: float = len(only)
+    sampler = only.batch_sampler
+    if not (isinstance(sampler, ElasticBatchSampler) and sampler.holds_global_batch):
+        limit = trainer.limit_train_batches
+        num_batches = _parse_num_batches(RunningStage.TRAINING, len(only), limit)
     if num_batches != loop.max_batches:
         loader.limits, loop.max_batches = [num_batches], num_batches
         if isinstance(trainer.val_check_interval, float):

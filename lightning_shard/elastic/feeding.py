@@ -6,7 +6,8 @@
 How a step's samples are shared out: see `shares`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,7 +20,10 @@ from lightning_shard.elastic.data_loaders import Installed, find_order, install
 from lightning_shard.elastic.epoch_order import Position
 from lightning_shard.elastic.learning_rate import rescale
 from lightning_shard.elastic.sampling import ElasticBatchSampler
+from lightning_shard.elastic.shares import num_parts
 from lightning_shard.errors import ConfigError, RankFailedError
+
+_NEVER = 1 << 62  # batches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +87,8 @@ class Feeding:
         self._noted_step = 0
         self._has_taken_over = False
         self._loaded_accumulation: int | None = None
+        self._loaded_ranks = 0
+        self._limit: float | None = None  # the Trainer's, while the loader is made
         self._sampler = None
         self._installed: Installed | None = None
 
@@ -117,25 +123,57 @@ class Feeding:
         """
         order = find_order(loader, settings.global_seed())
         rank_batch = loader.batch_size or getattr(loader.batch_sampler, "rank_batch", 1)
-        holds_global = self._scaling is None
-        if holds_global and self._global_batch is None:
-            self._global_batch = rank_batch * num_ranks * self._user_accumulation
-        self._sampler = ElasticBatchSampler(
-            order,
-            rank_batch=rank_batch,
-            rank=rank,
-            num_ranks=num_ranks,
-            global_batch=self._global_batch if holds_global else None,
-            accumulation=None if holds_global else self._user_accumulation,
-            drop_last=loader.drop_last,
-        )
+        deals: dict[str, Any] = {"rank_batch": rank_batch, "rank": rank, "num_ranks": num_ranks}
+        if self._scaling is not None:
+            deals |= {"accumulation": self._user_accumulation, "drop_last": loader.drop_last}
+            self._first_accumulation = self._user_accumulation
+        else:
+            if self._global_batch is None:
+                self._global_batch = rank_batch * num_ranks * self._user_accumulation
+            if self._first_accumulation is None:
+                self._first_accumulation = num_parts(self._global_batch, num_ranks * rank_batch)
+            limit = trainer.limit_train_batches if self._limit is None else self._limit
+            deals["global_batch"] = self._global_batch
+            deals["max_samples"] = self._max_samples(len(order), limit, loader.drop_last)
+            deals["drop_last"] = loader.drop_last and len(order) < self._first_batch  # all of it
+        self._sampler = ElasticBatchSampler(order, **deals)
         self._num_ranks = num_ranks
-        self._resume(self._position)
+        epoch = epoch_of_samplers(trainer)
+        is_present = self._position.epoch == epoch  # else the loader was made anew between epochs
+        self._resume(self._position if is_present else Position(epoch=epoch))
         self._installed = install(loader, self._sampler)
-        accumulation = self._sampler.accumulation
-        if self._first_accumulation is None:
-            self._first_accumulation = accumulation
-        trainer.accumulate_grad_batches = accumulation
+        trainer.accumulate_grad_batches = self._sampler.accumulation
+
+    def _max_samples(self, num_samples: int, limit: float | None, drop_last: bool) -> int | None:
+        """Samples of an epoch, where they are not all.
+
+        Both limits count batches of the first ranks, so that steps hold what they held.
+
+        Args:
+            num_samples: Of the dataset.
+            limit: The Trainer's `limit_train_batches`.
+            drop_last: The loader's.
+
+        Raises:
+            ConfigError: The share is of less than a batch.
+        """
+        batch = self._first_batch
+        whole = num_samples // batch if drop_last else num_parts(num_samples, batch)
+        counted = min(limit, whole) if isinstance(limit, int) else int(whole * (limit or 0.0))
+        if whole and limit and not counted:
+            raise ConfigError(
+                f"limit_train_batches={limit} of {whole} batches is less than one, expected at "
+                f"least {1 / whole:.2g}."
+            )
+        samples = min(counted * batch, num_samples)
+        return samples if 0 < samples < num_samples else None
+
+    @property
+    def _first_batch(self) -> int:
+        """Samples that the first ranks took together at once."""
+        assert self._global_batch is not None
+        assert self._first_accumulation is not None
+        return max(1, self._global_batch // self._first_accumulation)
 
     def check_alike(self, collectives: Collectives) -> None:
         """Raise unless all ranks would deal the same order; each must call.
@@ -174,9 +212,12 @@ class Feeding:
         self._global_batch, self._position = diet.global_batch, diet.position
         self._first_accumulation, self._noted_step = diet.accumulation, trainer.global_step
         self._has_taken_over = True
-        if self._scaling is not None and diet.num_ranks != num_ranks:
+        self._rescale(trainer, diet.num_ranks, num_ranks)
+
+    def _rescale(self, trainer: "pl.Trainer", old_ranks: int, num_ranks: int) -> None:
+        if self._scaling is not None and old_ranks != num_ranks:
             schedulers = [one.scheduler for one in trainer.lr_scheduler_configs]
-            rescale(trainer.optimizers, schedulers, diet.num_ranks, num_ranks, self._scaling)
+            rescale(trainer.optimizers, schedulers, old_ranks, num_ranks, self._scaling)
 
     def recount(self, trainer: "pl.Trainer", old_accumulation: int) -> None:
         """Count the epoch's batches as if they had been of the present size.
@@ -192,9 +233,75 @@ class Feeding:
         _recount(progress.current, accumulation, old_accumulation)
         if epoch == self._position.epoch:
             _set_count(progress.current, self._position.steps * accumulation)
+
+    @contextmanager
+    def dealing(self, trainer: "pl.Trainer") -> Iterator[None]:
+        """Let the loader be made, whose batches Lightning is not to count itself.
+
+        Limits are those of the first ranks' batches, and so is what lies between two validations.
+        """
+        interval, limit = trainer.val_check_interval, trainer.limit_train_batches
+        counts_anew = isinstance(interval, int) and self._first_accumulation is not None
+        if self._scaling is None and limit:
+            self._limit, trainer.limit_train_batches = limit, 1.0
+        if counts_anew:
+            trainer.val_check_interval = 1.0
+        try:
+            yield
+        finally:
+            trainer.val_check_interval, trainer.limit_train_batches = interval, limit
+            self._limit = None
+            if counts_anew:
+                trainer.val_check_batch = interval
+
+    @contextmanager
+    def counting_steps(self, trainer: "pl.Trainer") -> Iterator[None]:
+        """Let Lightning find due, behind a step, what was due there for the first ranks.
+
+        It counts batches, of which a step may have another number by now.
+        """
         interval = trainer.val_check_interval
-        if isinstance(interval, int) and self._first_accumulation is not None:
-            trainer.val_check_batch = max(1, interval * accumulation // self._first_accumulation)
+        same = trainer.accumulate_grad_batches == self._first_accumulation
+        if same or self._sampler is None or not isinstance(interval, (int, float)):
+            yield
+            return
+        before, behind, in_epoch = self._first_batches(trainer)
+        check, configs = trainer.val_check_batch, trainer.lr_scheduler_configs
+        frequencies = [one.frequency for one in configs]
+        if isinstance(interval, float):
+            interval = max(1, int(in_epoch * interval))
+        since = 0
+        if trainer.check_val_every_n_epoch is None:  # counts over epochs
+            since = epoch_of_samplers(trainer) * in_epoch
+        is_due = (since + behind) // interval > (since + before) // interval
+        is_due &= not trainer.fit_loop.epoch_loop._should_accumulate()
+        trainer.val_check_batch = 1 if is_due else _NEVER
+        for one in configs:
+            if one.interval == "step":
+                one.frequency = 1 if behind % one.frequency == 0 else _NEVER
+        try:
+            yield
+        finally:
+            trainer.val_check_batch = check
+            for one, frequency in zip(configs, frequencies, strict=True):
+                one.frequency = frequency
+
+    def _first_batches(self, trainer: "pl.Trainer") -> tuple[int, int, int]:
+        """Batches of the first ranks before the last step, behind it, and in the epoch."""
+        assert self._sampler is not None
+        assert self._first_accumulation is not None
+        in_epoch = num_parts(self._sampler.num_samples, self._first_batch)
+        steps = self._steps(trainer)
+        before, behind = (
+            min(max(number, 0) * self._first_accumulation, in_epoch)
+            for number in (steps - 1, steps)
+        )
+        return before, behind, in_epoch
+
+    def _steps(self, trainer: "pl.Trainer") -> int:
+        """Optimizer steps of the epoch, the last of which may not have been noted yet."""
+        steps = self._position.steps if self._position.epoch == epoch_of_samplers(trainer) else 0
+        return steps + (trainer.global_step > self._noted_step)
 
     def note_step(self, epoch: int, global_step: int) -> None:
         """Take note of an optimizer step.
@@ -233,15 +340,19 @@ class Feeding:
             state: What `state` has returned.
             global_step: The checkpoint's.
         """
-        self._global_batch = state["global_batch"]
-        self._first_accumulation = state["accumulation"]
+        wanted = self._global_batch_size
+        self._global_batch = wanted or state["global_batch"]
+        is_same = self._global_batch == state["global_batch"]
+        self._first_accumulation = state["accumulation"] if is_same else None
         self._position = Position(**state["position"])
         self._noted_step, self._loaded_accumulation = global_step, state["batches_per_step"]
+        self._loaded_ranks = state["num_ranks"]
 
     def recount_loaded(self, trainer: "pl.Trainer") -> None:
         """After a checkpoint, when the loader is there: see `recount`."""
         if self._loaded_accumulation is not None:
             self.recount(trainer, self._loaded_accumulation)
+            self._rescale(trainer, self._loaded_ranks, self._num_ranks)
             self._loaded_accumulation = None
 
 

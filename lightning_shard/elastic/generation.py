@@ -55,9 +55,11 @@ class Membership(Protocol):
 
     Attributes:
         me: This member's id; another one after `following` has taken it in anew.
+        first_size: With how many ranks the job has begun.
     """
 
     me: str
+    first_size: int
 
     def begin(self) -> Generation | None:
         """Wait for generation 1, in which all initial ranks are; a newcomer gets None at once.

@@ -60,6 +60,7 @@ class InProcessMembership(Membership):
             _Job, lambda: _Job(world, min_ranks, max_ranks, patience_seconds, max_failures)
         )
         self.me = f"thread{world.thread}"
+        self.first_size = world.num_first_ranks
         self._generation = 0
         self._has_joined = self._has_left = False
 

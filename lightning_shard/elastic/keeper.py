@@ -205,7 +205,8 @@ class KeeperServer:
             self.roster.lost(before, now)
         member = self.roster.join(name, rank, now)
         self._members[connection], self._connections[member] = member, connection
-        connection.send({"kind": "joined", "member": member, "store_port": self._store_port})
+        job = {"store_port": self._store_port, "first_size": self._rules.initial_size}
+        connection.send({"kind": "joined", "member": member, **job})
         for early in self._told_early:
             connection.send(early)
         self._told_early.clear()

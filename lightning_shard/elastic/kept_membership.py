@@ -56,7 +56,7 @@ class KeptMembership(Membership):
     """
 
     def __init__(self, job: settings.Job, initial_rank: int | None, timeout: timedelta) -> None:
-        self.me = ""
+        self.me, self.first_size = "", 0
         self._process = os.getpid()
         self._job = job
         self._initial_rank = initial_rank
@@ -269,6 +269,7 @@ class KeptMembership(Membership):
             kind = message["kind"]
             if kind == "joined":
                 self.me, self._store_port = message["member"], message["store_port"]
+                self.first_size = message["first_size"]
             elif kind == "generation":
                 self._next, self._is_wanted = message, False
             elif kind == "wanted":

@@ -14,6 +14,7 @@ nothing but what is done again.
 
 import gc
 import warnings
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import lightning.pytorch as pl
@@ -32,6 +33,12 @@ class Elastic(Protocol):
     """
 
     stands_behind_step: bool
+
+    def dealing(self) -> AbstractContextManager[None]:
+        """In which the training loader is made."""
+
+    def counting_steps(self) -> AbstractContextManager[None]:
+        """In which is due, behind an optimizer step, what was due there for the first ranks."""
 
     @property
     def is_newcomer(self) -> bool:
@@ -70,6 +77,13 @@ class Regrouping(BaseException):
 
 class ElasticFitLoop(FitLoop):
     """Runs epochs; survives the loss of peers."""
+
+    @override
+    def setup_data(self) -> None:
+        with _elastic(self.trainer).dealing():
+            super().setup_data()
+        if self._combined_loader is not None:
+            measure_epoch(self.trainer)
 
     @override
     def run(self) -> None:
@@ -172,12 +186,23 @@ class ElasticEpochLoop(TrainingEpochLoop):
         if elastic.stands_behind_step:
             elastic.stands_behind_step = False
             return  # to what follows the step: validation
+        step = self.global_step
         super().advance(data_fetcher)
-        if not self._should_accumulate():
+        if self.global_step > step:  # not so where a validation is all that is left of a step
             elastic.reach_boundary()
             if self.has_garbage:
                 self.has_garbage = False
                 gc.collect()
+
+    @override
+    def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
+        with _elastic(self.trainer).counting_steps():
+            return super()._should_check_val_fx(data_fetcher)
+
+    @override
+    def _update_learning_rates(self, interval: str, update_plateau_schedulers: bool) -> None:
+        with _elastic(self.trainer).counting_steps():
+            super()._update_learning_rates(interval, update_plateau_schedulers)
 
 
 def make_elastic(trainer: "pl.Trainer") -> None:

@@ -9,6 +9,7 @@ this host have left.
 
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from lightning_shard.elastic.shared_memory import (
     clear,
     job_folder,
     load_all,
+    newest_generation,
     remove_orphans,
 )
 from lightning_shard.elastic.snapshot import Snapshot
@@ -38,7 +40,8 @@ class RestartMembership:
 
     Attributes:
         me: This rank's name.
-        held: The snapshots of its predecessors on this host.
+        first_size: With how many ranks torchrun has started the workers this time.
+        held: The snapshots that its predecessors on this host have left of the present fit.
         has_past: Whether any rank's predecessors have left some.
     """
 
@@ -59,29 +62,40 @@ class RestartMembership:
         )
         remove_orphans()
         self._job = job
-        self._folder = job_folder(job)
+        self._folders: list[Path] = []  # of the fits of this process
         self._generation: Generation | None = None
         self._is_new = True
         self.me = f"rank{place.rank}"
-        self.held: list[Snapshot] = load_all(self._folder)
+        self.first_size = place.world_size
+        self.held: list[Snapshot] = []
         self.has_past = False
 
     def begin(self) -> Generation:
         """Meet the other workers."""
         self._make_groups()
         numbers: list[int] = [0] * self._size
-        mine = max((one.catalog.generation for one in self.held), default=0)
-        dist.all_gather_object(numbers, mine)
+        dist.all_gather_object(numbers, newest_generation(self._job))
         number = max(numbers) + 1
-        self.has_past = number > 1
         members = tuple(f"rank{rank}" for rank in range(self._size))
         self._generation = Generation(number=number, members=members, me=self.me)
         return self._generation
 
+    def begin_fit(self) -> None:
+        """Take up what there is of a fit, of which a script may have several; each rank must call.
+
+        Those before it are not forgotten: started again, the script comes to them first.
+        """
+        self._folders.append(job_folder(f"fit{len(self._folders) + 1}-{self._job}"))
+        self.held = load_all(self._folders[-1])
+        self._is_new = True
+        have_some = [False] * self._size
+        dist.all_gather_object(have_some, bool(self.held))
+        self.has_past = any(have_some)
+
     def make_buffers(self) -> SharedMemoryBuffers:
         """Where this rank's snapshots go, in a fit."""
         assert self._generation is not None
-        return SharedMemoryBuffers(job_folder(self._job), self.me, self._generation.number)
+        return SharedMemoryBuffers(self._folders[-1], self.me, self._generation.number)
 
     def following(self, error: BaseException | None = None) -> Generation:
         """Return the one generation that this process lives in, once.
@@ -114,9 +128,10 @@ class RestartMembership:
         if self._is_new and self._generation is not None:
             self._is_new = False
             self.held = []
-            clear(self._folder, before=self._generation.number)
+            clear(self._folders[-1], before=self._generation.number)
 
     def leave(self) -> None:
-        """Remove all snapshots: training has ended."""
-        self.has_past = False
-        clear(self._folder)
+        """Remove this process's snapshots: the script has ended."""
+        assert self._generation is not None
+        for folder in self._folders:
+            clear(folder, before=self._generation.number, writer=self.me)

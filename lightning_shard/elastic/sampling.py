@@ -99,6 +99,11 @@ class ElasticBatchSampler(Sampler[list[Any]]):
         return length if self._max_samples is None else min(length, self._max_samples)
 
     @property
+    def holds_global_batch(self) -> bool:
+        """Whether a step has as many samples at every number of ranks."""
+        return self._global_batch is not None
+
+    @property
     def shares(self) -> EpochShares:
         """The present epoch from where it is taken up, dealt to the present ranks."""
         start = self.sampler.start

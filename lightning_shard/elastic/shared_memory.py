@@ -1,6 +1,6 @@
 """Snapshots that outlive the processes that took them, as files in memory.
 
-    /dev/shm/lightning_shard-1000-job7/        of this user alone
+    /dev/shm/lightning_shard-1000-fit1-job7/   of this user alone; one for each fit of a script
         000001-rank0-0.snapshot                whole: counts for whoever starts next
         000001-rank0-1.snapshot
         000001-rank0-2.open                    being written, or idle: passed over
@@ -122,18 +122,29 @@ def load_all(folder: Path) -> list[Snapshot]:
     return [Snapshot.read(_map(path, shared=False)) for path in sorted(folder.glob(f"*{_WHOLE}"))]
 
 
-def clear(folder: Path, before: int | None = None) -> None:
+def newest_generation(job: str, root: Path | None = None) -> int:
+    """The last generation in which a process has left something in any fit of a job; else 0."""
+    root = _ROOT if root is None else root
+    folders = root.glob(f"lightning_shard-{os.getuid()}-*-{_UNSAFE.sub('_', job)}")
+    names = (path.name for folder in folders for path in folder.iterdir())
+    return max((int(found[1]) for found in map(_NUMBER.match, names) if found), default=0)
+
+
+def clear(folder: Path, before: int | None = None, writer: str | None = None) -> None:
     """Remove a job's files from memory.
 
     Args:
         folder: See `job_folder`; goes, too, when nothing is left in it.
         before: Only those of processes that have started in an earlier generation.
+        writer: And those of this process.
     """
+    mine = None if writer is None else f"-{_UNSAFE.sub('_', writer)}-"
     for path in [*folder.glob(f"*{_WHOLE}"), *folder.glob(f"*{_OPEN}")]:
         number = _NUMBER.match(path.name)
-        if before is None or (number is not None and int(number[1]) < before):
+        is_old = before is None or (number is not None and int(number[1]) < before)
+        if is_old or (mine is not None and mine in path.name):
             path.unlink(missing_ok=True)  # another rank may be at it
-    if before is None:
+    if before is None or writer is not None:
         try:
             folder.rmdir()
         except OSError:

@@ -7,9 +7,10 @@ torchrun               torchelastic's agents           they are ended, and all s
 """
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
 from typing_extensions import override
 
@@ -48,6 +49,8 @@ class ChangingRanks(DataParallelStrategy):
     _kept: KeptMembership | None = None  # the membership, of other processes
     _generation: Generation | None = None
     _has_failed = False
+    # That of this process's first fit: its part in the job is that of later Trainers, too
+    _first: "ClassVar[ChangingRanks | None]" = None
 
     @property
     @override
@@ -60,7 +63,11 @@ class ChangingRanks(DataParallelStrategy):
     @property
     @override
     def world_size(self) -> int:
-        return super().world_size if self._generation is None else self._generation.size
+        if self._generation is None:
+            return super().world_size
+        if self._generation.number == 0:  # its schedules are to be as long as those of the others
+            return self.membership.first_size
+        return self._generation.size
 
     @property
     def generation(self) -> Generation:
@@ -113,7 +120,21 @@ class ChangingRanks(DataParallelStrategy):
         return self._kept
 
     @override
+    def setup_environment(self) -> None:
+        first = ChangingRanks._first
+        adopts = first not in (None, self) and dist.is_initialized() and not self.is_in_process
+        if adopts:
+            assert first is not None
+            self._membership, self._generation = first._membership, first._generation
+            self._kept, self._restarts = first._kept, first._restarts
+        super().setup_environment()
+        if adopts:
+            self._admit()
+
+    @override
     def _join(self) -> None:
+        if not self.is_in_process:
+            ChangingRanks._first = self
         self._membership = self._make_membership()
         first = self._membership.begin()
         alone = Generation(number=0, members=(self._membership.me,), me=self._membership.me)
@@ -121,15 +142,20 @@ class ChangingRanks(DataParallelStrategy):
 
     def _init_groups(self, generation: Generation) -> None:
         self._generation = generation
-        if isinstance(self.cluster_environment, ElasticEnvironment):
-            self.cluster_environment.admit(
-                self.global_rank, max(self.global_rank + 1, generation.size)
-            )
+        if not self.is_in_process and ChangingRanks._first is not None:
+            ChangingRanks._first._generation = generation
+        self._admit()
         setattr(rank_zero_only, "rank", self.global_rank)  # noqa: B010  (a function attribute)
         if generation.number == 0 and not self.is_in_process:
             self._init_group_of_one()
         else:
             self.membership.init_groups(generation, self.backend, self.root_device, self._timeout)
+
+    def _admit(self) -> None:
+        """Tell the cluster environment which rank this is."""
+        if isinstance(self.cluster_environment, ElasticEnvironment):
+            size = max(self.global_rank + 1, self.generation.size)
+            self.cluster_environment.admit(self.global_rank, size)
 
     def _init_group_of_one(self) -> None:
         store: Any = HashStore()
@@ -148,12 +174,12 @@ class ChangingRanks(DataParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        self._has_failed = self._failed
+        for one in (self, ChangingRanks._first):
+            if one is not None:
+                one._has_failed = self._failed
         super().teardown()
         if self._kept is not None:
             self._kept.unwatch_signals()
-        if self._restarts is not None and not self._has_failed:
-            self._restarts.leave()
         if self.is_in_process and self._membership is not None:
             self._membership.leave()
             self._membership = self._generation = None
@@ -163,3 +189,5 @@ class ChangingRanks(DataParallelStrategy):
         super()._leave()
         if self._kept is not None and not self._has_failed:
             self._kept.leave()  # else its silence says that it has failed
+        if self._restarts is not None and not self._has_failed:
+            self._restarts.leave()

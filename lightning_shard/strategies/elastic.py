@@ -116,14 +116,17 @@ class ElasticStrategy(RegroupingStrategy):
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:  # before configure_optimizers, which may ask for the number of steps
+            make_elastic(trainer)
+            self._feeding.begin(trainer)
         super().setup(trainer)
-        if trainer.state.fn != TrainerFn.FITTING:
+        if not fitting:
             return
         check_trainer(trainer, self._averages)
-        make_elastic(trainer)
-        self._feeding.begin(trainer)
         self._memory = Memory()
         if self._restarts is not None:
+            self._restarts.begin_fit()
             self._memory = Memory(self._restarts.make_buffers(), self._restarts.held)
         self.stands_behind_step = self._is_over = False
         self._has_begun, self._began = self.is_newcomer, time.time()
@@ -144,8 +147,8 @@ class ElasticStrategy(RegroupingStrategy):
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         if trainer.training:
-            data = self.data_collectives
-            self._feeding.deal(trainer, dataloader, data.rank, data.size)
+            rank = self.data_collectives.rank
+            self._feeding.deal(trainer, dataloader, rank, self.world_size)
         return super().process_dataloader(dataloader)
 
     @override

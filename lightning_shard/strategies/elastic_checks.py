@@ -4,7 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import BaseFinetuning, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+)
 from torch.optim import LBFGS
 
 from lightning_shard.errors import ConfigError
@@ -78,6 +82,12 @@ def check_trainer(trainer: "pl.Trainer", averages: Sequence[Any]) -> None:
                 f"{type(callback).__name__} unfreezes parameters during the training, which "
                 f"newcomers would not know of; expected the same ones to train throughout. Fit "
                 f"once for each stage, from the checkpoint of the one before."
+            )
+        if isinstance(callback, LearningRateFinder):
+            raise ConfigError(
+                "The learning-rate finder goes back to the weights it began with, which elastic "
+                "training takes for those of another job; expected a fit without it. Find the rate "
+                "under strategy='zero2', or whichever the scheme is, first."
             )
         if isinstance(callback, GradientAccumulationScheduler) and len(callback.scheduling) > 1:
             raise ConfigError(

@@ -5,6 +5,7 @@ the newest boundary of which somebody has every piece
 the engine anew; pieces cut anew; loops, callbacks and schedulers as they were; data dealt anew
 """
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -17,6 +18,7 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.pending import is_about_a_peer
 from lightning_shard.backends.registry import get_backend
 from lightning_shard.backends.rendezvous import unless_a_rank_fails
+from lightning_shard.data_parallel.agreement import strangers
 from lightning_shard.data_parallel.engine import take_leftovers
 from lightning_shard.elastic import _lightning
 from lightning_shard.elastic.feeding import Feeding
@@ -70,11 +72,21 @@ class RegroupingStrategy(ChangingRanks):
         """When the training loader is there: count batches of a checkpoint as those of now."""
         self._feeding.recount_loaded(self._trainer)
 
+    def dealing(self) -> AbstractContextManager[None]:
+        """In which the training loader is made."""
+        return self._feeding.dealing(self._trainer)
+
+    def counting_steps(self) -> AbstractContextManager[None]:
+        """In which is due, behind an optimizer step, what was due there for the first ranks."""
+        return self._feeding.counting_steps(self._trainer)
+
     def begin(self) -> None:
         """Before the first step: remember it. Does nothing later; each rank must call."""
         if self._has_begun:
             return
         self._has_begun = True
+        if self.generation.is_last:  # too few have come
+            self._save_and_end(self.generation)
         self._feeding.check_alike(self.collectives)
         self._keep(self._progress(behind_step=False))
         self._memory.finish()
@@ -242,11 +254,27 @@ class RegroupingStrategy(ChangingRanks):
         self._revert_layer_sync()
         self._apply_layer_sync()
         take_leftovers(self.model)
+        self._part_with_strangers()
         self._start_engine()
         for optimizer in self.optimizers:
             optimizer.state.clear()
         self._sharded = [ShardedOptimizer(one, self.engine) for one in self.optimizers]
         unless_a_rank_fails(self._enter_memory, "making the group of the snapshots")
+
+    def _part_with_strangers(self) -> None:
+        """Go on without newcomers that have another model."""
+        assert self.model is not None
+        others = strangers(self.model, self.collectives)
+        if others and self.collectives.rank not in others:
+            raise RankFailedError(
+                f"Rank {self.collectives.rank}: the ranks {others} have another model than rank 0, "
+                f"and so take no part. Build it from the same arguments everywhere."
+            )
+        if others:
+            raise ConfigError(
+                f"Rank {self.collectives.rank}: the model that this process has built is another "
+                f"than that which is trained, expected the same. Build it from the same arguments."
+            )
 
     def _enter_memory(self) -> None:
         self._memory.enter(self.generation, self._memory_group(), self._stride)

@@ -50,7 +50,7 @@ def test_two_ranks_join_and_are_told_of_the_first_generation() -> None:
         closing(Participant(keeper)) as zero,
     ):
         one.join(1)
-        joined = {"kind": "joined", "member": "m", "store_port": keeper.store.port}
+        joined = {"kind": "joined", "member": "m", "store_port": keeper.store.port, "first_size": 2}
         assert one.hear() == joined
         zero.join(0)
         assert zero.hear() == joined | {"member": "m/2"}

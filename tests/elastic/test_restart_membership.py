@@ -67,3 +67,33 @@ def _await(is_so: Callable[[], bool], agent: "subprocess.Popen[bytes]") -> None:
         assert agent.poll() is None, "torchrun has ended"
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(_SECONDS)
+@pytest.mark.parametrize(
+    ("launcher", "what", "steps", "dies"),
+    [
+        ("trainer", "trainer", "26 39", False),
+        ("torchrun", "trainer", "26 39", False),
+        ("torchrun", "fit", "26 78", True),
+        ("torchrun", "validate", "26 26", True),
+    ],
+)
+def test_a_script_of_several_fits_failed_or_began_anew(
+    launcher: str, what: str, steps: str, dies: bool, tmp_path: Path
+) -> None:
+    program = ["-m", "tests.elastic.several_fits", str(tmp_path), what]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2"]
+    done = subprocess.run(
+        [sys.executable, *(torchrun if launcher == "torchrun" else []), *program],
+        cwd=REPOSITORY,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=_SECONDS,
+    )
+    assert done.returncode == 0, done.stdout
+    assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == [steps] * 2
+    assert (tmp_path / "killed").exists() == dies

@@ -1,0 +1,295 @@
+"""What a Trainer and a module may ask for comes at the same steps, whatever ranks come and go."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L  # noqa: N812
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, LearningRateFinder, ModelCheckpoint
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, StepLR
+from torch.utils.data import DataLoader, Subset
+
+from lightning_shard import ConfigError, ElasticStrategy, RankFailedError
+from lightning_shard.testing import Fault
+from tests.elastic.runs import NUM_SAMPLES, Classifier, Journal, fit, samples
+from tests.strategies.parity import UPSTREAM_WARNINGS
+
+pytestmark = [
+    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
+    pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint need to be"),
+    pytest.mark.filterwarnings("ignore:.*smaller than the logging interval"),
+    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before"),
+]
+
+LOSS = [Fault(2, 3, "drop", at_step=4)]  # 3 ranks accumulate 2 batches where 4 took one
+JOIN = [Fault(4, 1, "add", at_step=4)]
+EVERY_SAMPLE = {epoch: list(range(NUM_SAMPLES)) for epoch in range(2)}
+
+
+def saved(folder: Path, options: dict[str, Any], **saver: Any) -> list[Path]:
+    """Fit undisturbed; return the checkpoints by step."""
+    callbacks = [ModelCheckpoint(folder, save_top_k=-1, **saver)]
+    fit(trainer_options={"enable_checkpointing": True, "callbacks": callbacks, **options})
+    return sorted(folder.iterdir(), key=lambda path: int(path.stem.split("step=")[1]))
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_ranks", [4, 3])
+@pytest.mark.parametrize("faults", [[], [Fault(1, 3, "drop", at_step=5)]], ids=["", "loss"])
+def test_a_checkpoint_of_a_validation_within_an_epoch_was_resumed_a_step_further(
+    num_ranks: int, faults: list[Fault], tmp_path: Path
+) -> None:
+    options = {"val_check_interval": 3}
+    expected = fit(trainer_options=options)[0].losses()
+    path = saved(tmp_path, options, monitor="val_loss")[0]
+    assert path.stem.endswith("step=3")
+    journal, trainer = fit(
+        faults, num_ranks=num_ranks, ckpt_path=str(path), trainer_options=options, snapshot_every=1
+    )
+    assert trainer.global_step == 14
+    losses = journal.losses()
+    assert sorted(losses) == list(range(3, 14))
+    assert losses == pytest.approx({step: expected[step] for step in losses}, rel=1e-4)
+    assert journal.samples()[1] == EVERY_SAMPLE[1]
+
+
+def test_weights_alone_were_taken_for_a_checkpoint_to_go_back_to(tmp_path: Path) -> None:
+    callbacks = [
+        ModelCheckpoint(tmp_path, "whole-{step}", every_n_train_steps=4, save_top_k=-1),
+        ModelCheckpoint(
+            tmp_path, "weights-{step}", every_n_train_steps=3, save_top_k=-1, save_weights_only=True
+        ),
+    ]
+    both = [Fault(rank, 3, "drop", at_step=7) for rank in (1, 2)]  # with all copies of a part
+    journal, trainer = fit(
+        both, trainer_options={"enable_checkpointing": True, "callbacks": callbacks}
+    )
+    assert trainer.global_step == 14
+    assert journal.samples() == EVERY_SAMPLE
+
+
+def test_a_checkpoints_learning_rate_stayed_that_of_its_number_of_ranks(tmp_path: Path) -> None:
+    rates: dict[int, float] = {}
+
+    class Watched(Classifier):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            rates[self.global_step] = optimizer.param_groups[0]["lr"]  # type: ignore[union-attr]
+
+    scaling: Any = {"learning_rate_scaling": "linear"}
+    options = {"enable_checkpointing": True, "max_steps": 5}
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=5, save_top_k=-1)
+    fit(module=Watched(Journal()), trainer_options={**options, "callbacks": [saver]}, **scaling)
+    (path,) = tmp_path.iterdir()
+    options = {"max_steps": 7}
+    fit(module=Watched(Journal()), trainer_options=options, **scaling)
+    of_four = rates[6]
+    fit(
+        module=Watched(Journal()),
+        num_ranks=2,
+        ckpt_path=str(path),
+        trainer_options=options,
+        **scaling,
+    )
+    assert rates[6] == pytest.approx(of_four / 2, rel=1e-6)
+
+
+def test_a_resumed_fit_passed_over_the_global_batch_that_was_asked_for(tmp_path: Path) -> None:
+    path = saved(tmp_path, {"max_steps": 5}, every_n_train_steps=5)[0]
+    journal, _ = fit(ckpt_path=str(path), global_batch_size=32, trainer_options={"max_steps": 9})
+    sizes = {
+        step: sum(len(one.samples) for one in of) for (_, step), of in journal.counted().items()
+    }
+    assert sizes == {5: 20, 6: 32, 7: 32, 8: 32}  # 20 were left of the epoch
+
+
+# --- schedules ------------------------------------------------------------------------------------
+
+
+class Scheduled(Classifier):
+    """Writes the rates that each rank steps with."""
+
+    def __init__(self, make: Callable[["Scheduled", Any], LRScheduler], **config: Any) -> None:
+        super().__init__(Journal())
+        self.make, self.config = make, config
+        self.rates: dict[int, dict[int, set[float]]] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Scheduled":
+        copy = Scheduled(self.make, **self.config)
+        copy.journal, copy.rates = self.journal, self.rates
+        copy.load_state_dict(self.state_dict())
+        return copy
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=3e-2)
+        schedule = self.make(self, optimizer)
+        config = {"scheduler": schedule, "interval": "step", **self.config}
+        return {"optimizer": optimizer, "lr_scheduler": config}
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        generation = self.trainer.strategy.generation.number  # type: ignore[attr-defined]
+        rate = round(self.trainer.optimizers[0].param_groups[0]["lr"], 8)
+        self.rates.setdefault(self.global_step, {}).setdefault(generation, set()).add(rate)
+
+    def last_rates(self) -> dict[int, set[float]]:
+        """Of the last generation to try each step."""
+        return {step: tried[max(tried)] for step, tried in self.rates.items()}
+
+
+def one_cycle(module: Scheduled, optimizer: Any) -> LRScheduler:
+    steps = int(module.trainer.estimated_stepping_batches)
+    return OneCycleLR(optimizer, 3e-2, total_steps=steps)
+
+
+def down_to_zero(module: Scheduled, optimizer: Any) -> LRScheduler:
+    steps = int(module.trainer.estimated_stepping_batches)
+    return LambdaLR(optimizer, lambda step: max(0.0, 1 - step / steps))
+
+
+def by_ranks(module: Scheduled, optimizer: Any) -> LRScheduler:
+    steps = 56 // module.trainer.world_size
+    return LambdaLR(optimizer, lambda step: max(0.0, 1 - step / steps))
+
+
+def halves(module: Scheduled, optimizer: Any) -> LRScheduler:
+    return StepLR(optimizer, 1, gamma=0.5)
+
+
+@pytest.mark.parametrize("faults", [LOSS, JOIN], ids=["loss", "join"])
+@pytest.mark.parametrize(
+    ("make", "config"),
+    [(one_cycle, {}), (down_to_zero, {}), (by_ranks, {}), (halves, {"frequency": 2})],
+    ids=["one cycle", "number of steps", "number of ranks", "every second step"],
+)
+def test_schedules_went_another_way_after_a_change(
+    make: Any, config: dict[str, Any], faults: list[Fault]
+) -> None:
+    undisturbed, disturbed = Scheduled(make, **config), Scheduled(make, **config)
+    fit(module=undisturbed)
+    journal, _ = fit(faults, module=disturbed)
+    assert disturbed.last_rates() == undisturbed.last_rates()
+    assert len(disturbed.last_rates()) == 14
+    assert journal.samples() == EVERY_SAMPLE
+
+
+# --- validations and limits -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"val_check_interval": 0.25},
+        {"val_check_interval": 0.3},
+        {"val_check_interval": 5, "check_val_every_n_epoch": None},
+    ],
+    ids=str,
+)
+def test_validations_came_at_other_steps_after_a_loss(options: dict[str, Any]) -> None:
+    expected = fit(trainer_options=options)[0].validations
+    got = fit(LOSS, trainer_options=options)[0].validations
+    assert list(got) == list(expected)  # ranks share the samples of one otherwise
+    assert len(got) > 1
+
+
+def test_fewer_batches_than_between_two_validations_ended_the_job() -> None:
+    options = {"val_check_interval": 10, "accumulate_grad_batches": 2}
+    two = [Fault(rank, 1, "add", at_step=2) for rank in (2, 3)]
+    expected, _ = fit(num_ranks=2, trainer_options=options)
+    journal, _ = fit(two, num_ranks=2, trainer_options=options)
+    assert journal.samples() == EVERY_SAMPLE
+    assert list(journal.validations) == list(expected.validations) == [5, 12]
+
+
+@pytest.mark.parametrize(("limit", "num_samples"), [(0.6, 64), (3, 48)])
+def test_a_limit_of_batches_cut_a_step_in_two_after_a_loss(limit: float, num_samples: int) -> None:
+    options = {"limit_train_batches": limit}
+    expected, _ = fit(trainer_options=options)
+    journal, _ = fit([Fault(2, 3, "drop", at_step=1)], trainer_options=options)
+    assert journal.samples() == expected.samples()
+    assert {len(seen) for seen in journal.samples().values()} == {num_samples}
+    assert journal.losses() == pytest.approx(expected.losses(), rel=1e-4)
+
+
+def test_drop_last_dropped_a_whole_step_and_not_a_batch() -> None:
+    class Dropping(Classifier):
+        def train_dataloader(self) -> Any:
+            return DataLoader(samples(), batch_size=4, shuffle=True, drop_last=True)
+
+    module = Dropping(Journal())
+    fit_by_itself(module, accumulate_grad_batches=4)
+    assert {len(seen) for seen in module.journal.samples().values()} == {96}
+
+
+def test_a_smaller_dataset_of_a_later_epoch_was_taken_up_where_the_last_had_ended() -> None:
+    class Shrinking(Classifier):
+        def train_dataloader(self) -> Any:
+            data = Subset(samples(), range(50 if self.current_epoch else NUM_SAMPLES))
+            return DataLoader(data, batch_size=4, shuffle=True)
+
+    module = Shrinking(Journal())
+    fit_by_itself(module, reload_dataloaders_every_n_epochs=1)
+    assert {epoch: len(seen) for epoch, seen in module.journal.samples().items()} == {0: 100, 1: 50}
+
+
+def fit_by_itself(module: L.LightningModule, **options: Any) -> None:
+    """Fit a module that brings its own data."""
+    L.seed_everything(1, verbose=False)
+    L.Trainer(
+        strategy=ElasticStrategy(backend="in_process", num_ranks=4),
+        accelerator="cpu",
+        devices=1,
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    ).fit(module)
+
+
+# --- who takes part -------------------------------------------------------------------------------
+
+
+def test_too_few_ranks_at_the_start_trained_to_the_end(tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError, match=r"state after step 0 is saved in"):
+        fit(num_ranks=2, min_ranks=3, trainer_options={"default_root_dir": tmp_path})
+    assert (tmp_path / "elastic-step=0.ckpt").exists()
+
+
+def test_a_newcomer_with_another_model_ended_the_job_for_all() -> None:
+    class Errors(Callback):
+        def __init__(self) -> None:
+            self.seen: list[str] = []
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> "Errors":
+            return self
+
+        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+            self.seen.append(f"{type(exception).__name__} {exception}")
+
+    class Wider(Classifier):
+        def configure_model(self) -> None:
+            if not hasattr(self, "last"):
+                is_newcomer = self.trainer.strategy.generation.number == 0  # type: ignore[attr-defined]
+                self.last = nn.Linear(24, 5 if is_newcomer else 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(torch.tanh(self.hidden(x)))[:, :4]
+
+    module, errors = Wider(Journal()), Errors()
+    with pytest.warns(
+        UserWarning, match=r"went on without it: ConfigError: Rank 4.*is another than"
+    ):
+        fit(JOIN, module=module, trainer_options={"callbacks": [errors]})
+    assert len(errors.seen) == 1  # the newcomer's
+    assert module.journal.samples() == EVERY_SAMPLE
+
+
+def test_the_learning_rate_finder_failed_when_its_trial_was_over() -> None:
+    with pytest.raises(ConfigError, match="learning-rate finder goes back"):
+        fit(trainer_options={"callbacks": [LearningRateFinder(num_training_steps=5)]})
