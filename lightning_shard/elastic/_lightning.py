@@ -45,6 +45,7 @@ __all__ = [
     "begin_anew",
     "continue_logs",
     "epoch_of_samplers",
+    "forget_data",
     "handle_sigterm",
     "load_checkpoint",
     "load_trainer_state",
@@ -165,11 +166,16 @@ def begin_anew(trainer: "pl.Trainer", *, mid_epoch: bool) -> None:
     trainer._logger_connector._first_loop_iter = False if mid_epoch else None
     if loop._data_fetcher is not None:
         loop._data_fetcher.teardown()
-    loop._combined_loader = None
+    forget_data(trainer)
     loop.setup_data()
     if val_loop._combined_loader is not None:
         val_loop._combined_loader = None
         val_loop.batch_progress.reset_on_run()
+
+
+def forget_data(trainer: "pl.Trainer") -> None:
+    """Have the training loader asked for anew when it is needed."""
+    trainer.fit_loop._combined_loader = None
 
 
 def share_places(trainer: "pl.Trainer", broadcast: Callable[[Any], Any]) -> None:

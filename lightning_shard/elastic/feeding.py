@@ -229,10 +229,18 @@ class Feeding:
         accumulation = trainer.accumulate_grad_batches
         progress = trainer.fit_loop.epoch_loop.batch_progress
         epoch = epoch_of_samplers(trainer)
-        _recount(progress.total, accumulation, old_accumulation)
-        _recount(progress.current, accumulation, old_accumulation)
+        if self._scaling is None:
+            _, behind, in_epoch = self._first_batches(trainer)
+            total = self._as_now(trainer, epoch * in_epoch + behind)
+        else:
+            total = _recounted(progress.total, accumulation, old_accumulation)
+        current = _recounted(progress.current, accumulation, old_accumulation)
         if epoch == self._position.epoch:
-            _set_count(progress.current, self._position.steps * accumulation)
+            current = self._position.steps * accumulation
+        # what is not completed stays so; of the total a batch that was skipped would be one
+        num_open = int(progress.current.ready > progress.current.completed)
+        _set_count(progress.total, total, num_open)
+        _set_count(progress.current, current, num_open)
 
     @contextmanager
     def dealing(self, trainer: "pl.Trainer") -> Iterator[None]:
@@ -298,6 +306,11 @@ class Feeding:
         )
         return before, behind, in_epoch
 
+    def _as_now(self, trainer: "pl.Trainer", first_batches: int) -> int:
+        """So many batches of the first ranks in batches of the present ones."""
+        assert self._first_accumulation is not None
+        return -(-first_batches * trainer.accumulate_grad_batches // self._first_accumulation)
+
     def _steps(self, trainer: "pl.Trainer") -> int:
         """Optimizer steps of the epoch, the last of which may not have been noted yet."""
         steps = self._position.steps if self._position.epoch == epoch_of_samplers(trainer) else 0
@@ -356,12 +369,12 @@ class Feeding:
             self._loaded_accumulation = None
 
 
-def _recount(progress: Any, accumulation: int, old_accumulation: int) -> None:
-    _set_count(progress, -(-progress.ready * accumulation // old_accumulation))
+def _recounted(progress: Any, accumulation: int, old_accumulation: int) -> int:
+    ready: int = progress.ready
+    return -(-ready * accumulation // old_accumulation)
 
 
-def _set_count(progress: Any, number: int) -> None:
-    """Set Lightning's counters of batches; what is not completed stays so."""
-    is_open = progress.ready > progress.completed
+def _set_count(progress: Any, number: int, num_open: int) -> None:
+    """Set Lightning's counters of batches, of which so many are not completed."""
     progress.ready = progress.started = progress.processed = number
-    progress.completed = max(number - is_open, 0)
+    progress.completed = max(number - num_open, 0)

@@ -184,3 +184,4 @@ class ElasticStrategy(RegroupingStrategy):
         kept = checkpoint.get(CHECKPOINT_KEY, {}).get("elastic")
         if kept is not None:
             self._feeding.load_state(kept, checkpoint["global_step"])
+            _lightning.forget_data(self._trainer)  # which configure_optimizers may have asked for

@@ -282,7 +282,9 @@ class RegroupingStrategy(ChangingRanks):
     def _take_up_checkpoint(self) -> None:
         """Go back to the newest checkpoint, where too many ranks were lost at once."""
         trainer = self._trainer
-        path = self.broadcast(_lightning.newest_checkpoint(trainer, self._began))
+        is_first = self.is_global_zero
+        path = _lightning.newest_checkpoint(trainer, self._began) if is_first else None
+        path = self.broadcast(path)
         if path is None:
             self._is_over = True
             raise CheckpointError(

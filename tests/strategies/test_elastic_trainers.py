@@ -26,6 +26,7 @@ pytestmark = [
 
 LOSS = [Fault(2, 3, "drop", at_step=4)]  # 3 ranks accumulate 2 batches where 4 took one
 JOIN = [Fault(4, 1, "add", at_step=4)]
+LOSS_AND_JOIN = [*LOSS, Fault(4, 1, "add", at_step=8)]
 EVERY_SAMPLE = {epoch: list(range(NUM_SAMPLES)) for epoch in range(2)}
 
 
@@ -177,6 +178,23 @@ def test_schedules_went_another_way_after_a_change(
     assert journal.samples() == EVERY_SAMPLE
 
 
+@pytest.mark.parametrize("num_ranks", [4, 2])
+def test_data_that_configure_optimizers_had_asked_for_was_not_that_of_the_checkpoint(
+    num_ranks: int, tmp_path: Path
+) -> None:
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=5, save_top_k=-1)
+    options = {"enable_checkpointing": True, "callbacks": [saver]}
+    undisturbed = Scheduled(one_cycle)
+    expected, _ = fit(module=undisturbed, trainer_options=options)
+    (path,) = tmp_path.glob("*step=5.ckpt")
+    resumed = Scheduled(one_cycle)
+    journal, _ = fit(module=resumed, num_ranks=num_ranks, ckpt_path=str(path))
+    rates = undisturbed.last_rates()
+    assert resumed.last_rates() == {step: rates[step] for step in range(5, 14)}
+    losses = {step: loss for step, loss in expected.losses().items() if step >= 5}
+    assert journal.losses() == pytest.approx(losses, rel=1e-4)
+
+
 # --- validations and limits -----------------------------------------------------------------------
 
 
@@ -189,9 +207,12 @@ def test_schedules_went_another_way_after_a_change(
     ],
     ids=str,
 )
-def test_validations_came_at_other_steps_after_a_loss(options: dict[str, Any]) -> None:
-    expected = fit(trainer_options=options)[0].validations
-    got = fit(LOSS, trainer_options=options)[0].validations
+@pytest.mark.parametrize("faults", [LOSS, LOSS_AND_JOIN], ids=["loss", "loss and join"])
+def test_validations_came_at_other_steps_after_a_loss(
+    options: dict[str, Any], faults: list[Fault]
+) -> None:
+    expected = fit(trainer_options=options, max_epochs=3)[0].validations
+    got = fit(faults, trainer_options=options, max_epochs=3)[0].validations
     assert list(got) == list(expected)  # ranks share the samples of one otherwise
     assert len(got) > 1
 
@@ -213,6 +234,16 @@ def test_a_limit_of_batches_cut_a_step_in_two_after_a_loss(limit: float, num_sam
     assert journal.samples() == expected.samples()
     assert {len(seen) for seen in journal.samples().values()} == {num_samples}
     assert journal.losses() == pytest.approx(expected.losses(), rel=1e-4)
+
+
+def test_an_epoch_that_was_cut_short_left_samples_out_after_a_later_loss() -> None:
+    class CutShort(Classifier):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            return -1 if self.current_epoch == 0 and self.global_step >= 5 else None
+
+    journal, trainer = fit([Fault(2, 1, "drop", at_step=7)], module=CutShort(Journal()))
+    assert trainer.global_step == 12
+    assert {epoch: len(seen) for epoch, seen in journal.samples().items()} == {0: 80, 1: 100}
 
 
 def test_drop_last_dropped_a_whole_step_and_not_a_batch() -> None:
