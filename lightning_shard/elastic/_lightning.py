@@ -47,6 +47,7 @@ __all__ = [
     "epoch_of_samplers",
     "forget_data",
     "handle_sigterm",
+    "is_within_step",
     "load_checkpoint",
     "load_trainer_state",
     "measure_epoch",
@@ -261,6 +262,12 @@ def epoch_of_samplers(trainer: "pl.Trainer") -> int:
     """The number of the epoch that samplers have been told."""
     epoch: int = trainer.fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]
     return epoch
+
+
+def is_within_step(trainer: "pl.Trainer") -> bool:
+    """Whether the last batch was accumulated, and the optimizer's step is still to come."""
+    accumulates: bool = trainer.fit_loop.epoch_loop._should_accumulate()
+    return accumulates
 
 
 def measure_epoch(trainer: "pl.Trainer") -> None:

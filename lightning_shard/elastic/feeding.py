@@ -7,7 +7,7 @@ How a step's samples are shared out: see `shares`.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,14 +16,18 @@ import lightning.pytorch as pl
 from lightning_shard import settings
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.elastic._lightning import epoch_of_samplers
+from lightning_shard.elastic.counting import (
+    FirstBatches,
+    counting_steps,
+    recount,
+    recount_epoch,
+)
 from lightning_shard.elastic.data_loaders import Installed, find_order, install
 from lightning_shard.elastic.epoch_order import Position
 from lightning_shard.elastic.learning_rate import rescale
 from lightning_shard.elastic.sampling import ElasticBatchSampler
 from lightning_shard.elastic.shares import num_parts
 from lightning_shard.errors import ConfigError, RankFailedError
-
-_NEVER = 1 << 62  # batches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,21 +230,10 @@ class Feeding:
             trainer: In its fit, after the loader was asked for anew.
             old_accumulation: When they were counted.
         """
-        accumulation = trainer.accumulate_grad_batches
-        progress = trainer.fit_loop.epoch_loop.batch_progress
-        epoch = epoch_of_samplers(trainer)
-        if self._scaling is None:
-            _, behind, in_epoch = self._first_batches(trainer)
-            total = self._as_now(trainer, epoch * in_epoch + behind)
-        else:
-            total = _recounted(progress.total, accumulation, old_accumulation)
-        current = _recounted(progress.current, accumulation, old_accumulation)
-        if epoch == self._position.epoch:
-            current = self._position.steps * accumulation
-        # what is not completed stays so; of the total a batch that was skipped would be one
-        num_open = int(progress.current.ready > progress.current.completed)
-        _set_count(progress.total, total, num_open)
-        _set_count(progress.current, current, num_open)
+        first = self._first_batches(trainer) if self._scaling is None else None
+        recount(trainer, first, old_accumulation)
+        if epoch_of_samplers(trainer) == self._position.epoch:
+            recount_epoch(trainer, self._position.steps)
 
     @contextmanager
     def dealing(self, trainer: "pl.Trainer") -> Iterator[None]:
@@ -262,59 +255,28 @@ class Feeding:
             if counts_anew:
                 trainer.val_check_batch = interval
 
-    @contextmanager
-    def counting_steps(self, trainer: "pl.Trainer") -> Iterator[None]:
-        """Let Lightning find due, behind a step, what was due there for the first ranks.
-
-        It counts batches, of which a step may have another number by now.
-        """
-        interval = trainer.val_check_interval
+    def counting_steps(self, trainer: "pl.Trainer") -> AbstractContextManager[None]:
+        """In which is due, behind a step, what was due there for the first ranks."""
         same = trainer.accumulate_grad_batches == self._first_accumulation
-        if same or self._sampler is None or not isinstance(interval, (int, float)):
-            yield
-            return
-        before, behind, in_epoch = self._first_batches(trainer)
-        check, configs = trainer.val_check_batch, trainer.lr_scheduler_configs
-        frequencies = [one.frequency for one in configs]
-        if isinstance(interval, float):
-            interval = max(1, int(in_epoch * interval))
-        since = 0
-        if trainer.check_val_every_n_epoch is None:  # counts over epochs
-            since = epoch_of_samplers(trainer) * in_epoch
-        is_due = (since + behind) // interval > (since + before) // interval
-        is_due &= not trainer.fit_loop.epoch_loop._should_accumulate()
-        trainer.val_check_batch = 1 if is_due else _NEVER
-        for one in configs:
-            if one.interval == "step":
-                one.frequency = 1 if behind % one.frequency == 0 else _NEVER
-        try:
-            yield
-        finally:
-            trainer.val_check_batch = check
-            for one, frequency in zip(configs, frequencies, strict=True):
-                one.frequency = frequency
+        if (
+            same
+            or self._sampler is None
+            or not isinstance(trainer.val_check_interval, (int, float))
+        ):
+            return nullcontext()
+        return counting_steps(trainer, self._first_batches(trainer))
 
-    def _first_batches(self, trainer: "pl.Trainer") -> tuple[int, int, int]:
-        """Batches of the first ranks before the last step, behind it, and in the epoch."""
+    def _first_batches(self, trainer: "pl.Trainer") -> FirstBatches:
         assert self._sampler is not None
         assert self._first_accumulation is not None
-        in_epoch = num_parts(self._sampler.num_samples, self._first_batch)
-        steps = self._steps(trainer)
-        before, behind = (
-            min(max(number, 0) * self._first_accumulation, in_epoch)
-            for number in (steps - 1, steps)
+        epoch = epoch_of_samplers(trainer)
+        steps = self._position.steps if self._position.epoch == epoch else 0
+        return FirstBatches(
+            accumulation=self._first_accumulation,
+            in_epoch=num_parts(self._sampler.num_samples, self._first_batch),
+            epoch=epoch,
+            steps=steps + (trainer.global_step > self._noted_step),  # the last one may not be noted
         )
-        return before, behind, in_epoch
-
-    def _as_now(self, trainer: "pl.Trainer", first_batches: int) -> int:
-        """So many batches of the first ranks in batches of the present ones."""
-        assert self._first_accumulation is not None
-        return -(-first_batches * trainer.accumulate_grad_batches // self._first_accumulation)
-
-    def _steps(self, trainer: "pl.Trainer") -> int:
-        """Optimizer steps of the epoch, the last of which may not have been noted yet."""
-        steps = self._position.steps if self._position.epoch == epoch_of_samplers(trainer) else 0
-        return steps + (trainer.global_step > self._noted_step)
 
     def note_step(self, epoch: int, global_step: int) -> None:
         """Take note of an optimizer step.
@@ -367,14 +329,3 @@ class Feeding:
             self.recount(trainer, self._loaded_accumulation)
             self._rescale(trainer, self._loaded_ranks, self._num_ranks)
             self._loaded_accumulation = None
-
-
-def _recounted(progress: Any, accumulation: int, old_accumulation: int) -> int:
-    ready: int = progress.ready
-    return -(-ready * accumulation // old_accumulation)
-
-
-def _set_count(progress: Any, number: int, num_open: int) -> None:
-    """Set Lightning's counters of batches, of which so many are not completed."""
-    progress.ready = progress.started = progress.processed = number
-    progress.completed = max(number - num_open, 0)

@@ -133,3 +133,14 @@ def test_a_csv_loggers_writer_deletes_what_is_there(tmp_path: Path) -> None:
     rows = (Path(trainer.logger.log_dir) / "metrics.csv").read_text().splitlines()
     assert len(rows) == 3
     assert "loss" in rows[0]
+
+
+def test_what_is_due_by_batches_is_asked_in_two_methods() -> None:
+    validates = inspect.getsource(_TrainingEpochLoop._should_check_val_fx)
+    assert "% self.trainer.val_check_batch == 0" in validates
+    assert validates.count("self.trainer.check_val_every_n_epoch is None") == 1
+    steps = _TrainingEpochLoop._update_learning_rates
+    assert "current_idx % config.frequency == 0" in inspect.getsource(steps)
+    parameters = list(inspect.signature(steps).parameters)
+    assert parameters == ["self", "interval", "update_plateau_schedulers"]
+    assert "self._should_accumulate()" in inspect.getsource(_TrainingEpochLoop.update_lr_schedulers)
