@@ -56,6 +56,7 @@ __all__ = [
     "set_random_states",
     "share_places",
     "trainer_state",
+    "val_check_interval",
 ]
 
 
@@ -264,6 +265,11 @@ def epoch_of_samplers(trainer: "pl.Trainer") -> int:
     return epoch
 
 
+def val_check_interval(trainer: "pl.Trainer") -> float | None:
+    """The Trainer's option, in batches or as a share of an epoch's; None if it is a time."""
+    return getattr(trainer, "val_check_interval", None)
+
+
 def is_within_step(trainer: "pl.Trainer") -> bool:
     """Whether the last batch was accumulated, and the optimizer's step is still to come."""
     accumulates: bool = trainer.fit_loop.epoch_loop._should_accumulate()
@@ -295,8 +301,9 @@ def measure_epoch(trainer: "pl.Trainer") -> None:
         num_batches = _parse_num_batches(RunningStage.TRAINING, len(only), limit)
     if num_batches != loop.max_batches:
         loader.limits, loop.max_batches = [num_batches], num_batches
-        if isinstance(trainer.val_check_interval, float):
-            trainer.val_check_batch = max(1, int(num_batches * trainer.val_check_interval))
+        interval = val_check_interval(trainer)
+        if isinstance(interval, float):
+            trainer.val_check_batch = max(1, int(num_batches * interval))
 
 
 def handle_sigterm(trainer: "pl.Trainer", handler: Callable[[int, FrameType | None], None]) -> None:

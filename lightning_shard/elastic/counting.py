@@ -13,7 +13,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_shard.elastic._lightning import is_within_step
+from lightning_shard.elastic._lightning import is_within_step, val_check_interval
 
 _NEVER = 1 << 62  # batches
 
@@ -58,7 +58,9 @@ def counting_steps(trainer: "pl.Trainer", first: FirstBatches) -> Iterator[None]
     """Let Lightning find due, behind a step, what was due there for the first ranks."""
     check, configs = trainer.val_check_batch, trainer.lr_scheduler_configs
     frequencies = [one.frequency for one in configs]
-    trainer.val_check_batch = 1 if _validates(trainer, first) else _NEVER
+    interval = val_check_interval(trainer)
+    if interval is not None:
+        trainer.val_check_batch = 1 if _validates(trainer, first, interval) else _NEVER
     for one in configs:
         if one.interval == "step":
             one.frequency = 1 if first.behind % one.frequency == 0 else _NEVER
@@ -70,14 +72,13 @@ def counting_steps(trainer: "pl.Trainer", first: FirstBatches) -> Iterator[None]
             one.frequency = frequency
 
 
-def _validates(trainer: "pl.Trainer", first: FirstBatches) -> bool:
+def _validates(trainer: "pl.Trainer", first: FirstBatches, interval: float) -> bool:
     if is_within_step(trainer):
         return False
-    interval: Any = trainer.val_check_interval
     if isinstance(interval, float):
         interval = max(1, int(first.in_epoch * interval))
     since = first.of_epochs if trainer.check_val_every_n_epoch is None else 0
-    return bool((since + first.behind) // interval > (since + first.before) // interval)
+    return (since + first.behind) // interval > (since + first.before) // interval
 
 
 def recount(trainer: "pl.Trainer", first: FirstBatches | None, old_accumulation: int) -> None:

@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 
 from lightning_shard import settings
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.elastic._lightning import epoch_of_samplers
+from lightning_shard.elastic._lightning import epoch_of_samplers, val_check_interval
 from lightning_shard.elastic.counting import (
     FirstBatches,
     counting_steps,
@@ -241,7 +241,7 @@ class Feeding:
 
         Limits are those of the first ranks' batches, and so is what lies between two validations.
         """
-        interval, limit = trainer.val_check_interval, trainer.limit_train_batches
+        interval, limit = val_check_interval(trainer), trainer.limit_train_batches
         counts_anew = isinstance(interval, int) and self._first_accumulation is not None
         if self._scaling is None and limit:
             self._limit, trainer.limit_train_batches = limit, 1.0
@@ -250,19 +250,13 @@ class Feeding:
         try:
             yield
         finally:
-            trainer.val_check_interval, trainer.limit_train_batches = interval, limit
-            self._limit = None
-            if counts_anew:
-                trainer.val_check_batch = interval
+            self._limit, trainer.limit_train_batches = None, limit
+            if counts_anew and interval is not None:
+                trainer.val_check_interval = trainer.val_check_batch = interval
 
     def counting_steps(self, trainer: "pl.Trainer") -> AbstractContextManager[None]:
         """In which is due, behind a step, what was due there for the first ranks."""
-        same = trainer.accumulate_grad_batches == self._first_accumulation
-        if (
-            same
-            or self._sampler is None
-            or not isinstance(trainer.val_check_interval, (int, float))
-        ):
+        if self._sampler is None or trainer.accumulate_grad_batches == self._first_accumulation:
             return nullcontext()
         return counting_steps(trainer, self._first_batches(trainer))
 

@@ -217,6 +217,16 @@ def test_validations_came_at_other_steps_after_a_loss(
     assert len(got) > 1
 
 
+@pytest.mark.parametrize("faults", [[], LOSS], ids=["", "loss"])
+def test_a_time_between_validations_was_taken_for_batches(faults: list[Fault]) -> None:
+    options = {"val_check_interval": "00:01:00:00", "check_val_every_n_epoch": None}
+    module = Scheduled(halves, frequency=2)
+    journal, trainer = fit(faults, module=module, trainer_options=options)
+    assert trainer.global_step == 14
+    assert journal.samples() == EVERY_SAMPLE
+    assert module.last_rates()[6] == {round(3e-2 / 8, 8)}
+
+
 def test_fewer_batches_than_between_two_validations_ended_the_job() -> None:
     options = {"val_check_interval": 10, "accumulate_grad_batches": 2}
     two = [Fault(rank, 1, "add", at_step=2) for rank in (2, 3)]
