@@ -161,11 +161,18 @@ def halves(module: Scheduled, optimizer: Any) -> LRScheduler:
     return StepLR(optimizer, 1, gamma=0.5)
 
 
-@pytest.mark.parametrize("faults", [LOSS, JOIN], ids=["loss", "join"])
 @pytest.mark.parametrize(
-    ("make", "config"),
-    [(one_cycle, {}), (down_to_zero, {}), (by_ranks, {}), (halves, {"frequency": 2})],
-    ids=["one cycle", "number of steps", "number of ranks", "every second step"],
+    ("make", "config", "faults"),
+    [
+        (one_cycle, {}, LOSS),
+        (down_to_zero, {}, JOIN),
+        (by_ranks, {}, JOIN),
+        (halves, {"frequency": 2}, LOSS),
+        pytest.param(one_cycle, {}, JOIN, marks=pytest.mark.slow),
+        pytest.param(down_to_zero, {}, LOSS, marks=pytest.mark.slow),
+        pytest.param(by_ranks, {}, LOSS, marks=pytest.mark.slow),
+        pytest.param(halves, {"frequency": 2}, JOIN, marks=pytest.mark.slow),
+    ],
 )
 def test_schedules_went_another_way_after_a_change(
     make: Any, config: dict[str, Any], faults: list[Fault]
@@ -207,7 +214,9 @@ def test_data_that_configure_optimizers_had_asked_for_was_not_that_of_the_checkp
     ],
     ids=str,
 )
-@pytest.mark.parametrize("faults", [LOSS, LOSS_AND_JOIN], ids=["loss", "loss and join"])
+@pytest.mark.parametrize(
+    "faults", [pytest.param(LOSS, marks=pytest.mark.slow), LOSS_AND_JOIN], ids=["loss", "and join"]
+)
 def test_validations_came_at_other_steps_after_a_loss(
     options: dict[str, Any], faults: list[Fault]
 ) -> None:

@@ -299,9 +299,7 @@ def test_at_the_end_of_a_fit_hooks_saw_each_ranks_own_weights(way: str, tmp_path
     assert_same_weights(first, second, rtol=0, atol=0)
     assert_same_weights(first, weights_of(module), rtol=0, atol=0)
     trainer.save_checkpoint(tmp_path / "after.ckpt")
-    kept, after = (
-        torch.load(tmp_path / name, weights_only=True) for name in ("end.ckpt", "after.ckpt")
-    )
+    kept, after = (torch.load(tmp_path / f"{name}.ckpt") for name in ("end", "after"))
     assert_same_weights(kept["state_dict"], after["state_dict"], rtol=0, atol=0)
     torch.testing.assert_close(kept["optimizer_states"], after["optimizer_states"], rtol=0, atol=0)
 
