@@ -23,6 +23,7 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop as Tr
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
 from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_shard.elastic.sampling import ElasticBatchSampler
@@ -238,7 +239,8 @@ def _is_whole(trainer: "pl.Trainer", path: Path) -> bool:
     """Whether a file can be gone back to: not weights alone, nor one whose writer was lost."""
     try:
         checkpoint = trainer.strategy.checkpoint_io.load_checkpoint(path)
-    except Exception:  # of any format
+    except Exception as error:  # of any format
+        rank_zero_warn(f"{path} cannot be read and is passed over: {type(error).__name__}: {error}")
         return False
     return "optimizer_states" in checkpoint
 

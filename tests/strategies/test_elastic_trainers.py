@@ -74,6 +74,21 @@ def test_weights_alone_were_taken_for_a_checkpoint_to_go_back_to(tmp_path: Path)
     assert journal.samples() == EVERY_SAMPLE
 
 
+def test_a_file_whose_writer_was_lost_was_taken_for_a_checkpoint(tmp_path: Path) -> None:
+    class Broken(Classifier):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if self.global_step == 6:
+                (tmp_path / "step=7.ckpt").write_bytes(b"PK")
+
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1)
+    options = {"enable_checkpointing": True, "callbacks": [saver]}
+    both = [Fault(rank, 3, "drop", at_step=7) for rank in (1, 2)]
+    with pytest.warns(UserWarning, match=r"step=7\.ckpt cannot be read and is passed over"):
+        journal, trainer = fit(both, module=Broken(Journal()), trainer_options=options)
+    assert trainer.global_step == 14
+    assert journal.samples() == EVERY_SAMPLE
+
+
 def test_a_checkpoints_learning_rate_stayed_that_of_its_number_of_ranks(tmp_path: Path) -> None:
     rates: dict[int, float] = {}
 
