@@ -16,7 +16,7 @@ Every method keeps to dense's hyperparameters.
 |----------|------------------------------------------------------------------|-------------|------|
 | dense    | `shard_ddp`                                                      |             |      |
 | fp16 ... | its `compression`: fp16, bf16, int8                              |             | 1 %  |
-|          | powersgd, of rank 8                                              | 200 steps   | 3 %  |
+|          | powersgd, of rank 8; powersgd2, of rank 2                        | 200 steps   | 3 %  |
 |          | topk, 1 % of the values                                          | 250 steps   | 5 %  |
 |          | onebit                                                           | 100 steps   | 5 %  |
 | local    | averages of parameters every 10 steps                            | 50 steps    |      |
@@ -24,6 +24,7 @@ Every method keeps to dense's hyperparameters.
 | diloco25 | 25 steps, likewise                                               | 250 steps   | 3 %  |
 | async    | parameter servers, a bound of 4 steps                            | 200 steps   | 5 %  |
 | late     | the same beside a slow rank, so that the others are always ahead | 200 steps   | 5 %  |
+| late100  | likewise                                                         | 100 steps   | 5 %  |
 """
 
 import argparse
@@ -85,6 +86,7 @@ METHODS = {
     "bf16": Method(DDPStrategy, 0.01, {"compression": "bf16"}),
     "int8": Method(DDPStrategy, 0.01, {"compression": "int8"}),
     "powersgd": Method(DDPStrategy, 0.03, {"compression": PowerSGD(rank=8, warmup_steps=200)}),
+    "powersgd2": Method(DDPStrategy, 0.03, {"compression": PowerSGD(rank=2, warmup_steps=200)}),
     "topk": Method(
         DDPStrategy,
         0.05,
@@ -104,6 +106,7 @@ METHODS = {
     ),
     "async": Method(AsyncSGDStrategy, 0.05, ASYNC),
     "late": Method(AsyncSGDStrategy, 0.05, ASYNC, delay=400),
+    "late100": Method(AsyncSGDStrategy, 0.05, {**ASYNC, "warmup_steps": 100}, delay=400),
 }
 
 
