@@ -6,22 +6,22 @@
     wait      average M = P Q'       the next Q: this one, each column scaled to 1 at most
 
 Both averages are sums of linear functions of M, so they need no gathering and no second loss.
-Vectors, and matrices too small to gain, travel as they are with P; nothing of them is lost, but
+Vectors, and matrices too small to gain, travel with P. In float32 nothing of them is lost, but
 what another compressor has lost of them, and a checkpoint has brought, travels with them once.
+In bfloat16 all of this is half as long. P is made orthonormal after it has travelled, so that its
+rounding costs nothing; what rounding takes from this rank's Q and vectors, it sends later.
 P also tells which tensors have values on any rank; of one that has none, nothing is taken away.
 Source: PowerSGD, arXiv:1905.13727.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
+from typing import get_args
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_shard.backends.pending import Pending
-from lightning_shard.backends.traffic import ring_share
 from lightning_shard.data_parallel.compression.buffer import FlatBuffer
 from lightning_shard.data_parallel.compression.compressor import (
     Compressor,
@@ -29,6 +29,14 @@ from lightning_shard.data_parallel.compression.compressor import (
     State,
     if_sound,
 )
+from lightning_shard.data_parallel.compression.factors import (
+    Factors,
+    num_columns,
+    pays,
+    rank_of,
+    scaled,
+)
+from lightning_shard.data_parallel.compression.vector_average import VectorAverage, WireDType
 from lightning_shard.errors import ConfigError
 from lightning_shard.layout.flat import Slot
 
@@ -40,57 +48,31 @@ class PowerSGD(Compressor):
         rank: Of the approximation; 1 to 4 are usual.
         warmup_steps: Steps at the start that are dense.
         seed: Of the first guess, the same on all ranks.
+        factor_dtype: Of the factors, and of what has none, on the wire. For the bytes of one rank
+            in "float32", "bfloat16" sends twice the rank.
     """
 
-    def __init__(self, rank: int = 2, warmup_steps: int = 0, seed: int = 0) -> None:
-        if rank < 1 or warmup_steps < 0:
+    def __init__(
+        self,
+        rank: int = 2,
+        warmup_steps: int = 0,
+        seed: int = 0,
+        factor_dtype: WireDType = "float32",
+    ) -> None:
+        if rank < 1 or warmup_steps < 0 or factor_dtype not in get_args(WireDType):
             raise ConfigError(
-                f"PowerSGD needs rank >= 1 and warmup_steps >= 0, got rank={rank!r}, "
-                f"warmup_steps={warmup_steps!r}."
+                f"PowerSGD needs rank >= 1, warmup_steps >= 0 and a factor_dtype of 'float32' or "
+                f"'bfloat16', got rank={rank!r}, warmup_steps={warmup_steps!r}, "
+                f"factor_dtype={factor_dtype!r}."
             )
         self.rank = rank
         self.warmup_steps = warmup_steps
         self.seed = seed
+        self.factor_dtype: WireDType = factor_dtype
 
     @override
     def exchange(self, buffer: FlatBuffer) -> Exchange:
         return LowRankExchange(self, buffer)
-
-
-@dataclass(eq=False)
-class Factors:
-    """One matrix's place, and its factors.
-
-    Attributes:
-        slot: Its place in the buffer.
-        rows: Its first dimension; the others make up the columns.
-        q: Shape (columns, rank): the next power iteration starts from it; no value is over 1.
-        p: Shape (rows, rank): orthonormal columns; a view of what is averaged before.
-        next_q: Shape (columns, rank): a view of what is averaged.
-    """
-
-    slot: Slot
-    q: Tensor
-    p: Tensor
-    next_q: Tensor
-
-    def matrix(self, full: Tensor) -> Tensor:
-        """The matrix, a view of a flat tensor."""
-        return full[self.slot.offset : self.slot.stop].view(self.slot.shape[0], -1)
-
-    def orthonormalise(self, sound: Tensor) -> None:
-        """Make the columns of P of length 1 and at right angles; any such ones unless `sound`."""
-        p = if_sound(sound, self.p)
-        self.p.copy_(torch.linalg.qr(_scaled(p, otherwise=p)).Q)
-
-    def start_from(self, q: Tensor) -> None:
-        """Begin the next iteration with `q`, shape (columns, rank).
-
-        Only the directions of its columns matter, since P is made orthonormal. Their lengths must
-        not stay: they would grow with each gradient, and one that is large enough would make all
-        later P overflow.
-        """
-        self.q.copy_(_scaled(q, otherwise=self.q))
 
 
 class LowRankExchange(Exchange):
@@ -105,47 +87,44 @@ class LowRankExchange(Exchange):
         super().__init__(buffer)
         self._settings = settings
         slots = buffer.layout.slots
-        self._thin = [slot for slot in slots if _pays(slot, settings.rank)]
-        self._plain = [slot for slot in slots if not _pays(slot, settings.rank)]
-        self._residual = self._first = self._second = torch.empty(0)  # all from the first average
-        self._plain_values = self._used = self._first
+        self._thin = [slot for slot in slots if pays(slot, settings.rank)]
+        self._plain = [slot for slot in slots if not pays(slot, settings.rank)]
+        self._residual = self._plain_values = self._used = torch.empty(0)
+        self._first: VectorAverage | None = None  # as all of these: from the first average on
+        self._second: VectorAverage | None = None
         self._factors: list[Factors] = []
-        self._is_allocated = False
         self._work: Tensor | None = None  # M of this rank, then the average
         self._out: Tensor | None = None
         self._scale = 1.0
         self._sound: Tensor | None = None
-        self._pending: Pending | None = None
         self._has_proceeded = False
 
     def _allocate(self) -> None:
         """Make what is kept; of frozen parameters that is nothing."""
-        if self._is_allocated:
+        if self._first is not None:
             return
-        self._is_allocated = True
-        numel, device = self.buffer.numel, self.buffer.device
-        self._residual = torch.zeros(numel, dtype=torch.float32, device=device)
-        ranks = [_rank(slot, self._settings.rank) for slot in self._thin]
+        device, dtype = self.buffer.device, self._settings.factor_dtype
+        self._residual = torch.zeros(self.buffer.numel, dtype=torch.float32, device=device)
+        ranks = [rank_of(slot, self._settings.rank) for slot in self._thin]
         num_p = sum(slot.shape[0] * rank for slot, rank in zip(self._thin, ranks, strict=True))
-        num_q = sum(_columns(slot) * rank for slot, rank in zip(self._thin, ranks, strict=True))
+        num_q = sum(num_columns(slot) * rank for slot, rank in zip(self._thin, ranks, strict=True))
         num_plain = sum(slot.numel for slot in self._plain)
-        num_slots = len(self.buffer.layout.slots)
+        sizes = [num_p, num_plain, len(self.buffer.layout.slots)]
         # P of all, the plain ones, and 1 for each tensor that this rank has values for.
-        self._first = self._residual.new_zeros(num_p + num_plain + num_slots)
-        self._second = self._residual.new_zeros(num_q)  # Q of all
-        self._plain_values = self._first[num_p : num_p + num_plain]
-        self._used = self._first[num_p + num_plain :]
-        self._factors = self._cut(ranks)
+        self._first = VectorAverage(sum(sizes), self.buffer, dtype)
+        self._second = VectorAverage(num_q, self.buffer, dtype)  # Q of all
+        p_values, self._plain_values, self._used = torch.split(self._first.values, sizes)
+        self._factors = self._cut(ranks, p_values, self._second.values)
 
-    def _cut(self, ranks: list[int]) -> list[Factors]:
+    def _cut(self, ranks: list[int], p_values: Tensor, q_values: Tensor) -> list[Factors]:
         random = torch.Generator().manual_seed(self._settings.seed + self.buffer.number)
         factors, p_end, q_end = [], 0, 0
         for slot, rank in zip(self._thin, ranks, strict=True):
-            p_shape, q_shape = (slot.shape[0], rank), (_columns(slot), rank)
-            p = self._first[p_end : p_end + prod(p_shape)].view(p_shape)
-            next_q = self._second[q_end : q_end + prod(q_shape)].view(q_shape)
+            p_shape, q_shape = (slot.shape[0], rank), (num_columns(slot), rank)
+            p = p_values[p_end : p_end + prod(p_shape)].view(p_shape)
+            next_q = q_values[q_end : q_end + prod(q_shape)].view(q_shape)
             q = torch.randn(q_shape, generator=random).to(self.buffer.device)
-            factors.append(Factors(slot, _scaled(q, otherwise=q), p, next_q))
+            factors.append(Factors(slot, scaled(q, otherwise=q), p, next_q))
             p_end, q_end = p_end + p.numel(), q_end + q.numel()
         return factors
 
@@ -161,6 +140,7 @@ class LowRankExchange(Exchange):
     @torch.no_grad()
     def begin(self, values: Tensor, out: Tensor, used: Sequence[bool] | None = None) -> None:
         self._allocate()
+        assert self._first is not None
         self._out, self._scale, self._has_proceeded = out, self.loss_scale(), False
         self._work = work = values.to(torch.float32, copy=True).div_(self._scale)
         self._mark_used(work, used)
@@ -168,12 +148,11 @@ class LowRankExchange(Exchange):
             matrix = one.matrix(work).add_(one.matrix(self._residual))
             torch.mm(matrix, one.q, out=one.p)
         for slot, part in self._plain_parts():
-            place = slice(slot.offset, slot.stop)
-            torch.add(work[place], self._residual[place], out=part)
-        ranks = self.buffer.ranks
-        self._pending = ranks.all_reduce(self._first, "avg", async_op=True)
-        sent = sum(ring_share(2 * part.numel(), ranks.size) for part in (self._first, self._second))
-        self._count(sent * 4)
+            whole = work[slot.offset : slot.stop].add_(self._residual[slot.offset : slot.stop])
+            part.copy_(whole)
+            self._first.round_(part)
+            whole.sub_(part)  # what is lost
+        self._count(self._first.begin())
 
     def _mark_used(self, work: Tensor, used: Sequence[bool] | None) -> None:
         self._used.fill_(1.0)
@@ -200,31 +179,34 @@ class LowRankExchange(Exchange):
         if self._has_proceeded:
             return
         self._has_proceeded = True
-        assert self._pending is not None
+        assert self._first is not None
+        assert self._second is not None
         assert self._work is not None
-        self._pending.wait()
-        self._sound = sound = torch.isfinite(self._first).all()  # the same on all ranks
+        self._first.wait()
+        self._sound = sound = torch.isfinite(self._first.values).all()  # the same on all ranks
         used = self._used_anywhere()
         for one in self._factors:
             one.orthonormalise(sound)
             one.p.mul_(used[one.slot.name])  # with P = 0 nothing is sent and all of M is kept
             matrix = one.matrix(self._work)
             torch.mm(matrix.T, one.p, out=one.next_q)
+            self._second.round_(one.next_q)
             lost = matrix.addmm_(one.p, one.next_q.T, alpha=-1.0)  # not kept until all are sound
             least, greatest = lost.aminmax()  # NaN if there is one
             one.next_q.masked_fill_(~(greatest - least < torch.inf), torch.nan)  # tell all ranks
-        self._pending = self.buffer.ranks.all_reduce(self._second, "avg", async_op=True)
+        self.tally.sent_bytes += self._second.begin()
 
     @override
     @torch.no_grad()
     def wait(self) -> None:
         self.proceed()
-        assert self._pending is not None
+        assert self._second is not None
         assert self._work is not None
         assert self._sound is not None
         assert self._out is not None
-        self._pending.wait()
-        sound, used = self._sound & torch.isfinite(self._second).all(), self._used_anywhere()
+        self._second.wait()
+        sound = self._sound & torch.isfinite(self._second.values).all()
+        used = self._used_anywhere()
         self._keep(self._work, sound, used)
         average = self._work.zero_()
         for one in self._factors:
@@ -234,22 +216,26 @@ class LowRankExchange(Exchange):
         if not self.buffer.keeps_all:
             average = average.view(self.buffer.ranks.size, -1)[self.buffer.ranks.rank]
         self._out.copy_(average).mul_(self._scale).masked_fill_(~sound, torch.nan)
-        self._work = self._out = self._sound = self._pending = None
+        self._work = self._out = self._sound = None
         self.step += 1
 
     def _keep(self, lost: Tensor, sound: Tensor, used: Mapping[str, Tensor]) -> None:
         """Take up what the next step depends on; all stays as it is unless `sound`."""
         for one in self._factors:
-            kept = one.matrix(self._residual)
-            kept.copy_(if_sound(sound, one.matrix(lost), kept))
+            self._keep_of(one.slot, lost, sound)
             one.start_from(if_sound(sound, one.next_q, one.q))
-        for slot in self._plain:  # has travelled
-            self._residual[slot.offset : slot.stop].masked_fill_(sound & used[slot.name], 0.0)
+        for slot in self._plain:
+            self._keep_of(slot, lost, sound & used[slot.name])
+
+    def _keep_of(self, slot: Slot, lost: Tensor, sound: Tensor) -> None:
+        place = slice(slot.offset, slot.stop)
+        kept = self._residual[place]
+        kept.copy_(if_sound(sound, lost[place], kept))
 
     @override
     @torch.no_grad()
     def state(self) -> State:
-        if not self._is_allocated:
+        if self._first is None:
             return {}
         residual = self._residual.clone()
         self.buffer.ranks.all_reduce(residual, "avg").wait()
@@ -259,9 +245,10 @@ class LowRankExchange(Exchange):
     @property
     @override
     def kept(self) -> list[Tensor]:
-        if not self._is_allocated:
+        if self._first is None or self._second is None:
             return []
-        return [self._residual, self._first, self._second, *(one.q for one in self._factors)]
+        messages = self._first.values, self._second.values
+        return [self._residual, *messages, *(one.q for one in self._factors)]
 
     @override
     @torch.no_grad()
@@ -269,7 +256,7 @@ class LowRankExchange(Exchange):
         self.step = step
         if any(name in state.get(kind, {}) for kind in state for name in self.buffer.names):
             self._allocate()
-        if not self._is_allocated:
+        if self._first is None:
             return
         self._residual.zero_()
         for name, view in self.buffer.views(self._residual).items():
@@ -279,24 +266,3 @@ class LowRankExchange(Exchange):
             q = state.get("q", {}).get(one.slot.name)
             if q is not None and q.shape == one.q.shape:  # another rank starts from a guess
                 one.start_from(q.to(one.q))
-
-
-def _scaled(columns: Tensor, otherwise: Tensor) -> Tensor:
-    """Each column divided by its greatest value; of `otherwise` where that is 0 or not finite."""
-    greatest = columns.abs().amax(0)
-    return torch.where((greatest > 0) & (greatest < torch.inf), columns / greatest, otherwise)
-
-
-def _columns(slot: Slot) -> int:
-    return prod(slot.shape[1:])
-
-
-def _rank(slot: Slot, rank: int) -> int:
-    return min(rank, slot.shape[0], _columns(slot))
-
-
-def _pays(slot: Slot, rank: int) -> bool:
-    """Whether the factors of a matrix are smaller than it."""
-    if len(slot.shape) < 2 or not slot.numel:
-        return False
-    return _rank(slot, rank) * (slot.shape[0] + _columns(slot)) < slot.numel

@@ -30,6 +30,7 @@ SHIPPED: dict[str, Compressor] = {
     "topk": TopK(ratio=0.1),
     "onebit": OneBit(warmup_steps=0, adam=False),
     "powersgd": PowerSGD(rank=2),
+    "powersgd16": PowerSGD(rank=2, factor_dtype="bfloat16"),
 }
 SHAPES = [("matrix", (24, 40)), ("vector", (7,)), ("cube", (6, 5, 8)), ("scalar", ())]
 

@@ -136,7 +136,7 @@ def test_a_skipped_step_leaves_a_ranks_residual(momentum: float) -> None:
     run_ranks(fn, 2)
 
 
-@pytest.mark.parametrize("name", ["topk", "powersgd"])
+@pytest.mark.parametrize("name", ["topk", "powersgd", "powersgd16"])
 def test_a_change_of_the_loss_scale_changes_nothing_but_the_scale(name: str) -> None:
     def fn(rank: int) -> None:
         plain, scaled = (make_exchange(LOSSY[name], keeps_all=True) for _ in range(2))
@@ -263,7 +263,7 @@ def test_a_buffer_in_flight_does_not_disturb_another(name: str, keeps_all: bool)
     run_ranks(fn, 2)
 
 
-@pytest.mark.parametrize("name", [*WITH_FEEDBACK, "powersgd"])
+@pytest.mark.parametrize("name", [*WITH_FEEDBACK, "powersgd", "powersgd16"])
 def test_a_state_is_taken_up_on_another_number_of_ranks(name: str) -> None:
     def first(rank: int) -> object:
         exchange = make_exchange(LOSSY[name], keeps_all=True)
