@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.errors import ConfigError
 from lightning_shard.optim.elementwise import why_not_elementwise, why_not_separate
-from lightning_shard.optim.momentum_step import MomentumStep
+from lightning_shard.optim.frozen_adam import FrozenAdam
 from lightning_shard.optim.state import shard_state
 
 
@@ -41,7 +41,7 @@ class ShardedOptimizer:
         self.optimizer = optimizer
         self.engine = engine
         self._in_view = False
-        self._momentum_step = MomentumStep(optimizer, engine)
+        self._frozen_adam = FrozenAdam(optimizer, engine)
         shard_state(optimizer, engine)
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -88,11 +88,11 @@ class ShardedOptimizer:
     def _enter(self) -> None:
         self._in_view = True
         self.engine.view.enter()
-        self._momentum_step.take()
+        self._frozen_adam.take()
 
     def _leave(self) -> None:
         self._in_view = False
-        self._momentum_step.put_back()
+        self._frozen_adam.put_back()
         self.engine.view.leave()
         self.engine.publish(self.params)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
 from lightning_shard import ConfigError, LocalSGDStrategy
-from lightning_shard.data_parallel.compression import Codec, OneBit, TopK
+from lightning_shard.data_parallel.compression import Codec, OneBit, PowerSGD, TopK
 from lightning_shard.profiling.compression_ratio import CompressionRatio
 from tests.strategies.local_training import (
     BATCH,
@@ -268,6 +268,10 @@ def test_an_outer_optimizer_from_a_config_or_a_function() -> None:
         ({"compression": "int9"}, "Unknown compression"),
         ({"compression": TopK(momentum=0.9)}, "the outer optimizer has a momentum"),
         ({"compression": OneBit()}, "the outer optimizer has a momentum"),
+        (
+            {"compression": PowerSGD(warmup_steps=5, adam=True)},
+            "the outer optimizer has a momentum",
+        ),
         ({"sync_evry": 2}, "Did you mean 'sync_every'"),
     ],
 )

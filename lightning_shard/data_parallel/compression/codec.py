@@ -45,6 +45,11 @@ class Codec(Compressor):
     update_limit: float = 1.0
     is_sparse: bool = False
 
+    @property
+    @override
+    def freezes_variance(self) -> bool:  # type: ignore[override]
+        return self.sends_momentum
+
     @abstractmethod
     def encode(self, values: Tensor, turn: Turn) -> Sequence[Tensor]:
         """Make `values` smaller.

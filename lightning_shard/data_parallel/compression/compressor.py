@@ -26,7 +26,14 @@ State = dict[str, dict[str, Tensor]]  # kind of state -> name -> tensor
 
 
 class Compressor(ABC):
-    """How gradients are made smaller before they travel: settings without state."""
+    """How gradients are made smaller before they travel: settings without state.
+
+    Attributes:
+        freezes_variance: Adam's second moment stays as it is once a warm-up is over. So it is for
+            gradients that Adam gets, and for nothing else.
+    """
+
+    freezes_variance: bool = False
 
     @abstractmethod
     def exchange(self, buffer: FlatBuffer) -> "Exchange":
@@ -87,17 +94,20 @@ class Exchange(ABC):
             step to step is kept without it, so that it may change.
         keeps_momentum: Whether what travels is summed over steps, so that micro-batches must be
             added up before.
-        sends_momentum: Whether Adam's momentum travels, once a warm-up is over.
-        sent_momentum: Whether it did the last time.
+        freezes_variance: Whether Adam's second moment stays as it is, once a warm-up is over.
+        froze_variance: Whether it was over the last time.
+        sends_momentum: Whether it is Adam's momentum that travels then.
         momentum_factors: Of momentum, where it is kept, by tensor of the buffer.
-        is_sparse: Whether what has not been sent comes as zero.
-        update_limit: The greatest change of a value in a step on momentum, in learning rates.
+        fills_variance: Whether a value that had no gradient in the warm-up is given the others'
+            second moment, or is left alone, since everything comes as something but zero.
+        update_limit: The greatest change of a value in a step from then on, in learning rates.
     """
 
     keeps_momentum = False
+    freezes_variance = False
+    froze_variance = False
     sends_momentum = False
-    sent_momentum = False
-    is_sparse = False
+    fills_variance = False
     update_limit = 1.0
 
     def __init__(self, buffer: FlatBuffer) -> None:

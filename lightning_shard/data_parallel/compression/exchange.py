@@ -74,8 +74,8 @@ class CodecExchange(Exchange):
         self.codec = codec
         self._shape = (buffer.ranks.size, buffer.segment_numel)
         self.keeps_momentum = codec.momentum > 0 or codec.sends_momentum
-        self.sends_momentum = codec.sends_momentum
-        self.is_sparse, self.update_limit = codec.is_sparse, codec.update_limit
+        self.sends_momentum, self.freezes_variance = codec.sends_momentum, codec.freezes_variance
+        self.fills_variance, self.update_limit = codec.is_sparse, codec.update_limit
         num_slots = len(buffer.layout.slots)
         self.momentum_factors = [codec.momentum or 0.9] * num_slots  # Adam's are told
         self._memory = Memory(codec, buffer, self.momentum_factors)
@@ -103,7 +103,7 @@ class CodecExchange(Exchange):
             self.buffer.ranks.all_reduce(told, "max").wait()
             self._learn_unused(told[:-1])
             self._memory.take_up(gradient, None, self._unused, told[-1] == 0)
-        self.sent_momentum = False
+        self.froze_variance = False
         self._count(self.buffer.dense_numel * 4)
         self.step += 1
         return True
@@ -113,7 +113,7 @@ class CodecExchange(Exchange):
     def begin(self, values: Tensor, out: Tensor, used: Sequence[bool] | None = None) -> None:
         self._memory.allocate()
         self._note_used(used)
-        self.sent_momentum = self.codec.sends_momentum
+        self.froze_variance = self.freezes_variance
         gradient = self._taken(values)
         whole = self._memory.with_kept(gradient)
         sound = _is_finite(whole)

@@ -50,6 +50,9 @@ class PowerSGD(Compressor):
         seed: Of the first guess, the same on all ranks.
         factor_dtype: Of the factors, and of what has none, on the wire. For the bytes of one rank
             in "float32", "bfloat16" sends twice the rank.
+        adam: For torch's Adam and AdamW, whose second moment is frozen after the warm-up, as in
+            1-bit Adam (arXiv:2102.02888): error feedback sends in one step what many have lost,
+            and Adam would divide such a spike by itself. Gradients travel all the same.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class PowerSGD(Compressor):
         warmup_steps: int = 0,
         seed: int = 0,
         factor_dtype: WireDType = "float32",
+        adam: bool = False,
     ) -> None:
         if rank < 1 or warmup_steps < 0 or factor_dtype not in get_args(WireDType):
             raise ConfigError(
@@ -65,6 +69,12 @@ class PowerSGD(Compressor):
                 f"'bfloat16', got rank={rank!r}, warmup_steps={warmup_steps!r}, "
                 f"factor_dtype={factor_dtype!r}."
             )
+        if adam and not warmup_steps:
+            raise ConfigError(
+                "PowerSGD(adam=True) needs a warm-up, in which Adam learns its second moment, got "
+                "warmup_steps=0. A tenth of all steps is usual; or pass adam=False."
+            )
+        self.freezes_variance = adam
         self.rank = rank
         self.warmup_steps = warmup_steps
         self.seed = seed
@@ -86,6 +96,8 @@ class LowRankExchange(Exchange):
     def __init__(self, settings: PowerSGD, buffer: FlatBuffer) -> None:
         super().__init__(buffer)
         self._settings = settings
+        self.freezes_variance = settings.freezes_variance
+        self.fills_variance = True  # what has no gradient has no values
         slots = buffer.layout.slots
         self._thin = [slot for slot in slots if pays(slot, settings.rank)]
         self._plain = [slot for slot in slots if not pays(slot, settings.rank)]
@@ -132,6 +144,7 @@ class LowRankExchange(Exchange):
     def passes(self, values: Tensor, used: Sequence[bool] | None = None) -> bool:
         if self.step >= self._settings.warmup_steps:
             return False
+        self.froze_variance = False
         self._count(self.buffer.dense_numel * 4)
         self.step += 1
         return True
@@ -143,6 +156,7 @@ class LowRankExchange(Exchange):
         assert self._first is not None
         self._out, self._scale, self._has_proceeded = out, self.loss_scale(), False
         self._work = work = values.to(torch.float32, copy=True).div_(self._scale)
+        self.froze_variance = self.freezes_variance
         self._mark_used(work, used)
         for one in self._factors:
             matrix = one.matrix(work).add_(one.matrix(self._residual))

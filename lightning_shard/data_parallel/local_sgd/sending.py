@@ -111,10 +111,12 @@ def check_real(tensors: Mapping[str, Tensor], rank: int) -> None:
 
 
 def check_compressor(compressor: Compressor | None) -> None:
-    """Raise ConfigError for a compressor with a momentum: the outer optimizer has one."""
-    if isinstance(compressor, Codec) and (compressor.momentum or compressor.sends_momentum):
+    """Raise ConfigError for a compressor that counts on a momentum: the outer optimizer has one."""
+    keeps_momentum = isinstance(compressor, Codec) and compressor.momentum
+    if compressor is not None and (keeps_momentum or compressor.freezes_variance):
         raise ConfigError(
-            f"{type(compressor).__name__} keeps a momentum of the gradients of every step, but "
-            f"under local SGD what travels is the change of many steps, and the outer optimizer "
-            f"has a momentum. Pass TopK(momentum=0.0), or OneBit(adam=False)."
+            f"{type(compressor).__name__} keeps a momentum, or Adam's, of the gradients of every "
+            f"step, but under local SGD what travels is the change of many steps, and the outer "
+            f"optimizer has a momentum. Pass TopK(momentum=0.0), OneBit(adam=False) or "
+            f"PowerSGD(adam=False)."
         )

@@ -202,14 +202,14 @@ def test_momentum_travels_after_a_warm_up(codec: Codec) -> None:
         for step in range(2):
             assert exchange.passes(gradient(buffer, rank, step))
             exact = 0.9 * exact + 0.1 * mean(buffer, [step], 2)
-            assert not exchange.sent_momentum
+            assert not exchange.froze_variance
         momentum = exchange.state()["momentum"]
         for name, view in buffer.views(exact).items():
             torch.testing.assert_close(momentum[name], view, rtol=1e-5, atol=1e-6)
         values = gradient(buffer, rank, 2)
         assert not exchange.passes(values)
         got = average(exchange, values)
-        assert exchange.sent_momentum
+        assert exchange.froze_variance
         exact = buffer.views(0.9 * exact + 0.1 * mean(buffer, [2], 2))
         kept = exchange.state()
         num_anew = 0

@@ -1,6 +1,10 @@
-"""Adam's step where its momentum, not a gradient, has come from the ranks.
+"""Adam's steps from the end of a compressor's warm-up on: its second moment is frozen.
 
-    m = what came       v = as it was when the warm-up ended       p -= lr m / (sqrt(v) + eps)
+    p -= lr m / (sqrt(v) + eps)      v: as it was when the warm-up ended
+                                     m: what came, if it is momentum that travels; else made of it
+
+What error feedback sends comes late and all at once. Under a fixed v the sum of all steps is the
+same as if it had come in time; Adam would divide each spike by itself.
 
 The optimizer's own step passes over these parameters: while it runs they have no gradient. Their
 counter of steps stays where v was frozen, so that v's bias correction stays right.
@@ -18,15 +22,16 @@ from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.errors import ConfigError
 
 
-class MomentumStep:
-    """Takes an optimizer's steps on momentum, inside the optimizer's view.
+class FrozenAdam:
+    """Takes an optimizer's steps under a frozen second moment, inside the optimizer's view.
 
     Args:
         optimizer: The user's.
-        engine: Knows which averages are momenta.
+        engine: Knows what has come how.
 
     Raises:
-        ConfigError: Momentum travels, and the optimizer cannot use it or adds its own.
+        ConfigError: The optimizer is to be Adam and is not, or momentum travels and it adds its
+            own.
     """
 
     def __init__(self, optimizer: Optimizer, engine: DataParallelEngine) -> None:
@@ -35,18 +40,18 @@ class MomentumStep:
         self._set_aside: list[tuple[nn.Parameter, Tensor]] = []
         for group in optimizer.param_groups:
             for exchange in map(engine.exchange_of, group["params"]):
-                if exchange is not None and exchange.sends_momentum:
+                if exchange is not None and exchange.freezes_variance:
                     _check_adam(optimizer, group)
                 elif exchange is not None and exchange.keeps_momentum:
                     _check_no_momentum(optimizer, group)
         self._tell_factor()
 
     def take(self) -> None:
-        """Update what momentum has come for, and hide it from the optimizer's own step."""
+        """Update what has a frozen second moment, and hide it from the optimizer's own step."""
         for group in self._optimizer.param_groups:
             for param in group["params"]:
                 exchange = self._engine.exchange_of(param)
-                if exchange is None or not exchange.sent_momentum or param.grad is None:
+                if exchange is None or not exchange.froze_variance or param.grad is None:
                     continue
                 state = self._optimizer.state.get(param, {})
                 if "exp_avg_sq" in state:
@@ -75,17 +80,21 @@ class MomentumStep:
             return
         learning_rate, decay = float(group["lr"]), group["weight_decay"]
         assert param.grad is not None
-        momentum = param.grad if scale is None else param.grad / scale
-        state["exp_avg"].copy_(momentum)
+        came = param.grad if scale is None else param.grad / scale
+        pull: Tensor | float = decay * param
         if group.get("decoupled_weight_decay", isinstance(self._optimizer, AdamW)):
             param.mul_(1.0 - learning_rate * decay)
+            pull = 0.0
+        if exchange.sends_momentum:
+            momentum = state["exp_avg"].copy_(came) + pull
         else:
-            momentum = momentum + decay * param
+            gain = 1.0 - float(group["betas"][0])
+            momentum = state["exp_avg"].lerp_((came + pull).to(state["exp_avg"]), gain)
         variance = state["exp_avg_sq"] / (1.0 - group["betas"][1] ** float(state["step"]))
         # One scale for many signs is far too much for a value whose gradients are small. Adam's
         # own steps are hardly ever greater than the learning rate.
         limit = exchange.update_limit
-        if exchange.is_sparse:
+        if exchange.fills_variance:
             variance = _filled(variance, momentum)
         update = (momentum / (variance.sqrt() + group["eps"])).clamp_(-limit, limit)
         update.masked_fill_(variance == 0.0, 0.0)  # signs are sent of what has no gradient, too
@@ -112,10 +121,11 @@ def _filled(variance: Tensor, momentum: Tensor) -> Tensor:
 def _check_adam(optimizer: Optimizer, group: dict[str, Any]) -> None:
     if not isinstance(optimizer, (Adam, AdamW)) or group["amsgrad"] or group["maximize"]:
         raise ConfigError(
-            f"The compressor sends Adam's momentum, which {type(optimizer).__name__} with "
-            f"amsgrad={group.get('amsgrad')}, maximize={group.get('maximize')} cannot use; "
-            f"expected torch's Adam or AdamW without these. Or make it with adam=False, as "
-            f"compression=OneBit(adam=False): then gradients travel."
+            f"The compressor freezes the second moment beside Adam's momentum, which "
+            f"{type(optimizer).__name__} with amsgrad={group.get('amsgrad')}, "
+            f"maximize={group.get('maximize')} cannot use; expected torch's Adam or AdamW without "
+            f"these. Or make it with adam=False, as compression=OneBit(adam=False): then gradients "
+            f"travel, and the optimizer's own step takes them."
         )
 
 

@@ -1,4 +1,4 @@
-"""Adam's step on momentum that has come from the ranks: the rule of 1-bit Adam."""
+"""Adam's steps under a frozen second moment, on momentum or gradients: the rule of 1-bit Adam."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from lightning_shard.backends.registry import get_backend
-from lightning_shard.data_parallel.compression import Codec, TopK
+from lightning_shard.data_parallel.compression import Compressor, PowerSGD, TopK
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.errors import ConfigError
@@ -32,6 +32,11 @@ class ExactMomentum(Exact):
         return step < WARMUP
 
 
+# Its matrices here are too small to be approximated: all of a gradient arrives.
+COMPRESSORS: dict[str, Compressor] = {
+    "momentum": ExactMomentum(),
+    "gradients": PowerSGD(rank=64, warmup_steps=WARMUP, adam=True),
+}
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "AdamW": lambda p: optim.AdamW(p, lr=LR, betas=BETAS, weight_decay=DECAY, eps=EPS),
     "AdamW fused": lambda p: optim.AdamW(
@@ -55,7 +60,7 @@ def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
     return (model(inputs(step, rank)) - 1.0).square().mean()
 
 
-def make_engine(model: nn.Module, stage: int, compression: Codec) -> DataParallelEngine:
+def make_engine(model: nn.Module, stage: int, compression: Compressor) -> DataParallelEngine:
     assert dist.group.WORLD is not None
     collectives = get_backend("in_process").collectives(dist.group.WORLD)
     return DataParallelEngine(
@@ -63,8 +68,14 @@ def make_engine(model: nn.Module, stage: int, compression: Codec) -> DataParalle
     )
 
 
-def reference(name: str, num_ranks: int) -> list[Tensor]:
-    """One device, step by step as the paper's algorithm has it."""
+def reference(name: str, num_ranks: int, *, gradients: bool) -> list[Tensor]:
+    """One device, step by step as the paper's algorithm has it.
+
+    Adam's decay is part of its momentum where gradients travel; else it is added to what came.
+    """
+    coupled, late = (DECAY, 0.0) if gradients else (0.0, DECAY)
+    if name != "Adam":
+        coupled = late = 0.0
     model = make_model()
     params = list(model.parameters())
     optimizer = OPTIMIZERS[name](params)
@@ -73,17 +84,16 @@ def reference(name: str, num_ranks: int) -> list[Tensor]:
         optimizer.zero_grad()
         sum(loss_of(model, step, rank) for rank in range(num_ranks)).div(num_ranks).backward()
         for momentum, param in zip(momenta, params, strict=True):
-            momentum.mul_(BETAS[0]).add_(param.grad, alpha=1 - BETAS[0])
+            slope = param.grad + coupled * param.detach()
+            momentum.mul_(BETAS[0]).add_(slope, alpha=1 - BETAS[0])
         if step < WARMUP:
             optimizer.step()
             continue
         with torch.no_grad():
             for momentum, param in zip(momenta, params, strict=True):
                 variance = optimizer.state[param]["exp_avg_sq"] / (1 - BETAS[1] ** WARMUP)
-                slope = momentum.clone()
-                if name == "Adam":
-                    slope += DECAY * param
-                else:
+                slope = momentum + late * param
+                if name != "Adam":
                     param.mul_(1 - LR * DECAY)
                 param -= LR * (slope / (variance.sqrt() + EPS)).clamp(-1, 1)
     return [param.detach() for param in params]
@@ -91,10 +101,13 @@ def reference(name: str, num_ranks: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("stage", range(3))
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_momentum_moves_parameters_and_the_second_moment_stays(name: str, stage: int) -> None:
+@pytest.mark.parametrize("travels", COMPRESSORS)
+def test_momentum_moves_parameters_and_the_second_moment_stays(
+    travels: str, name: str, stage: int
+) -> None:
     def fn(rank: int) -> tuple[list[Tensor], dict[str, Any]]:
         model = make_model()
-        engine = make_engine(model, stage, ExactMomentum())
+        engine = make_engine(model, stage, COMPRESSORS[travels])
         optimizer = OPTIMIZERS[name](model.parameters())
         ShardedOptimizer(optimizer, engine)
         for step in range(NUM_STEPS):
@@ -114,7 +127,7 @@ def test_momentum_moves_parameters_and_the_second_moment_stays(name: str, stage:
             assert not torch.equal(entries["exp_avg"], before["exp_avg"])
         return [param.detach().clone() for param in model.parameters()], final
 
-    expected = reference(name, 2)
+    expected = reference(name, 2, gradients=travels == "gradients")
     for result in run_ranks(fn, 2):
         assert result is not None
         for got, exact in zip(result[0], expected, strict=True):
@@ -153,6 +166,7 @@ def test_a_value_that_never_had_a_gradient_stays() -> None:
     ("make", "compression", "message"),
     [
         (lambda p: optim.SGD(p, lr=0.1), ExactMomentum(), "Adam's momentum, which SGD"),
+        (lambda p: optim.SGD(p, lr=0.1), COMPRESSORS["gradients"], "Adam's momentum, which SGD"),
         (lambda p: optim.AdamW(p, amsgrad=True), ExactMomentum(), "amsgrad=True"),
         (lambda p: optim.Adam(p, maximize=True), ExactMomentum(), "maximize=True"),
         (lambda p: optim.SGD(p, lr=0.1, momentum=0.9), TopK(momentum=0.5), "count twice"),
@@ -161,7 +175,7 @@ def test_a_value_that_never_had_a_gradient_stays() -> None:
     ],
 )
 def test_an_optimizer_that_cannot_use_momentum_is_refused(
-    make: Callable[..., Optimizer], compression: Codec, message: str
+    make: Callable[..., Optimizer], compression: Compressor, message: str
 ) -> None:
     def fn(rank: int) -> None:
         model = make_model()
