@@ -163,6 +163,7 @@ def sent_bytes(made: DataParallelStrategy, num_ranks: int, num_steps: int = 2) -
 LEAST = {"fp16": 1.99, "bf16": 1.99, "int8": 3.9, "topk": 40, "powersgd": 20, "onebit": 25}
 WIRES = [
     *(("shard_ddp", 2, compression, times) for compression, times in LEAST.items()),
+    pytest.param("shard_ddp", 2, PowerSGD(6, factor_dtype="bfloat16"), 27, id="powersgd6 bfloat16"),
     ("zero1", 2, "onebit", 25),
     ("zero1", 2, "powersgd", 15),
     ("zero2", 3, "topk", 40),
@@ -174,7 +175,7 @@ def dense_bytes(name: str, num_ranks: int) -> list[int]:
     return sent_bytes(STRATEGIES[name](backend="in_process"), num_ranks).steps
 
 
-def check_wire(name: str, num_ranks: int, compression: str, times: float) -> None:
+def check_wire(name: str, num_ranks: int, compression: str | Compressor, times: float) -> None:
     made = OneBit(warmup_steps=1) if compression == "onebit" else compression
     compressed = STRATEGIES[name](backend="in_process", compression=made)
     sent = sent_bytes(compressed, num_ranks).steps
@@ -182,7 +183,9 @@ def check_wire(name: str, num_ranks: int, compression: str, times: float) -> Non
 
 
 @pytest.mark.parametrize(("name", "num_ranks", "compression", "times"), WIRES)
-def test_bytes_on_the_wire(name: str, num_ranks: int, compression: str, times: float) -> None:
+def test_bytes_on_the_wire(
+    name: str, num_ranks: int, compression: str | Compressor, times: float
+) -> None:
     """Counted by the group of the gradients, all that a step sends."""
     check_wire(name, num_ranks, compression, times)
 
@@ -196,7 +199,11 @@ def test_bytes_on_the_wire_everywhere(name: str, compression: str, num_ranks: in
     check_wire(name, num_ranks, compression, 15 if halved else LEAST[compression])
 
 
-@pytest.mark.parametrize("compression", ["int8", PowerSGD()], ids=["int8", "powersgd"])
+@pytest.mark.parametrize(
+    "compression",
+    ["int8", PowerSGD(), PowerSGD(6, factor_dtype="bfloat16")],
+    ids=["int8", "powersgd", "powersgd16"],
+)
 def test_the_tally_is_the_ratio_of_the_wire(compression: str | Compressor) -> None:
     dense = sum(dense_bytes("shard_ddp", 2))
     sent = sent_bytes(DDPStrategy(backend="in_process", compression=compression), 2)
