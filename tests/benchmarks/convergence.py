@@ -22,7 +22,8 @@ and 11, which are none of those that count here.
 |          | topk, 1 % of the values                                          | 250 steps   | 5 %  |
 |          | onebit                                                           | 100 steps   | 5 %  |
 | local    | averages of parameters every 10 steps                            | 50 steps    |      |
-| diloco   | 50 steps, then Nesterov on what has changed                      | 250 steps   | 3 %  |
+| diloco   | 50 steps, then Nesterov on what has changed                      | 300 steps   | 3 %  |
+| ...250   | likewise                                                         | 250 steps   | 3 %  |
 | diloco25 | 25 steps, likewise                                               | 250 steps   | 3 %  |
 | async    | parameter servers, a bound of 4 steps                            | 200 steps   | 5 %  |
 | late     | the same beside a slow rank, so that the others are always ahead | 200 steps   | 5 %  |
@@ -81,6 +82,7 @@ def _outer(momentum: float) -> dict[str, Any]:
     return {"class_path": "torch.optim.SGD", "init_args": options}
 
 
+DILOCO = {"sync_every": 50, "outer_optimizer": _outer(momentum=0.7)}
 ASYNC = {"staleness_bound": 4, "warmup_steps": 200}
 METHODS = {
     "dense": Method(DDPStrategy),
@@ -100,11 +102,8 @@ METHODS = {
     ),
     "onebit": Method(DDPStrategy, 0.05, {"compression": OneBit(warmup_steps=100)}),
     "local": Method(LocalSGDStrategy, None, {"sync_every": 10, "warmup_steps": 50}),
-    "diloco": Method(
-        LocalSGDStrategy,
-        0.03,
-        {"sync_every": 50, "warmup_steps": 250, "outer_optimizer": _outer(momentum=0.7)},
-    ),
+    "diloco": Method(LocalSGDStrategy, 0.03, {**DILOCO, "warmup_steps": 300}),
+    "diloco250": Method(LocalSGDStrategy, 0.03, {**DILOCO, "warmup_steps": 250}),
     "diloco25": Method(
         LocalSGDStrategy,
         0.03,
