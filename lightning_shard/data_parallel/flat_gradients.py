@@ -240,7 +240,8 @@ class FlatGradients:
 
     def _passes(self, exchange: Exchange, full: Tensor, used: Sequence[bool], twice: bool) -> bool:
         """Whether this reduction is a dense one, of a warm-up."""
-        if exchange.keeps_momentum and twice and not self._is_plain:
+        by_steps = exchange.keeps_momentum or exchange.freezes_variance
+        if by_steps and twice and not self._is_plain:
             advice = (
                 "Let the Trainer accumulate them, accumulate_grad_batches=n"
                 if self.accumulates
@@ -249,8 +250,8 @@ class FlatGradients:
             )
             raise ConfigError(
                 f"Rank {self._groups.everyone.rank}: a second gradient was reduced before the "
-                f"optimizer's step, expected one: the compressor sends momentum, which would count "
-                f"every micro-batch as a step. {advice}."
+                f"optimizer's step, expected one: the compressor sends momentum or freezes Adam's "
+                f"second moment, and would count every micro-batch as a step. {advice}."
             )
         return exchange.passes(full, used)
 

@@ -3,8 +3,8 @@
     p -= lr m / (sqrt(v) + eps)      v: as it was when the warm-up ended
                                      m: what came, if it is momentum that travels; else made of it
 
-What error feedback sends comes late and all at once. Under a fixed v the sum of all steps is the
-same as if it had come in time; Adam would divide each spike by itself.
+What error feedback sends comes late and all at once, and Adam would divide each spike by itself.
+Under a fixed v it counts in full, up to a limit for each step.
 
 The optimizer's own step passes over these parameters: while it runs they have no gradient. Their
 counter of steps stays where v was frozen, so that v's bias correction stays right.
@@ -54,7 +54,7 @@ class FrozenAdam:
                 if exchange is None or not exchange.froze_variance or param.grad is None:
                     continue
                 state = self._optimizer.state.get(param, {})
-                if "exp_avg_sq" in state:
+                if "exp_avg_sq" in state and state["step"] >= exchange.variance_steps:
                     self._update(param, state, group, exchange)
                     self._set_aside.append((param, param.grad))
                     param.grad = None
@@ -81,10 +81,11 @@ class FrozenAdam:
         learning_rate, decay = float(group["lr"]), group["weight_decay"]
         assert param.grad is not None
         came = param.grad if scale is None else param.grad / scale
-        pull: Tensor | float = decay * param
+        pull: Tensor | float = 0.0
         if group.get("decoupled_weight_decay", isinstance(self._optimizer, AdamW)):
             param.mul_(1.0 - learning_rate * decay)
-            pull = 0.0
+        elif decay:
+            pull = decay * param
         if exchange.sends_momentum:
             momentum = state["exp_avg"].copy_(came) + pull
         else:

@@ -134,6 +134,63 @@ def test_momentum_moves_parameters_and_the_second_moment_stays(
             torch.testing.assert_close(got, exact, rtol=1e-4, atol=1e-6)
 
 
+def wide_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 48), nn.Tanh(), nn.Linear(48, 48), nn.Linear(48, 1))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_all_stages_take_the_same_steps_on_what_is_left_of_a_gradient(num_ranks: int) -> None:
+    """Of 48 x 48 a rank of 2 loses most; what the stages hold of Adam differs, its steps do not."""
+
+    def fn(rank: int) -> list[list[Tensor]]:
+        weights = []
+        for stage in range(3):
+            model = wide_model()
+            settings = PowerSGD(2, warmup_steps=WARMUP, factor_dtype="bfloat16", adam=True)
+            engine = make_engine(model, stage, settings)
+            optimizer = OPTIMIZERS["AdamW"](model.parameters())
+            ShardedOptimizer(optimizer, engine)
+            for step in range(NUM_STEPS):
+                optimizer.zero_grad()
+                with engine.step():
+                    loss = loss_of(model, step, rank)
+                with engine.backward():
+                    loss.backward()
+                optimizer.step()
+            weights.append([param.detach().clone() for param in model.parameters()])
+        return weights
+
+    for result in run_ranks(fn, num_ranks):
+        assert result is not None
+        for stage in (1, 2):
+            torch.testing.assert_close(result[stage], result[0], rtol=1e-5, atol=1e-6)
+
+
+def test_one_gradient_made_the_second_moment_of_what_was_first_used_later() -> None:
+    """Where gradients travel, Adam's own steps go on until it has seen a warm-up's worth."""
+
+    def fn(rank: int) -> None:
+        early, late = nn.Linear(3, 1), nn.Linear(3, 1)
+        engine = make_engine(nn.ModuleList([early, late]), 0, COMPRESSORS["gradients"])
+        optimizer = optim.Adam([*early.parameters(), *late.parameters()], lr=LR)
+        ShardedOptimizer(optimizer, engine)
+        counts = []
+        for step in range(2 * WARMUP + 2):
+            optimizer.zero_grad()
+            with engine.step():
+                loss = loss_of(early, step, rank)
+                loss = loss + loss_of(late, step, rank) if step > WARMUP else loss
+            with engine.backward():
+                loss.backward()
+            optimizer.step()
+            counts.append(int(optimizer.state[late.weight].get("step", 0)))
+            assert optimizer.state[early.weight]["step"] == min(step + 1, WARMUP)
+        assert counts == [0, 0, 0, 0, 1, 2, 3, 3]
+
+    run_ranks(fn, 2)
+
+
 def test_a_value_that_never_had_a_gradient_stays() -> None:
     """Decoded signs are never zero: divided by a second moment of zero they would be huge."""
 

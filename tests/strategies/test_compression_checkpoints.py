@@ -44,15 +44,15 @@ PLACES = [
 
 @dataclass
 class Watch(L.Callback):
-    """How often gradients were averaged, and whether the last time their momentum came."""
+    """How often gradients were averaged, and whether Adam's second moment was frozen then."""
 
     steps: list[int] = field(default_factory=list)
-    momenta: list[bool] = field(default_factory=list)
+    frozen: list[bool] = field(default_factory=list)
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         exchange = trainer.strategy.engine.exchanges[0]
         self.steps.append(exchange.step)
-        self.momenta.append(exchange.froze_variance)
+        self.frozen.append(exchange.froze_variance)
 
 
 def fit(
@@ -92,8 +92,8 @@ def assert_same_state(got: dict[str, Any], expected: dict[str, Any]) -> None:
     assert got.keys() == expected.keys()
     assert got["compressor"] == expected["compressor"]
     assert got["step"] == expected["step"]
-    assert got["sends_momentum"] == expected["sends_momentum"]
-    for kind in expected.keys() - {"compressor", "sends_momentum", "step"}:
+    assert got["freezes_variance"] == expected["freezes_variance"]
+    for kind in expected.keys() - {"compressor", "freezes_variance", "step"}:
         assert got[kind].keys() == expected[kind].keys()
         for name, value in expected[kind].items():
             torch.testing.assert_close(got[kind][name], value)
@@ -160,7 +160,7 @@ def test_a_resumed_warm_up_is_not_begun_anew(tmp_path: Path) -> None:
     path = tmp_path / "first.ckpt"
     fit(("shard_ddp", 3), OneBit(warmup_steps=6), watch, num_steps=8, ckpt_path=path)
     assert watch.steps == [5, 6, 7, 8]
-    assert watch.momenta == [False, False, True, True]
+    assert watch.frozen == [False, False, True, True]
 
 
 def test_without_compression_the_state_is_passed_over(tmp_path: Path) -> None:
@@ -192,6 +192,22 @@ def test_another_compressor_takes_the_residual_alone(tmp_path: Path) -> None:
     for name, value in first["compression"]["residual"].items():
         torch.testing.assert_close(state["residual"][name], value)
     assert not any(value.any() for value in state["momentum"].values())
+
+
+def test_a_second_moment_that_learned_from_what_was_compressed_was_frozen_at_once(
+    tmp_path: Path,
+) -> None:
+    """The same compressor froze nothing before; it has its warm-up now, and keeps the residual."""
+    first = save(fit(("zero1", 2), PowerSGD()), tmp_path / "first.ckpt")[CHECKPOINT_KEY]
+    watch, freezing = Watch(), PowerSGD(warmup_steps=2, adam=True)
+    path = tmp_path / "first.ckpt"
+    again = save(fit(("zero1", 2), freezing, ckpt_path=path), tmp_path / "again.ckpt")
+    state = again[CHECKPOINT_KEY]["compression"]
+    for name, value in first["compression"]["residual"].items():
+        torch.testing.assert_close(state["residual"][name], value)
+    fit(("zero1", 2), freezing, watch, num_steps=8, ckpt_path=path)
+    assert watch.steps == [1, 2, 3, 4]
+    assert watch.frozen == [False, False, True, True]
 
 
 def test_weights_alone_carry_no_state(tmp_path: Path) -> None:

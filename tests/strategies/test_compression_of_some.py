@@ -187,7 +187,12 @@ def test_what_was_first_used_after_the_warm_up_was_never_trained(compressor: Com
         assert (weight.detach()[rows] - target).square().mean() < 0.7 * target.square().mean()
 
 
-def test_micro_batches_by_hand_counted_as_steps_of_the_momentum() -> None:
+@pytest.mark.parametrize(
+    "compressor",
+    [OneBit(warmup_steps=2), PowerSGD(warmup_steps=2, adam=True)],
+    ids=["onebit", "powersgd"],
+)
+def test_micro_batches_by_hand_counted_as_steps_of_the_momentum(compressor: Compressor) -> None:
     class Twice(Adversaries):
         def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:  # type: ignore[override]
             optimizer = self.optimizers()[0]
@@ -197,7 +202,7 @@ def test_micro_batches_by_hand_counted_as_steps_of_the_momentum() -> None:
             optimizer.step()
 
     with pytest.raises(ConfigError, match=r"(?s)second gradient.*accumulate_grad_batches=n"):
-        fit(Twice(), "zero1", OneBit(warmup_steps=2), 5)
+        fit(Twice(), "zero1", compressor, 5)
 
 
 @pytest.mark.parametrize("kind", ["topk", "powersgd"])

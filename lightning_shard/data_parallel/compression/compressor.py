@@ -7,8 +7,8 @@
     encode  | sum what came, encode     | decode
     send    | send the average          |
 
-`begin` and `proceed` start communication, so each rank must call both for its buffers in the same
-order; that of the next buffer's `begin` is a good moment for `proceed`, since then all moves while
+All three may start communication, so each rank must call them for its buffers in the same order;
+that of the next buffer's `begin` is a good moment for `proceed`, since then most of it moves while
 backward computes. Non-finite values stay visible: the average is NaN, and nothing of them is kept.
 """
 
@@ -96,6 +96,7 @@ class Exchange(ABC):
             added up before.
         freezes_variance: Whether Adam's second moment stays as it is, once a warm-up is over.
         froze_variance: Whether it was over the last time.
+        variance_steps: Of Adam's own, that a tensor needs before its second moment is frozen.
         sends_momentum: Whether it is Adam's momentum that travels then.
         momentum_factors: Of momentum, where it is kept, by tensor of the buffer.
         fills_variance: Whether a value that had no gradient in the warm-up is given the others'
@@ -106,6 +107,7 @@ class Exchange(ABC):
     keeps_momentum = False
     freezes_variance = False
     froze_variance = False
+    variance_steps = 1
     sends_momentum = False
     fills_variance = False
     update_limit = 1.0
@@ -144,7 +146,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Return once `out` holds the average."""
+        """Return once `out` holds the average; each rank must call."""
 
     @abstractmethod
     def state(self) -> State:

@@ -46,7 +46,8 @@ class PowerSGD(Compressor):
 
     Args:
         rank: Of the approximation; 1 to 4 are usual.
-        warmup_steps: Steps at the start that are dense.
+        warmup_steps: Averages at the start that are dense: one in a step, but for the micro-batches
+            of zero2.
         seed: Of the first guess, the same on all ranks.
         factor_dtype: Of the factors, and of what has none, on the wire. For the bytes of one rank
             in "float32", "bfloat16" sends twice the rank.
@@ -97,6 +98,7 @@ class LowRankExchange(Exchange):
         super().__init__(buffer)
         self._settings = settings
         self.freezes_variance = settings.freezes_variance
+        self.variance_steps = max(1, settings.warmup_steps)  # of what is first used later, too
         self.fills_variance = True  # what has no gradient has no values
         slots = buffer.layout.slots
         self._thin = [slot for slot in slots if pays(slot, settings.rank)]

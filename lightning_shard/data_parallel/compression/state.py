@@ -1,6 +1,6 @@
 """What exchanges keep, as a checkpoint has it: by parameter name, whatever the ranks and buffers.
 
-    {"compressor": "TopK", "sends_momentum": False, "step": {name: 120},
+    {"compressor": "TopK", "freezes_variance": False, "step": {name: 120},
      "residual": {name: tensor}, "momentum": {...}}
 
 A residual is what is still to be sent, on average over the ranks: the average of what each has
@@ -28,7 +28,7 @@ def whole_state(
         On the CPU; {} where it is not wanted.
     """
     whole: dict[str, Any] = {"compressor": type(compressor).__name__, "step": {}}
-    whole["sends_momentum"] = any(exchange.sends_momentum for exchange in exchanges)
+    whole["freezes_variance"] = any(exchange.freezes_variance for exchange in exchanges)
     for exchange in exchanges:
         state = exchange.state()
         if not keep:
@@ -46,12 +46,13 @@ def load_whole_state(
     """Take up the state of any number of ranks and any buffers; no communication.
 
     From another kind of compressor the residual alone, which is in gradients whoever kept it;
-    one that sends momentum now and did not before is another kind, and has its warm-up.
+    one that freezes Adam's second moment now and did not before is another kind, and has its
+    warm-up.
     """
-    sends_momentum = any(exchange.sends_momentum for exchange in exchanges)
+    freezes = any(exchange.freezes_variance for exchange in exchanges)
     is_same = whole.get("compressor") == type(compressor).__name__
-    is_same &= whole.get("sends_momentum", sends_momentum) == sends_momentum
-    kinds = whole.keys() - {"compressor", "sends_momentum", "step"} if is_same else {"residual"}
+    is_same &= whole.get("freezes_variance", freezes) == freezes
+    kinds = whole.keys() - {"compressor", "freezes_variance", "step"} if is_same else {"residual"}
     state = {kind: whole.get(kind, {}) for kind in kinds}
     steps = whole.get("step", {}) if is_same else {}
     for exchange in exchanges:

@@ -60,7 +60,10 @@ class VectorAverage:
         return 2 * (self._exchange.tally.sent_bytes - sent_before)  # the way back is as long
 
     def wait(self) -> None:
-        """Return once `values` holds the average; each rank must call."""
+        """Return once `values` holds the average; each rank must call, in the order of `begin`.
+
+        In bfloat16 the way back begins here.
+        """
         assert self._pending is not None
         self._pending.wait()
         self._pending = None
