@@ -41,7 +41,7 @@ class FrozenAdam:
         for group in optimizer.param_groups:
             for exchange in map(engine.exchange_of, group["params"]):
                 if exchange is not None and exchange.freezes_variance:
-                    _check_adam(optimizer, group)
+                    _check_adam(optimizer, group, exchange)
                 elif exchange is not None and exchange.keeps_momentum:
                     _check_no_momentum(optimizer, group)
         self._tell_factor()
@@ -119,11 +119,12 @@ def _filled(variance: Tensor, momentum: Tensor) -> Tensor:
     return torch.where(known, variance, typical)
 
 
-def _check_adam(optimizer: Optimizer, group: dict[str, Any]) -> None:
+def _check_adam(optimizer: Optimizer, group: dict[str, Any], exchange: Exchange) -> None:
     if not isinstance(optimizer, (Adam, AdamW)) or group["amsgrad"] or group["maximize"]:
+        how = "sends" if exchange.sends_momentum else "freezes the second moment beside"
         raise ConfigError(
-            f"The compressor freezes the second moment beside Adam's momentum, which "
-            f"{type(optimizer).__name__} with amsgrad={group.get('amsgrad')}, "
+            f"The compressor {how} Adam's momentum, which {type(optimizer).__name__} with "
+            f" amsgrad={group.get('amsgrad')}, "
             f"maximize={group.get('maximize')} cannot use; expected torch's Adam or AdamW without "
             f"these. Or make it with adam=False, as compression=OneBit(adam=False): then gradients "
             f"travel, and the optimizer's own step takes them."

@@ -82,22 +82,23 @@ def input_backward(
         params: Of the stage.
         at_hand: What the rest runs in.
     """
-    if not roots or not inputs or not params:
+    # torch detaches the roots in place: no view allows that, nor a tensor that the graph has saved
+    ends = [root.clone() for root in roots]
+    used = _used(ends, inputs)
+    if not used or not params:
 
         def whole() -> Sequence[Tensor | None]:
             return full_backward(roots, grads, [], params, reformatted=True)[1]
 
-        if not inputs:
-            return [], whole
+        if not used:
+            return _filled([None] * len(inputs), inputs), whole
         found = full_backward(roots, grads, inputs, [])[0]
         return found, lambda: [None] * len(params)
     leaves = _leaves(roots, params)
-    # torch detaches the roots in place: no view allows that, nor a tensor that the graph has saved
-    ends = [root.clone() for root in roots]
     given, groups = stage_backward_input(
         ends,
         None if grads is None else list(grads),
-        list(inputs),
+        used,
         iter(leaves),  # type: ignore[arg-type]
     )
     for one in inputs:
@@ -113,7 +114,14 @@ def input_backward(
             stage_backward_weight(iter(leaves), plain)  # type: ignore[arg-type]
         return _by_parameter(params, ((leaf, found.get(leaf, leaf.grad)) for leaf in leaves))
 
-    return _filled(given, inputs), rest
+    by_input = dict(zip(used, given, strict=True))
+    return _filled([by_input.get(one) for one in inputs], inputs), rest
+
+
+def _used(ends: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The inputs that lie in the graph; torch 2.11 refuses others."""
+    found = {node.variable for node in leaf_nodes(ends)}
+    return [one for one in inputs if one.grad_fn is not None or one in found]
 
 
 def _grads_of(
