@@ -68,6 +68,17 @@ def make_engine(model: nn.Module, stage: int, compression: Compressor) -> DataPa
     )
 
 
+def take_step(
+    model: nn.Module, engine: DataParallelEngine, optimizer: Optimizer, step: int, rank: int
+) -> None:
+    optimizer.zero_grad()
+    with engine.step():
+        loss = loss_of(model, step, rank)
+    with engine.backward():
+        loss.backward()
+    optimizer.step()
+
+
 def reference(name: str, num_ranks: int, *, gradients: bool) -> list[Tensor]:
     """One device, step by step as the paper's algorithm has it.
 
@@ -113,12 +124,7 @@ def test_momentum_moves_parameters_and_the_second_moment_stays(
         for step in range(NUM_STEPS):
             if step == WARMUP:
                 frozen = full_state_dict(optimizer, engine)
-            optimizer.zero_grad()
-            with engine.step():
-                loss = loss_of(model, step, rank)
-            with engine.backward():
-                loss.backward()
-            optimizer.step()
+            take_step(model, engine, optimizer, step, rank)
         final = full_state_dict(optimizer, engine)
         for index, entries in final.get("state", {}).items():
             before = frozen["state"][index]
@@ -152,12 +158,7 @@ def test_all_stages_take_the_same_steps_on_what_is_left_of_a_gradient(num_ranks:
             optimizer = OPTIMIZERS["AdamW"](model.parameters())
             ShardedOptimizer(optimizer, engine)
             for step in range(NUM_STEPS):
-                optimizer.zero_grad()
-                with engine.step():
-                    loss = loss_of(model, step, rank)
-                with engine.backward():
-                    loss.backward()
-                optimizer.step()
+                take_step(model, engine, optimizer, step, rank)
             weights.append([param.detach().clone() for param in model.parameters()])
         return weights
 

@@ -47,7 +47,7 @@ class Codec(Compressor):
 
     @property
     @override
-    def freezes_variance(self) -> bool:  # type: ignore[override]
+    def freezes_variance(self) -> bool:
         return self.sends_momentum
 
     @abstractmethod

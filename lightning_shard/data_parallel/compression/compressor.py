@@ -26,14 +26,15 @@ State = dict[str, dict[str, Tensor]]  # kind of state -> name -> tensor
 
 
 class Compressor(ABC):
-    """How gradients are made smaller before they travel: settings without state.
+    """How gradients are made smaller before they travel: settings without state."""
 
-    Attributes:
-        freezes_variance: Adam's second moment stays as it is once a warm-up is over. So it is for
-            gradients that Adam gets, and for nothing else.
-    """
+    @property
+    def freezes_variance(self) -> bool:
+        """Whether Adam's second moment stays as it is once a warm-up is over.
 
-    freezes_variance: bool = False
+        Then it is for gradients that Adam gets, and for nothing else.
+        """
+        return False
 
     @abstractmethod
     def exchange(self, buffer: FlatBuffer) -> "Exchange":

@@ -75,11 +75,16 @@ class PowerSGD(Compressor):
                 "PowerSGD(adam=True) needs a warm-up, in which Adam learns its second moment, got "
                 "warmup_steps=0. A tenth of all steps is usual; or pass adam=False."
             )
-        self.freezes_variance = adam
         self.rank = rank
         self.warmup_steps = warmup_steps
         self.seed = seed
         self.factor_dtype: WireDType = factor_dtype
+        self.adam = adam
+
+    @property
+    @override
+    def freezes_variance(self) -> bool:
+        return self.adam
 
     @override
     def exchange(self, buffer: FlatBuffer) -> Exchange:
