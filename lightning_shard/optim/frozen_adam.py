@@ -124,10 +124,10 @@ def _check_adam(optimizer: Optimizer, group: dict[str, Any], exchange: Exchange)
         how = "sends" if exchange.sends_momentum else "freezes the second moment beside"
         raise ConfigError(
             f"The compressor {how} Adam's momentum, which {type(optimizer).__name__} with "
-            f" amsgrad={group.get('amsgrad')}, "
-            f"maximize={group.get('maximize')} cannot use; expected torch's Adam or AdamW without "
-            f"these. Or make it with adam=False, as compression=OneBit(adam=False): then gradients "
-            f"travel, and the optimizer's own step takes them."
+            f"amsgrad={group.get('amsgrad')}, maximize={group.get('maximize')} cannot use; "
+            f"expected torch's Adam or AdamW without these. Or make it with adam=False, as "
+            f"compression=OneBit(adam=False): then gradients travel, and the optimizer's own step "
+            f"takes them."
         )
 
 

@@ -177,9 +177,7 @@ def test_what_was_first_used_after_the_warm_up_was_never_trained(compressor: Com
 
     model = fit(Late(), "shard_ddp", compressor, 200)
     late = [(model.b, slice(None))]
-    if not isinstance(
-        compressor, OneBit
-    ):  # dense signs are of no use to values that never had a gradient
+    if not isinstance(compressor, OneBit):  # its signs are no use where there was no gradient
         late.append((model.a, slice(20, 40)))
     for weight, rows in late:
         target = model.slopes[rows]

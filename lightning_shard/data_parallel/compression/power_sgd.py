@@ -190,7 +190,7 @@ class LowRankExchange(Exchange):
         return dict(zip(names, (self._used > 0).unbind(), strict=True))
 
     def _plain_parts(self) -> Iterator[tuple[Slot, Tensor]]:
-        """What travels as it is: each slot, and its part of the message, a view."""
+        """What has no factors: each slot, and its part of the message, a view."""
         parts = torch.split(self._plain_values, [slot.numel for slot in self._plain])
         return zip(self._plain, parts, strict=True)
 

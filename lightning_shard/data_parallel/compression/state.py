@@ -13,6 +13,10 @@ from typing import Any
 
 from lightning_shard.data_parallel.compression.compressor import Compressor, Exchange
 
+_FREEZES = "freezes_variance"
+_FREEZES_BEFORE = "sends_momentum"  # its name in older checkpoints
+_SETTINGS = {"compressor", "step", _FREEZES, _FREEZES_BEFORE}  # all but the kinds of tensors
+
 
 def whole_state(
     compressor: Compressor, exchanges: Sequence[Exchange], *, keep: bool
@@ -28,7 +32,7 @@ def whole_state(
         On the CPU; {} where it is not wanted.
     """
     whole: dict[str, Any] = {"compressor": type(compressor).__name__, "step": {}}
-    whole["freezes_variance"] = any(exchange.freezes_variance for exchange in exchanges)
+    whole[_FREEZES] = any(exchange.freezes_variance for exchange in exchanges)
     for exchange in exchanges:
         state = exchange.state()
         if not keep:
@@ -51,8 +55,8 @@ def load_whole_state(
     """
     freezes = any(exchange.freezes_variance for exchange in exchanges)
     is_same = whole.get("compressor") == type(compressor).__name__
-    is_same &= whole.get("freezes_variance", freezes) == freezes
-    kinds = whole.keys() - {"compressor", "freezes_variance", "step"} if is_same else {"residual"}
+    is_same &= whole.get(_FREEZES, whole.get(_FREEZES_BEFORE, freezes)) == freezes
+    kinds = whole.keys() - _SETTINGS if is_same else {"residual"}
     state = {kind: whole.get(kind, {}) for kind in kinds}
     steps = whole.get("step", {}) if is_same else {}
     for exchange in exchanges:

@@ -64,3 +64,22 @@ def test_taking_up_a_checkpoint_made_memory_for_frozen_buffers(kind: str) -> Non
             torch.testing.assert_close(tensors["trained"], whole[tag]["trained"])
 
     run_ranks(fn, 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_same", [True, False])
+def test_a_checkpoint_from_before_a_key_was_renamed_could_not_be_loaded(
+    kind: str, is_same: bool
+) -> None:
+    def fn(rank: int) -> None:
+        compressor = KINDS[kind]()
+        saved = named(compressor, "weight")
+        if not saved.passes(gradient(saved.buffer, rank, 0)):
+            average(saved, gradient(saved.buffer, rank, 0))
+        whole = whole_state(compressor, [saved], keep=True)
+        whole["sends_momentum"] = whole.pop("freezes_variance") == is_same
+        again = named(compressor, "weight")
+        load_whole_state(compressor, [again], whole)
+        assert again.step == int(is_same)
+
+    run_ranks(fn, 2)
