@@ -1,32 +1,57 @@
 """Every way of training one model on many devices, as Lightning strategies.
 
-Importing the package registers the strategy names: `Trainer(strategy="zero3")`.
+Importing the package registers the strategy names, `Trainer(strategy="zero3")`, with each Lightning
+that the process imports, before or after: `lightning.pytorch` and `pytorch_lightning`. The package
+imports neither, nor torch, before something of it is used: `lightning-shard --help` is quick.
 """
 
-from lightning_shard.errors import (
-    BackendUnavailableError,
-    CheckpointError,
-    CollectiveMismatchError,
-    ConfigError,
-    DeadlockError,
-    LayoutError,
-    RankFailedError,
-    ShardError,
-)
-from lightning_shard.mesh import ParallelMesh
-from lightning_shard.strategies.async_sgd import AsyncSGDStrategy
-from lightning_shard.strategies.data_parallel import (
-    DDPStrategy,
-    ZeRO1Strategy,
-    ZeRO2Strategy,
-    ZeRO3Strategy,
-)
-from lightning_shard.strategies.elastic import ElasticStrategy
-from lightning_shard.strategies.hybrid_parallel import HybridParallelStrategy
-from lightning_shard.strategies.local_sgd import LocalSGDStrategy
-from lightning_shard.strategies.pipeline_parallel import PipelineParallelStrategy
-from lightning_shard.strategies.registry import register_strategies
-from lightning_shard.strategies.tensor_parallel import TensorParallelStrategy
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from lightning_shard.doors import open_doors
+from lightning_shard.exports import HOMES
+
+if TYPE_CHECKING:
+    from lightning_shard.errors import (
+        BackendUnavailableError,
+        CheckpointError,
+        CollectiveMismatchError,
+        ConfigError,
+        DeadlockError,
+        LayoutError,
+        RankFailedError,
+        ShardError,
+    )
+    from lightning_shard.mesh import ParallelMesh
+    from lightning_shard.strategies.async_sgd import AsyncSGDStrategy
+    from lightning_shard.strategies.data_parallel import (
+        DDPStrategy,
+        ZeRO1Strategy,
+        ZeRO2Strategy,
+        ZeRO3Strategy,
+    )
+    from lightning_shard.strategies.elastic import ElasticStrategy
+    from lightning_shard.strategies.hybrid_parallel import HybridParallelStrategy
+    from lightning_shard.strategies.local_sgd import LocalSGDStrategy
+    from lightning_shard.strategies.pipeline_parallel import PipelineParallelStrategy
+    from lightning_shard.strategies.tensor_parallel import TensorParallelStrategy
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Import what is asked for: a name of the package, or a module in it."""
+        if name in HOMES:
+            value = getattr(import_module(HOMES[name]), name)
+        elif not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
+            value = import_module(f"{__name__}.{name}")
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *HOMES})
+
 
 __all__ = [
     "AsyncSGDStrategy",
@@ -50,4 +75,4 @@ __all__ = [
     "ZeRO3Strategy",
 ]
 
-register_strategies()
+open_doors()

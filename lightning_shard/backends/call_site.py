@@ -2,20 +2,28 @@
 
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from types import FrameType
 
-import lightning
-import torch
-
-_INNER_FOLDERS = tuple(
-    os.path.abspath(folder) + os.sep
-    for folder in (
-        os.path.dirname(torch.__file__),
-        os.path.dirname(lightning.__file__),
-        os.path.dirname(os.path.dirname(__file__)),  # this package
-    )
+_INNER_PACKAGES = (
+    "torch",
+    "lightning",
+    "pytorch_lightning",
+    "lightning_fabric",
+    __name__.partition(".")[0],
 )
+
+
+def _inner_folders() -> Iterator[str]:
+    for package in _INNER_PACKAGES:
+        spec = find_spec(package)  # which imports nothing
+        for folder in [] if spec is None else spec.submodule_search_locations or []:
+            yield os.path.abspath(folder) + os.sep
+
+
+_INNER_FOLDERS = tuple(_inner_folders())
 _is_inner: dict[str, bool] = {}  # by file name; only ever a cache
 
 

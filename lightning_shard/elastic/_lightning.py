@@ -10,7 +10,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import lightning
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
@@ -66,7 +65,7 @@ def trainer_state(trainer: "pl.Trainer") -> dict[str, Any]:
     state: dict[str, Any] = {
         "epoch": trainer.current_epoch,
         "global_step": trainer.global_step,
-        "pytorch-lightning_version": lightning.__version__,
+        "pytorch-lightning_version": pl.__version__,
         "loops": {"fit_loop": trainer.fit_loop.state_dict()},
         "lr_schedulers": [one.scheduler.state_dict() for one in trainer.lr_scheduler_configs],
         "callbacks": call._call_callbacks_state_dict(trainer),

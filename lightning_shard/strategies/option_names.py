@@ -9,7 +9,10 @@ from lightning_shard.errors import ConfigError
 
 
 class OptionNames(ABCMeta):
-    """Checks keyword arguments against the constructor's signature before calling it."""
+    """Checks keyword arguments against the constructor's signature before calling it.
+
+    An instance keeps what it was made with, as `given_options`.
+    """
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         """Construct, or raise ConfigError for an option that the class does not have."""
@@ -22,4 +25,6 @@ class OptionNames(ABCMeta):
                 raise ConfigError(
                     f"{cls.__name__} has no option {name!r}; it has {', '.join(known)}.{hint}"
                 )
-        return super().__call__(*args, **kwargs)
+        made = super().__call__(*args, **kwargs)
+        made.given_options = args, kwargs
+        return made

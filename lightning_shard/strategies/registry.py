@@ -1,54 +1,68 @@
-"""The strategy names: each scheme alone and with each backend as a suffix."""
+"""The strategy names: each scheme alone and with each backend as a suffix.
 
+A strategy's module is imported when a Trainer asks for the name.
+"""
+
+from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
-
-from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_shard.backends.registry import backend_names
 from lightning_shard.data_parallel.compression import COMPRESSORS
-from lightning_shard.strategies.async_sgd import AsyncSGDStrategy
-from lightning_shard.strategies.data_parallel import (
-    DataParallelStrategy,
-    DDPStrategy,
-    ZeRO1Strategy,
-    ZeRO2Strategy,
-    ZeRO3Strategy,
-)
-from lightning_shard.strategies.elastic import ElasticStrategy
-from lightning_shard.strategies.hybrid_parallel import HybridParallelStrategy
-from lightning_shard.strategies.local_sgd import LocalSGDStrategy
-from lightning_shard.strategies.pipeline_parallel import PipelineParallelStrategy
-from lightning_shard.strategies.tensor_parallel import TensorParallelStrategy
 
-SCHEMES: dict[str, type[DataParallelStrategy]] = {
-    "shard_ddp": DDPStrategy,
-    "zero1": ZeRO1Strategy,
-    "zero2": ZeRO2Strategy,
-    "zero3": ZeRO3Strategy,
-    "shard_fsdp": ZeRO3Strategy,
-    "tensor_parallel": TensorParallelStrategy,
-    "pipeline_parallel": PipelineParallelStrategy,
-    "hybrid_parallel": HybridParallelStrategy,
-    "local_sgd": LocalSGDStrategy,
-    "async_sgd": AsyncSGDStrategy,
-    "elastic": ElasticStrategy,
+SCHEMES = {
+    "shard_ddp": "DDPStrategy",
+    "zero1": "ZeRO1Strategy",
+    "zero2": "ZeRO2Strategy",
+    "zero3": "ZeRO3Strategy",
+    "shard_fsdp": "ZeRO3Strategy",
+    "tensor_parallel": "TensorParallelStrategy",
+    "pipeline_parallel": "PipelineParallelStrategy",
+    "hybrid_parallel": "HybridParallelStrategy",
+    "local_sgd": "LocalSGDStrategy",
+    "async_sgd": "AsyncSGDStrategy",
+    "elastic": "ElasticStrategy",
 }
+"""By name the class."""
 
 
-def register_strategies() -> None:
-    """Make every name usable as `Trainer(strategy=name)`; a second call changes nothing."""
+@dataclass(frozen=True)
+class _NamedStrategy:
+    """Makes a strategy of a package that has the classes, `lightning_shard` for example."""
+
+    package: str
+    strategy: str
+
+    def __call__(self, **options: Any) -> Any:
+        return getattr(import_module(self.package), self.strategy)(**options)
+
+
+def register_strategies(lightning: str, package: str) -> None:
+    """Make every name usable as `Trainer(strategy=name)`; a second call changes nothing.
+
+    Args:
+        lightning: Whose Trainer: "lightning.pytorch" or "pytorch_lightning".
+        package: Has the strategies that are built on it.
+    """
+    registry = import_module(f"{lightning}.strategies").StrategyRegistry
     for scheme, strategy in SCHEMES.items():
-        _register(scheme, strategy)
+        _register(registry, scheme, _NamedStrategy(package, strategy))
     for compression in COMPRESSORS:
-        _register(f"shard_ddp_{compression}", DDPStrategy, compression=compression)
+        strategy = _NamedStrategy(package, SCHEMES["shard_ddp"])
+        _register(registry, f"shard_ddp_{compression}", strategy, compression=compression)
 
 
-def _register(scheme: str, strategy: type[DataParallelStrategy], **options: Any) -> None:
+def scheme_of(strategy: type) -> str:
+    """Return the name of a strategy's class or of the class that it is derived from."""
+    schemes = {name: scheme for scheme, name in reversed(SCHEMES.items())}
+    return next(schemes[kind.__name__] for kind in strategy.__mro__ if kind.__name__ in schemes)
+
+
+def _register(registry: Any, scheme: str, strategy: _NamedStrategy, **options: Any) -> None:
+    description = f"See {strategy.package}.{strategy.strategy}."
     for name, backend in _names(scheme):
-        if name not in StrategyRegistry:
-            StrategyRegistry.register(
-                name, strategy, description=strategy.__doc__ or "", backend=backend, **options
-            )
+        if name not in registry:
+            registry.register(name, strategy, description, backend=backend, **options)
 
 
 def _names(scheme: str) -> list[tuple[str, str]]:

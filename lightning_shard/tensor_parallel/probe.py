@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -60,7 +59,7 @@ def try_out(candidate: Candidate, num_ranks: int) -> Verdict:
     """
     layers = [candidate.owner.get_submodule(name) for name in candidate.styles]
     is_large = _num_values(candidate.owner) > _LARGEST * sum(map(_num_values, layers))
-    if is_large or any(isinstance(one, LightningModule) for one in candidate.owner.modules()):
+    if is_large or any(map(_is_lightning_module, candidate.owner.modules())):
         return Verdict(is_right=None)  # a copy of a LightningModule has a copy of its trainer
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         try:
@@ -71,6 +70,11 @@ def try_out(candidate: Candidate, num_ranks: int) -> Verdict:
             return _compare(whole, parts, candidate)
         except Exception:
             return Verdict(is_right=False)  # the owner knows another way how wide its layers are
+
+
+def _is_lightning_module(module: nn.Module) -> bool:
+    """Whether it is one of `lightning.pytorch` or `pytorch_lightning`, which are not imported."""
+    return any(kind.__name__ == "LightningModule" for kind in type(module).__mro__)
 
 
 def table_is_right(table: nn.Embedding, num_ranks: int) -> bool:

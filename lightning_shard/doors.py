@@ -1,0 +1,66 @@
+"""What importing the package does to the packages that it serves, each when it is imported.
+
+torch                                  c10d learns our backends' names
+lightning.pytorch, pytorch_lightning   the registry learns the strategies' names, and a Trainer takes
+                                       a strategy that was made for the other root
+"""
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+from typing_extensions import override
+
+from lightning_shard.after_import import after_import
+
+LIGHTNING = {
+    "lightning.pytorch": "lightning_shard",
+    "pytorch_lightning": "lightning_shard.on_pytorch_lightning",
+}
+"""By Lightning's root the package of ours whose strategies are built on it."""
+
+_WITHOUT_TORCH = ("after_import", "cli", "doors", "errors", "exports", "on_pytorch_lightning")
+
+
+def open_doors() -> None:
+    """Serve the packages that are imported, and the others as soon as they are."""
+    after_import("torch", _register_backends)
+    if "torch" not in sys.modules:
+        sys.meta_path.insert(0, _TorchFirst())
+    for lightning in LIGHTNING:
+        after_import(lightning, partial(_serve, lightning))
+
+
+class _TorchFirst(MetaPathFinder):
+    """Imports torch before the first module of ours that uses it.
+
+    When torch's import ends, the backends are imported: no module of ours may be half done then.
+    """
+
+    @override
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        package, _, name = fullname.partition(".")
+        if package == __package__ and not name.startswith(_WITHOUT_TORCH):
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+            import_module("torch")
+        return None
+
+
+def _register_backends() -> None:
+    import_module("lightning_shard.backends.registry")
+
+
+def _serve(lightning: str) -> None:
+    """Make every strategy known to this root of Lightning."""
+    import_module("lightning_shard.strategies.registry").register_strategies(
+        lightning, LIGHTNING[lightning]
+    )
+    counterparts = import_module("lightning_shard.strategies.counterparts")
+    counterparts.take_counterparts(lightning, LIGHTNING)

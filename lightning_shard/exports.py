@@ -1,0 +1,26 @@
+"""Where the names of the package stand, each imported when it is asked for."""
+
+_STRATEGIES = "lightning_shard.strategies"
+
+HOMES = {
+    "AsyncSGDStrategy": f"{_STRATEGIES}.async_sgd",
+    "BackendUnavailableError": "lightning_shard.errors",
+    "CheckpointError": "lightning_shard.errors",
+    "CollectiveMismatchError": "lightning_shard.errors",
+    "ConfigError": "lightning_shard.errors",
+    "DDPStrategy": f"{_STRATEGIES}.data_parallel",
+    "DeadlockError": "lightning_shard.errors",
+    "ElasticStrategy": f"{_STRATEGIES}.elastic",
+    "HybridParallelStrategy": f"{_STRATEGIES}.hybrid_parallel",
+    "LayoutError": "lightning_shard.errors",
+    "LocalSGDStrategy": f"{_STRATEGIES}.local_sgd",
+    "ParallelMesh": "lightning_shard.mesh",
+    "PipelineParallelStrategy": f"{_STRATEGIES}.pipeline_parallel",
+    "RankFailedError": "lightning_shard.errors",
+    "ShardError": "lightning_shard.errors",
+    "TensorParallelStrategy": f"{_STRATEGIES}.tensor_parallel",
+    "ZeRO1Strategy": f"{_STRATEGIES}.data_parallel",
+    "ZeRO2Strategy": f"{_STRATEGIES}.data_parallel",
+    "ZeRO3Strategy": f"{_STRATEGIES}.data_parallel",
+}
+"""By name the module that defines it."""

@@ -1,0 +1,25 @@
+"""This package's strategies for a Trainer of `pytorch_lightning`.
+
+A `pytorch_lightning.Trainer` takes the names (`strategy="zero3"`) and the strategies of
+`lightning_shard` as they are. Whoever derives a strategy of their own from one derives it from the
+class of the same name here, as in `from lightning_shard.on_pytorch_lightning import ZeRO3Strategy`.
+The first import of a strategy imports `pytorch_lightning`.
+"""
+
+from importlib import import_module
+from typing import Any
+
+from lightning_shard import exports
+from lightning_shard.on_pytorch_lightning import mirror
+
+mirror.install()
+
+
+def __getattr__(name: str) -> Any:
+    if name not in exports.HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(mirror.mirrored(exports.HOMES[name])), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(exports.HOMES)

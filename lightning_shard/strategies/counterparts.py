@@ -1,0 +1,83 @@
+"""A Trainer takes a strategy that was made for the other root of Lightning.
+
+`lightning_shard.ZeRO3Strategy(...)` is built on `lightning.pytorch`. A Trainer of
+`pytorch_lightning` that is given one makes the same object, before it looks at it, one of the class
+of the same name that is built on its own root, with the same options.
+
+The private names of Lightning that this touches are here alone;
+`tests/test_on_pytorch_lightning.py` fails when one changes.
+"""
+
+from collections.abc import Mapping
+from functools import partial, wraps
+from importlib import import_module
+from typing import Any
+
+from lightning_shard.after_import import after_import
+from lightning_shard.errors import ConfigError
+
+
+def take_counterparts(lightning: str, packages: Mapping[str, str]) -> None:
+    """Let the Trainers of a root of Lightning take the strategies of all.
+
+    Args:
+        lightning: The root.
+        packages: By root the package with the strategies that are built on it.
+    """
+    connectors = import_module(f"{lightning}.trainer.connectors.accelerator_connector")
+    connector = connectors._AcceleratorConnector
+    check = connector._check_config_and_set_final_flags
+
+    @wraps(check)
+    def check_own(self: Any, *args: Any, **flags: Any) -> None:
+        for flag in (*args, *flags.values()):
+            _adopt(flag, lightning, packages)
+        check(self, *args, **flags)
+
+    connector._check_config_and_set_final_flags = check_own
+    for package in packages.values():
+        if package != packages[lightning]:  # for LightningCLI, which compares types
+            base = f"{package}.strategies.base"
+            after_import(base, partial(_derive, base, lightning))
+
+
+def _derive(base: str, lightning: str) -> None:
+    """Have the strategies of a package pass for derived from this root's."""
+    strategies: Any = import_module(f"{lightning}.strategies")
+    strategies.Strategy.register(import_module(base).ShardStrategy)
+
+
+def _adopt(strategy: Any, lightning: str, packages: Mapping[str, str]) -> None:
+    """Make a strategy that is built on another root one that is built on this root.
+
+    Raises:
+        ConfigError: Its class is not one of ours, but derived from one.
+    """
+    for kind in type(strategy).__mro__:
+        package = _package_of(kind, packages)
+        if package is not None:
+            break
+    else:
+        return
+    if package == packages[lightning]:
+        return
+    if kind is not type(strategy):
+        raise ConfigError(
+            f"{type(strategy).__name__} derives from {package}.{kind.__name__}, which Trainers of "
+            f"{lightning} do not take; expected a class derived from "
+            f"{packages[lightning]}.{kind.__name__}: import {kind.__name__} from there."
+        )
+    home = import_module(packages[lightning] + kind.__module__.removeprefix(package))
+    args, options = strategy.given_options
+    vars(strategy).clear()
+    strategy.__class__ = getattr(home, kind.__name__)
+    strategy.__init__(*args, **options)
+    strategy.given_options = args, options
+
+
+def _package_of(kind: type, packages: Mapping[str, str]) -> str | None:
+    """Return the package of ours that has a strategy's class, if one has."""
+    for package in packages.values():
+        if kind.__module__.startswith(f"{package}.strategies."):
+            return package
+    return None
