@@ -46,7 +46,7 @@ class _TorchFirst(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         package, _, name = fullname.partition(".")
-        if package == __package__ and not name.startswith(_WITHOUT_TORCH):
+        if package == __package__ and name.partition(".")[0] not in _WITHOUT_TORCH:
             if self in sys.meta_path:
                 sys.meta_path.remove(self)
             import_module("torch")

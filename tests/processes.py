@@ -97,6 +97,21 @@ def run_script(
     return run_commands([command] * num_processes, timeout_seconds=timeout_seconds)
 
 
+def run_alone(*arguments: str, timeout_seconds: float = 100) -> Finished:
+    """Run Python in a process that no launcher has told a rank; return how it ended."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout_seconds,
+        check=False,
+    )
+    return Finished(rank=0, returncode=done.returncode, output=done.stdout)
+
+
 def run_commands(commands: Sequence[Sequence[str]], *, timeout_seconds: float) -> list[Finished]:
     """Run one command per rank, together; end those that outlive the time, with status -9."""
     port = free_port()

@@ -3,10 +3,12 @@
 A `pytorch_lightning.Trainer` takes the names (`strategy="zero3"`) and the strategies of
 `lightning_shard` as they are. Whoever derives a strategy of their own from one derives it from the
 class of the same name here, as in `from lightning_shard.on_pytorch_lightning import ZeRO3Strategy`.
+The callbacks of `lightning_shard.profiling` are in `lightning_shard.on_pytorch_lightning.profiling`.
 The first import of a strategy imports `pytorch_lightning`.
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from lightning_shard import exports
@@ -16,9 +18,11 @@ mirror.install()
 
 
 def __getattr__(name: str) -> Any:
-    if name not in exports.HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(mirror.mirrored(exports.HOMES[name])), name)
+    if name in exports.HOMES:
+        return getattr(import_module(mirror.mirrored(exports.HOMES[name])), name)
+    if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

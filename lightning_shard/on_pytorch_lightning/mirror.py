@@ -21,8 +21,8 @@ from types import CodeType, ModuleType
 
 from typing_extensions import override
 
-PACKAGE = __package__.partition(".")[0]
-MIRROR = __package__
+PACKAGE = "lightning_shard"
+MIRROR = f"{PACKAGE}.on_pytorch_lightning"
 
 BUILT_ON_LIGHTNING = (
     "elastic",
@@ -49,6 +49,11 @@ def mirrored(name: str) -> str:
     return name
 
 
+def original(name: str) -> str:
+    """Return the name of a module of ours that is not the mirror's."""
+    return name.replace(f"{MIRROR}.", f"{PACKAGE}.", 1)
+
+
 def install() -> None:
     """Make the mirror's modules importable."""
     if not any(isinstance(finder, _MirrorFinder) for finder in sys.meta_path):
@@ -60,11 +65,11 @@ class _MirrorFinder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        original = fullname.replace(f"{MIRROR}.", f"{PACKAGE}.", 1)
-        is_above = any(f"{PACKAGE}.{name}".startswith(f"{original}.") for name in BUILT_ON_LIGHTNING)
-        if original == fullname or not (is_above or mirrored(original) == fullname):
+        source = original(fullname)
+        is_above = any(f"{PACKAGE}.{name}".startswith(f"{source}.") for name in BUILT_ON_LIGHTNING)
+        if source == fullname or not (is_above or mirrored(source) == fullname):
             return None
-        found = _find(original)
+        found = _find(source)
         if found is None or found.origin is None:
             return None
         loader = _MirrorLoader(found.origin)
@@ -75,10 +80,10 @@ class _MirrorFinder(MetaPathFinder):
         return spec
 
 
-def _find(original: str) -> ModuleSpec | None:
+def _find(name: str) -> ModuleSpec | None:
     """Find a module's file, without importing the packages that it is in."""
-    folder = Path(__file__).parents[1].joinpath(*original.split(".")[1:-1])
-    return PathFinder.find_spec(original, [str(folder)])
+    folder = Path(__file__).parents[1].joinpath(*name.split(".")[1:-1])
+    return PathFinder.find_spec(name, [str(folder)])
 
 
 class _MirrorLoader(InspectLoader):

@@ -13,8 +13,12 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, ModelPruning, ModelSummary
 
 from lightning_shard.errors import ConfigError
+from lightning_shard.on_pytorch_lightning.mirror import PACKAGE, mirrored, original
 from lightning_shard.strategies.finetuning import compare_by_identity
 from lightning_shard.strategies.weight_averaging import averaging_callbacks, check_elementwise
+
+
+_LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
 
 
 def prepare_callbacks(
@@ -38,6 +42,7 @@ def prepare_callbacks(
         ConfigError: A callback cannot work.
     """
     for callback in callbacks:
+        _check_root(callback)
         if isinstance(callback, ModelPruning):
             raise ConfigError(
                 f"{type(callback).__name__} gives parameters new memory, but every strategy of "
@@ -53,6 +58,32 @@ def prepare_callbacks(
             if isinstance(callback, ModelSummary):
                 type(callback).on_fit_start(callback, trainer, module)
                 _skip_once(callback)
+
+
+def _check_root(callback: Any) -> None:
+    """Refuse a callback of the other root of Lightning, not the Trainer's."""
+    roots = {_root_of(kind.__module__) for kind in type(callback).__mro__} - {""}
+    if isinstance(callback, Callback) or not roots:
+        return
+    home = original(type(callback).__module__)
+    if home.startswith(PACKAGE):
+        advice = f"import it from {_of_this_root(home.rpartition('.')[0])}"
+    elif _root_of(home):
+        advice = f"import it from {pl.__name__}.callbacks"
+    else:
+        advice = f"derive it from {pl.__name__}.Callback"
+    raise ConfigError(
+        f"The callback {type(callback).__name__} is of {roots.pop()}, but the Trainer is of "
+        f"{pl.__name__}; expected callbacks of the same package: {advice}."
+    )
+
+
+def _of_this_root(module: str) -> str:
+    return module if original(__name__) == __name__ else mirrored(module)
+
+
+def _root_of(module: str) -> str:
+    return next((root for root in _LIGHTNING if module.startswith(f"{root}.")), "")
 
 
 def _skip_once(summary: ModelSummary) -> None:

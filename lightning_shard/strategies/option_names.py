@@ -1,4 +1,9 @@
-"""A misspelt constructor option is one clear error, with the name that was probably meant."""
+"""The metaclass of the strategies: it checks option names, and knows a class's counterpart.
+
+A misspelt constructor option is one clear error, with the name that was probably meant. Of a strategy
+that a Trainer of the other root of Lightning has taken (see `counterparts`), `isinstance` still says
+what it was made as.
+"""
 
 import difflib
 import inspect
@@ -6,6 +11,7 @@ from abc import ABCMeta
 from typing import Any
 
 from lightning_shard.errors import ConfigError
+from lightning_shard.on_pytorch_lightning.mirror import original
 
 
 class OptionNames(ABCMeta):
@@ -28,3 +34,10 @@ class OptionNames(ABCMeta):
         made = super().__call__(*args, **kwargs)
         made.given_options = args, kwargs
         return made
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return super().__instancecheck__(instance) or any(
+            (original(kind.__module__), kind.__qualname__)
+            == (original(cls.__module__), cls.__qualname__)
+            for kind in type(instance).__mro__
+        )

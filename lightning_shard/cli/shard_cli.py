@@ -1,12 +1,8 @@
-"""The `lightning-shard` command: Lightning's own command line, with this package's strategies.
+"""The subcommands of `lightning-shard`: a LightningCLI with this package's strategies.
 
-    lightning-shard fit --config configs/gpt_zero3.yaml
-    lightning-shard test --config configs/digits_zero2.yaml --trainer.devices 2
-
-The subcommands are `fit`, `validate`, `test` and `predict`. The model and the data module are
-named by `class_path`, and classes of the directory that the command runs in are found, as they are
-by `python -m`. An error of this package ends the command with one message and exit code 1; with
-`--debug` the traceback comes too.
+The model and the data module are named by `class_path`, and classes of the directory that the
+command runs in are found, as they are by `python -m`. An error of this package ends the command with
+one message and exit code 1; with `--debug` the traceback comes too.
 """
 
 import sys
@@ -66,8 +62,8 @@ class ShardCLI(LightningCLI):
             raise
 
 
-def main() -> int:
-    """Run the command line in `sys.argv` and return the process's exit code."""
+def run() -> int:
+    """Run the subcommand in `sys.argv` and return the process's exit code."""
     directory = str(Path.cwd())
     if directory not in sys.path:
         sys.path.insert(0, directory)
@@ -80,7 +76,3 @@ def main() -> int:
             print(f"lightning-shard: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,65 @@
+"""Where the command begins: what needs neither torch nor Lightning is answered without them."""
+
+import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+
+_SUBCOMMANDS = {
+    "fit": "Train a model.",
+    "validate": "Run the validation epoch once.",
+    "test": "Run the test epoch once.",
+    "predict": "Predict with a trained model.",
+}
+_EPILOG = """\
+Each subcommand is Lightning's own, with the strategies of this package:
+
+    lightning-shard fit --config configs/gpt_zero3.yaml
+    lightning-shard fit --model my_file.MyModel --trainer.strategy zero3 --trainer.devices 4
+
+`lightning-shard fit --help` lists the options of `fit`. An error of this package ends the command
+with one message and exit code 1; with --debug after the subcommand the traceback comes too.
+"""
+
+
+def main() -> int:
+    """Run the command line in `sys.argv` and return the process's exit code."""
+    arguments = sys.argv[1:]
+    if _is_for_a_subcommand(arguments):
+        return int(import_module("lightning_shard.cli.shard_cli").run())
+    _parser().parse_args(arguments)  # which exits
+    return 0
+
+
+def _is_for_a_subcommand(arguments: Sequence[str]) -> bool:
+    """Whether Lightning's command line is to parse them: also options before a subcommand."""
+    if not arguments or arguments[0] in ("-h", "--help", "--version"):
+        return False
+    return arguments[0].startswith("-") or arguments[0] in _SUBCOMMANDS
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="lightning-shard",
+        description="Train, evaluate and predict with any LightningModule, on many devices.",
+        epilog=_EPILOG,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=_versions())
+    subcommands = parser.add_subparsers(required=True, metavar="SUBCOMMAND", dest="subcommand")
+    for name, text in _SUBCOMMANDS.items():
+        subcommands.add_parser(name, help=text, add_help=False)
+    return parser
+
+
+def _versions() -> str:
+    """Return what is installed, which is not imported to find out."""
+    return ", ".join(f"{name} {_version(name)}" for name in ("lightning-shard", "lightning", "torch"))
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "(not installed)"
