@@ -12,6 +12,7 @@ from lightning_shard.backends.in_process.faults import faults_to_inject
 from lightning_shard.errors import ConfigError, RankFailedError
 from lightning_shard.launchers._lightning import Launcher, TunerExit
 from lightning_shard.launchers.adoption import adopt
+from lightning_shard.launchers.loggers import told_once
 from lightning_shard.launchers.replicas import Replica
 
 _CALLERS_THREAD = 0
@@ -80,7 +81,8 @@ class InProcessLauncher(Launcher):
                     trainer.strategy.teardown()
                 return None
 
-        results = world.run(run_rank)
+        with told_once(trainer):
+            results = world.run(run_rank)
         if exits:
             raise exits[0]
         if not isinstance(world, ElasticWorld):

@@ -11,6 +11,7 @@ from typing_extensions import override
 from lightning_shard.backends import liveness
 from lightning_shard.backends.pending import is_about_a_peer
 from lightning_shard.launchers._lightning import TunerExit
+from lightning_shard.launchers.loggers import told_once
 
 
 class ProcessLauncher(_SubprocessScriptLauncher):
@@ -35,7 +36,8 @@ class ProcessLauncher(_SubprocessScriptLauncher):
             BaseException: What `function` raises, of which the other ranks are told.
         """
         try:
-            result = super().launch(function, *args, trainer=trainer, **kwargs)
+            with told_once(trainer):
+                result = super().launch(function, *args, trainer=trainer, **kwargs)
         except TunerExit:  # every rank's, and no failure
             raise
         except BaseException as error:

@@ -21,10 +21,20 @@ __all__ = [
     "after_training_epochs",
     "around_validation",
     "before_training_ends",
+    "prepare_dataloader",
     "request_dataloader",
     "seed_workers",
     "without_sigterm_broadcast",
 ]
+
+
+def prepare_dataloader(trainer: "pl.Trainer") -> tuple[Any, str, Callable[..., Any]]:
+    """Return what gives a loader its sampler of a rank: the owner, the method's name, the method.
+
+    It takes the loader, whether to shuffle, and the running stage.
+    """
+    connector = trainer._data_connector
+    return connector, "_prepare_dataloader", connector._prepare_dataloader
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """What every strategy of this package shares: backend, ranks, processes, small collectives."""
 
 import atexit
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -30,6 +31,7 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.launchers.in_process import InProcessLauncher
 from lightning_shard.launchers.processes import ProcessLauncher
 from lightning_shard.precision.plugins import sharded_twin
+from lightning_shard.strategies.batch_samplers import deals_batch_samplers
 from lightning_shard.strategies.option_names import OptionNames
 from lightning_shard.strategies.reduce_ops import reduce_op_name, reduced
 from lightning_shard.strategies.termination import StopsTogether
@@ -78,6 +80,7 @@ class ShardStrategy(StopsTogether, metaclass=OptionNames):
         self._collectives: Collectives | None = None
         self._reducing: DataGroups | None = None  # for gradients
         self._twin_of: dist.ProcessGroup | None = None  # the default group that it was made beside
+        self._in_run = ExitStack()  # what is put into the trainer of a run
         if num_ranks is not None and not self.is_in_process:
             raise ConfigError(
                 f"num_ranks={num_ranks} sets the ranks of the backend 'in_process', but the "
@@ -220,8 +223,21 @@ class ShardStrategy(StopsTogether, metaclass=OptionNames):
             if not self.is_in_process:
                 atexit.register(self._leave)
         self._use_groups()
-        if not self.is_in_process and self.lightning_module is not None:
-            self.watch_for_termination(self.lightning_module.trainer)
+        if self.lightning_module is not None:
+            self._begin_run(self.lightning_module.trainer)
+
+    def _begin_run(self, trainer: "pl.Trainer") -> None:
+        if not self.is_in_process:
+            self.watch_for_termination(trainer)
+        self._in_run.close()
+        self._in_run.enter_context(
+            deals_batch_samplers(trainer, lambda: self.distributed_sampler_kwargs, self.broadcast)
+        )
+
+    @override
+    def teardown(self) -> None:
+        self._in_run.close()
+        super().teardown()
 
     def _use_groups(self) -> None:
         """Talk over the default group there is; each rank must call."""

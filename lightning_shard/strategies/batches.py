@@ -19,7 +19,12 @@ def lengths_on_ranks(loader: Any, collectives: Collectives) -> list[int | None]:
 
 
 def agree_on_batches(
-    loader: Any, answers: list[int | None], collectives: Collectives, device: torch.device
+    loader: Any,
+    answers: list[int | None],
+    collectives: Collectives,
+    device: torch.device,
+    *,
+    may_be_empty: bool = False,
 ) -> Any:
     """Compare a loader's length over the ranks; wrap one that has none.
 
@@ -28,18 +33,22 @@ def agree_on_batches(
         answers: What `lengths_on_ranks` says of it.
         collectives: Over the ranks that must take the same steps.
         device: For messages of streams.
+        may_be_empty: Whether no batch on any rank is as good as some: Lightning skips such an
+            evaluation.
 
     Raises:
-        ConfigError: On every rank, when lengths differ or no rank has anything.
+        ConfigError: On every rank, when lengths differ, or no rank has anything.
     """
     lengths = [length for length in answers if length is not None]
-    if lengths and max(lengths) == 0:
+    if lengths and max(lengths) == 0 and not may_be_empty:
         raise ConfigError(
             f"Rank {collectives.rank}: the data loader has no batch on any rank, expected at least "
             f"one. Is the dataset empty, or smaller than a batch with drop_last=True?"
         )
     if len(lengths) < len(answers):
-        return loader if collectives.size == 1 else AgreedBatches(loader, collectives, device)
+        if collectives.size == 1:
+            return loader
+        return AgreedBatches(loader, collectives, device, may_be_empty=may_be_empty)
     if len(set(lengths)) > 1:
         shortest = lengths.index(min(lengths))
         raise ConfigError(
@@ -86,14 +95,21 @@ class AgreedBatches:
         loader: Any iterable of batches.
         collectives: Over the ranks that must take the same steps.
         device: For the one-element message.
+        may_be_empty: Whether a stream without a batch on any rank is no error.
     """
 
     def __init__(
-        self, loader: Iterable[Any], collectives: Collectives, device: torch.device
+        self,
+        loader: Iterable[Any],
+        collectives: Collectives,
+        device: torch.device,
+        *,
+        may_be_empty: bool = False,
     ) -> None:
         self._loader = loader
         self._collectives = collectives
         self._device = device
+        self._may_be_empty = may_be_empty
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_loader" not in self.__dict__:
@@ -106,7 +122,7 @@ class AgreedBatches:
             self._agree(index, has_batch=True)
             yield batch
         self._agree(index=None, has_batch=False)
-        if index < 0:
+        if index < 0 and not self._may_be_empty:
             raise ConfigError(
                 f"Rank {self._collectives.rank}: the stream of data yielded no batch on any rank, "
                 f"expected at least one. Is it exhausted, or its source empty?"

@@ -254,7 +254,18 @@ class DataParallelStrategy(ShardStrategy):
         if self._is_predicting:  # Lightning gives each rank its own samples, none twice
             self._may_differ_in_batches |= len(set(lengths)) > 1 or None in lengths
             return dataloader
-        return agree_on_batches(dataloader, lengths, self.collectives, self.root_device)
+        return agree_on_batches(
+            dataloader,
+            lengths,
+            self.collectives,
+            self.root_device,
+            may_be_empty=not self._is_training,
+        )
+
+    @property
+    def _is_training(self) -> bool:
+        module = self.lightning_module
+        return module is None or module.trainer.training
 
     @property
     def _is_predicting(self) -> bool:
