@@ -48,6 +48,11 @@ class ElasticLauncher(ProcessLauncher):
         self._rules = rules
         self._children: list[subprocess.Popen[bytes]] = []
 
+    @property
+    @override
+    def is_interactive_compatible(self) -> bool:
+        return False  # it starts the keeper
+
     @override
     def launch(
         self,

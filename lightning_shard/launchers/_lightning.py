@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.loops.loop import _Loop as Loop
 from lightning.pytorch.loops.progress import _BaseProgress as BaseProgress
 from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
+from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.trainer.call import _call_and_handle_interrupt
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExit
 
@@ -22,6 +23,7 @@ __all__ = [
     "exchange_strategy",
     "forget_identities",
     "forget_launcher",
+    "is_interactive",
     "take_down",
 ]
 
@@ -31,6 +33,11 @@ def call_and_handle_interrupt(
 ) -> Any:
     """Call as Lightning does: on an exception callbacks hear of it and the trainer is torn down."""
     return _call_and_handle_interrupt(trainer, function, *args, **kwargs)
+
+
+def is_interactive() -> bool:
+    """Whether Lightning takes this process for a notebook or a session of `python -i`."""
+    return bool(accelerator_connector._IS_INTERACTIVE)
 
 
 def forget_launcher(trainer: "pl.Trainer") -> None:

@@ -21,6 +21,11 @@ class ProcessLauncher(_SubprocessScriptLauncher):
     on an exception of one rank alone would.
     """
 
+    @property
+    @override
+    def is_interactive_compatible(self) -> bool:
+        return self.num_processes * self.num_nodes == 1  # there is nothing to start
+
     @override
     def launch(
         self,

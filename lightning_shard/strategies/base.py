@@ -32,6 +32,7 @@ from lightning_shard.launchers.in_process import InProcessLauncher
 from lightning_shard.launchers.processes import ProcessLauncher
 from lightning_shard.precision.plugins import sharded_twin
 from lightning_shard.strategies.batch_samplers import deals_batch_samplers
+from lightning_shard.strategies.names import check_interactive
 from lightning_shard.strategies.option_names import OptionNames
 from lightning_shard.strategies.reduce_ops import reduce_op_name, reduced
 from lightning_shard.strategies.termination import StopsTogether
@@ -212,6 +213,7 @@ class ShardStrategy(StopsTogether, metaclass=OptionNames):
             self._launcher = ProcessLauncher(
                 self.cluster_environment, self.num_processes, self.num_nodes
             )
+            check_interactive(self, self._launcher, self.num_processes)
 
     @override
     def setup_environment(self) -> None:

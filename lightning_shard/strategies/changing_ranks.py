@@ -28,6 +28,7 @@ from lightning_shard.environments import ElasticEnvironment, elastic_environment
 from lightning_shard.errors import ConfigError
 from lightning_shard.launchers.in_process import InProcessLauncher
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
+from lightning_shard.strategies.names import check_interactive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +103,7 @@ class ChangingRanks(DataParallelStrategy):
         self._launcher = ElasticLauncher(
             self.cluster_environment, self.num_processes, self.num_nodes, rules
         )
+        check_interactive(self, self._launcher, self.num_processes)
 
     def _make_membership(self) -> Membership:
         if self.is_in_process:

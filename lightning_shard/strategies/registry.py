@@ -52,12 +52,6 @@ def register_strategies(lightning: str, package: str) -> None:
         _register(registry, f"shard_ddp_{compression}", strategy, compression=compression)
 
 
-def scheme_of(strategy: type) -> str:
-    """Return the name of a strategy's class or of the class that it is derived from."""
-    schemes = {name: scheme for scheme, name in reversed(SCHEMES.items())}
-    return next(schemes[kind.__name__] for kind in strategy.__mro__ if kind.__name__ in schemes)
-
-
 def _register(registry: Any, scheme: str, strategy: _NamedStrategy, **options: Any) -> None:
     description = f"See {strategy.package}.{strategy.strategy}."
     for name, backend in _names(scheme):

@@ -1,0 +1,40 @@
+"""What a strategy is called, and what it is told where its ranks cannot be started."""
+
+from typing import Any
+
+from lightning_shard.data_parallel.compression import COMPRESSORS
+from lightning_shard.errors import ConfigError
+from lightning_shard.launchers._lightning import Launcher, is_interactive
+from lightning_shard.strategies.registry import SCHEMES
+
+
+def strategy_name(strategy: Any) -> str:
+    """Return the name by which a Trainer makes such a strategy, without a backend's suffix.
+
+    That of a class of the user's own is the name of what it derives from.
+    """
+    names = {kind: name for name, kind in reversed(SCHEMES.items())}
+    scheme = next((names[one.__name__] for one in type(strategy).__mro__ if one.__name__ in names), "")
+    compressor = getattr(strategy, "compression", None)
+    if scheme == "shard_ddp" and compressor is not None:
+        kinds = {kind: name for name, kind in COMPRESSORS.items()}
+        return f"{scheme}_{kinds[type(compressor)]}" if type(compressor) in kinds else scheme
+    return scheme or type(strategy).__name__
+
+
+def check_interactive(strategy: Any, launcher: Launcher, num_ranks: int) -> None:
+    """Refuse to start processes from a notebook, where there is no script to run again.
+
+    Raises:
+        ConfigError: Naming the strategy that works there.
+    """
+    if not is_interactive() or launcher.is_interactive_compatible:
+        return
+    name = strategy_name(strategy)
+    raise ConfigError(
+        f"The strategy {name!r} starts its ranks by running the script again, which cannot be done "
+        f"from a notebook or an interactive session (python -i). What works here is "
+        f"Trainer(strategy='{name}_in_process', devices={num_ranks}), or "
+        f"{type(strategy).__name__}(backend='in_process'): every rank is a thread of this process. "
+        f"To train on processes, run the code as a script."
+    )
