@@ -291,7 +291,7 @@ class DataParallelEngine:
         shown = [(param, param.data, param.grad) for param in self.model.parameters()]
         for param, value, _ in shown:
             param.grad = None
-            param.data = torch.empty(self._whole_shape(param), dtype=value.dtype)
+            param.data = torch.empty(self.whole_shape(param), dtype=value.dtype)
         try:
             yield
             for name, param in self.model.named_parameters():
@@ -302,7 +302,8 @@ class DataParallelEngine:
             for param, value, grad in shown:
                 param.data, param.grad = value, grad
 
-    def _whole_shape(self, param: nn.Parameter) -> Sequence[int]:
+    def whole_shape(self, param: nn.Parameter) -> Sequence[int]:
+        """The shape of the whole of `param`, however it shows itself now."""
         shape = self.split.full_shapes.get(param)
         if shape is not None:
             return shape
