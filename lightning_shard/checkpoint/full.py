@@ -52,6 +52,7 @@ def load_module_state(
     strict: bool,
     engine: DataParallelEngine | None = None,
     agree: Callable[[CheckpointError | None], None] = lambda error: None,
+    twin: Mapping[str, Any] | None = None,
 ) -> ModuleSnapshot:
     """Load a whole `state_dict` into a module, or leave the module as it was.
 
@@ -64,6 +65,7 @@ def load_module_state(
         strict: Whether names must be the same.
         engine: Holds the module's parameters.
         agree: Is told what does not fit here, or None, and raises if it does not fit on some rank.
+        twin: What a callback will load into the same module next, to be checked with it.
 
     Returns:
         The module as it was; without parameters where an engine holds them.
@@ -75,7 +77,7 @@ def load_module_state(
     missing: list[str] = []
     try:
         with nullcontext() if engine is None else engine.loading(missing):
-            agree(_load(module, state, strict, missing))
+            agree(_load(module, state, strict, missing) or _twin_error(module, state, twin))
     except BaseException:
         before.restore()
         raise
@@ -104,6 +106,28 @@ def _load(
         return misfit_error(type(module).__name__, wrong_kinds, _ADVICE)
     missing += getattr(result, "missing_keys", ())
     return None
+
+
+def _twin_error(
+    module: nn.Module, state: Mapping[str, Any], twin: Mapping[str, Any] | None
+) -> CheckpointError | None:
+    """Return what does not fit of a second state of the same module, where names are alike."""
+    if twin is None:
+        return None
+    found = [f"{name!r} is not in current_model_state" for name in state if name not in twin]
+    for prefix, part in module.named_modules():
+        for name, tensor in named_tensors(part):
+            full_name = f"{prefix}.{name}" if prefix else name
+            value = twin.get(full_name)
+            if isinstance(value, Tensor) and not is_lazy(tensor):
+                found += _tensor_misfits(f"{full_name!r} of current_model_state", value, tensor)
+    return misfit_error(type(module).__name__, found, _ADVICE) if found else None
+
+
+def _tensor_misfits(what: str, value: Tensor, tensor: Tensor) -> list[str]:
+    shapes = shape_misfit(what, value.shape, tensor.shape)
+    kinds = dtype_misfit(what, value.dtype, tensor.dtype)
+    return [found for found in (shapes, kinds) if found is not None]
 
 
 @contextmanager

@@ -358,12 +358,14 @@ class DataParallelStrategy(ShardStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
+        averages = self._is_fitting() and self._engine is None
         before = load_module_state(
             self.lightning_module,
             checkpoint["state_dict"],
             strict=strict,
             engine=self._engine,
             agree=partial(agree_on_misfit, self._collectives if dist.is_initialized() else None),
+            twin=checkpoint.get("current_model_state") if averages else None,  # WeightAveraging's
         )
         if self._engine is None and "optimizer_states" in checkpoint and self._is_fitting():
             self._resuming = Resuming(checkpoint, before)
