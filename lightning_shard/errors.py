@@ -37,5 +37,5 @@ class JobOverError(ShardError):
     """An elastic job has ended, or was left, while this rank still waited to take part in it."""
 
 
-class CheckpointError(ShardError):
+class CheckpointError(ShardError, RuntimeError):
     """A checkpoint that does not fit this run, or a run that has nothing whole to save."""

@@ -4,12 +4,23 @@ Parameters come together buffer by buffer, so that no rank but rank 0 holds more
 above its share; rank 0 holds the whole on the CPU, as it must to write one file.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
+from lightning_shard.checkpoint.misfits import dtype_misfit, misfit_error, shape_misfit
+from lightning_shard.checkpoint.module_snapshot import ModuleSnapshot, named_tensors
 from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.errors import CheckpointError
+
+_TORCH_REPORTS = "Error(s) in loading state_dict"
+_ADVICE = (
+    "Load it into the model that it was saved from, with the same settings; names that differ on "
+    "purpose are left out with LightningModule.strict_loading = False."
+)
 
 
 def full_module_state(module: nn.Module, engine: DataParallelEngine) -> dict[str, Any]:
@@ -35,15 +46,111 @@ def _plain(value: Any) -> Any:
 
 
 def load_module_state(
-    module: nn.Module, engine: DataParallelEngine, state: Mapping[str, Any], *, strict: bool
-) -> None:
-    """Load a whole `state_dict` into a module that an engine holds; no communication.
+    module: nn.Module,
+    state: Mapping[str, Any],
+    *,
+    strict: bool,
+    engine: DataParallelEngine | None = None,
+    agree: Callable[[CheckpointError | None], None] = lambda error: None,
+    twin: Mapping[str, Any] | None = None,
+) -> ModuleSnapshot:
+    """Load a whole `state_dict` into a module, or leave the module as it was.
 
-    The whole module is on the CPU for a moment, as when it was made.
+    The module's own `load_state_dict` and hooks do it. Where an engine holds the module, the whole
+    module is on the CPU for a moment, as when it was made.
+
+    Args:
+        module: The module.
+        state: Whole tensors by name.
+        strict: Whether names must be the same.
+        engine: Holds the module's parameters.
+        agree: Is told what does not fit here, or None, and raises if it does not fit on some rank.
+        twin: What a callback will load into the same module next, to be checked with it.
+
+    Returns:
+        The module as it was; without parameters where an engine holds them.
 
     Raises:
-        RuntimeError: torch's, when names or shapes do not fit.
+        CheckpointError: Names, shapes or kinds of numbers do not fit. Nothing is loaded then.
     """
+    before = ModuleSnapshot(module, with_parameters=engine is None)
     missing: list[str] = []
-    with engine.loading(missing):
-        missing += module.load_state_dict(state, strict=strict).missing_keys
+    try:
+        with nullcontext() if engine is None else engine.loading(missing):
+            agree(_load(module, state, strict, missing) or _twin_error(module, state, twin))
+    except BaseException:
+        before.restore()
+        raise
+    return before
+
+
+def _load(
+    module: nn.Module, state: Mapping[str, Any], strict: bool, missing: list[str]
+) -> CheckpointError | None:
+    """Load, append the names that kept their values, and return what does not fit."""
+    wrong_shapes, wrong_kinds = list[str](), list[str]()
+    with _watching(module, wrong_shapes, wrong_kinds):
+        try:
+            result = module.load_state_dict(state, strict=strict)
+        except RuntimeError as error:
+            if _TORCH_REPORTS not in str(error):
+                raise  # of a hook of the user's
+            told = [line.strip().rstrip(".") for line in str(error).splitlines()[1:]]
+            names = [line for line in told if "size mismatch for" not in line]
+            found = misfit_error(
+                type(module).__name__, [*wrong_shapes, *wrong_kinds, *names] or told, _ADVICE
+            )
+            found.__cause__ = error
+            return found
+    if wrong_kinds:
+        return misfit_error(type(module).__name__, wrong_kinds, _ADVICE)
+    missing += getattr(result, "missing_keys", ())
+    return None
+
+
+def _twin_error(
+    module: nn.Module, state: Mapping[str, Any], twin: Mapping[str, Any] | None
+) -> CheckpointError | None:
+    """Return what does not fit of a second state of the same module, where names are alike."""
+    if twin is None:
+        return None
+    found = [f"{name!r} is not in current_model_state" for name in state if name not in twin]
+    for prefix, part in module.named_modules():
+        for name, tensor in named_tensors(part):
+            full_name = f"{prefix}.{name}" if prefix else name
+            value = twin.get(full_name)
+            if isinstance(value, Tensor) and not is_lazy(tensor):
+                found += _tensor_misfits(f"{full_name!r} of current_model_state", value, tensor)
+    return misfit_error(type(module).__name__, found, _ADVICE) if found else None
+
+
+def _tensor_misfits(what: str, value: Tensor, tensor: Tensor) -> list[str]:
+    shapes = shape_misfit(what, value.shape, tensor.shape)
+    kinds = dtype_misfit(what, value.dtype, tensor.dtype)
+    return [found for found in (shapes, kinds) if found is not None]
+
+
+@contextmanager
+def _watching(module: nn.Module, wrong_shapes: list[str], wrong_kinds: list[str]) -> Iterator[None]:
+    """Note what does not fit as it comes out of the hooks of the module's own."""
+
+    def look(part: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+        for name, tensor in named_tensors(part):
+            value = state.get(prefix + name)
+            if not isinstance(value, Tensor) or is_lazy(tensor) or is_lazy(value):
+                continue
+            what = f"{prefix + name!r}"
+            if value.numel() != 1 or tensor.numel() != 1:  # torch exchanges () and (1,)
+                wrong_shapes.extend(_some(shape_misfit(what, value.shape, tensor.shape)))
+            wrong_kinds.extend(_some(dtype_misfit(what, value.dtype, tensor.dtype)))
+
+    handles = [part.register_load_state_dict_pre_hook(look) for part in module.modules()]  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _some(misfit: str | None) -> list[str]:
+    return [] if misfit is None else [misfit]

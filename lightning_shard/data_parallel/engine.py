@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.agreement import check_same_model
+from lightning_shard.data_parallel.blanks import blank
 from lightning_shard.data_parallel.buffers import BufferSync
 from lightning_shard.data_parallel.compression.buffer import FlatBuffer
 from lightning_shard.data_parallel.compression.compressor import Exchange
@@ -285,13 +286,15 @@ class DataParallelEngine:
     def loading(self, missing: Container[str]) -> Iterator[None]:
         """Let every parameter be whole inside, without values, and take in what they are set to.
 
+        Elements that nobody sets keep their value.
+
         Args:
             missing: Names of those that keep their value; read at the end.
         """
         shown = [(param, param.data, param.grad) for param in self.model.parameters()]
         for param, value, _ in shown:
             param.grad = None
-            param.data = torch.empty(self._whole_shape(param), dtype=value.dtype)
+            param.data = blank(self.whole_shape(param), value.dtype)
         try:
             yield
             for name, param in self.model.named_parameters():
@@ -302,7 +305,8 @@ class DataParallelEngine:
             for param, value, grad in shown:
                 param.data, param.grad = value, grad
 
-    def _whole_shape(self, param: nn.Parameter) -> Sequence[int]:
+    def whole_shape(self, param: nn.Parameter) -> Sequence[int]:
+        """The shape of the whole of `param`, however it shows itself now."""
         shape = self.split.full_shapes.get(param)
         if shape is not None:
             return shape

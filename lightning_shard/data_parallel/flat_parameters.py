@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.backends.pending import Pending
+from lightning_shard.data_parallel.blanks import is_blank
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.reduced_gradient import GradientNote, ReducedGradient
 from lightning_shard.layout.flat import FlatLayout, build_layout
@@ -163,13 +164,16 @@ class FlatParameters:
 
     @torch.no_grad()
     def load(self, index: int, value: Tensor) -> None:
-        """Overwrite one parameter by a tensor of its own shape, however it shows itself now."""
+        """Overwrite one parameter by a tensor of its own shape, however it shows itself now.
+
+        Blank elements keep their value.
+        """
         if self.is_gathered:
-            self.full_views[index].copy_(value)
+            _overwrite(self.full_views[index], value)
         if self.stage > 0:
             piece = self.layout.piece(self.layout.slots[index], self.shard_index)
             value = value.flatten()[piece.param_offset : piece.param_stop]
-        self.local_views[index].copy_(value)
+        _overwrite(self.local_views[index], value)
 
     def free(self) -> None:
         """Point the parameters at their pieces and give the full memory back."""
@@ -199,6 +203,13 @@ class FlatParameters:
         full = shard.new_empty(self.layout.full_numel)
         self._groups.shard.all_gather(full, shard).wait()
         return full_views(full, self.layout)
+
+
+def _overwrite(view: Tensor, value: Tensor) -> None:
+    kept = is_blank(value)
+    if kept.any():
+        value = torch.where(kept, view.to(value), value)
+    view.copy_(value)
 
 
 def full_views(full: Tensor, layout: FlatLayout) -> list[Tensor]:

@@ -87,7 +87,7 @@ def _steps(
     settings = {key: copy.copy(value) for key, value in group.items() if key != "params"}
     if "lr" in settings:  # a warm-up may begin at zero, where every optimizer does the same
         settings["lr"] = _LR
-    twin = _twin(optimizer, {**settings, "params": params})
+    twin = twin_of(optimizer, {**settings, "params": params})
     for step in grads:
         for param, grad in zip(params, step, strict=True):
             param.grad = grad.clone()
@@ -95,7 +95,7 @@ def _steps(
     return [param.detach() for param in params]
 
 
-def _twin(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
+def twin_of(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
     """An optimizer of the same class on one group, with state of its own."""
     try:  # some make their state in the constructor
         return type(optimizer)([group], **optimizer.defaults)

@@ -41,16 +41,23 @@ def local_state_dict(
         CheckpointError: Its groups are not those of the optimizer.
     """
     _check_groups(full, optimizer)
-    params = params_of(optimizer)
+    numbers = [number for group in full["param_groups"] for number in group["params"]]
+    params = dict(zip(numbers, params_of(optimizer), strict=True))
     state = {
-        index: {
-            key: _cut(key, _own_part(value, params[index], engine), *engine.owner(params[index]))
-            for key, value in entries.items()
-        }
-        for index, entries in full["state"].items()
-        if engine.split.is_here(params[index])
+        key: _local_entries(entries, params[key], engine) if key in params else entries
+        for key, entries in full["state"].items()
+        if key not in params or engine.split.is_here(params[key])
     }
     return {**full, "state": state}
+
+
+def _local_entries(
+    entries: Mapping[str, Any], param: nn.Parameter, engine: DataParallelEngine
+) -> dict[str, Any]:
+    return {
+        key: _cut(key, _own_part(value, param, engine), *engine.owner(param))
+        for key, value in entries.items()
+    }
 
 
 def _check_groups(full: Mapping[str, Any], optimizer: Optimizer) -> None:

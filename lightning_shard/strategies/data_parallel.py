@@ -4,14 +4,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
-from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -36,6 +38,14 @@ from lightning_shard.strategies.base import ShardStrategy
 from lightning_shard.strategies.batches import agree_on_batches, lengths_on_ranks
 from lightning_shard.strategies.callbacks import prepare_callbacks
 from lightning_shard.strategies.layer_sync import SyncBatchNormOnCpu
+from lightning_shard.strategies.resuming import (
+    Resuming,
+    agree_on_misfit,
+    error_of,
+    kept_misfits,
+    scaler_misfits,
+    states_misfits,
+)
 from lightning_shard.strategies.weight_averaging import (
     AverageInPieces,
     Averaging,
@@ -111,6 +121,7 @@ class DataParallelStrategy(ShardStrategy):
         self._sharded: list[ShardedOptimizer] = []
         self._averages: list[AverageInPieces] = []
         self._failed = False
+        self._resuming: Resuming | None = None  # until the optimizers' state is loaded
         self._left_in_pieces = False  # by a failed run: there is nothing whole to save
         self._cpu_layer_sync: SyncBatchNormOnCpu | None = None
         self._may_differ_in_batches = False  # of prediction
@@ -144,6 +155,8 @@ class DataParallelStrategy(ShardStrategy):
                 averages_in_pieces=self._holds_pieces,
             )
             self.setup_optimizers(trainer)  # while parameters have their full shapes
+            if self._resuming is not None:
+                self._resuming.check(self._misfits, self.collectives)
         self._start_engine()
         for callback in averaging_callbacks(callbacks, fitting=fitting):
             self._averages.append(self._average_in_pieces(callback))
@@ -355,13 +368,18 @@ class DataParallelStrategy(ShardStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self._engine is None:
-            super().load_model_state_dict(checkpoint, strict)
-            return
         assert self.lightning_module is not None
-        load_module_state(
-            self.lightning_module, self._engine, checkpoint["state_dict"], strict=strict
+        averages = self._is_fitting() and self._engine is None
+        before = load_module_state(
+            self.lightning_module,
+            checkpoint["state_dict"],
+            strict=strict,
+            engine=self._engine,
+            agree=partial(agree_on_misfit, self._collectives if dist.is_initialized() else None),
+            twin=checkpoint.get("current_model_state") if averages else None,  # WeightAveraging's
         )
+        if self._engine is None and "optimizer_states" in checkpoint and self._is_fitting():
+            self._resuming = Resuming(checkpoint, before)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -380,20 +398,30 @@ class DataParallelStrategy(ShardStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        if self._resuming is None:
+            agree_on_misfit(self._collectives, error_of(self._misfits(checkpoint)))
+        self._resuming = None
         kept = checkpoint.get(CHECKPOINT_KEY, {}).get("compression", {})
         if self._options.compression is not None:
             load_whole_state(self._options.compression, self.engine.exchanges, kept)
-        states = checkpoint["optimizer_states"]
-        if len(states) != len(self.optimizers):
-            raise CheckpointError(
-                f"The checkpoint holds the state of {len(states)} optimizers, expected "
-                f"{len(self.optimizers)} as configure_optimizers returns. Resume with the "
-                f"optimizers that it was saved with, or load only the weights."
-            )
-        for optimizer, state in zip(self.optimizers, states, strict=True):
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             local = local_state_dict(state, optimizer, self.engine)
             with self.engine.optimizer_view():
                 optimizer.load_state_dict(local)
+
+    def _misfits(self, checkpoint: Mapping[str, Any]) -> list[str]:
+        """What does not fit of all but the weights, once there are optimizers."""
+        assert self.lightning_module is not None
+        shapes = {
+            param: (name, param.shape if self._engine is None else self._engine.whole_shape(param))
+            for name, param in self.lightning_module.named_parameters()
+        }
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        return [
+            *states_misfits(checkpoint["optimizer_states"], self.optimizers, shapes),
+            *kept_misfits(checkpoint.get(CHECKPOINT_KEY, {}), dict(shapes.values())),
+            *scaler_misfits(checkpoint.get(MixedPrecision.__qualname__), scaler),
+        ]
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -405,6 +433,7 @@ class DataParallelStrategy(ShardStrategy):
             self._detach(self._engine)
             self._left_in_pieces = self._failed and self._holds_pieces
         self._engine, self._sharded, self._averages, self._failed = None, [], [], False
+        self._resuming = None
         self._may_differ_in_batches = False
         self._revert_layer_sync()
         super().teardown()

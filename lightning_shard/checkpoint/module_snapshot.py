@@ -1,0 +1,69 @@
+"""A module as it was before something was loaded into it, so that a failed load leaves no trace.
+
+A module's own hooks may do more than copy values: give buffers another size, set attributes,
+rename what they were given. So a load is not foreseen but undone: what each submodule refers to
+and, of dictionaries, lists and sets, their entries are remembered, and the tensors' values.
+"""
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+# Of these a load may change the entries. Subclasses of a user's own may do anything when copied.
+_CONTAINERS = (dict, OrderedDict, defaultdict, list, set)
+
+
+class ModuleSnapshot:
+    """What a module refers to, and its values.
+
+    Args:
+        module: The module.
+        with_parameters: Whether the parameters' values are kept, too, which takes their memory.
+    """
+
+    def __init__(self, module: nn.Module, *, with_parameters: bool = True) -> None:
+        self._attributes = [(part, dict(vars(part))) for part in module.modules()]
+        self._entries = [
+            (value, value.copy())
+            for _, attributes in self._attributes
+            for value in attributes.values()
+            if type(value) in _CONTAINERS
+        ]
+        params = module.parameters() if with_parameters else ()
+        self._values = [
+            (tensor, tensor.data, tensor.detach().clone())
+            for tensor in (*params, *module.buffers())
+            if not is_lazy(tensor)
+        ]
+
+    def restore(self) -> None:
+        """Make the module what it was, right after the load."""
+        for part, attributes in self._attributes:
+            vars(part).clear()
+            vars(part).update(attributes)
+        for container, entries in self._entries:
+            _refill(container, entries)
+        self.restore_values()
+
+    @torch.no_grad()
+    def restore_values(self) -> None:
+        """Give parameters and buffers their values; others may have changed the module since."""
+        for tensor, data, value in self._values:
+            if tensor.shape != value.shape:
+                tensor.data = data
+            tensor.copy_(value)
+
+
+def _refill(container: Any, entries: Any) -> None:
+    container.clear()
+    container.extend(entries) if isinstance(container, list) else container.update(entries)
+
+
+def named_tensors(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and buffers of a module itself, without those of its children."""
+    yield from part.named_parameters(recurse=False, remove_duplicate=False)
+    yield from part.named_buffers(recurse=False, remove_duplicate=False)

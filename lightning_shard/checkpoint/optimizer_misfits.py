@@ -1,0 +1,197 @@
+"""Does a saved optimizer state fit an optimizer? Asked before anything of it is loaded.
+
+torch compares the lengths of groups alone; what else does not fit fails in the first step, or is
+cut in the wrong places. What state an optimizer makes for a parameter is asked of the optimizer: a
+twin with the saved options takes a step on a small tensor of as many dimensions.
+
+    twin's parameter (3, 5)    its state (3, 5)    a parameter (64, 32) has a state (64, 32)
+                                         (3, 1)                                     (64, 1)
+                                         ()                                         one element
+
+What the twin does not make, or makes in a form that says nothing of other sizes, is not looked at.
+Nor is what an optimizer's own `load_state_dict` takes.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from numbers import Number
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_shard.checkpoint.misfits import dtype_misfit, shape_misfit
+from lightning_shard.optim.elementwise import twin_of
+
+_SIZES = (3, 5, 7, 11, 13, 17)  # of the twin's dimensions: all different, and none 1
+_State = Mapping[str, Any]
+
+
+def optimizer_misfits(
+    saved: Mapping[str, Any],
+    optimizer: Optimizer,
+    named_shapes: Mapping[nn.Parameter, tuple[str, Sequence[int]]],
+) -> list[str]:
+    """Say what of a whole optimizer state does not fit.
+
+    Args:
+        saved: As torch's `Optimizer.state_dict` gives it on a single device.
+        optimizer: What it is to be loaded into.
+        named_shapes: Name and full shape of each of the model's parameters.
+    """
+    kind, groups = type(optimizer).__name__, optimizer.param_groups
+    lengths = [len(group["params"]) for group in saved["param_groups"]]
+    expected = [len(group["params"]) for group in groups]
+    if lengths != expected:
+        return [
+            f"the checkpoint's state of {kind} has groups of {lengths} parameters, expected "
+            f"{expected}"
+        ]
+    if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
+        return []
+    found: list[str] = []
+    known: set[Any] = set()
+    for group, saved_group in zip(groups, saved["param_groups"], strict=True):
+        twins = _Twins(optimizer, group, saved_group)
+        for param, number in zip(group["params"], saved_group["params"], strict=True):
+            known.add(number)
+            name, shape = named_shapes.get(param, (f"parameter {number}", param.shape))
+            entries = saved["state"].get(number, {})
+            found += _misfits(f"{name!r} in the state of {kind}", entries, twins, shape)
+    strays = [key for key in saved["state"] if isinstance(key, int) and key not in known]
+    if strays:
+        found.append(f"the state of {kind} has entries for {strays}, which no group lists")
+    return list(dict.fromkeys(found))
+
+
+def _misfits(owner: str, entries: Any, twins: "_Twins", shape: Sequence[int]) -> Iterator[str]:
+    """Yield what does not fit of one parameter's entries; none are those of an unused one."""
+    twin = twins.of(len(shape))
+    yield from twin.lacks_options
+    if not isinstance(entries, Mapping):
+        yield f"the entries of {owner} are a {type(entries).__name__}, expected a dictionary"
+    elif entries and twin.state:
+        missing = [key for key, value in twin.state.items() if value is not None]
+        missing = [key for key in missing if key not in entries]
+        if missing and twin.needs(missing):
+            yield f"the entries of {owner} are {sorted(entries)}, expected {missing}, too"
+        for key, value in entries.items():
+            yield from twin.misfits_of(key, f"{key!r} of {owner}", value, shape)
+
+
+@dataclass(frozen=True)
+class _Twin:
+    """What an optimizer makes for a small parameter.
+
+    Attributes:
+        optimizer: The twin; None if it cannot be made, or cannot take a step.
+        shape: Of its parameter.
+        state: After a step.
+        lacks_options: Which of its options were not saved, and are needed.
+    """
+
+    optimizer: Optimizer | None
+    shape: tuple[int, ...]
+    state: _State
+    lacks_options: Sequence[str] = ()
+
+    def needs(self, keys: Sequence[str]) -> bool:
+        """Whether it cannot go on without these entries of its state."""
+        assert self.optimizer is not None
+        (param,) = self.optimizer.param_groups[0]["params"]
+        rest = {key: value for key, value in self.state.items() if key not in keys}
+        self.optimizer.state[param] = rest
+        try:
+            _step(self.optimizer, param)
+        except Exception:  # whatever it raises, a step fails
+            return True
+        return False
+
+    def misfits_of(self, key: str, what: str, value: Any, full: Sequence[int]) -> Iterator[str]:
+        """Yield what does not fit of an entry for a parameter of shape `full`."""
+        model = self.state.get(key)
+        if not isinstance(model, Tensor):
+            return
+        expected = _grown(tuple(model.shape), self.shape, full)
+        if expected is None:
+            return
+        if not isinstance(value, Tensor):
+            if value is not None and not (isinstance(value, Number) and model.numel() == 1):
+                yield f"{what} is a {type(value).__name__}, expected a tensor"
+        elif value.numel() != 1 or prod(expected) != 1:
+            for found in (
+                shape_misfit(what, value.shape, expected),
+                dtype_misfit(what, value.dtype, model.dtype),
+            ):
+                if found is not None:
+                    yield found
+
+
+class _Twins:
+    """Twins of an optimizer with the options of a saved group, one for each number of dimensions.
+
+    Args:
+        optimizer: The optimizer.
+        group: Its group.
+        saved: The group that was saved.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, group: dict[str, Any], saved: Mapping[str, Any]
+    ) -> None:
+        self._optimizer, self._group, self._saved = optimizer, group, saved
+        self._made: dict[int, _Twin] = {}
+
+    def of(self, ndim: int) -> _Twin:
+        """Return the twin for parameters of `ndim` dimensions."""
+        if ndim not in self._made:
+            with torch.random.fork_rng(devices=[]):
+                self._made[ndim] = self._make(ndim)
+        return self._made[ndim]
+
+    @cached_property
+    def _settings(self) -> dict[str, Any]:
+        return {key: value for key, value in self._group.items() if key != "params"}
+
+    def _make(self, ndim: int) -> _Twin:
+        shape = _SIZES[:ndim]
+        if len(shape) < ndim:
+            return _Twin(None, (), {})
+        like = self._group["params"][0]
+        param = nn.Parameter(torch.ones(shape, dtype=like.dtype, device=like.device))
+        try:
+            twin = twin_of(self._optimizer, {**self._settings, "params": [param]})
+            twin.load_state_dict({"state": {}, "param_groups": [{**self._saved, "params": [0]}]})
+            _step(twin, param)
+        except KeyError as error:
+            (key,) = error.args
+            lacks = key in self._settings and key not in self._saved
+            return _Twin(None, shape, {}, [self._say_lacking(key)] if lacks else [])
+        except Exception:  # it takes what it does not take from a twin
+            return _Twin(None, shape, {})
+        return _Twin(twin, shape, dict(twin.state[param]))
+
+    def _say_lacking(self, key: str) -> str:
+        kind = type(self._optimizer).__name__
+        return f"a group of {kind} has the options {sorted(self._saved)}, expected {key!r}, too"
+
+
+def _step(optimizer: Optimizer, param: nn.Parameter) -> None:
+    param.grad = torch.full_like(param, 0.5)
+    type(optimizer).step(optimizer)
+
+
+def _grown(
+    shape: tuple[int, ...], small: tuple[int, ...], full: Sequence[int]
+) -> tuple[int, ...] | None:
+    """The shape that goes with a parameter of shape `full`, as `shape` goes with `small`."""
+    if shape == small:
+        return tuple(full)
+    if prod(shape) == 1:
+        return ()
+    if all(size == 1 or size in small for size in shape):
+        return tuple(1 if size == 1 else full[small.index(size)] for size in shape)
+    return None

@@ -1,0 +1,167 @@
+"""A run that begins from a checkpoint: all of it is checked before the run holds any of it.
+
+    load_model_state_dict    weights are loaded, by the module's own hooks; what they were is kept
+    setup                    the optimizers are made: their state is checked, and what compression,
+                             local SGD and the loss scaler keep; if it does not fit, the weights
+                             are what they were
+    then                     pieces are cut, and everything is loaded
+
+Weights come first since hooks of the module may change it by what they find in a checkpoint.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.checkpoint.misfits import kind_of, misfit_error, shape_misfit
+from lightning_shard.checkpoint.module_snapshot import ModuleSnapshot
+from lightning_shard.checkpoint.optimizer_misfits import optimizer_misfits
+from lightning_shard.errors import CheckpointError
+
+_ADVICE = (
+    "Resume with the model, the optimizers and the settings that it was saved with, or load only "
+    "the weights."
+)
+_OF_LOCAL_SGD = {"own", "common", "arriving", "outer", "compression"}
+_OF_GRADIENTS = {"residual", "momentum"}  # of what compression keeps; PowerSGD's q is shaped by it
+_OF_ELEMENTS = {
+    "momentum_buffer",
+    "exp_avg",
+    "exp_avg_sq",
+    "max_exp_avg_sq",
+}  # of an outer optimizer
+
+
+def agree_on_misfit(collectives: Collectives | None, error: CheckpointError | None) -> None:
+    """Raise the same CheckpointError on every rank if a checkpoint does not fit on some.
+
+    Args:
+        collectives: Of all ranks, each of which must call; None where this is the only one.
+        error: What does not fit here.
+    """
+    if collectives is None or collectives.size == 1:
+        if error is not None:
+            raise error
+        return
+    told: list[str | None] = collectives.all_gather_object(None if error is None else str(error))
+    ranks = [rank for rank, one in enumerate(told) if one is not None]
+    if not ranks:
+        return
+    where = "" if len(ranks) == len(told) else f"On rank {ranks[0]}: "
+    raise CheckpointError(f"{where}{told[ranks[0]]}") from error
+
+
+class Resuming:
+    """What a run is resumed from, until everything is known to fit.
+
+    Args:
+        checkpoint: The whole of it.
+        before: The module as it was before the weights were loaded.
+    """
+
+    def __init__(self, checkpoint: Mapping[str, Any], before: ModuleSnapshot) -> None:
+        self._checkpoint = checkpoint
+        self._before = before
+
+    def check(
+        self, misfits: Callable[[Mapping[str, Any]], list[str]], collectives: Collectives
+    ) -> None:
+        """Give the module its values back and raise if something does not fit on some rank.
+
+        Args:
+            misfits: Says what of the checkpoint does not fit.
+            collectives: Of all ranks, each of which must call.
+        """
+        try:
+            agree_on_misfit(collectives, error_of(misfits(self._checkpoint)))
+        except CheckpointError:
+            self._before.restore_values()
+            raise
+
+
+def error_of(misfits: Sequence[str]) -> CheckpointError | None:
+    """Make the error of what does not fit; None if all does."""
+    return misfit_error("this run", misfits, _ADVICE) if misfits else None
+
+
+def states_misfits(
+    states: Sequence[Mapping[str, Any]],
+    optimizers: Sequence[Optimizer],
+    named_shapes: Mapping[nn.Parameter, tuple[str, Sequence[int]]],
+) -> list[str]:
+    """Say what does not fit of the states of all optimizers."""
+    if len(states) != len(optimizers):
+        return [
+            f"the checkpoint holds the state of {len(states)} optimizers, expected "
+            f"{len(optimizers)} as configure_optimizers returns"
+        ]
+    return [
+        misfit
+        for optimizer, state in zip(optimizers, states, strict=True)
+        for misfit in optimizer_misfits(state, optimizer, named_shapes)
+    ]
+
+
+def kept_misfits(kept: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> Iterator[str]:
+    """Yield what does not fit of what only this package's strategies keep.
+
+    Args:
+        kept: What a checkpoint has of it.
+        shapes: The full shapes of the parameters by name; what goes with others is left out.
+    """
+    yield from _compression_misfits(kept.get("compression") or {}, shapes)
+    local = kept.get("local_sgd")
+    if not local:
+        return
+    lacking = sorted(_OF_LOCAL_SGD - local.keys())
+    if lacking:
+        yield f"what local SGD keeps has no {lacking}, expected {sorted(_OF_LOCAL_SGD)}"
+        return
+    yield from _tensor_misfits("the own value", local["own"], shapes)
+    yield from _tensor_misfits("the common value", local["common"], shapes)
+    yield from _compression_misfits(local["compression"] or {}, shapes)
+    for flight in local["arriving"]:
+        yield from _tensor_misfits("the mean on its way", flight["mean"], shapes)
+    for name, entries in local["outer"].get("state", {}).items():
+        for key in _OF_ELEMENTS & entries.keys():
+            yield from _tensor_misfits(f"the outer optimizer's {key}", {name: entries[key]}, shapes)
+
+
+def _compression_misfits(
+    state: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]
+) -> Iterator[str]:
+    for kind in _OF_GRADIENTS & state.keys():
+        yield from _tensor_misfits(f"compression's {kind}", state[kind], shapes)
+
+
+def _tensor_misfits(what: str, tensors: Any, shapes: Mapping[str, Sequence[int]]) -> Iterator[str]:
+    if not isinstance(tensors, Mapping):
+        yield f"{what} is a {type(tensors).__name__}, expected tensors by name"
+        return
+    for name, value in tensors.items():
+        if name not in shapes or value is None:
+            continue
+        if not isinstance(value, Tensor):
+            yield f"{what} of {name!r} is a {type(value).__name__}, expected a tensor"
+        elif (found := shape_misfit(f"{what} of {name!r}", value.shape, shapes[name])) is not None:
+            yield found
+        elif kind_of(value.dtype) == "integer":
+            yield f"{what} of {name!r} is of {value.dtype}, expected floating-point numbers"
+
+
+def scaler_misfits(state: Any, scaler: GradScaler | None) -> Iterator[str]:
+    """Yield what does not fit of a loss scaler's saved state."""
+    if scaler is None or state is None:
+        return
+    if not isinstance(state, Mapping):
+        yield f"the loss scaler's state is a {type(state).__name__}, expected a dictionary"
+        return
+    for key in scaler.state_dict().keys() - state.keys():
+        yield f"the loss scaler's state has no {key!r}, expected a number"
+    for key, value in state.items():
+        if not isinstance(value, (int, float)):
+            yield f"the loss scaler's {key!r} is a {type(value).__name__}, expected a number"
