@@ -77,6 +77,11 @@ class StopsTogether(ParallelStrategy):
             f"OnExceptionCheckpoint saves there. Go on from that, or from the last checkpoint."
         )
 
+    @property
+    def has_stopped_together(self) -> bool:
+        """Whether all ranks have stopped at the same place of the run, by agreement."""
+        return self._lifeline is not None and self._lifeline.stops
+
     @override
     def teardown(self) -> None:
         liveness.unwatch_signals()  # Lightning puts back the handlers that were there before

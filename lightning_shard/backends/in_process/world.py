@@ -8,6 +8,7 @@ from typing import Any, ClassVar, TypeVar, cast
 from lightning_shard.backends import _c10d
 from lightning_shard.backends.calls import Call, Disagreement
 from lightning_shard.backends.in_process.channel import Channel, Meeting
+from lightning_shard.backends.in_process.failures import Failure, Failures
 from lightning_shard.backends.in_process.faults import Fault, FaultPlan, RankDropped
 from lightning_shard.backends.in_process.losses import Losses, check_place
 from lightning_shard.backends.in_process.rank import NOT_YET, Place, Rank, Status, Wait
@@ -64,6 +65,7 @@ class World:
         self.faults = FaultPlan(faults, self.num_threads, is_elastic=self.is_elastic, struck=struck)
         self.num_first_ranks = num_ranks
         self._channels: dict[tuple[str, str, tuple[int, ...], int], Channel] = {}
+        self._failures: Failures
         self._losses: Losses
         self._run: Run[Any]
         self.scheduler: Scheduler
@@ -107,6 +109,9 @@ class World:
         ranks = [self._make_rank(index) for index in range(self.num_threads)]
         self.scheduler = Scheduler(ranks, is_elastic=self.is_elastic)
         self._losses = Losses(self.scheduler, is_elastic=self.is_elastic)
+        self._failures = Failures(
+            self.scheduler, self._channels.values(), is_elastic=self.is_elastic
+        )
         run = self._run = Run(self.scheduler, function, self.has_ended)
         _active.append(self)
         try:
@@ -126,6 +131,10 @@ class World:
         if is_spare:
             rank.status = Status.PARKED
         return rank
+
+    def await_failures(self, error: BaseException) -> Failure:
+        """Let the others run until each has raised, too, or has ended; see `Failures.meet`."""
+        return self._failures.meet(self.scheduler.check_thread(), error)
 
     def has_ended(self, thread: int) -> None:
         """Take note that a rank is gone or that its function has ended."""
