@@ -5,11 +5,13 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_shard.backends.in_process import ElasticWorld, World, current_world
 from lightning_shard.backends.in_process.faults import RankDropped, faults_to_inject
+from lightning_shard.backends.liveness import TERMINATED_STATUS
 from lightning_shard.errors import ConfigError, RankFailedError
 from lightning_shard.launchers._lightning import Launcher, TunerExit, skip_hooks_of_exception
 from lightning_shard.launchers.adoption import adopt
@@ -78,6 +80,8 @@ class InProcessLauncher(Launcher):
 
         try:
             results = world.run(run_rank)
+            if world.termination.was_terminated and not world.termination.has_stopped:
+                raise SIGTERMException(TERMINATED_STATUS)  # it came after the last step
         except BaseException as error:
             mine.hand_to_lightning(error)
             raise

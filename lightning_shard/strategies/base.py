@@ -222,7 +222,7 @@ class ShardStrategy(StopsTogether, metaclass=OptionNames):
             if not self.is_in_process:
                 atexit.register(self._leave)
         self._use_groups()
-        if not self.is_in_process and self.lightning_module is not None:
+        if self.lightning_module is not None:
             self.watch_for_termination(self.lightning_module.trainer)
 
     def _use_groups(self) -> None:

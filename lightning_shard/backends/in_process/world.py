@@ -16,6 +16,7 @@ from lightning_shard.backends.in_process.rank_globals import RankGlobals
 from lightning_shard.backends.in_process.run import Run
 from lightning_shard.backends.in_process.scheduler import Scheduler
 from lightning_shard.backends.in_process.store import InProcessStore
+from lightning_shard.backends.in_process.termination import RanksTermination, Termination
 from lightning_shard.backends.in_process.verdicts import Verdict, mismatch_verdict
 from lightning_shard.backends.mismatch import Side, describe_disagreement
 from lightning_shard.errors import ConfigError, RankFailedError
@@ -65,6 +66,7 @@ class World:
         self.faults = FaultPlan(faults, self.num_threads, is_elastic=self.is_elastic, struck=struck)
         self.num_first_ranks = num_ranks
         self._channels: dict[tuple[str, str, tuple[int, ...], int], Channel] = {}
+        self.termination = Termination()
         self._failures: Failures
         self._losses: Losses
         self._run: Run[Any]
@@ -131,6 +133,10 @@ class World:
         if is_spare:
             rank.status = Status.PARKED
         return rank
+
+    def ranks_termination(self) -> RanksTermination:
+        """Return the running rank's view of the end of this process by SIGTERM."""
+        return RanksTermination(self.termination, self.scheduler.running.index)
 
     def await_failures(self, error: BaseException) -> Failure:
         """Let the others run until each has raised, too, or has ended; see `Failures.meet`."""
