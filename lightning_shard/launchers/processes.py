@@ -9,7 +9,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from typing_extensions import override
 
 from lightning_shard.backends import liveness
-from lightning_shard.backends.collectives import Collectives
+from lightning_shard.backends.common_failure import all_raise
 from lightning_shard.backends.pending import is_about_a_peer
 from lightning_shard.errors import RankFailedError
 from lightning_shard.launchers._lightning import TunerExit, skip_hooks_of_exception
@@ -73,16 +73,11 @@ def _have_all_raised(error: BaseException, trainer: "pl.Trainer | None") -> bool
     lifeline = liveness.current()
     if isinstance(strategy, Salvages) and strategy.has_stopped_together:
         return True
-    if lifeline is None or isinstance(error, RankFailedError):
+    if isinstance(error, RankFailedError):
         if lifeline is not None:
             lifeline.announce_failure(error)
         return False
-    calls = sum(
-        traffic.calls
-        for group in Collectives.traffic_by_group()
-        for _, traffic in group.traffic.items()
-    )
-    return lifeline.fail(error, calls)
+    return all_raise(error)
 
 
 def _circumstances(error: BaseException, is_common: bool) -> Circumstances:

@@ -62,6 +62,14 @@ class Failures:
         gone = tuple(r for r, one in enumerate(self._members(place)) if one.status is Status.GONE)
         return Failure(is_common=is_common, first=first, gone=gone)
 
+    def is_common(self, rank: Rank, error: BaseException) -> bool:
+        """Whether all ranks raise where `rank` has, so that none goes on; if not, it may."""
+        if self.meet(rank, error).is_common:
+            return True
+        rank.failing = None
+        self._scheduler.failures.pop(rank.index, None)
+        return False
+
     def _members(self, place: Place) -> list[Rank]:
         return [self._scheduler.ranks[thread] for thread in place.threads]
 
