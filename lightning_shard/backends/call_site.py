@@ -1,29 +1,60 @@
-"""Where in the user's code an operation was called."""
+"""Where in the user's code an operation was called.
+
+Between that and the process group lie frames of torch, Lightning and this package, and of what they
+wrap their functions in: `typing_extensions.deprecated`, `functools`, `contextlib` and other modules
+of the standard library, and code that a compiler has made.
+"""
 
 import os
 import sys
-from collections.abc import Iterator
+import sysconfig
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from types import FrameType
 
-_INNER_PACKAGES = (
+_WRAPPING_PACKAGES = (
     "torch",
+    "torchgen",
+    "functorch",
     "lightning",
-    "pytorch_lightning",
     "lightning_fabric",
-    __name__.partition(".")[0],
+    "pytorch_lightning",
+    "lightning_utilities",
+    "torchmetrics",
 )
+_WRAPPING_MODULES = ("typing_extensions", "decorator", "wrapt")
+_LIBRARIES = ("purelib", "platlib")
+# Of the import system, and of graphs that torch has traced; "<stdin>" and the like are the user's.
+_GENERATED = ("<frozen ", "<eval_with_key>", "<lambdifygenerated", "<torch_package")
 
 
-def _inner_folders() -> Iterator[str]:
-    for package in _INNER_PACKAGES:
-        spec = find_spec(package)  # which imports nothing
-        for folder in [] if spec is None else spec.submodule_search_locations or []:
-            yield os.path.abspath(folder) + os.sep
+def _folder(path: str) -> str:
+    return os.path.abspath(path) + os.sep
 
 
-_INNER_FOLDERS = tuple(_inner_folders())
+def _find_inner() -> tuple[str, ...]:
+    """Return what the file names of inner frames begin with."""
+    found = [os.path.dirname(os.path.dirname(__file__)) + os.sep, *_GENERATED]
+    for name in (*_WRAPPING_PACKAGES, *_WRAPPING_MODULES):
+        spec = None
+        with suppress(ValueError):  # what stands in for a module, without a spec
+            spec = find_spec(name)
+        if spec is not None and spec.submodule_search_locations:
+            found += [_folder(folder) for folder in spec.submodule_search_locations]
+        elif spec is not None and spec.origin is not None:
+            found.append(os.path.abspath(spec.origin))
+    return tuple(found)
+
+
+_INNER = _find_inner()
+_STANDARD_LIBRARY = tuple(_folder(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))
+# Installed packages lie below the standard library.
+_INSTALLED = (
+    *(_folder(sysconfig.get_path(name)) for name in _LIBRARIES),
+    *(f"{folder}site-packages{os.sep}" for folder in _STANDARD_LIBRARY),
+    *(f"{folder}dist-packages{os.sep}" for folder in _STANDARD_LIBRARY),
+)
 _is_inner: dict[str, bool] = {}  # by file name; only ever a cache
 
 
@@ -39,14 +70,21 @@ class CallSite:
 
 
 def find_call_site() -> CallSite:
-    """Return the innermost frame that is neither torch's nor Lightning's nor this package's."""
+    """Return the innermost frame of the user's: no wrapper's, torch's, Lightning's or ours."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         filename = frame.f_code.co_filename
         inner = _is_inner.get(filename)
         if inner is None:
-            inner = _is_inner[filename] = filename.startswith(_INNER_FOLDERS)
+            inner = _is_inner[filename] = _wraps(filename)
         if not inner:
             return CallSite(filename, frame.f_lineno)
         frame = frame.f_back
     return CallSite("<no Python caller>", 0)
+
+
+def _wraps(filename: str) -> bool:
+    """Whether a file holds nothing of the user's, nor of a library that calls for itself."""
+    if filename.startswith(_INNER):
+        return True
+    return filename.startswith(_STANDARD_LIBRARY) and not filename.startswith(_INSTALLED)

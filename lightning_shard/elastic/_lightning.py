@@ -7,7 +7,6 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -46,7 +45,6 @@ __all__ = [
     "continue_logs",
     "epoch_of_samplers",
     "forget_data",
-    "handle_sigterm",
     "is_within_step",
     "load_checkpoint",
     "load_trainer_state",
@@ -305,9 +303,3 @@ def measure_epoch(trainer: "pl.Trainer") -> None:
         interval = val_check_interval(trainer)
         if isinstance(interval, float):
             trainer.val_check_batch = max(1, int(num_batches * interval))
-
-
-def handle_sigterm(trainer: "pl.Trainer", handler: Callable[[int, FrameType | None], None]) -> None:
-    """Have this called on SIGTERM during the run; before Lightning registers its handlers."""
-    connector: Any = trainer._signal_connector
-    connector._sigterm_notifier_fn = handler

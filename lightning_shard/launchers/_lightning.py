@@ -10,8 +10,9 @@ import lightning.pytorch as pl
 from lightning.pytorch.loops.loop import _Loop as Loop
 from lightning.pytorch.loops.progress import _BaseProgress as BaseProgress
 from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
-from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.trainer.call import _call_and_handle_interrupt
+from lightning.pytorch.trainer.connectors import accelerator_connector
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExit
 
 __all__ = [
@@ -24,6 +25,8 @@ __all__ = [
     "forget_identities",
     "forget_launcher",
     "is_interactive",
+    "mark_interrupted",
+    "skip_hooks_of_exception",
     "take_down",
 ]
 
@@ -55,6 +58,30 @@ def take_down(trainer: "pl.Trainer", error: BaseException) -> None:
     trainer.strategy.on_exception(error)
     trainer._teardown()
     trainer.state.stage = None
+
+
+def mark_interrupted(trainer: "pl.Trainer") -> None:
+    """Have `trainer.interrupted` say that the run has ended with an exception."""
+    trainer.state.status = TrainerStatus.INTERRUPTED
+
+
+def skip_hooks_of_exception(trainer: "pl.Trainer") -> None:
+    """Have Lightning call nobody's `on_exception` for the error that is about to be raised.
+
+    It goes through the trainer's callbacks and its data module, then calls the strategy's hook:
+    until then the trainer has neither.
+    """
+    strategy: Any = trainer.strategy
+    owner: Any = trainer
+    callbacks, datamodule = owner.callbacks, owner.datamodule
+
+    def put_back(error: BaseException) -> None:
+        owner.callbacks, owner.datamodule = callbacks, datamodule
+        del strategy.on_exception
+        strategy.on_exception(error)
+
+    owner.callbacks, owner.datamodule = [], None
+    strategy.on_exception = put_back
 
 
 def copy_metrics(source: "pl.Trainer", target: "pl.Trainer") -> None:

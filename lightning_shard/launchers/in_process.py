@@ -1,17 +1,21 @@
 """The launcher of ranks that are threads of this process."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_shard.backends.in_process import ElasticWorld, World, current_world
-from lightning_shard.backends.in_process.faults import faults_to_inject
+from lightning_shard.backends.in_process.faults import RankDropped, faults_to_inject
+from lightning_shard.backends.liveness import TERMINATED_STATUS
 from lightning_shard.errors import ConfigError, RankFailedError
-from lightning_shard.launchers._lightning import Launcher, TunerExit
+from lightning_shard.launchers._lightning import Launcher, TunerExit, skip_hooks_of_exception
 from lightning_shard.launchers.adoption import adopt
+from lightning_shard.launchers.failures import Circumstances, tell
 from lightning_shard.launchers.loggers import told_once
 from lightning_shard.launchers.replicas import Replica
 
@@ -68,23 +72,23 @@ class InProcessLauncher(Launcher):
             Replica.copy_of(function, trainer, args, kwargs) for _ in range(1, world.num_threads)
         ]
 
-        exits: list[TunerExit] = []
+        mine = _CallersRank(world, partial(function, *args, **kwargs), trainer)
 
         def run_rank(thread: int) -> Any:
-            if thread != _CALLERS_THREAD:
-                return replicas[thread - 1].run()
-            try:
-                return function(*args, **kwargs)
-            except TunerExit as left:  # by every rank; Lightning tears down after the world's end
-                exits.append(left)
-                if trainer is not None:
-                    trainer.strategy.teardown()
-                return None
+            if thread == _CALLERS_THREAD:
+                return mine.run()
+            return replicas[thread - 1].run(partial(_meet, world))
 
-        with told_once(trainer):
-            results = world.run(run_rank)
-        if exits:
-            raise exits[0]
+        try:
+            with told_once(trainer):
+                results = world.run(run_rank)
+            if world.termination.was_terminated and not world.termination.has_stopped:
+                raise SIGTERMException(TERMINATED_STATUS)  # it came after the last step
+        except BaseException as error:
+            mine.hand_to_lightning(error)
+            raise
+        if mine.exit is not None:
+            raise mine.exit
         if not isinstance(world, ElasticWorld):
             return results[_CALLERS_THREAD]
         survivor = _lowest_survivor(world)
@@ -102,6 +106,55 @@ class InProcessLauncher(Launcher):
     @override
     def kill(self, signum: Any) -> None:
         """Do nothing: there are no other processes."""
+
+
+class _CallersRank:
+    """The rank that runs on the caller's thread, and on the caller's model and trainer.
+
+    Attributes:
+        exit: By what every rank has left, if they have; Lightning handles it after the world's end.
+    """
+
+    def __init__(
+        self, world: World, function: Callable[[], Any], trainer: "pl.Trainer | None"
+    ) -> None:
+        self._world, self._function, self._trainer = world, function, trainer
+        self._has_told = False
+        self.exit: TunerExit | None = None
+
+    def run(self) -> Any:
+        """Run the function; callbacks hear of what it raises while the world still stands."""
+        try:
+            return self._function()
+        except TunerExit as left:
+            self.exit = left
+            if self._trainer is not None:
+                self._trainer.strategy.teardown()
+            return None
+        except RankDropped:
+            raise
+        except BaseException as error:
+            found = _meet(self._world, error)
+            if self._trainer is not None:
+                self._has_told = True
+                tell(self._trainer, found)
+            raise
+
+    def hand_to_lightning(self, error: BaseException) -> None:
+        """Before an error leaves the launcher: see that callbacks hear of it once."""
+        if self._trainer is None:
+            return
+        if not self._has_told:  # another rank has raised after this one's end
+            tell(self._trainer, Circumstances(heard=error))
+        skip_hooks_of_exception(self._trainer)
+
+
+def _meet(world: World, error: BaseException) -> Circumstances:
+    """Let the other ranks raise, too; what the caller's callbacks hear is what the caller gets."""
+    failure = world.await_failures(error)
+    is_callers = world.scheduler.running.index == _CALLERS_THREAD
+    heard = failure.first if is_callers and not world.is_elastic else error
+    return Circumstances(heard=heard, is_common=failure.is_common, gone=failure.gone)
 
 
 def _lowest_survivor(world: ElasticWorld) -> int:

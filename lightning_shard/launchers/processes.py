@@ -9,8 +9,11 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from typing_extensions import override
 
 from lightning_shard.backends import liveness
+from lightning_shard.backends.common_failure import all_raise
 from lightning_shard.backends.pending import is_about_a_peer
-from lightning_shard.launchers._lightning import TunerExit
+from lightning_shard.errors import RankFailedError
+from lightning_shard.launchers._lightning import TunerExit, skip_hooks_of_exception
+from lightning_shard.launchers.failures import Circumstances, Salvages, tell
 from lightning_shard.launchers.loggers import told_once
 
 
@@ -18,7 +21,7 @@ class ProcessLauncher(_SubprocessScriptLauncher):
     """Lightning's launcher, whose ranks tell each other when one fails.
 
     It hears of an exception before the callbacks do, which might wait for other ranks: a checkpoint
-    on an exception of one rank alone would.
+    on an exception of one rank alone would. See `failures`.
     """
 
     @property
@@ -46,7 +49,13 @@ class ProcessLauncher(_SubprocessScriptLauncher):
         except TunerExit:  # every rank's, and no failure
             raise
         except BaseException as error:
-            _announce(error, _running(trainer))
+            explained = _explain(error, _running(trainer))
+            is_common = _have_all_raised(explained, trainer)
+            if trainer is not None:
+                tell(trainer, _circumstances(explained, is_common))
+                skip_hooks_of_exception(trainer)
+            if explained is not error:
+                raise explained from error
             raise
         _terminate_if_asked()
         return result
@@ -57,16 +66,32 @@ def _running(trainer: "pl.Trainer | None") -> str:
     return "the run" if function is None else f"trainer.{function.value}"
 
 
-def _announce(error: BaseException, operation: str) -> None:
-    """Tell the other ranks; raise another error where the transport's does not name the rank."""
+def _explain(error: BaseException, operation: str) -> BaseException:
+    """Return the error, or another where it is the transport's, which does not name the rank."""
     lifeline = liveness.current()
-    if lifeline is None:
-        return
-    if is_about_a_peer(error):
-        explained = lifeline.explain(operation)
-        lifeline.announce_failure(explained)
-        raise explained from error
-    lifeline.announce_failure(error)
+    if lifeline is None or not is_about_a_peer(error):
+        return error
+    return lifeline.explain(operation)
+
+
+def _have_all_raised(error: BaseException, trainer: "pl.Trainer | None") -> bool:
+    """Tell the other ranks; return whether all stop at the same place, so that groups work."""
+    strategy = None if trainer is None else trainer.strategy
+    lifeline = liveness.current()
+    if isinstance(strategy, Salvages) and strategy.has_stopped_together:
+        return True
+    if isinstance(error, RankFailedError):
+        if lifeline is not None:
+            lifeline.announce_failure(error)
+        return False
+    return all_raise(error)
+
+
+def _circumstances(error: BaseException, is_common: bool) -> Circumstances:
+    lifeline = liveness.current()
+    dead = None if lifeline is None else lifeline.dead_rank
+    gone = () if dead is None else (dead,)
+    return Circumstances(heard=error, is_common=is_common, gone=gone)
 
 
 def _terminate_if_asked() -> None:

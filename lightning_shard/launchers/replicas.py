@@ -20,10 +20,13 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from lightning_shard.backends.in_process.faults import RankDropped
 from lightning_shard.errors import ConfigError
 from lightning_shard.launchers._lightning import (
+    TunerExit,
     call_and_handle_interrupt,
     forget_identities,
     forget_launcher,
+    take_down,
 )
+from lightning_shard.launchers.failures import Circumstances, noted, tell
 
 _MODULE_TABLES = ("_parameters", "_buffers", "_modules")
 
@@ -69,28 +72,40 @@ class Replica:
                 forget_identities(owner)
         return replica
 
-    def run(self) -> Any:
+    def run(self, meet: Callable[[BaseException], Circumstances]) -> Any:
         """Run it, with Lightning's handling of exceptions if there is a trainer.
 
         No callback and no strategy hears of a rank that a fault drops, as of a killed process.
+
+        Args:
+            meet: Called with what the function has raised; lets the other ranks raise, too.
         """
         if self.trainer is None:
             return self.function(*self.args, **self.kwargs)
-        dropped: list[RankDropped] = []
-        result = call_and_handle_interrupt(self.trainer, self._call, dropped)
-        if dropped:
-            raise dropped[0]
+        ended: list[BaseException] = []
+        result = call_and_handle_interrupt(self.trainer, self._call, meet, ended)
+        if ended:
+            raise ended[0]
         return result
 
-    def _call(self, dropped: list[RankDropped]) -> Any:
+    def _call(
+        self, meet: Callable[[BaseException], Circumstances], ended: list[BaseException]
+    ) -> Any:
+        """Run the function; Lightning itself handles only what every rank leaves by."""
+        trainer = self.trainer
+        assert trainer is not None
         try:
             return self.function(*self.args, **self.kwargs)
+        except TunerExit:
+            raise
         except RankDropped as end:
-            dropped.append(end)
-            return None
-        except KeyboardInterrupt as error:
-            # Lightning would set a signal handler, which only the main thread may.
-            raise SystemExit(1) from error
+            ended.append(end)
+        except BaseException as error:
+            ended.append(error)
+            tell(trainer, meet(error))
+            with noted(error, "the teardown"):
+                take_down(trainer, error)
+        return None
 
 
 def find_owners(

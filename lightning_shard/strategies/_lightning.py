@@ -7,6 +7,7 @@ one changes.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,6 +22,8 @@ __all__ = [
     "after_training_epochs",
     "around_validation",
     "before_training_ends",
+    "handle_sigterm",
+    "mark_terminated",
     "prepare_dataloader",
     "request_dataloader",
     "seed_workers",
@@ -87,3 +90,15 @@ def before_training_ends(trainer: "pl.Trainer", first: Callable[[], None]) -> It
 
     with replaced(loop, "on_run_end", first_then):
         yield
+
+
+def handle_sigterm(trainer: "pl.Trainer", handler: Callable[[int, FrameType | None], None]) -> None:
+    """Have this called on SIGTERM during the run; before Lightning registers its handlers."""
+    connector: Any = trainer._signal_connector
+    connector._sigterm_notifier_fn = handler
+
+
+def mark_terminated(module: "pl.LightningModule | None") -> None:
+    """Have `trainer.received_sigterm` say so, now that all ranks stop."""
+    if module is not None:
+        module.trainer._signal_connector.received_sigterm = True

@@ -1,7 +1,8 @@
 """What every strategy of this package shares: backend, ranks, processes, small collectives."""
 
 import atexit
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -229,8 +230,7 @@ class ShardStrategy(StopsTogether, metaclass=OptionNames):
             self._begin_run(self.lightning_module.trainer)
 
     def _begin_run(self, trainer: "pl.Trainer") -> None:
-        if not self.is_in_process:
-            self.watch_for_termination(trainer)
+        self.watch_for_termination(trainer)
         self._in_run.close()
         self._in_run.enter_context(
             deals_batch_samplers(trainer, lambda: self.distributed_sampler_kwargs, self.broadcast)
@@ -272,6 +272,26 @@ class ShardStrategy(StopsTogether, metaclass=OptionNames):
         self._collectives = self._reducing = self._twin_of = None
         if dist.is_initialized():
             dist.destroy_process_group()
+
+    def salvaging(
+        self, error: BaseException, *, is_common: bool, gone: Sequence[int]
+    ) -> AbstractContextManager[None]:
+        """In which callbacks hear of an exception, and save what can be saved.
+
+        Args:
+            error: What this rank has raised.
+            is_common: Whether all ranks have raised at the same place, and enter this, too.
+            gone: Ranks that have died.
+        """
+        del error, is_common, gone
+        return nullcontext()
+
+    def end_in_common(self) -> None:
+        """After an exception that all ranks have raised at the same place: take down the run.
+
+        The model is then whole where it can be made so; each rank must call.
+        """
+        self.teardown()
 
     @override
     def model_to_device(self) -> None:

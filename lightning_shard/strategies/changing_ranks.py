@@ -16,8 +16,8 @@ from typing_extensions import override
 
 from lightning_shard import settings
 from lightning_shard.backends._c10d import HashStore
+from lightning_shard.backends.in_process.world import current_world
 from lightning_shard.backends.rendezvous import HOST_KEY
-from lightning_shard.elastic import _lightning
 from lightning_shard.elastic.generation import Generation, Membership
 from lightning_shard.elastic.in_process_membership import InProcessMembership
 from lightning_shard.elastic.keeper import JobRules
@@ -27,8 +27,10 @@ from lightning_shard.elastic.restart_membership import RestartMembership
 from lightning_shard.environments import ElasticEnvironment, elastic_environment
 from lightning_shard.errors import ConfigError
 from lightning_shard.launchers.in_process import InProcessLauncher
+from lightning_shard.strategies._lightning import handle_sigterm
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from lightning_shard.strategies.names import check_interactive
+from lightning_shard.strategies.termination import TerminationHandler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,10 +170,14 @@ class ChangingRanks(DataParallelStrategy):
 
     @override
     def watch_for_termination(self, trainer: "pl.Trainer") -> None:
+        if (world := current_world()) is not None:
+            world.termination.ask_to_leave(world.scheduler)
+            handle_sigterm(trainer, TerminationHandler(world.termination))
+            return
         if self._kept is None:
             super().watch_for_termination(trainer)
             return
-        _lightning.handle_sigterm(trainer, self._kept.on_sigterm)
+        handle_sigterm(trainer, self._kept.on_sigterm)
         self._kept.watch_signals()
 
     @override

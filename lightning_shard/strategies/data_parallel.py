@@ -26,7 +26,7 @@ from lightning_shard.data_parallel.compression import Compressor, Tally, find_co
 from lightning_shard.data_parallel.compression.state import load_whole_state, whole_state
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.held_bytes import HeldBytes, replicated, storage_bytes
-from lightning_shard.data_parallel.model_split import ModelSplit
+from lightning_shard.data_parallel.model_split import ModelSplit, Unsplit
 from lightning_shard.data_parallel.options import DTypePolicy, EngineOptions
 from lightning_shard.errors import CheckpointError, ConfigError
 from lightning_shard.optim.clipping import global_grad_norm
@@ -34,7 +34,6 @@ from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
 from lightning_shard.optim.state import full_state_dict, local_state_dict
 from lightning_shard.precision.plugins import ShardedMixedPrecision, ShardedPrecision
 from lightning_shard.precision.policy import dtype_policy
-from lightning_shard.strategies.base import ShardStrategy
 from lightning_shard.strategies.batches import agree_on_batches, lengths_on_ranks
 from lightning_shard.strategies.callbacks import prepare_callbacks
 from lightning_shard.strategies.layer_sync import SyncBatchNormOnCpu
@@ -46,6 +45,7 @@ from lightning_shard.strategies.resuming import (
     scaler_misfits,
     states_misfits,
 )
+from lightning_shard.strategies.salvage import SalvagingStrategy
 from lightning_shard.strategies.weight_averaging import (
     AverageInPieces,
     Averaging,
@@ -55,7 +55,7 @@ from lightning_shard.strategies.weight_averaging import (
 CHECKPOINT_KEY = "lightning_shard"  # of what only this package's strategies read
 
 
-class DataParallelStrategy(ShardStrategy):
+class DataParallelStrategy(SalvagingStrategy):
     """One model on every rank, each with its own part of the batch.
 
     Args:
@@ -422,6 +422,14 @@ class DataParallelStrategy(ShardStrategy):
             *kept_misfits(checkpoint.get(CHECKPOINT_KEY, {}), dict(shapes.values())),
             *scaler_misfits(checkpoint.get(MixedPrecision.__qualname__), scaler),
         ]
+
+    @property
+    @override
+    def _has_all(self) -> bool:
+        if self._engine is None:
+            return not self._left_in_pieces
+        is_split = not isinstance(self._engine.split, Unsplit)
+        return not (self._holds_pieces or is_split or self._options.compression is not None)
 
     @override
     def on_exception(self, exception: BaseException) -> None:

@@ -128,7 +128,7 @@ class ElasticStrategy(RegroupingStrategy):
         if self._restarts is not None:
             self._restarts.begin_fit()
             self._memory = Memory(self._restarts.make_buffers(), self._restarts.held)
-        self.stands_behind_step = self._is_over = False
+        self.stands_behind_step = self._is_over = self._ends_in_common = False
         self._has_begun, self._began = self.is_newcomer, time.time()
         self._num_in_vain, self._last_loss = 0, ((), -1)
         for optimizer in self.optimizers:

@@ -5,6 +5,7 @@ the newest boundary of which somebody has every piece
 the engine anew; pieces cut anew; loops, callbacks and schedulers as they were; data dealt anew
 """
 
+import time
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -12,9 +13,11 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from typing_extensions import override
 
 from lightning_shard.backends import liveness
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.backends.common_failure import all_raise
 from lightning_shard.backends.pending import is_about_a_peer
 from lightning_shard.backends.registry import get_backend
 from lightning_shard.backends.rendezvous import unless_a_rank_fails
@@ -35,8 +38,11 @@ from lightning_shard.errors import (
     RankFailedError,
 )
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
+from lightning_shard.strategies._lightning import mark_terminated
 from lightning_shard.strategies.changing_ranks import ChangingRanks
 
+_SIGNALS_SECONDS = 1.0  # between the first and the last SIGTERM to the ranks of a job
+_LOOK_SECONDS = 0.01
 _NEWCOMER, _LEAVER = 1, 2  # what ranks tell each other at a boundary
 _FINAL = (
     ConfigError,
@@ -59,6 +65,7 @@ class RegroupingStrategy(ChangingRanks):
     _num_in_vain = 0
     _began = 0.0  # the fit, by the clock of files
     stands_behind_step = False
+    _ends_in_common = False  # all ranks stop at the same place, with their groups
 
     # --- what the loops ask -----------------------------------------------------------------------
 
@@ -126,10 +133,13 @@ class RegroupingStrategy(ChangingRanks):
 
         Raises:
             RankFailedError: Another peer was lost meanwhile, or too few ranks are left.
-            Exception: `error` itself: this rank has failed too often, or all have.
+            Exception: `error` itself: this rank has failed too often, or all have, at one place.
             CheckpointError: Nobody has a part of the state.
         """
         is_own = error is not None and not _is_of_a_peer(error)
+        if error is not None and is_own and self.generation.number and all_raise(error):
+            self._is_over = self._ends_in_common = True  # no accident: they would raise it again
+            raise error
         self._drop_generation()
         try:
             generation = self.membership.following(error if is_own else None)
@@ -202,18 +212,47 @@ class RegroupingStrategy(ChangingRanks):
             self._memory.note_live(self._step, progress)
         return heard
 
+    @property
+    @override
+    def has_stopped_together(self) -> bool:
+        return self._ends_in_common or super().has_stopped_together
+
     def _let_leave(self) -> None:
         """Let those go that were asked to; each rank must call."""
-        leaving = self.collectives.all_gather_object(self.membership.is_leaving)
+        leaving = self._who_leaves()
         if not all(leaving):
             self._memory.hand_over(leaving)
         if not leaving[self.collectives.rank]:
             return
         self._is_over = True
-        if not all(leaving):
+        mark_terminated(self.lightning_module)
+        if all(leaving):  # the scheduler ends the job
+            self._ends_in_common = True
+            self._save_at_the_end()
+        else:
             self._drop_generation()
             self.membership.leave()
         raise SIGTERMException(liveness.TERMINATED_STATUS)
+
+    def _who_leaves(self) -> list[bool]:
+        """By rank; who ends a whole job sends its signals one after the other."""
+        leaving: list[bool] = self.collectives.all_gather_object(self.membership.is_leaving)
+        if all(leaving):
+            return leaving
+        deadline = time.monotonic() + _SIGNALS_SECONDS
+        while not self.is_in_process and not self.membership.is_leaving:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_LOOK_SECONDS)
+        leaving = self.collectives.all_gather_object(self.membership.is_leaving)
+        return leaving
+
+    def _save_at_the_end(self) -> Path:
+        """Save the state where all ranks stop; each rank must call."""
+        trainer = self._trainer
+        path = Path(trainer.default_root_dir) / f"elastic-step={self._step}.ckpt"
+        trainer.save_checkpoint(path)
+        return path
 
     # --- regrouping -------------------------------------------------------------------------------
 
@@ -326,9 +365,7 @@ class RegroupingStrategy(ChangingRanks):
     def _save_and_end(self, generation: Generation) -> None:
         """Save what there is, and end: too few ranks are left."""
         self._is_over = True
-        trainer = self._trainer
-        path = Path(trainer.default_root_dir) / f"elastic-step={self._step}.ckpt"
-        trainer.save_checkpoint(path)
+        path = self._save_at_the_end()
         raise RankFailedError(
             f"Rank {generation.rank}: {generation.reason or 'too few ranks are left'}, and nobody "
             f"has come for a while. The state after step {self._step} is saved in {path}. Start "

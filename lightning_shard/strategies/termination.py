@@ -6,7 +6,7 @@
 
 Lightning's own handler broadcasts inside the signal handler, where the other ranks do not answer
 unless all get the signal at the same point. Here the ranks agree over the lifeline, beside the data
-and at no cost for a step.
+and at no cost for a step. Ranks that are threads of one process get the signal all at once.
 """
 
 import os
@@ -20,7 +20,10 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_shard.backends import liveness
+from lightning_shard.backends.in_process.termination import RanksTermination
+from lightning_shard.backends.in_process.world import current_world
 from lightning_shard.errors import RankFailedError
+from lightning_shard.strategies._lightning import handle_sigterm, mark_terminated
 
 
 class TerminationHandler:
@@ -30,7 +33,7 @@ class TerminationHandler:
         lifeline: Tells the others.
     """
 
-    def __init__(self, lifeline: liveness.Lifeline) -> None:
+    def __init__(self, lifeline: liveness.Terminable) -> None:
         self._lifeline = lifeline
         self._process = os.getpid()
         self._sigterms = liveness.RepeatedSignal()
@@ -46,17 +49,21 @@ class TerminationHandler:
 class StopsTogether(ParallelStrategy):
     """Counts the steps of a run, and ends it before the same one on every rank."""
 
-    _lifeline: liveness.Lifeline | None = None
+    _lifeline: liveness.Lifeline | RanksTermination | None = None
 
     def watch_for_termination(self, trainer: "pl.Trainer") -> None:
         """Have SIGTERM handled here for this run; call before Lightning registers its handlers.
 
         Handlers that were there before Lightning's, and SLURM's, stay as Lightning composes them.
         """
-        self._lifeline = liveness.current()
-        if self._lifeline is not None:
-            connector: Any = trainer._signal_connector
-            connector._sigterm_notifier_fn = TerminationHandler(self._lifeline)
+        world = current_world()
+        if world is not None:
+            self._lifeline = world.ranks_termination()
+            handle_sigterm(trainer, TerminationHandler(world.termination))
+            return
+        self._lifeline = lifeline = liveness.current()
+        if lifeline is not None:
+            handle_sigterm(trainer, TerminationHandler(lifeline))
             liveness.watch_signals()
 
     def begin_step(self) -> None:
@@ -69,6 +76,7 @@ class StopsTogether(ParallelStrategy):
         if self._lifeline is None or not self._lifeline.step():
             return
         if self._lifeline.was_terminated:
+            mark_terminated(self.lightning_module)
             raise SIGTERMException(liveness.TERMINATED_STATUS)
         raise RankFailedError(
             f"Rank {self.global_rank} of {self.world_size} stopped because rank "
@@ -76,6 +84,11 @@ class StopsTogether(ParallelStrategy):
             f"scheduler for example. All ranks stopped before the same step; the callback "
             f"OnExceptionCheckpoint saves there. Go on from that, or from the last checkpoint."
         )
+
+    @property
+    def has_stopped_together(self) -> bool:
+        """Whether all ranks have stopped at the same place of the run, by agreement."""
+        return self._lifeline is not None and self._lifeline.stops
 
     @override
     def teardown(self) -> None:

@@ -54,6 +54,11 @@ class TrainsAlone(DataParallelStrategy):
     def _end_training(self) -> None:
         """Meet for good: nothing is trained any more."""
 
+    @property
+    @override
+    def _has_all(self) -> bool:
+        return self._engine is None and super()._has_all  # else ranks have weights of their own
+
     @override
     def teardown(self) -> None:
         if self._in_loops is not None:

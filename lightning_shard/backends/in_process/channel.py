@@ -135,6 +135,14 @@ class Channel:
         queue.append(mine)
         return mine
 
+    def settle(self) -> bool:
+        """Return whether all ranks have called as many collectives, and none is under way.
+
+        Sends and receives that nobody has met are taken back.
+        """
+        self._sends, self._recvs = [], []
+        return not self._open and len(set(self._counts)) <= 1
+
     def withdraw(self, rank: int) -> None:
         """Take back what this rank of the group has called and nobody has met yet.
 

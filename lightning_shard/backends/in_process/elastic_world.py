@@ -106,6 +106,13 @@ class ElasticWorld(World):
         """
         self.scheduler.wait(Wait(ready, describe, at_standstill=at_standstill))
 
+    def all_raise(self, error: BaseException) -> bool:
+        """Whether all ranks of the running one's generation raise at the same place, as it has.
+
+        If not, it may go on as if nothing had been asked.
+        """
+        return self._failures.is_common(self.scheduler.check_thread(), error)
+
     # --- generations ----------------------------------------------------------------------------
 
     def leave_generation(self, number: int) -> None:

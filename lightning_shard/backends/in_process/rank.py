@@ -91,6 +91,7 @@ class Rank:
         left: The last generation that this rank has done with.
         broken: The last generation whose groups have failed on it.
         is_asked_to_leave: At the next boundary, in order.
+        failing: What it has raised, once it only waits for what becomes of the others.
     """
 
     def __init__(self, index: int, own: RankGlobals, place: Place) -> None:
@@ -103,6 +104,7 @@ class Rank:
         self.thread_id = 0
         self.left = self.broken = NOT_YET
         self.is_asked_to_leave = False
+        self.failing: BaseException | None = None
         self._wake = threading.Lock()
         self._wake.acquire()
 

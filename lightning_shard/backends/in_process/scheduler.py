@@ -31,6 +31,7 @@ from lightning_shard.errors import ConfigError
 _STOP_GRACE_SECONDS = 1.0
 _LOOK_UP_SECONDS = 0.2
 _MAX_IDLE_POLLS = 20_000  # far more than anybody polls who has work of his own to do meanwhile
+_MAX_IDLE_POLLS_OF_A_FAILED = 500
 
 
 class Scheduler:
@@ -83,6 +84,8 @@ class Scheduler:
         rank = self.check_thread()
         rank.wait = Wait(ready=lambda: True, describe=describe)
         self._idle_polls += 1
+        if self._idle_polls > _MAX_IDLE_POLLS_OF_A_FAILED:
+            self._end_standstill([one for one in self.ranks if one.failing is not None])
         try:
             if self._idle_polls > _MAX_IDLE_POLLS and not self._deadlines():
                 self.condemn(deadlock_verdict(self._report()))
@@ -145,6 +148,46 @@ class Scheduler:
                 self.survived.add(rank.index)
         else:
             self.condemn(peer_failed_verdict(rank.name, error))
+
+    def await_failures(self, rank: Rank, error: BaseException) -> None:
+        """Let the other ranks run until each has raised, too, or has ended; called by `rank`.
+
+        Those that then wait in vain never raise by themselves: they get the error that follows from
+        this one. In an elastic world they go on once this rank has ended, so that this returns.
+        """
+        rank.failing = error
+        self.failures.setdefault(rank.index, error)
+        self.note_progress()
+        released: list[bool] = []
+
+        def end_standstill() -> bool:
+            return self._release(released) if self._is_elastic else self._end_with(rank, error)
+
+        rank.wait = Wait(
+            lambda: bool(released) or self.is_condemned or self._nobody_goes_on(),
+            lambda: f"the others' end, since it has raised {type(error).__name__}: {error}",
+            at_standstill=end_standstill,
+        )
+        try:
+            while not rank.wait.ready():
+                self._hand_over(rank)
+        finally:
+            rank.wait = None
+
+    def _nobody_goes_on(self) -> bool:
+        return all(r.failing is not None for r in self.ranks if r.status is Status.ALIVE)
+
+    def _release(self, released: list[bool]) -> bool:
+        released.append(True)
+        return True
+
+    def _end_with(self, rank: Rank, error: BaseException) -> bool:
+        """Have the ranks that wait in vain raise what follows from this rank's error."""
+        verdict = peer_failed_verdict(rank.name, error)
+        going = [r for r in self.ranks if r.status is Status.ALIVE and r.failing is None]
+        for other in going:
+            other.verdict = other.verdict or verdict
+        return bool(going)
 
     def interrupt(self, rank: Rank, error: BaseException) -> None:
         """Record what struck the caller's thread from outside: Ctrl-C or an alarm; it ends all."""
@@ -245,8 +288,9 @@ class Scheduler:
         return bool(forsaken)
 
     def _end_standstill(self, waiting: list[Rank]) -> bool:
-        """Tell the waits that nobody can run; return whether one has changed that."""
-        return any(rank.wait.at_standstill() for rank in waiting if rank.wait is not None)
+        """Tell the waits that nobody can run, failing ranks' first; return whether it changed."""
+        in_turn = sorted(waiting, key=lambda rank: rank.failing is None)
+        return any(rank.wait.at_standstill() for rank in in_turn if rank.wait is not None)
 
     def _find_runnable(self, after: Rank) -> Rank | None:
         size = len(self.ranks)
@@ -258,7 +302,10 @@ class Scheduler:
 
     def _can_run(self, rank: Rank) -> bool:
         wait = rank.wait
-        return wait is None or rank.verdict is not None or wait.ready() or wait.lost() is not None
+        if wait is None or wait.ready():
+            return True
+        waits_for_ends = rank.failing is not None and not self.is_condemned
+        return (rank.verdict is not None and not waits_for_ends) or wait.lost() is not None
 
 
 def _always(verdict: Verdict) -> Verdict:

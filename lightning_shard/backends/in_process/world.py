@@ -8,6 +8,7 @@ from typing import Any, ClassVar, TypeVar, cast
 from lightning_shard.backends import _c10d
 from lightning_shard.backends.calls import Call, Disagreement
 from lightning_shard.backends.in_process.channel import Channel, Meeting
+from lightning_shard.backends.in_process.failures import Failure, Failures
 from lightning_shard.backends.in_process.faults import Fault, FaultPlan, RankDropped
 from lightning_shard.backends.in_process.losses import Losses, check_place
 from lightning_shard.backends.in_process.rank import NOT_YET, Place, Rank, Status, Wait
@@ -15,6 +16,7 @@ from lightning_shard.backends.in_process.rank_globals import RankGlobals
 from lightning_shard.backends.in_process.run import Run
 from lightning_shard.backends.in_process.scheduler import Scheduler
 from lightning_shard.backends.in_process.store import InProcessStore
+from lightning_shard.backends.in_process.termination import RanksTermination, Termination
 from lightning_shard.backends.in_process.verdicts import Verdict, mismatch_verdict
 from lightning_shard.backends.mismatch import Side, describe_disagreement
 from lightning_shard.errors import ConfigError, RankFailedError
@@ -64,6 +66,8 @@ class World:
         self.faults = FaultPlan(faults, self.num_threads, is_elastic=self.is_elastic, struck=struck)
         self.num_first_ranks = num_ranks
         self._channels: dict[tuple[str, str, tuple[int, ...], int], Channel] = {}
+        self.termination = Termination()
+        self._failures: Failures
         self._losses: Losses
         self._run: Run[Any]
         self.scheduler: Scheduler
@@ -107,6 +111,9 @@ class World:
         ranks = [self._make_rank(index) for index in range(self.num_threads)]
         self.scheduler = Scheduler(ranks, is_elastic=self.is_elastic)
         self._losses = Losses(self.scheduler, is_elastic=self.is_elastic)
+        self._failures = Failures(
+            self.scheduler, self._channels.values(), is_elastic=self.is_elastic
+        )
         run = self._run = Run(self.scheduler, function, self.has_ended)
         _active.append(self)
         try:
@@ -126,6 +133,14 @@ class World:
         if is_spare:
             rank.status = Status.PARKED
         return rank
+
+    def ranks_termination(self) -> RanksTermination:
+        """Return the running rank's view of the end of this process by SIGTERM."""
+        return RanksTermination(self.termination, self.scheduler.running.index)
+
+    def await_failures(self, error: BaseException) -> Failure:
+        """Let the others run until each has raised, too, or has ended; see `Failures.meet`."""
+        return self._failures.meet(self.scheduler.check_thread(), error)
 
     def has_ended(self, thread: int) -> None:
         """Take note that a rank is gone or that its function has ended."""

@@ -21,13 +21,18 @@ from lightning_shard.backends.liveness.meeting import (
     unwatch_signals,
     watch_signals,
 )
-from lightning_shard.backends.liveness.termination import TERMINATED_STATUS, RepeatedSignal
+from lightning_shard.backends.liveness.termination import (
+    TERMINATED_STATUS,
+    RepeatedSignal,
+    Terminable,
+)
 
 __all__ = [
     "TERMINATED_STATUS",
     "KeyValueStore",
     "Lifeline",
     "RepeatedSignal",
+    "Terminable",
     "current",
     "start",
     "stop",

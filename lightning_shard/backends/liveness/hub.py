@@ -1,11 +1,15 @@
 """Rank 0's view of all ranks: who is there, who has gone, and the verdict.
 
-    rank 1 ──beat, failed, terminating, hold, bye──> hub
-    rank 1 <──welcome, beat, table, hold, stop, verdict, bye── hub
+    rank 1 ──beat, raised, past, failed, terminating, hold, bye──> hub
+    rank 1 <──welcome, beat, table, raised, common, hold, stop, verdict, bye── hub
 
 The hub knows no sockets and no clock: it is told what comes in and what time it is, and it says
 what to send. The first rank to die, to fall silent or to raise makes the verdict, which every rank
 is told; later events change nothing.
+
+A rank that has raised is given a moment: where all have, at the same place, they are told that it
+is *common*, and their groups still work. Told of the first, a rank that waits *past* that place
+says so, and the verdict comes at once.
 
 A SIGTERM is no failure yet: the ranks agree on where to stop. Told to *hold*, each answers how many
 steps it has begun and waits before it begins the step after the next; the hub then has all of them
@@ -16,8 +20,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightning_shard.backends.liveness.connection import Message
+from lightning_shard.backends.liveness.report import FIRST
 
 Tell = Callable[[int, Message], None]
+
+_FRESH_SECONDS = 1.0  # in which a rank may come to its first operation and say so
+LONGEST_WAIT_SECONDS = 5.0
+"""How long a rank that has raised waits for the others to raise at the same place."""
 
 
 @dataclass
@@ -28,11 +37,16 @@ class _Member:
     has_left: bool = False
     was_terminated: bool = False
     steps: int | None = None
+    raised: Message | None = None
+    raised_at: float = 0.0
 
     def describe(self, now: float) -> str:
         if self.has_left:
             return "had left in order"
-        return f"{self.doing}, {max(0.0, now - self.heard):.1f} s ago"
+        seconds = max(0.0, now - self.heard)
+        if self.doing.endswith(FIRST) and seconds > _FRESH_SECONDS:
+            return f"had begun, and told nothing of what it did, {seconds:.1f} s ago"
+        return f"{self.doing}, {seconds:.1f} s ago"
 
 
 class Hub:
@@ -66,8 +80,8 @@ class Hub:
                 member.doing = f"was {message['doing']}"
             case "ask":
                 self._tell(rank, {"kind": "table", "table": self.table(now)})
-            case "failed":
-                self._judge(rank, message["event"], now)
+            case "failed" | "raised" | "past":
+                self._hear_of_failure(rank, message, now)
             case "terminating":
                 self._hold(rank)
             case "hold":
@@ -76,6 +90,42 @@ class Hub:
             case "bye":
                 member.has_left = True
                 self._stop_when_all_hold()
+
+    def _hear_of_failure(self, rank: int, message: Message, now: float) -> None:
+        member = self._members[rank]
+        match message["kind"]:
+            case "failed":
+                self._judge(rank, message["event"], now)
+            case "raised":
+                member.raised, member.raised_at = message, now
+                self._compare_failures(now)
+            case "past":
+                self._judge_first(now)
+
+    def _compare_failures(self, now: float) -> None:
+        """Say that all ranks have raised at the same place, or who has done so alone.
+
+        While others may still come to where the first has raised they are told of it: one that
+        waits in an operation that this one has not come to says so.
+        """
+        raised = [one.raised for one in self._members.values() if not one.has_left]
+        places = [one["place"] for one in raised if one is not None]
+        if any(place != places[0] for place in places) or len(raised) < len(self._members):
+            self._judge_first(now)
+        elif len(places) == len(self._members):
+            self._announce({"kind": "common"})
+        else:
+            number = next(one["number"] for one in raised if one is not None)
+            self._announce({"kind": "raised", "number": number})
+
+    def _judge_first(self, now: float) -> None:
+        """Give the verdict on the first that has raised, unless all have."""
+        raised = [(m.raised_at, r) for r, m in self._members.items() if m.raised is not None]
+        if raised and "common" not in self._announced:
+            rank = min(raised)[1]
+            message = self._members[rank].raised
+            assert message is not None
+            self._judge(rank, message["event"], now)
 
     def lost(self, rank: int, now: float) -> None:
         """Take note that the connection of `rank` has ended."""
@@ -88,6 +138,10 @@ class Hub:
         for rank, member in self._members.items():
             if not member.has_left and now - member.heard > self._silence_seconds:
                 self._judge(rank, f"fell silent for {now - member.heard:.1f} s", now)
+        if any(
+            m.raised and now - m.raised_at > LONGEST_WAIT_SECONDS for m in self._members.values()
+        ):
+            self._judge_first(now)
         self._tell_all({"kind": "beat"})
 
     def forgive(self, now: float) -> None:

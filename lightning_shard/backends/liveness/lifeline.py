@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from threading import Condition
 from time import monotonic
+from typing import Any
 
 from lightning_shard.backends.liveness.connection import Message
 from lightning_shard.backends.liveness.report import (
@@ -38,9 +39,11 @@ class Lifeline:
         interrupt: Ends what this process waits for in its groups; called once, on a verdict.
         now: Seconds on a clock that only goes forward.
         signal_fd: Where `signal.set_wakeup_fd` may write what signals come; -1 for nowhere.
+        met_anew: Whether the ranks have trained before, with others.
 
     Attributes:
         was_terminated: Whether this process has been sent SIGTERM.
+        has_told_of_operations: Whether the hub knows that this rank has begun.
     """
 
     def __init__(
@@ -53,15 +56,17 @@ class Lifeline:
         interrupt: Callable[[], None],
         now: float,
         signal_fd: int = -1,
+        met_anew: bool = False,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.signal_fd = signal_fd
         self.was_terminated = False
+        self.has_told_of_operations = False
         self._silence_seconds = silence_seconds
         self._send = send
         self._interrupt = interrupt
-        self._activity = Activity(since=now)
+        self._activity = Activity("meeting anew" if met_anew else "", since=now)
         self._verdict: Verdict | None = None
         self._table: Table = {}
         self._all_have_come = False
@@ -70,6 +75,8 @@ class Lifeline:
         self._steps = 0
         self._terminated: int | None = None
         self._stop_step: int | None = None
+        self._failing: int | None = None  # after how many operations a peer has raised
+        self._all_raised = False
         self._news = Condition()  # guards all of these
 
     # --- asked by the threads that train --------------------------------------------------------
@@ -95,6 +102,8 @@ class Lifeline:
         if self._verdict is not None:
             self.check(operation)
         self._activity = Activity(operation, self._activity.number + 1, True, monotonic())
+        if self._failing is not None:
+            self._tell_if_past()
 
     def left(self) -> None:
         """Note that this rank is back from its operation."""
@@ -133,12 +142,37 @@ class Lifeline:
                 self._table.setdefault(0, "has left in order")
             return RankFailedError(late_message(*place, self._table))
 
+    def fail(self, error: BaseException, place: Any) -> bool:
+        """Tell that this rank has raised, and wait for what becomes of the others.
+
+        Args:
+            error: What it has raised.
+            place: How far it has come, in whatever ranks can compare.
+
+        Returns:
+            Whether all ranks have raised at the same place, so that their groups work still. If
+            not, all are told of the first that has, as by `announce_failure`.
+        """
+        with self._news:
+            if self._verdict is not None or self._hub_has_left:
+                return self._all_raised
+        self.beat()
+        number = self._activity.number
+        self._send({"kind": "raised", "event": _describe(error), "place": place, "number": number})
+        with self._news:
+            self._news.wait_for(
+                lambda: self._all_raised or self._verdict is not None or self._hub_has_left,
+                self._silence_seconds,
+            )
+        if not self._all_raised:
+            self.announce_failure(error)
+        return self._all_raised
+
     def announce_failure(self, error: BaseException) -> None:
         """Tell all ranks that this one fails, with this error; does nothing after a verdict."""
-        text = ": ".join(filter(None, (f"raised {type(error).__name__}", str(error))))
-        text = text[:_LONGEST_EVENT]
+        text = _describe(error)
         with self._news:
-            if self._verdict is not None or self.stops:
+            if self._verdict is not None or self.stops or self._all_raised:
                 return
             doing = f"it was {self._activity.describe(monotonic())}"
             self._verdict = Verdict(rank=self.rank, event=text, doing=doing)
@@ -155,6 +189,14 @@ class Lifeline:
     def has_verdict(self) -> bool:
         """Whether a rank is known to have failed, so that this one is ending."""
         return self._verdict is not None
+
+    @property
+    def dead_rank(self) -> int | None:
+        """The rank that the verdict says is gone for good; None for one that has raised."""
+        verdict = self._verdict
+        if verdict is None or not verdict.event.startswith(("died", "fell silent")):
+            return None
+        return verdict.rank
 
     @property
     def stops(self) -> bool:
@@ -189,7 +231,9 @@ class Lifeline:
 
     def beat(self) -> None:
         """Tell the hub what this rank is doing."""
-        self._send({"kind": "beat", "doing": self._activity.describe(monotonic())})
+        activity = self._activity
+        self.has_told_of_operations = self.has_told_of_operations or activity.number > 0
+        self._send({"kind": "beat", "doing": activity.describe(monotonic())})
 
     def tick(self, now: float) -> None:
         """Beat, and give the hub up when it has said nothing for too long."""
@@ -224,6 +268,13 @@ class Lifeline:
                 with self._news:
                     self._stop_step = message["step"]
                     self._news.notify_all()
+            case "raised":
+                self._failing = message["number"]
+                self._tell_if_past()
+            case "common":
+                with self._news:
+                    self._all_raised = True
+                    self._news.notify_all()
             case "bye":
                 with self._news:
                     self._hub_has_left = True
@@ -236,6 +287,12 @@ class Lifeline:
     def lost(self, rank: int, event: str) -> None:
         """Take note of what has become of a rank, from who watches the ranks as well."""
         self._judge(Verdict(rank=rank, event=event, doing="the job's keeper says so"))
+
+    def _tell_if_past(self) -> None:
+        """Tell the hub if this rank waits in an operation that the failing one never comes to."""
+        activity = self._activity
+        if self._failing is not None and activity.inside and activity.number > self._failing:
+            self._send({"kind": "past"})
 
     def _judge_hub(self, event: str) -> None:
         if not self._hub_has_left:
@@ -254,3 +311,8 @@ class Lifeline:
     def _print(self, news: str) -> None:
         with contextlib.suppress(OSError, ValueError):  # closed
             print(f"[rank {self.rank}] {news}", file=sys.stderr, flush=True)
+
+
+def _describe(error: BaseException) -> str:
+    text = ": ".join(filter(None, (f"raised {type(error).__name__}", str(error))))
+    return text[:_LONGEST_EVENT]

@@ -68,7 +68,15 @@ def start(
     if world_size == 1:
         return
     key = f"lightning_shard/lifeline/{next(_starts) if name is None else name}"
-    _thread = connect(store, key, rank=rank, world_size=world_size, host=host, timeout=timeout)
+    _thread = connect(
+        store,
+        key,
+        rank=rank,
+        world_size=world_size,
+        host=host,
+        timeout=timeout,
+        met_anew=name is not None,
+    )
     _lifeline = _thread.lifeline
     _thread.start()
     # Not atexit, whose functions a process that `multiprocessing` has started does not run.
@@ -96,7 +104,14 @@ def stop_at_exit() -> None:
 
 
 def connect(
-    store: KeyValueStore, key: str, *, rank: int, world_size: int, host: str, timeout: timedelta
+    store: KeyValueStore,
+    key: str,
+    *,
+    rank: int,
+    world_size: int,
+    host: str,
+    timeout: timedelta,
+    met_anew: bool = False,
 ) -> LifelineThread:
     """Return a rank's thread, not yet started, with its connection to the hub.
 
@@ -107,6 +122,7 @@ def connect(
         world_size: Number of ranks.
         host: Of rank 0.
         timeout: Of the groups.
+        met_anew: Whether the ranks have trained before, with others.
     """
     seconds = timeout.total_seconds()
     try:
@@ -124,7 +140,12 @@ def connect(
             f"other's ports, as the ranks' data needs them too. The system said: {error}"
         ) from error
     return LifelineThread(
-        rank=rank, world_size=world_size, timeout_seconds=seconds, token=token, hub=hub
+        rank=rank,
+        world_size=world_size,
+        timeout_seconds=seconds,
+        token=token,
+        hub=hub,
+        met_anew=met_anew,
     )
 
 

@@ -13,6 +13,8 @@ _ADVICE = {
     "received SIGTERM": "Somebody ended the job, its scheduler for example",
 }
 
+FIRST = "before its first operation"
+
 
 class Activity(NamedTuple):
     """What a rank is doing; a tuple because one is made for each operation.
@@ -36,7 +38,9 @@ class Activity(NamedTuple):
             return f"in {self.operation} (its operation {self.number}) {seconds}"
         if self.number:
             return f"computing {seconds} after {self.operation} (its operation {self.number})"
-        return f"computing {seconds} before its first operation"
+        if self.operation:
+            return f"computing {seconds} after {self.operation}"
+        return f"computing {seconds} {FIRST}"
 
 
 @dataclass(frozen=True, kw_only=True)

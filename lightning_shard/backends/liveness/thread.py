@@ -15,6 +15,7 @@ from lightning_shard.backends.liveness.server import HubServer
 from lightning_shard.backends.liveness.termination import RepeatedSignal
 
 _LONGEST_BEAT_SECONDS = 5.0
+_FIRST_BEAT_SECONDS = 0.25  # until the hub knows that this rank has begun
 _UNSENT_SECONDS = 0.01
 _LEAVING_SECONDS = 5.0
 _WAKE = b"\0"  # no signal's number
@@ -29,13 +30,21 @@ class LifelineThread(threading.Thread):
         timeout_seconds: The groups' own; a silent rank is given up before that.
         token: What the hub asks for.
         hub: The connection to the hub; on rank 0 the socket where it listens.
+        met_anew: Whether the ranks have trained before, with others.
 
     Attributes:
         lifeline: What the process's other threads ask.
     """
 
     def __init__(
-        self, *, rank: int, world_size: int, timeout_seconds: float, token: str, hub: socket.socket
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        timeout_seconds: float,
+        token: str,
+        hub: socket.socket,
+        met_anew: bool = False,
     ) -> None:
         super().__init__(name="lightning-shard-lifeline", daemon=True)
         self._beat_seconds = min(timeout_seconds / 10, _LONGEST_BEAT_SECONDS)
@@ -63,6 +72,7 @@ class LifelineThread(threading.Thread):
             interrupt=interrupt_groups,
             now=monotonic(),
             signal_fd=self._wake_write.fileno(),
+            met_anew=met_anew,
         )
         self._request({"kind": "join", "rank": rank, "token": token})
         self.lifeline.beat()
@@ -86,7 +96,7 @@ class LifelineThread(threading.Thread):
                 key.data()
             self._send_requests()
             now = monotonic()
-            if now - last_tick >= self._beat_seconds:
+            if now - last_tick >= self._until_beat:
                 self._tick(now, now - last_tick)
                 last_tick = now
         if self._server is not None:
@@ -98,8 +108,14 @@ class LifelineThread(threading.Thread):
         has_unsent = self._to_hub.has_unsent or (
             self._server is not None and self._server.has_unsent
         )
-        until_tick = max(0.0, last_tick + self._beat_seconds - monotonic())
+        until_tick = max(0.0, last_tick + self._until_beat - monotonic())
         return min(until_tick, _UNSENT_SECONDS) if has_unsent else until_tick
+
+    @property
+    def _until_beat(self) -> float:
+        if self.lifeline.has_told_of_operations:
+            return self._beat_seconds
+        return min(self._beat_seconds, _FIRST_BEAT_SECONDS)
 
     def _request(self, message: Message) -> None:
         self._requests.append(message)

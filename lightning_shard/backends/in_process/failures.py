@@ -1,0 +1,81 @@
+"""What a rank that has raised finds of the others, before it tells anybody of its error.
+
+    rank 0   step 7 ── raises ┐                   rank 0   step 7 ── waits for rank 1 ✗
+    rank 1   step 7 ── raises ┴─> in common       rank 1   step 7 ── raises ──────────┴─> alone
+
+Where all ranks have raised by themselves, after the same calls, they can still do together what
+callbacks do on an exception: save. Where one has, the others wait for what never comes.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from lightning_shard.backends.in_process.channel import Channel
+from lightning_shard.backends.in_process.rank import Place, Rank, Status
+from lightning_shard.backends.in_process.scheduler import Scheduler
+from lightning_shard.backends.in_process.verdicts import peer_failed_verdict
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """What a rank that fails finds of the others.
+
+    Attributes:
+        is_common: Whether all ranks have raised by themselves at the same place of their calls, so
+            that their groups work still; else none does.
+        first: What the first of them has raised.
+        gone: The ranks that were dropped.
+    """
+
+    is_common: bool
+    first: BaseException
+    gone: tuple[int, ...]
+
+
+class Failures:
+    """Where the ranks that have raised meet.
+
+    Args:
+        scheduler: Has the ranks.
+        channels: Of all groups.
+        is_elastic: Whether ranks that have not raised go on without those that have.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, channels: Collection[Channel], *, is_elastic: bool
+    ) -> None:
+        self._scheduler, self._channels = scheduler, channels
+        self._is_elastic = is_elastic
+        self._is_common: dict[int, bool] = {}  # by generation
+
+    def meet(self, rank: Rank, error: BaseException) -> Failure:
+        """Let the others run until each has raised, too, or has ended; called by `rank`."""
+        scheduler, place = self._scheduler, rank.place
+        if not self._is_elastic or rank.left < place.generation:
+            scheduler.await_failures(rank, error)
+            if place.generation not in self._is_common:  # the first to come back looks for all
+                self._is_common[place.generation] = self._have_failed_alike(place)
+        thread, first = next(iter(scheduler.failures.items()), (rank.index, error))
+        is_common = self._is_common.get(place.generation, False) and not scheduler.is_condemned
+        if not is_common and not self._is_elastic:
+            scheduler.condemn(peer_failed_verdict(scheduler.ranks[thread].name, first))
+        gone = tuple(r for r, one in enumerate(self._members(place)) if one.status is Status.GONE)
+        return Failure(is_common=is_common, first=first, gone=gone)
+
+    def is_common(self, rank: Rank, error: BaseException) -> bool:
+        """Whether all ranks raise where `rank` has, so that none goes on; if not, it may."""
+        if self.meet(rank, error).is_common:
+            return True
+        rank.failing = None
+        self._scheduler.failures.pop(rank.index, None)
+        return False
+
+    def _members(self, place: Place) -> list[Rank]:
+        return [self._scheduler.ranks[thread] for thread in place.threads]
+
+    def _have_failed_alike(self, place: Place) -> bool:
+        settled = [c.settle() for c in self._channels if c.generation == place.generation]
+        return all(settled) and all(
+            one.failing is not None and one.verdict is None and one.status is Status.ALIVE
+            for one in self._members(place)
+        )

@@ -1,0 +1,117 @@
+"""What a run that has failed can still save, while its callbacks hear of the error.
+
+    all ranks have raised at the same place   they save together, as ever
+    each rank has the whole state             the first that is left saves it, and asks nobody
+    other ranks have parts of the state       an error says why there is no file
+
+Callbacks such as `OnExceptionCheckpoint` call `trainer.save_checkpoint`, which asks all ranks. A
+rank that has failed alone would wait for peers that are somewhere else, or write its part of the
+state to a file that looks whole.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, NoReturn
+
+from typing_extensions import override
+
+from lightning_shard.data_parallel.data_groups import DataGroups
+from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.errors import CheckpointError
+from lightning_shard.strategies.base import ShardStrategy
+from lightning_shard.strategies.replaced import replaced
+
+
+class SalvagingStrategy(ShardStrategy):
+    """Knows which part of the state this rank has, and saves accordingly after a failure."""
+
+    _engine: DataParallelEngine | None
+
+    @property
+    @abstractmethod
+    def _has_all(self) -> bool:
+        """Whether this rank alone has the whole state, to save it without asking the others."""
+
+    @override
+    def salvaging(
+        self, error: BaseException, *, is_common: bool, gone: Sequence[int]
+    ) -> AbstractContextManager[None]:
+        if is_common and self._collectives is not None:
+            return self._salvaging_together()
+        if self._has_all:
+            left = (rank for rank in range(self.world_size) if rank not in gone)
+            return saving_alone(self, self._engine, writes=self.global_rank == next(left, 0))
+        return saving_nothing(
+            self,
+            f"the ranks have stopped at different places, this one with {type(error).__name__}, "
+            f"and each has a part of the state only",
+        )
+
+    def _salvaging_together(self) -> AbstractContextManager[None]:
+        assert self.lightning_module is not None
+        steps = self.collectives.all_gather_object(self.lightning_module.trainer.global_step)
+        if len(set(steps)) == 1:
+            return nullcontext()
+        return saving_nothing(
+            self, f"the ranks have raised after different numbers of steps, {steps}"
+        )
+
+
+class Sole:
+    """Stands for the collectives of a rank that asks nobody, while it saves what it has."""
+
+    rank = 0
+    size = 1
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """Return this rank's own."""
+        return [obj]
+
+
+@contextmanager
+def saving_alone(
+    strategy: Any, engine: DataParallelEngine | None, *, writes: bool
+) -> Iterator[None]:
+    """Let a rank that has the whole state save it by itself, if it is the one that writes.
+
+    Args:
+        strategy: The rank's.
+        engine: Its engine, where there is one still.
+        writes: Whether this rank writes the file.
+    """
+
+    def save_checkpoint(checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
+        if writes:
+            strategy.checkpoint_io.save_checkpoint(
+                checkpoint, filepath, storage_options=storage_options
+            )
+
+    sole: Any = Sole()
+    with ExitStack() as stack:
+        stack.enter_context(replaced(strategy, "_collectives", None))
+        stack.enter_context(replaced(strategy, "save_checkpoint", save_checkpoint))
+        if engine is not None:
+            stack.enter_context(replaced(engine, "collectives", sole))
+            stack.enter_context(replaced(engine, "groups", DataGroups.of(sole)))
+        yield
+
+
+@contextmanager
+def saving_nothing(strategy: Any, reason: str) -> Iterator[None]:
+    """Have whoever asks for the state to save told why there is none.
+
+    Args:
+        strategy: The rank's.
+        reason: A part of a sentence.
+    """
+
+    def refuse(*_: Any) -> NoReturn:
+        raise CheckpointError(
+            f"Rank {strategy.global_rank}: nothing is saved on this exception, since {reason}. Go "
+            f"on from the last checkpoint; one that is saved every few hundred steps "
+            f"(ModelCheckpoint(every_n_train_steps=...)) costs little."
+        )
+
+    with replaced(strategy, "lightning_module_state_dict", refuse):
+        yield
