@@ -6,7 +6,9 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_shard.backends.registry import backend_names
 from lightning_shard.data_parallel.compression import COMPRESSORS
+from lightning_shard.strategies._lightning import accept_compiled_modules
 from lightning_shard.strategies.async_sgd import AsyncSGDStrategy
+from lightning_shard.strategies.base import ShardStrategy
 from lightning_shard.strategies.data_parallel import (
     DataParallelStrategy,
     DDPStrategy,
@@ -37,6 +39,8 @@ SCHEMES: dict[str, type[DataParallelStrategy]] = {
 
 def register_strategies() -> None:
     """Make every name usable as `Trainer(strategy=name)`; a second call changes nothing."""
+    if next(iter(SCHEMES)) not in StrategyRegistry:
+        accept_compiled_modules(ShardStrategy)
     for scheme, strategy in SCHEMES.items():
         _register(scheme, strategy)
     for compression in COMPRESSORS:
