@@ -23,7 +23,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.data_parallel.gather_record import GatherRecord
-from lightning_shard.data_parallel.torch_private import in_backward
+from lightning_shard.data_parallel.torch_private import in_backward, untraced
 from lightning_shard.data_parallel.unit import Unit
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
@@ -78,7 +78,6 @@ class Gatherer:
             if module not in inside and any(id(p) in resident for p in module.parameters()):
                 self._hook_holder(module)
 
-    # Hooks are closures, not bound methods: deepcopy of a module (as EMA does) must not copy us.
     def _hook_block(self, unit: Unit, module: nn.Module) -> None:
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
             self._before_forward(unit, (args, kwargs))
@@ -86,25 +85,34 @@ class Gatherer:
         def after(module: nn.Module, _: Any, output: Any) -> None:
             self._after_forward(unit, module, output)
 
-        self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        self._handles.append(module.register_forward_hook(after))
+        self._handles.append(module.register_forward_pre_hook(_Hook(before), with_kwargs=True))
+        self._handles.append(module.register_forward_hook(_Hook(after)))
 
     def _hook_part(self, unit: Unit, part: nn.Module) -> None:
         """A block may be used by another method than its forward (a flow's inverse)."""
 
+        def keep() -> None:
+            unit.ensure_full()
+            unit.kept = True
+
+        keep_full = _Hook(keep)
+
         def before(_: nn.Module, __: Any) -> None:
             if not unit.is_full:
-                unit.ensure_full()
-                unit.kept = True
+                keep_full()
 
         self._handles.append(part.register_forward_pre_hook(before))
 
     def _hook_holder(self, module: nn.Module) -> None:
+        enter, leave = _Hook(self._enter_holder), _Hook(self._leave_holder)
+
         def before(_: nn.Module, __: Any) -> None:
-            self._enter_holder()
+            if not self._in_step:  # where all is here
+                enter()
 
         def after(_: nn.Module, __: Any, ___: Any) -> None:
-            self._leave_holder()
+            if not self._in_step:
+                leave()
 
         self._handles.append(module.register_forward_pre_hook(before, prepend=True))
         self._handles.append(module.register_forward_hook(after, always_call=True))
@@ -259,6 +267,29 @@ class Gatherer:
         in_use = self._in_step or self._holds or in_backward() or torch.is_grad_enabled()
         if self._depth == 0 and not in_use:
             self.free_all()
+
+
+class _Hook:
+    """Runs as it is written where the module that calls it is compiled.
+
+    Compiled code ends before its call and begins again after it; other hooks are part of compiled
+    code, which sees that they have nothing to do. What compiled code checks is this class: were
+    each hook an untraced function of its own, every block would be compiled for itself.
+
+    Args:
+        function: What it runs.
+    """
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    @untraced
+    def __call__(self, *args: Any) -> None:
+        self._function(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Hook":
+        """Return this hook: a copy of a module, as EMA's, must not copy a gatherer."""
+        return self
 
 
 def _tensors(collection: Any) -> list[Tensor]:

@@ -4,9 +4,17 @@
 """
 
 from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.autograd import Variable
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def untraced(function: F) -> F:
+    """Keep torch.compile out of a function: collectives of ours are nothing dynamo could trace."""
+    return cast("F", torch.compiler.disable(function))  # type: ignore[no-untyped-call]
 
 
 def in_backward() -> bool:

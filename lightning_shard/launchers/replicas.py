@@ -3,6 +3,7 @@
 One deep copy with one memo, so that what was one object stays one. Some things are not copied:
 map-style datasets, loggers (they hold files, and act on rank 0 only) and the standard streams are
 shared; a profiler is rank 0's alone; a module's tensors that carry a graph are copied detached.
+Functions that refer to a module are made anew: see `bound_functions`.
 """
 
 import copy
@@ -26,6 +27,7 @@ from lightning_shard.launchers._lightning import (
     forget_launcher,
     take_down,
 )
+from lightning_shard.launchers.bound_functions import bind_to_copies
 from lightning_shard.launchers.failures import Circumstances, noted, tell
 
 _MODULE_TABLES = ("_parameters", "_buffers", "_modules")
@@ -56,7 +58,11 @@ class Replica:
         owners = find_owners(trainer, args, kwargs)
         whole = (function, trainer, args, kwargs)
         try:
-            copied = copy.deepcopy(whole, _make_memo(trainer, owners, (args, kwargs)))
+            memo = _make_memo(trainer, owners, (args, kwargs))
+            copied = copy.deepcopy(whole, memo)
+            for owner in owners.values():
+                if isinstance(owner, nn.Module):
+                    bind_to_copies(owner, memo)
         except Exception as error:
             name = _find_culprit(owners, _make_memo(trainer, owners, (args, kwargs))) or "trainer"
             raise ConfigError(

@@ -22,6 +22,8 @@ from torch import nn
 from lightning_shard.errors import ConfigError
 
 _COMPILED = "_orig_mod"  # where the wrapper of `torch.compile` keeps the module
+_COMPILED_METHOD = "_torchdynamo_orig_callable"  # where a compiled function keeps its original
+_CALLED = ("forward", "training_step", "validation_step", "test_step", "predict_step")
 _MOST = 2 / 3  # of the parameters of all lists of repeated blocks
 _NEARLY_ALL = 0.9  # of the model's parameters
 
@@ -91,12 +93,19 @@ def check_calls(model: nn.Module, blocks: BlockList) -> None:
     paths = [".".join(names[:stop]) for stop in range(len(names) + 1)]
     for path in paths:
         module = model.get_submodule(path)
-        if _COMPILED in module._modules or module._compiled_call_impl is not None:
+        if _is_compiled(module):
             raise ConfigError(
                 f"{path or type(model).__name__!r} is compiled as a whole, but a pipeline cuts it "
                 f"between its blocks; expected compiled blocks at most. Compile each block instead:"
                 f" for block in the {len(blocks)} of {blocks.path!r}: block.compile()."
             )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile` was applied to a module, or to its methods as Lightning does."""
+    if _COMPILED in module._modules or module._compiled_call_impl is not None:
+        return True
+    return any(hasattr(vars(module).get(name), _COMPILED_METHOD) for name in _CALLED)
 
 
 def num_parameters(module: nn.Module) -> int:

@@ -22,6 +22,7 @@ from lightning_shard.pipeline_parallel.skipped_blocks import (
     Template,
     template_of_call,
 )
+from lightning_shard.pipeline_parallel.stance import Stance
 
 Arguments = tuple[Sequence[Any], Mapping[str, Any]]
 
@@ -89,6 +90,7 @@ class StageRun:
         self._entering = entering
         self._entered = self._cut = self._is_over = False
         self._received: list[_Received] = []
+        self._stance = Stance()
 
     def forward(self, step: Callable[[], Any]) -> None:
         """Run the step.
@@ -98,7 +100,8 @@ class StageRun:
                 stage in another way than as an argument of a block.
         """
         try:
-            self.result = step()
+            with self._stance.as_written():
+                self.result = step()
         except Cut:
             return
         finally:
@@ -233,8 +236,10 @@ class StageRun:
     def _called(self, index: int, call: Callable[..., Any], arguments: Arguments) -> Any:
         """Call a block; its errors say which it is, and what came to it."""
         args, kwargs = self._with_values(arguments, index)
+        is_last = self._needed is None and index == self._stop - 1
         try:
-            return call(*args, **kwargs)
+            with self._stance.compiled(is_last=is_last):
+                return call(*args, **kwargs)
         except Exception as error:
             shapes = ", ".join(str(tuple(one.shape)) for one in tensors_in((args, kwargs)))
             error.add_note(
@@ -299,7 +304,8 @@ class Probe:
     def forward(self, step: Callable[[], Any]) -> None:
         """Run the step as far as that."""
         try:
-            step()
+            with Stance().as_written():
+                step()
         except Cut:
             return
 

@@ -1,8 +1,8 @@
 """The private names of Lightning that the strategies touch.
 
 Checked with lightning 2.6; `tests/strategies/test_tensor_parallel_batches.py`,
-`tests/strategies/test_measured_stages.py` and `tests/strategies/test_lightning_loops.py` fail when
-one changes.
+`tests/strategies/test_measured_stages.py`, `tests/strategies/test_lightning_loops.py` and
+`tests/strategies/test_compile.py` fail when one changes.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,6 +12,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn as seed_workers
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer import trainer as trainer_module
 from lightning.pytorch.trainer.connectors.data_connector import (
     _request_dataloader as request_dataloader,
 )
@@ -19,6 +21,7 @@ from lightning.pytorch.trainer.connectors.data_connector import (
 from lightning_shard.strategies.replaced import replaced
 
 __all__ = [
+    "accept_compiled_modules",
     "after_training_epochs",
     "around_validation",
     "before_training_ends",
@@ -38,6 +41,20 @@ def prepare_dataloader(trainer: "pl.Trainer") -> tuple[Any, str, Callable[..., A
     """
     connector = trainer._data_connector
     return connector, "_prepare_dataloader", connector._prepare_dataloader
+
+
+def accept_compiled_modules(strategies: type[Strategy]) -> None:
+    """Let the Trainer take what `torch.compile(module)` returns under these strategies, too.
+
+    Lightning has a list of its own strategies that do, which is in no place to be added to.
+    """
+    check = trainer_module._verify_strategy_supports_compile
+
+    def check_others(model: "pl.LightningModule", strategy: Strategy) -> None:
+        if not isinstance(strategy, strategies):
+            check(model, strategy)
+
+    trainer_module._verify_strategy_supports_compile = check_others
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.launchers.in_process import InProcessLauncher
 from lightning_shard.launchers.processes import ProcessLauncher
 from lightning_shard.precision.plugins import sharded_twin
+from lightning_shard.strategies._lightning import accept_compiled_modules
 from lightning_shard.strategies.batch_samplers import deals_batch_samplers
 from lightning_shard.strategies.names import check_interactive
 from lightning_shard.strategies.option_names import OptionNames
@@ -343,3 +344,6 @@ def _as_timedelta(timeout: float | timedelta) -> timedelta:
     if value <= timedelta(0):
         raise ConfigError(f"timeout must be positive seconds, got {timeout!r}.")
     return value
+
+
+accept_compiled_modules(ShardStrategy)

@@ -4,8 +4,8 @@
 
 Swapped are c10d's groups, the random streams, torch's default dtype, `rank_zero_only.rank`, the
 environment variables that name a rank, warning filters and where warnings go, the standard
-streams, and DTensor's random-state tracker. So `redirect_stdout`, `pytest.warns` and the like may
-stay open over a collective.
+streams, torch.compile's stance, and DTensor's random-state tracker. So `redirect_stdout`,
+`pytest.warns` and the like may stay open over a collective.
 """
 
 import os
@@ -36,6 +36,7 @@ RANK_VARIABLES = (
 _MODULE_GLOBALS = (
     ("sys", "stdout"),
     ("sys", "stderr"),
+    ("torch._dynamo.eval_frame", "_stance"),
     ("torch.distributed.tensor._random", "_rng_tracker"),
     ("warnings", "filters"),
     ("warnings", "showwarning"),
