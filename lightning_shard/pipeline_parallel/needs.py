@@ -128,7 +128,7 @@ class Needs:
         self._model.hint = template
 
     def _probe(self, stage: int, microbatch: Microbatch, step: Step) -> Probe:
-        probe = Probe(self._model.partition.bounds[stage])
+        probe = Probe(self._model.partition.bounds[stage], self._model.forget)
         self._randomness.begin(microbatch.index)
         with self._model.buffers_kept(), self._model.running(probe, stage):
             probe.forward(lambda: step(microbatch, False))

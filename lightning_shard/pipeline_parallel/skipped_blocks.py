@@ -175,14 +175,25 @@ class SkippedBlock:
 
 
 def template_of_call(
-    call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    call: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    forget: Callable[[], None],
 ) -> Template:
-    """Call a block with values, and return the structure of its result."""
+    """Call a block with values, and return the structure of its result.
+
+    Args:
+        call: The block.
+        args: What it is called with.
+        kwargs: As well.
+        forget: Lets go of what is no work of the block's, but kept of its activations.
+    """
     leaves = tensors_in((args, kwargs))
     with torch.inference_mode(mode=False), torch.enable_grad(), _Computed() as computed:
         result = _on_copies(call, args, kwargs)
     template = Template.of(result, leaves)
     del result
+    forget()
     return replace(template, keeps_gradients=_outlives(computed.followed))
 
 

@@ -285,14 +285,15 @@ class Probe:
 
     Args:
         first: The stage's first block. Block 0 is run, to see what it returns.
+        forget: Called after it: see `template_of_call`.
 
     Attributes:
         needed: What is missing; None when the step does not call the block.
         template: What block 0 returns.
     """
 
-    def __init__(self, first: int) -> None:
-        self._first = first
+    def __init__(self, first: int, forget: Callable[[], None] = lambda: None) -> None:
+        self._first, self._forget = first, forget
         self.needed: Needed | None = None
         self.template: Template | None = None
 
@@ -323,7 +324,7 @@ class Probe:
         leaves = tensors_in((args, kwargs))
         self.needed = Needed(tuple(elsewhere_in((args, kwargs))), len(leaves))
         if index == 0:
-            self.template = template_of_call(call, args, kwargs)
+            self.template = template_of_call(call, args, kwargs, self._forget)
         raise Cut
 
 

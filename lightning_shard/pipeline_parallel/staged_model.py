@@ -48,6 +48,9 @@ class StagedModel:
         full_shapes: The whole shape of each parameter.
         rank_stages: The stages of this rank. What the step of one does to the buffers of another,
             such as counts of batches, does not reach these.
+
+    Attributes:
+        forget: Lets go of activations that layers in parts keep between two calls.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class StagedModel:
         rank_stages: Sequence[int] = (),
     ) -> None:
         self.partition = partition
+        self.forget: Callable[[], None] = _nothing
         self._rank_stages = rank_stages
         self._model = model
         self.block_names = [partition.blocks.name(i) for i in range(len(partition.blocks))]
@@ -192,6 +196,10 @@ class StagedModel:
                 delattr(block, _PLACE)
                 block.__class__ = type(block).__mro__[2]
         self._absent, self._homes = {}, []
+
+
+def _nothing() -> None:
+    """Forget nothing."""
 
 
 class _StandIn:

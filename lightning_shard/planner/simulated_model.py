@@ -78,11 +78,13 @@ class SimulatedModel:
         self.module, self.options = module, options
         self.layers = SimulatedCollectives(0, options.mesh.tp)
         self.full_shapes: Mapping[nn.Parameter, torch.Size] = {}
+        self._forget: Callable[[], None] = lambda: None
         if options.mesh.tp > 1:
             layers = [replace(one, module=module.get_submodule(one.name)) for one in options.layers]
-            self.full_shapes = SplitModel(
+            split = SplitModel(
                 module, layers, self.layers, sequence_parallel=options.sequence_parallel
-            ).full_shapes
+            )
+            self.full_shapes, self._forget = split.full_shapes, split.forget_activations
         self.parts = {param: param.data for param in module.parameters()}
         shapes = {param: part.shape for param, part in self.parts.items()}
         self.stages: Mapping[nn.Parameter, Stages] = dict.fromkeys(self.parts, (0,))
@@ -127,7 +129,7 @@ class SimulatedModel:
         Raises:
             UnknownResultError: A block before it cannot be skipped unless a hint says how.
         """
-        probe = Probe(self.staged.partition.bounds[stage])
+        probe = Probe(self.staged.partition.bounds[stage], self._forget)
         with self.staged.buffers_kept(), self.running(probe, stage):
             probe.forward(lambda: self.step(microbatch))
         return probe

@@ -137,6 +137,8 @@ class HybridParallelStrategy(TensorParallelStrategy, PipelineParallelStrategy):
         stages = PipelineParallelStrategy._split_model(self)
         if self._layers_split is None or self._stage_split is None:
             return layers or stages
+        assert self._staged is not None
+        self._staged.forget = self._layers_split.forget_activations
         return CombinedSplit(self._layers_split, self._stage_split)
 
     @override

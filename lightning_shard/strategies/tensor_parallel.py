@@ -26,6 +26,7 @@ from lightning_shard.tensor_parallel.parted_tensor import made_whole
 from lightning_shard.tensor_parallel.plan import PlannedLayer, match_plan
 from lightning_shard.tensor_parallel.randomness import share_random_state
 from lightning_shard.tensor_parallel.split import SplitModel
+from lightning_shard.tensor_parallel.tried_wrappers import with_tried_wrappers
 
 
 class TensorParallelStrategy(ModelParallelStrategy):
@@ -170,7 +171,7 @@ class TensorParallelStrategy(ModelParallelStrategy):
     def _planned_layers(self, model: torch.nn.Module) -> list[PlannedLayer]:
         """Return what the plan splits, given or found."""
         if isinstance(self._plan, dict):
-            layers = match_plan(model, self._plan)
+            layers = list(with_tried_wrappers(match_plan(model, self._plan), self.mesh.tp))
             check_layouts(model, layers, self.mesh.tp)
             return layers
         return automatic_plan(model, self.mesh.tp).layers

@@ -31,6 +31,8 @@ from lightning_shard.tensor_parallel.layers import has_weight, is_plain_linear
 from lightning_shard.tensor_parallel.plan import PlannedLayer, WholeLayer, pattern_of
 from lightning_shard.tensor_parallel.probe import Verdict, table_is_right, try_out
 from lightning_shard.tensor_parallel.styles import STYLES, Style
+from lightning_shard.tensor_parallel.tried_wrappers import with_tried_wrappers
+from lightning_shard.tensor_parallel.wrappers import is_low_rank
 
 _UNKNOWN = "no part of an attention or of a pair of layers, and no embedding of a vocabulary"
 
@@ -82,6 +84,7 @@ class _Finder:
             id(param) for module in self.names for param in module._parameters.values()
         )
         self._tried: dict[tuple[object, ...], Verdict] = {}
+        self._inside_planned: set[nn.Module] = set()
         self._untried: list[Candidate] = []
 
     def find(self) -> None:
@@ -89,7 +92,7 @@ class _Finder:
         for module, name in self.names.items():
             if isinstance(module, nn.MultiheadAttention):
                 self._plan_torch_attention(name, module)
-        for layer in own_plans(self.model, self.num_ranks):
+        for layer in with_tried_wrappers(own_plans(self.model, self.num_ranks), self.num_ranks):
             if layer.module not in self.reasons:
                 self.planned.setdefault(layer.module, layer)
         inner_first = sorted(self.names, key=lambda module: -len(self.names[module].split(".")))
@@ -141,7 +144,7 @@ class _Finder:
     def _is_free(self, module: nn.Module) -> bool:
         """Whether a linear layer is nobody's yet, and shares no parameter."""
         return (
-            is_plain_linear(module)
+            (is_plain_linear(module) or is_low_rank(module))
             and module not in self.planned
             and self.reasons.get(module) != ""
             and all(self._users[id(param)] == 1 for param in module.parameters())
@@ -187,12 +190,13 @@ class _Finder:
 
     def _plan_vocabulary(self) -> None:
         """Split the largest embedding by rows, and others like it; their output layers alike."""
+        self._inside_planned = {one for planned in self.planned for one in planned.modules()}
         tables = [
             module
             for module in self.names
             if isinstance(module, nn.Embedding)
             and has_weight(module)
-            and module not in self.planned
+            and module not in self._inside_planned
         ]
         heads = [one for one in self.names if self._is_head(one)]
         largest = max((table.weight.numel() for table in tables), default=0)
@@ -230,7 +234,7 @@ class _Finder:
         return (
             isinstance(module, nn.Linear)
             and is_plain_linear(module)
-            and module not in self.planned
+            and module not in self._inside_planned
             and module not in self.reasons
         )
 

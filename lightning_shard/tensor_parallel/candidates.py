@@ -20,6 +20,7 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.tensor_parallel.head_counts import HEADS
 from lightning_shard.tensor_parallel.layers import is_transposed
 from lightning_shard.tensor_parallel.styles import STYLES, Style
+from lightning_shard.tensor_parallel.wrappers import linear_sizes
 
 IsFree = Callable[[nn.Module], bool]
 
@@ -81,12 +82,6 @@ class Candidate:
             param for name in self.styles for param in self.owner.get_submodule(name).parameters()
         }
         return own == set(self.owner.parameters())
-
-
-def linear_sizes(module: nn.Module) -> tuple[int, int]:
-    """Return the widths of a linear layer's input and output."""
-    rows, columns = module.get_parameter("weight").shape
-    return (rows, columns) if is_transposed(module) else (columns, rows)
 
 
 def check_heads(name: str, num_heads: int, num_key_heads: int, num_ranks: int) -> None:
@@ -238,6 +233,7 @@ def _near(owner: nn.Module, is_free: IsFree) -> Iterator[tuple[str, nn.Module]]:
     for name, child in owner.named_children():
         if is_free(child):
             yield name, child
+            continue  # what is in a wrapper goes with it
         for inner, grandchild in child.named_children():
             if is_free(grandchild):
                 yield f"{name}.{inner}", grandchild

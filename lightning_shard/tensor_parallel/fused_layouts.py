@@ -13,9 +13,9 @@ from torch import nn
 
 from lightning_shard.errors import ConfigError
 from lightning_shard.tensor_parallel.automatic import automatic_plan
-from lightning_shard.tensor_parallel.candidates import linear_sizes
 from lightning_shard.tensor_parallel.plan import PlannedLayer
 from lightning_shard.tensor_parallel.styles import style_name
+from lightning_shard.tensor_parallel.wrappers import linear_sizes
 
 
 def check_layouts(model: nn.Module, layers: Sequence[PlannedLayer], num_ranks: int) -> None:

@@ -19,6 +19,7 @@ from torch import nn
 from lightning_shard.errors import ConfigError
 from lightning_shard.tensor_parallel.layers import is_transposed
 from lightning_shard.tensor_parallel.plan import PlannedLayer
+from lightning_shard.tensor_parallel.wrappers import linear_sizes, wrapped_linear
 
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
@@ -61,8 +62,9 @@ def count_heads(
     }
     split: dict[nn.Module, list[PlannedLayer]] = {}
     for layer in layers:
-        if is_transposed(layer.module) and layer.style.form == "colwise":
-            _narrow(layer.module, ("nf",), num_ranks, attributes)
+        linear = wrapped_linear(layer.module) or layer.module
+        if is_transposed(linear) and layer.style.form == "colwise":
+            _narrow(linear, ("nf",), num_ranks, attributes)
         if not layer.style.whole_output or not layer.style.whole_input:
             split.setdefault(parents[layer.name], []).append(layer)
     for parent, own in split.items():
@@ -80,10 +82,11 @@ def _check_whole_heads(parent: nn.Module, layer: PlannedLayer, num_ranks: int) -
     """Raise if a projection would be cut within a head."""
     width = parent.__dict__.get("head_dim")
     name = layer.name.rpartition(".")[2]
-    is_cut = isinstance(layer.module, nn.Linear) and layer.style.form == "colwise"
+    linear = wrapped_linear(layer.module) or layer.module
+    is_cut = isinstance(linear, nn.Linear) and layer.style.form == "colwise"
     if not isinstance(width, int) or not is_cut or not _OF_HEADS.search(name):
         return
-    num_heads = layer.module.get_parameter("weight").shape[0] // width
+    num_heads = linear_sizes(layer.module)[1] // width
     if num_heads % num_ranks:
         fitting = [str(n) for n in range(1, num_heads + 1) if num_heads % n == 0]
         raise ConfigError(
@@ -127,6 +130,8 @@ def _has_heads(parent: nn.Module, layers: Sequence[PlannedLayer], layer: Planned
         return layer.has_heads
     split = {one.module for one in layers}
     return not any(
-        isinstance(module, nn.Linear) and module not in split and _QUERIES.search(name)
+        isinstance(wrapped_linear(module) or module, nn.Linear)
+        and module not in split
+        and _QUERIES.search(name)
         for name, module in parent.named_children()
     )

@@ -17,9 +17,10 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 
 from lightning_shard.errors import ConfigError
-from lightning_shard.tensor_parallel.candidates import check_heads, key_style, linear_sizes
+from lightning_shard.tensor_parallel.candidates import check_heads, key_style
 from lightning_shard.tensor_parallel.plan import PlannedLayer, match_plan, matcher_of
 from lightning_shard.tensor_parallel.styles import Cut, Style, style_of
+from lightning_shard.tensor_parallel.wrappers import is_linear, linear_sizes, wrapped_linear
 
 _LEFT_WHOLE = ("replicate", "sequence_parallel")
 _UNKNOWN = (
@@ -102,6 +103,10 @@ def _experts(pattern: str, module: nn.Module, plan: Mapping[str, str]) -> Style:
     return Style(form="experts", cuts=tuple(cuts))
 
 
+def _gives_features(module: nn.Module) -> bool:
+    return is_linear(module) or wrapped_linear(module) is not None
+
+
 def _with_heads(
     model: nn.Module, layers: list[PlannedLayer], num_ranks: int
 ) -> Iterator[PlannedLayer]:
@@ -111,7 +116,7 @@ def _with_heads(
         parent, _, name = layer.name.rpartition(".")
         head_dim = model.get_submodule(parent).__dict__.get("head_dim")
         is_split = layer.style.form == "colwise" and not layer.style.whole_output
-        if not is_split or not isinstance(head_dim, int) or not isinstance(layer.module, nn.Linear):
+        if not is_split or not isinstance(head_dim, int) or not _gives_features(layer.module):
             yield layer
             continue
         num_heads = linear_sizes(layer.module)[1] // head_dim

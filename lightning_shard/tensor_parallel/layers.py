@@ -5,6 +5,7 @@
     vocab      ids ───────> rows of the own part, else 0 ──leave──> y
     shared     x ──enter──> x W[own head]             the ranks that share a head compute the same
     experts    x ──enter──> each expert's part ──leave──> y       the router's weights enter as well
+    whole      x ──enter──> y ──leave──> own features of y        every rank computes the same
 
 A layer stays the object that it was, so that hooks, names and `isinstance` go on working; its class
 becomes a subclass made here, and its own again in the end. Weights of Linear and Embedding are cut
@@ -12,6 +13,7 @@ in place. A bias that belongs to the whole result is added after the sum, once.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -24,6 +26,11 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.tensor_parallel.attention import ParallelAttention
 from lightning_shard.tensor_parallel.regions import copy_to_region
 from lightning_shard.tensor_parallel.sequence import saved_as_slice
+
+
+def _drawn_as_ever(tensor: Tensor) -> AbstractContextManager[None]:
+    return nullcontext()
+
 
 Crossing = Callable[[Tensor], Tensor]
 """What is done to an activation where a parallel region begins or ends."""
@@ -41,6 +48,7 @@ class Place:
         leave: Done to its result, before a bias that belongs to the whole.
         group: The tensor-parallel group.
         num_heads: Of a layer whose heads the ranks share.
+        alike: Inside, a layer that is whole draws random numbers as the other ranks do.
     """
 
     rank: int
@@ -48,6 +56,7 @@ class Place:
     leave: Crossing
     group: Collectives
     num_heads: int = 1
+    alike: Callable[[Tensor], AbstractContextManager[None]] = _drawn_as_ever
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Place":
         """Return this place: a copy of a layer works in the same group."""
@@ -114,6 +123,15 @@ class _Experts:
         return place.leave(result)
 
 
+class _Whole:
+    def forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: A002
+        place: Place = getattr(self, _PLACE)
+        entered = place.enter(input)
+        with place.alike(entered):
+            result = super().forward(entered, *args, **kwargs)  # type: ignore[misc]
+        return place.leave(result)
+
+
 class _Replica:
     """Changes nothing: its gradient is summed by a hook."""
 
@@ -126,6 +144,8 @@ _FORMS: dict[str, type] = {
     "shared": _Shared,
     "experts": _Experts,
     "replica": _Replica,
+    "whole": _Whole,
+    "whole_shared": _Whole,
 }
 
 

@@ -10,8 +10,9 @@ from torch import nn
 
 from lightning_shard.errors import ConfigError
 from lightning_shard.tensor_parallel.attention import is_plain_attention
-from lightning_shard.tensor_parallel.layers import has_weight, is_plain_linear, is_transposed
+from lightning_shard.tensor_parallel.layers import has_weight, is_plain_linear
 from lightning_shard.tensor_parallel.styles import Form, Style, style_name, style_of
+from lightning_shard.tensor_parallel.wrappers import has_adapter, is_linear, wrapped_embedding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,29 +130,36 @@ def _check_layer(name: str, module: nn.Module, style: Style) -> None:
     expected, fits = _EXPECTED[style.form]
     if not fits(module):
         raise ConfigError(
-            f"The plan splits {name!r} {style.form}, but it is a {type(module).__name__}; expected "
+            f"The plan splits {name!r} {style.form}, but it is a {_kind(module)}; expected "
             f"{expected}. Name the layers inside it."
         )
 
 
-def _is_linear(module: nn.Module) -> bool:
-    return has_weight(module) and (isinstance(module, nn.Linear) or is_transposed(module))
+def _kind(module: nn.Module) -> str:
+    """Return a layer's class, with its package where torch has one of the same name."""
+    kind = type(module)
+    return kind.__name__ if kind.__name__ not in dir(nn) else f"{kind.__module__}.{kind.__name__}"
+
+
+def _gives_features(module: nn.Module) -> bool:
+    return is_linear(module) or has_adapter(module)
 
 
 def _is_embedding(module: nn.Module) -> bool:
-    return has_weight(module) and isinstance(module, nn.Embedding)
+    is_one = has_weight(module) and isinstance(module, nn.Embedding)
+    return is_one or wrapped_embedding(module) is not None
 
 
 _EXPECTED: dict[Form, tuple[str, Callable[[nn.Module], bool]]] = {
     "colwise": (
         "a linear layer whose weight is a parameter",
-        lambda one: _is_linear(one) or _is_embedding(one),
+        lambda one: _gives_features(one) or _is_embedding(one),
     ),
     "rowwise": (
         "a linear layer without a forward of its own, whose weight is a parameter",
-        is_plain_linear,
+        lambda one: is_plain_linear(one) or has_adapter(one),
     ),
-    "shared": ("a Linear", lambda one: has_weight(one) and isinstance(one, nn.Linear)),
+    "shared": ("a Linear", _gives_features),
     "vocab": ("an Embedding whose weight is a parameter", _is_embedding),
     "attention": ("torch's MultiheadAttention with its own forward", is_plain_attention),
     "experts": ("a layer with parameters of its own", lambda one: bool(one._parameters)),

@@ -25,10 +25,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.tensor_parallel.candidates import Candidate, linear_sizes
+from lightning_shard.tensor_parallel.candidates import Candidate
 from lightning_shard.tensor_parallel.plan import PlannedLayer
 from lightning_shard.tensor_parallel.split import SplitModel
 from lightning_shard.tensor_parallel.styles import STYLES, Style
+from lightning_shard.tensor_parallel.wrappers import bias_of, linear_sizes
 
 _BATCH, _LENGTH = 2, 6
 _LARGEST = 16  # times the layers' own size: what is copied must not be the whole model
@@ -82,13 +83,13 @@ def table_is_right(table: nn.Embedding, num_ranks: int) -> bool:
     ids = torch.arange(table.num_embeddings)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         try:
-            whole = nn.ModuleDict({"table": _bare_copy(table)})
+            whole = nn.ModuleDict({"table": bare_copy(table)})
             parts = []
             for rank in range(num_ranks):
                 part = copy.deepcopy(whole)
-                _split(part, {"table": STYLES["embedding_rowwise"]}, _Alone(rank, num_ranks))
+                split_alone(part, {"table": STYLES["embedding_rowwise"]}, Alone(rank, num_ranks))
                 parts.append(part["table"](ids))
-            return _is_close(torch.stack(parts).sum(0), whole["table"](ids))
+            return is_close(torch.stack(parts).sum(0), whole["table"](ids))
         except Exception:
             return False
 
@@ -168,7 +169,7 @@ def _run_whole(candidate: Candidate) -> _Run | None:
     ways = (False, True) if others and not candidate.is_attention else (False,)
     for missing in ways:
         try:
-            owner = _bare_copy(candidate.owner)
+            owner = bare_copy(candidate.owner)
             width = linear_sizes(owner.get_submodule(next(iter(candidate.styles))))[0]
             for param in owner.parameters():
                 param.requires_grad_(True)
@@ -183,23 +184,22 @@ def _run_whole(candidate: Candidate) -> _Run | None:
 def _run_part(whole: _Run, candidate: Candidate, rank: int, num_ranks: int) -> _Run:
     """Run one rank's part; its last layer's result is given as the whole one."""
     part = copy.deepcopy(whole.owner)
-    _split(part, candidate.styles, _Alone(rank, num_ranks), counts_heads=candidate.counts_heads)
+    split_alone(part, candidate.styles, Alone(rank, num_ranks), counts_heads=candidate.counts_heads)
     return _Run(part, whole.out, whole.widths, stand_in=whole.result.detach())
 
 
 def _compare(whole: _Run, parts: Sequence[_Run], candidate: Candidate) -> Verdict:
     total = torch.stack([part.result.detach() for part in parts]).sum(0)
-    bias = getattr(whole.owner.get_submodule(whole.out), "bias", None)
-    if bias is not None:
-        total = total - (len(parts) - 1) * bias.detach()  # each part has it
+    bias = bias_of(whole.owner.get_submodule(whole.out))
+    total = total - (len(parts) - 1) * bias  # each part has it
     # An attention may give its heads' weights as well.
     stop = 1 if candidate.is_attention else max(len(whole.given), len(parts[0].given))
     follows = all(
         len(part.given) == len(whole.given)
-        and all(map(_is_close, part.given[:stop], whole.given[:stop]))
+        and all(map(is_close, part.given[:stop], whole.given[:stop]))
         for part in parts
     )
-    if not (follows and _is_close(total, whole.result.detach())):
+    if not (follows and is_close(total, whole.result.detach())):
         return Verdict(is_right=False)
     return _compare_gradients(whole, parts, list(candidate.styles))
 
@@ -215,15 +215,16 @@ def _compare_gradients(whole: _Run, parts: Sequence[_Run], layers: Sequence[str]
         summed = torch.stack([params[name] for _, params in found]).sum(0)
         if not summed.any():
             continue
-        if not _is_close(summed, grad):
+        if not is_close(summed, grad):
             return Verdict(is_right=False)  # used between the layers and elsewhere
         inner.append(name.rpartition(".")[0])
     return Verdict(is_right=True, inner=tuple(dict.fromkeys(inner)))
 
 
-def _split(
-    owner: nn.Module, styles: Mapping[str, Style], group: "_Alone", counts_heads: bool = False
+def split_alone(
+    owner: nn.Module, styles: Mapping[str, Style], group: "Alone", counts_heads: bool = False
 ) -> None:
+    """Split layers of a module over a group of which one rank is there."""
     layers = [
         PlannedLayer(
             name=name,
@@ -237,7 +238,7 @@ def _split(
     SplitModel(owner, layers, cast(Collectives, group))
 
 
-class _Alone:
+class Alone:
     """Stands in for a group of which only one rank is there.
 
     Forward, a sum is that rank's part. Backward, where an entrance sums gradients, they end.
@@ -246,7 +247,7 @@ class _Alone:
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
-    def all_reduce(self, tensor: Tensor, *, output: Tensor) -> "_Alone":
+    def all_reduce(self, tensor: Tensor, *, output: Tensor) -> "Alone":
         """Give the part as it is, or no gradient."""
         if torch._C._current_graph_task_id() != -1:
             output.zero_()
@@ -254,7 +255,7 @@ class _Alone:
             output.copy_(tensor)
         return self
 
-    def all_gather(self, output: Tensor, tensor: Tensor) -> "_Alone":
+    def all_gather(self, output: Tensor, tensor: Tensor) -> "Alone":
         """Give no gradient; forward, refuse: what has to be gathered is better left whole."""
         if torch._C._current_graph_task_id() == -1:
             raise _GatheredError
@@ -277,7 +278,7 @@ def _num_values(module: nn.Module) -> int:
     return sum(param.numel() for param in module.parameters())
 
 
-def _bare_copy(module: nn.Module) -> nn.Module:
+def bare_copy(module: nn.Module) -> nn.Module:
     """Copy a module to the CPU, with random values and without the user's hooks."""
     module = copy.deepcopy(module).float().cpu().eval()
     for one in module.modules():
@@ -290,7 +291,8 @@ def _bare_copy(module: nn.Module) -> nn.Module:
     return module
 
 
-def _is_close(got: Tensor, expected: Tensor) -> bool:
+def is_close(got: Tensor, expected: Tensor) -> bool:
+    """Whether values are the same but for rounding."""
     if got.shape != expected.shape:
         return False
     scale = expected.abs().max().item() if expected.numel() else 0.0

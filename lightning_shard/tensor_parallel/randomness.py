@@ -60,6 +60,36 @@ class RegionRandomness:
 
         return crossing
 
+    @contextmanager
+    def outside(self, tensor: Tensor) -> Iterator[None]:
+        """Inside, draw from the common stream also where a region's is on."""
+        generator = _generator(tensor.device)
+        if not self._is_within(generator):
+            yield
+            return
+        own = generator.get_state()
+        generator.set_state(self._common)
+        try:
+            yield
+        finally:
+            after = generator.get_state()
+            if not torch.equal(after, self._common):
+                self._common = after
+                if tensor.device.type == "cpu":
+                    self._undrawn = after
+            generator.set_state(own)
+
+    def starting(self, module: nn.Module, leave: Crossing) -> Crossing:
+        """Return `leave`, after which the region's stream begins where `module` is training."""
+
+        def crossing(tensor: Tensor) -> Tensor:
+            result = leave(tensor)
+            if module.training:
+                self._begin(result.device)
+            return result
+
+        return crossing
+
     def _begin(self, device: torch.device) -> None:
         generator = _generator(device)
         if self._is_within(generator):  # the second of several layers that enter together
@@ -105,7 +135,7 @@ def layers_around_dropout(model: nn.Module, layers: Sequence[PlannedLayer]) -> I
     for layer in layers:
         style = layer.style
         begins = style.form in ("attention", "experts", "shared") or (
-            style.form == "colwise" and not style.whole_output
+            style.form in ("colwise", "whole", "whole_shared") and not style.whole_output
         )
         if begins and _drops(model.get_submodule(layer.name.rpartition(".")[0])):
             yield layer.module

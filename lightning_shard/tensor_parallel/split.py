@@ -1,7 +1,9 @@
 """Splitting a model in place by a plan, and making it whole again."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +23,12 @@ from lightning_shard.tensor_parallel.layers import (
     split_layer,
     unsplit_layer,
 )
-from lightning_shard.tensor_parallel.parted_tensor import in_parts, made_whole, own_features
+from lightning_shard.tensor_parallel.parted_tensor import Part, in_parts, made_whole, own_features
 from lightning_shard.tensor_parallel.plan import PlannedLayer
 from lightning_shard.tensor_parallel.randomness import RegionRandomness, layers_around_dropout
 from lightning_shard.tensor_parallel.regions import (
     all_reduced,
+    copy_to_region,
     gather_copies,
     gather_to_region,
     reduce_from_region,
@@ -35,6 +38,7 @@ from lightning_shard.tensor_parallel.regions import (
 from lightning_shard.tensor_parallel.sequence import enter_region, leave_in_slices
 from lightning_shard.tensor_parallel.sharding import Sharding
 from lightning_shard.tensor_parallel.styles import Cut, Style
+from lightning_shard.tensor_parallel.wrappers import inner_styles
 
 
 class SplitModel:
@@ -66,13 +70,13 @@ class SplitModel:
         self._sequence_parallel = sequence_parallel
         self.shardings: dict[nn.Parameter, Sharding] = {}
         self.full_shapes: dict[nn.Parameter, torch.Size] = {}
-        self._layers = list(layers)
+        self._layers = [inner for layer in layers for inner in _inside(layer)]
         self._attributes = Attributes()
         self._hooks: list[RemovableHandle] = []
         self._entrance = _Entrance(group)
         self._randomness = RegionRandomness(group)
         self._around_dropout = set(layers_around_dropout(model, layers))
-        for layer in layers:
+        for layer in self._layers:
             self._decide(layer)
         self._check_users(model)
         try:
@@ -83,7 +87,7 @@ class SplitModel:
         # Nothing is refused from here on, so that a refused model is left as it was.
         for param, sharding in self.shardings.items():
             param.data = sharding.shard(param.data, group.rank)
-        for layer in layers:
+        for layer in self._layers:
             self._split(layer)
         for module, name, value in fast_paths(model):
             self._attributes.set(module, name, value)
@@ -103,21 +107,33 @@ class SplitModel:
 
     def _split(self, layer: PlannedLayer) -> None:
         module, style = layer.module, layer.style
-        enter, leave = self._enter(module, style), self._leave(style)
-        if module in self._around_dropout:
-            enter = self._randomness.entering(module, enter)
-        if style.form in ("rowwise", "attention", "experts"):
-            leave = self._randomness.leaving(leave)
+        enter, leave = self._with_randomness(layer, self._enter(module, style), self._leave(style))
         place = Place(
             rank=self.group.rank,
             enter=enter,
             leave=leave,
             group=self.group,
             num_heads=style.num_blocks,
+            alike=self._randomness.outside,
         )
         if style.form == "replica" and self.group.size > 1:
             self._sum_gradients(module)
         split_layer(module, style.form, place)
+
+    def _with_randomness(
+        self, layer: PlannedLayer, enter: Crossing, leave: Crossing
+    ) -> tuple[Crossing, Crossing]:
+        """Let random numbers be those of the region from its first layer to its last."""
+        module, style = layer.module, layer.style
+        if style.form in ("whole", "whole_shared"):
+            if module in self._around_dropout:
+                leave = self._randomness.starting(module, leave)
+            return (enter if style.whole_input else self._randomness.leaving(enter)), leave
+        if module in self._around_dropout:
+            enter = self._randomness.entering(module, enter)
+        if style.form in ("rowwise", "attention", "experts"):
+            leave = self._randomness.leaving(leave)
+        return enter, leave
 
     def _sum_gradients(self, module: nn.Module) -> None:
         """Let a layer that works on each rank's heads have the gradient of all heads."""
@@ -171,6 +187,8 @@ class SplitModel:
     def _enter(self, module: nn.Module, style: Style) -> Crossing:
         if isinstance(module, nn.Embedding):
             return _unchanged  # indices
+        if style.form in ("whole", "whole_shared"):
+            return _unchanged if style.whole_input else self._crossing(gather_copies, -1)
         if style.form in ("attention", "experts", "shared"):
             return self._entrance
         if style.form == "colwise":
@@ -178,6 +196,9 @@ class SplitModel:
         return self._entering_features if style.whole_input else _unchanged
 
     def _leave(self, style: Style) -> Crossing:
+        if style.form in ("whole", "whole_shared"):
+            is_whole = style.whole_output or style.lazy_output
+            return _unchanged if is_whole else partial(self._own_features_of, style)
         if style.lazy_output:
             return lambda tensor: in_parts(tensor, self.group, -1, style.num_blocks)
         if style.form == "colwise":
@@ -187,11 +208,26 @@ class SplitModel:
             return self._crossing(leave)
         return self._crossing(reduce_scatter_from_region, -1)
 
+    def _own_features_of(self, style: Style, result: Tensor) -> Tensor:
+        """Take this rank's features of what every rank has computed."""
+        result = made_whole(result)
+        dim = result.ndim - 1
+        if style.form == "whole":
+            part = Part(local=result, dim=dim, group=self.group, num_blocks=style.num_blocks)
+            return part.split(result, dim)
+        width = result.shape[dim] // style.num_blocks
+        first = self.group.rank * style.num_blocks // self.group.size * width
+        return copy_to_region(result, self.group)[..., first : first + width]
+
     def _entering_features(self, tensor: Tensor) -> Tensor:
         return own_features(tensor, self.group)
 
     def _crossing(self, function: Callable[..., Tensor], *dim: int) -> Crossing:
         return lambda tensor: function(made_whole(tensor), *dim, self.group)
+
+    def forget_activations(self) -> None:
+        """Let go of the activation that entered last, and of the graph behind it."""
+        self._entrance.forget()
 
     @property
     def is_first(self) -> bool:
@@ -304,6 +340,13 @@ class _Entrance:
             self.forget()
 
 
+def _inside(layer: PlannedLayer) -> Iterator[PlannedLayer]:
+    """Yield a planned layer, or what it is a wrapper of."""
+    for path, style in inner_styles(layer.module, layer.style).items():
+        name, module = f"{layer.name}.{path}".rstrip("."), layer.module.get_submodule(path)
+        yield replace(layer, name=name, module=module, style=style)
+
+
 def _none() -> None:
     """Stand in for a reference to nothing."""
 
@@ -312,7 +355,7 @@ def _cuts(module: nn.Module, style: Style) -> tuple[Cut, ...]:
     """Which parameters of a layer are cut, and how."""
     if isinstance(module, nn.MultiheadAttention):
         return attention_cuts(module)
-    if style.form in ("shared", "replica", "experts"):
+    if style.form in ("shared", "replica", "experts", "whole", "whole_shared"):
         return style.cuts
     if isinstance(module, nn.Embedding):
         return (Cut(name="weight", dim=0 if style.form == "vocab" else 1),)

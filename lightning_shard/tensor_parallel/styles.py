@@ -29,7 +29,17 @@ from typing import Any, Literal
 
 from lightning_shard.errors import ConfigError
 
-Form = Literal["colwise", "rowwise", "vocab", "attention", "experts", "shared", "replica"]
+Form = Literal[
+    "colwise",
+    "rowwise",
+    "vocab",
+    "attention",
+    "experts",
+    "shared",
+    "replica",
+    "whole",
+    "whole_shared",
+]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,87 @@
+"""Whether wrappers of linear layers may be split by what is in them: tried out, else left whole.
+
+whole      x ──> [ wrapper ] ──> y
+rank r     x, or its features ──> [ wrapper in parts ] ──> features of y, or a summand of it
+"""
+
+import copy
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+
+from lightning_shard.tensor_parallel.plan import PlannedLayer
+from lightning_shard.tensor_parallel.probe import Alone, bare_copy, is_close, split_alone
+from lightning_shard.tensor_parallel.styles import STYLES, Style
+from lightning_shard.tensor_parallel.wrappers import (
+    bias_of,
+    has_adapter,
+    inner_styles,
+    linear_sizes,
+    whole_style,
+    wrapped_embedding,
+)
+
+
+def with_tried_wrappers(layers: Iterable[PlannedLayer], num_ranks: int) -> Iterator[PlannedLayer]:
+    """Yield a plan's layers; wrappers that compute something else in parts have a whole style.
+
+    Args:
+        layers: Of a plan that a user or a model gives.
+        num_ranks: Of the tensor-parallel group.
+    """
+    tried: dict[Any, bool] = {}
+    whole: dict[str, list[str]] = {}
+    for layer in layers:
+        inner = inner_styles(layer.module, layer.style)
+        if not has_adapter(layer.module) or wrapped_embedding(layer.module) is not None:
+            yield layer
+            continue
+        key = _look(layer)
+        if key not in tried:
+            tried[key] = len(inner) > 1 and _is_right(layer, num_ranks)
+        if tried[key] or num_ranks == 1:
+            yield layer
+            continue
+        whole.setdefault(type(layer.module).__name__, []).append(layer.name)
+        yield dataclasses.replace(layer, style=whole_style(layer.style))
+    for kind, names in whole.items():
+        rank_zero_warn(
+            f"{names[0]!r} is a {kind} around a linear layer that computes something else in "
+            f"parts; it is computed whole on each of the {num_ranks} tensor-parallel ranks, as are "
+            f"{len(names) - 1} others. Low-rank adapters of two linear layers are split."
+        )
+
+
+def _look(layer: PlannedLayer) -> Any:
+    sizes = [(name, param.shape) for name, param in layer.module.named_parameters()]
+    return type(layer.module), layer.style, tuple(sizes)
+
+
+def _is_right(layer: PlannedLayer, num_ranks: int) -> bool:
+    is_rowwise = layer.style.form == "rowwise"
+    style = STYLES["rowwise"] if is_rowwise else STYLES["colwise"]
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        try:
+            whole = nn.ModuleDict({"layer": bare_copy(layer.module)})
+            width = linear_sizes(whole["layer"])[0]
+            values = torch.randn(2, 6, width, generator=torch.Generator().manual_seed(1))
+            inputs = values.chunk(num_ranks, -1) if is_rowwise else [values] * num_ranks
+            parts = [_part(whole, style, Alone(r, num_ranks), inputs[r]) for r in range(num_ranks)]
+            expected = whole["layer"](values)
+            if not is_rowwise:
+                return is_close(torch.cat(parts, -1), expected)
+            extra = (num_ranks - 1) * bias_of(whole["layer"])
+            return is_close(torch.stack(parts).sum(0) - extra, expected)
+        except Exception:
+            return False
+
+
+def _part(whole: nn.ModuleDict, style: Style, group: Alone, values: Tensor) -> Tensor:
+    part = copy.deepcopy(whole)
+    split_alone(part, {"layer": style}, group)
+    result: Tensor = part["layer"](values)
+    return result
