@@ -231,7 +231,9 @@ class _OwnBatches(Loaders):
 
 @feature(GROUP, "batch_sampler", refused=by("elastic", "batch sampler"))
 def batch_sampler(here: Here) -> Report:
-    return fitted(here, data=_OwnBatches(here), limit_val_batches=0)
+    return fitted(
+        here, data=_OwnBatches(here), use_distributed_sampler=False, limit_val_batches=0
+    )
 
 
 @feature(GROUP, "a sampler of one's own")
