@@ -5,6 +5,10 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12; do \
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# The packages of tests/zoo. timm and lightly need torchvision, whose wheel needs CUDA's libraries:
+# Lightning would import it wherever it finds it, and fail, so it lies in a folder of its own.
+ZOO := $(VENV)/zoo
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # Several ranks share the cores: an idle OpenMP thread must sleep, not spin.
 export OMP_WAIT_POLICY ?= PASSIVE
 
@@ -19,7 +23,7 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(PYTEST) -m "not slow and not gpu and not benchmark"
 
-test-all: $(STAMP)
+test-all: $(STAMP) $(ZOO)/.installed
 	$(PYTEST) -m "not gpu"
 
 lint: $(STAMP)
@@ -35,8 +39,14 @@ bench: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev,mpi]"
+	$(PIP) --editable ".[dev,mpi]"
 	touch $(STAMP)
+
+$(ZOO)/.installed: $(STAMP)
+	$(PIP) --editable ".[dev,mpi,zoo]"
+	$(BIN)/pip uninstall --quiet --yes torchvision
+	$(PIP) --no-deps --upgrade --target $(ZOO) torchvision
+	touch $(ZOO)/.installed
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

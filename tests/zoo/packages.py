@@ -1,0 +1,35 @@
+"""How packages are imported whose wheels do not fit the CPU's torch."""
+
+import re
+import sys
+from pathlib import Path
+
+# `make test-all` installs torchvision here and not beside the other packages: torchmetrics, and so
+# Lightning, imports it wherever it finds it, and that fails where its own operators do not load.
+FOLDER = Path(sys.prefix) / "zoo"
+
+
+def import_torchvision() -> None:
+    """Import torchvision, whose wheel on PyPI needs CUDA's libraries for its own operators.
+
+    timm and lightly import it, and nothing here calls an operator of its own. It describes some of
+    them to torch when it is imported, which fails where they could not be loaded: they are declared
+    first then, without an implementation. Where the operators load, nothing is declared.
+
+    Raises:
+        RuntimeError: Something else is wrong with it.
+    """
+    import torch
+
+    if str(FOLDER) not in sys.path:
+        sys.path.append(str(FOLDER))
+    while "torchvision" not in sys.modules:
+        try:
+            import torchvision  # noqa: F401
+        except RuntimeError as error:
+            missing = re.match(r"operator (torchvision::\w+) does not exist", str(error))
+            if missing is None:
+                raise
+            torch.library.define(missing[1], "(Tensor x) -> Tensor")
+            for name in [name for name in sys.modules if name.startswith("torchvision.")]:
+                del sys.modules[name]

@@ -1,0 +1,98 @@
+"""Three steps of each model under each strategy: losses and weights of one device, or an error."""
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import lightning as L  # noqa: N812
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_shard.errors import ShardError
+from tests.features.columns import COLUMNS, ONE_DEVICE, Here
+from tests.features.declared import Comparison
+from tests.features.network import Report, weights
+from tests.zoo.models import NUM_STEPS, SUBJECTS, Subject
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.zoo,
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore"),  # those of the packages
+]
+
+# What the error says, by model and strategy; the others are equal.
+REFUSED: Mapping[str, Mapping[str, str]] = {
+    "tft": {},
+    "nbeats": {},
+    "byol": {},
+    "lora": {},
+    "clip": {},
+    "deepseek": {},
+    "vit": {},
+}
+
+
+class Losses(Callback):
+    """Records each step's loss, averaged over the ranks."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any
+    ) -> None:
+        loss = outputs["loss"].detach().clone()
+        self.values.append(float(trainer.strategy.reduce(loss, reduce_op="mean")))
+
+
+class Batches(L.LightningDataModule):
+    """The samples of a subject in their order, dealt to the ranks."""
+
+    def __init__(self, subject: Subject, here: Here) -> None:
+        super().__init__()
+        self.subject, self.here = subject, here
+
+    def train_dataloader(self) -> DataLoader:
+        assert self.trainer is not None
+        place = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        return DataLoader(
+            self.subject.data,
+            batch_size=self.here.column.batch_size,
+            sampler=DistributedSampler(self.subject.data, **place, shuffle=False),
+            collate_fn=self.subject.collate,
+        )
+
+
+def train(name: str, here: Here) -> Report:
+    """Train for three steps and return the losses and the whole state."""
+    torch.manual_seed(11)
+    subject = SUBJECTS[name]()
+    losses = Losses()
+    trainer = here.trainer(max_epochs=1, callbacks=[losses], **subject.flags)
+    trainer.fit(subject.module, datamodule=Batches(subject, here))
+    assert len(losses.values) == NUM_STEPS
+    return {"losses": losses.values, "weights": weights(subject.module)}
+
+
+@cache
+def on_one_device(name: str) -> Report:
+    with TemporaryDirectory() as folder:
+        return train(name, Here(ONE_DEVICE, Path(folder)))
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_three_steps(name: str, column: str, tmp_path: Path) -> None:
+    here = Here(COLUMNS[column], tmp_path)
+    refused = REFUSED[name].get(column)
+    if refused is not None:
+        with pytest.raises(ShardError, match=refused):
+            train(name, here)
+        return
+    comparison = Comparison(rtol=1e-5, own=False)
+    comparison.check(train(name, here), on_one_device(name))
