@@ -55,7 +55,9 @@ def _parser() -> ArgumentParser:
 
 def _versions() -> str:
     """Return what is installed, which is not imported to find out."""
-    return ", ".join(f"{name} {_version(name)}" for name in ("lightning-shard", "lightning", "torch"))
+    return ", ".join(
+        f"{name} {_version(name)}" for name in ("lightning-shard", "lightning", "torch")
+    )
 
 
 def _version(distribution: str) -> str:

@@ -10,8 +10,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.loops.loop import _Loop as Loop
 from lightning.pytorch.loops.progress import _BaseProgress as BaseProgress
 from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
-from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.trainer.call import _call_and_handle_interrupt
+from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExit
 
 __all__ = [

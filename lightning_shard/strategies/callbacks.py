@@ -17,7 +17,6 @@ from lightning_shard.on_pytorch_lightning.mirror import PACKAGE, mirrored, origi
 from lightning_shard.strategies.finetuning import compare_by_identity
 from lightning_shard.strategies.weight_averaging import averaging_callbacks, check_elementwise
 
-
 _LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
 
 

@@ -14,7 +14,9 @@ def strategy_name(strategy: Any) -> str:
     That of a class of the user's own is the name of what it derives from.
     """
     names = {kind: name for name, kind in reversed(SCHEMES.items())}
-    scheme = next((names[one.__name__] for one in type(strategy).__mro__ if one.__name__ in names), "")
+    scheme = next(
+        (names[one.__name__] for one in type(strategy).__mro__ if one.__name__ in names), ""
+    )
     compressor = getattr(strategy, "compression", None)
     if scheme == "shard_ddp" and compressor is not None:
         kinds = {kind: name for name, kind in COMPRESSORS.items()}
