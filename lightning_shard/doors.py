@@ -1,8 +1,8 @@
 """What importing the package does to the packages that it serves, each when it is imported.
 
 torch                                  c10d learns our backends' names
-lightning.pytorch, pytorch_lightning   the registry learns the strategies' names, and a Trainer takes
-                                       a strategy that was made for the other root
+lightning.pytorch, pytorch_lightning   the registry learns the strategies' names, and a Trainer
+                                       takes a strategy that was made for the other root
 """
 
 import sys

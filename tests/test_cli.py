@@ -1,12 +1,15 @@
 """The `lightning-shard` command, inside this process: its subcommands and its errors."""
 
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 from lightning_shard.cli import main
+from lightning_shard.cli.shard_cli import ShardCLI
 from tests.examples.commands import QUIET, REPOSITORY, ignore_upstream_warnings, set_arguments
+from tests.processes import run_alone
 
 pytestmark = ignore_upstream_warnings
 
@@ -114,3 +117,46 @@ def test_classes_of_the_working_directory_are_found(
     model = "--model=my_model_of_test_cli.Mine"
     assert command("fit", model, "--trainer.fast_dev_run=true") == 0
     assert sys.path[0] == str(tmp_path)
+
+
+LIGHT = """
+import sys
+from lightning_shard.cli import main
+sys.argv = ["lightning-shard", *sys.argv[1:]]
+try:
+    main()
+except SystemExit as end:
+    print("status", end.code)
+heavy = {"torch", "lightning", "lightning_fabric", "pytorch_lightning", "jsonargparse"}
+print("imported", sorted(heavy & set(sys.modules)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said", "status"),
+    [
+        (["--help"], "lightning-shard fit --config", 0),
+        (["--version"], f"lightning-shard {version('lightning-shard')}", 0),
+        ([], "usage: lightning-shard", 2),
+        (["fti"], "invalid choice: 'fti'", 2),
+    ],
+    ids=["help", "version", "nothing", "misspelt"],
+)
+def test_what_needs_neither_torch_nor_lightning_imported_both(
+    arguments: list[str], said: str, status: int
+) -> None:
+    finished = run_alone("-c", LIGHT, *arguments)
+    assert finished.returncode == 0, finished.output
+    assert said in finished.output
+    assert f"status {status}\nimported []" in finished.output
+
+
+def test_every_subcommand_is_in_the_short_help(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    set_arguments(monkeypatch, "lightning-shard", "--help")
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    listed = capsys.readouterr().out
+    for subcommand in ShardCLI.subcommands():
+        assert f"    {subcommand}" in listed

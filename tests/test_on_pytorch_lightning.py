@@ -1,4 +1,4 @@
-"""The strategies under `pytorch_lightning`, the same source as `lightning.pytorch` by another name."""
+"""The strategies under `pytorch_lightning`: the source of `lightning.pytorch` by another name."""
 
 import ast
 import inspect
@@ -266,8 +266,8 @@ import pytorch_lightning
 THEN = """
 from torch.distributed import Backend
 assert "MPI4PY" in Backend._plugins and "IN_PROCESS" in Backend._plugins
-strategy = pytorch_lightning.Trainer(accelerator="cpu", devices=2, strategy="zero3_in_process").strategy
-assert isinstance(strategy, pytorch_lightning.strategies.ParallelStrategy)
+trainer = pytorch_lightning.Trainer(accelerator="cpu", devices=2, strategy="zero3_in_process")
+assert isinstance(trainer.strategy, pytorch_lightning.strategies.ParallelStrategy)
 assert not [name for name in sys.modules if name.partition(".")[0] == "lightning"]
 from lightning_shard import ZeRO3Strategy
 import lightning.pytorch

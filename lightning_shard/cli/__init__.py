@@ -3,8 +3,8 @@
     lightning-shard fit --config configs/gpt_zero3.yaml
     lightning-shard test --config configs/digits_zero2.yaml --trainer.devices 2
 
-The subcommands are `fit`, `validate`, `test` and `predict`: see `shard_cli`, which imports torch and
-Lightning. What needs neither, `--help` and `--version` and a misspelt subcommand, is answered here.
+The subcommands are `fit`, `validate`, `test` and `predict`: see `shard_cli`, which imports torch
+and Lightning. What needs neither is answered without them: see `entry`.
 """
 
 from lightning_shard.cli.entry import main

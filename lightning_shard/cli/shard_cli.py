@@ -1,8 +1,8 @@
 """The subcommands of `lightning-shard`: a LightningCLI with this package's strategies.
 
 The model and the data module are named by `class_path`, and classes of the directory that the
-command runs in are found, as they are by `python -m`. An error of this package ends the command with
-one message and exit code 1; with `--debug` the traceback comes too.
+command runs in are found, as they are by `python -m`. An error of this package ends the command
+with one message and exit code 1; with `--debug` the traceback comes too.
 """
 
 import sys

@@ -23,6 +23,31 @@ class HeldBytes:
         return self.parameters + self.gradients + self.optimizer_state
 
 
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Write a size in the largest binary unit of which it has at least one, to two decimals."""
+    size, unit = float(num_bytes), 0
+    while size >= 1024 and unit < len(_UNITS) - 1:
+        size, unit = size / 1024, unit + 1
+    return f"{size:.2f} {_UNITS[unit]}" if unit else f"{num_bytes} B"
+
+
+def expected(engine: DataParallelEngine) -> HeldBytes:
+    """What this rank will hold between the steps of a training, but the optimizer's state."""
+    params = gradients = 0
+    for flat in engine.flats:
+        shard = flat.shard.numel() * flat.shard.itemsize
+        is_apart = flat.has_master or flat.frees_full
+        params += 0 if flat.frees_full else flat.full.numel() * flat.full.itemsize
+        params += shard if is_apart else 0
+        if any(param.requires_grad for param in flat.params):
+            keeps_full = flat.stage < 2  # micro-batches add up there
+            gradients += flat.full.numel() * flat.shard.itemsize if keeps_full else shard
+    return HeldBytes(parameters=params, gradients=gradients, optimizer_state=0)
+
+
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the distinct storages behind `tensors`: views and ties count once."""
     storages = {storage.data_ptr(): storage for storage in (t.untyped_storage() for t in tensors)}

@@ -1,10 +1,10 @@
 """This package's strategies for a Trainer of `pytorch_lightning`.
 
 A `pytorch_lightning.Trainer` takes the names (`strategy="zero3"`) and the strategies of
-`lightning_shard` as they are. Whoever derives a strategy of their own from one derives it from the
-class of the same name here, as in `from lightning_shard.on_pytorch_lightning import ZeRO3Strategy`.
-The callbacks of `lightning_shard.profiling` are in `lightning_shard.on_pytorch_lightning.profiling`.
-The first import of a strategy imports `pytorch_lightning`.
+`lightning_shard` as they are. A strategy of your own derives from the class of the same name here:
+`from lightning_shard.on_pytorch_lightning import ZeRO3Strategy`. The callbacks of
+`lightning_shard.profiling` are in `lightning_shard.on_pytorch_lightning.profiling`. The first
+import of either imports `pytorch_lightning`.
 """
 
 from importlib import import_module

@@ -32,7 +32,7 @@ BUILT_ON_LIGHTNING = (
     "profiling",
     "strategies",
 )
-"""The modules, with all inside them, that are mirrored: those that import Lightning or each other."""
+"""What is mirrored, with all modules inside: those that import Lightning, or one of these."""
 
 _ROOTS = (  # the longest first
     ("lightning.pytorch", "pytorch_lightning"),

@@ -17,11 +17,9 @@ from rich.table import Table
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_shard.data_parallel.held_bytes import HeldBytes
+from lightning_shard.data_parallel.held_bytes import HeldBytes, format_bytes
 from lightning_shard.errors import ConfigError
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
-
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 class HeldBytesTable(Callback):
@@ -93,14 +91,6 @@ def render_held_bytes(held: list[HeldBytes], replicated: HeldBytes) -> str:
     with console.capture() as capture:
         console.print(table)
     return capture.get().rstrip()
-
-
-def format_bytes(num_bytes: int) -> str:
-    """Write a size in the largest binary unit of which it has at least one, to two decimals."""
-    size, unit = float(num_bytes), 0
-    while size >= 1024 and unit < len(_UNITS) - 1:
-        size, unit = size / 1024, unit + 1
-    return f"{size:.2f} {_UNITS[unit]}" if unit else f"{num_bytes} B"
 
 
 def _columns(held: HeldBytes) -> tuple[int, int, int, int]:

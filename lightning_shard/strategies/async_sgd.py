@@ -50,7 +50,7 @@ class AsyncSGDStrategy(TrainsAlone):
     """Each rank owns a shard and applies gradients as they arrive. `strategy="async_sgd"`.
 
     Args:
-        accelerator: See `ShardStrategy`, as for all up to `debug`.
+        accelerator: See `ShardStrategy`, as for all up to `announce`.
         parallel_devices: One device per local rank.
         cluster_environment: Lightning's.
         checkpoint_io: Lightning's.
@@ -60,6 +60,7 @@ class AsyncSGDStrategy(TrainsAlone):
         timeout: Seconds after which a silent peer is an error.
         debug: Compare every collective call between the ranks before it is made; messages between
             two ranks are not compared.
+        announce: Say in one line, when a fit starts, what runs and what each rank will hold.
         units: See `DataParallelStrategy`, as for `bucket_mb`.
         bucket_mb: With a bound of 0, what is communicated together.
         staleness_bound: Steps that a rank may be ahead of the oldest part of the parameters that it
@@ -87,6 +88,7 @@ class AsyncSGDStrategy(TrainsAlone):
         num_ranks: int | None = None,
         timeout: float | timedelta = DEFAULT_TIMEOUT,
         debug: bool = False,
+        announce: bool = True,
         units: list[str] | None = None,
         bucket_mb: float | None = None,
         staleness_bound: int = 4,
@@ -103,6 +105,7 @@ class AsyncSGDStrategy(TrainsAlone):
             num_ranks=num_ranks,
             timeout=timeout,
             debug=debug,
+            announce=announce,
             units=units,
             bucket_mb=bucket_mb,
         )

@@ -58,6 +58,7 @@ class ShardStrategy(StopsTogether, metaclass=OptionNames):
         debug: Let ranks compare every collective call before they make it, so that a mistake is an
             error that names both call sites. Slow. On as well when LIGHTNING_SHARD_DEBUG is 1, and
             always within one process.
+        announce: Say in one line, when a fit starts, what runs and what each rank will hold.
 
     Raises:
         ConfigError: An unknown backend, or options that contradict each other.
@@ -74,10 +75,12 @@ class ShardStrategy(StopsTogether, metaclass=OptionNames):
         num_ranks: int | None = None,
         timeout: float | timedelta = DEFAULT_TIMEOUT,
         debug: bool = False,
+        announce: bool = True,
     ) -> None:
         self._backend: Backend | None = None if backend == "auto" else get_backend(backend)
         self._timeout = _as_timedelta(timeout)
         self._debug = settings.debug() or debug
+        self._announces = announce
         self._num_ranks = num_ranks
         self._num_nodes = 1
         self._collectives: Collectives | None = None

@@ -68,10 +68,15 @@ def _adopt(strategy: Any, lightning: str, packages: Mapping[str, str]) -> None:
             f"{packages[lightning]}.{kind.__name__}: import {kind.__name__} from there."
         )
     home = import_module(packages[lightning] + kind.__module__.removeprefix(package))
+    _become(strategy, getattr(home, kind.__name__))
+
+
+def _become(strategy: Any, counterpart: Any) -> None:
+    """Make an object anew, of another class, with what it was made with."""
     args, options = strategy.given_options
     vars(strategy).clear()
-    strategy.__class__ = getattr(home, kind.__name__)
-    strategy.__init__(*args, **options)
+    strategy.__class__ = counterpart
+    counterpart.__init__(strategy, *args, **options)
     strategy.given_options = args, options
 
 

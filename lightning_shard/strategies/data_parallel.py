@@ -34,6 +34,7 @@ from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
 from lightning_shard.optim.state import full_state_dict, local_state_dict
 from lightning_shard.precision.plugins import ShardedMixedPrecision, ShardedPrecision
 from lightning_shard.precision.policy import dtype_policy
+from lightning_shard.strategies.announcement import announce, count_parameters
 from lightning_shard.strategies.batches import agree_on_batches, lengths_on_ranks
 from lightning_shard.strategies.callbacks import prepare_callbacks
 from lightning_shard.strategies.layer_sync import SyncBatchNormOnCpu
@@ -59,7 +60,7 @@ class DataParallelStrategy(SalvagingStrategy):
     """One model on every rank, each with its own part of the batch.
 
     Args:
-        accelerator: See `ShardStrategy`, as for all up to `debug`.
+        accelerator: See `ShardStrategy`, as for all up to `announce`.
         parallel_devices: One device per local rank.
         cluster_environment: Lightning's.
         checkpoint_io: Lightning's.
@@ -68,6 +69,7 @@ class DataParallelStrategy(SalvagingStrategy):
         num_ranks: With backend "in_process": ranks to run here.
         timeout: Seconds after which a silent peer is an error.
         debug: Compare every collective call between the ranks before it is made.
+        announce: Say in one line, when a fit starts, what runs and what each rank will hold.
         units: Class names of the modules that are communicated as one; found when left out.
         bucket_mb: Neighbouring small blocks are joined up to this many MB; by default 25, under
             stage 3 12.5.
@@ -91,6 +93,7 @@ class DataParallelStrategy(SalvagingStrategy):
         num_ranks: int | None = None,
         timeout: float | timedelta = DEFAULT_TIMEOUT,
         debug: bool = False,
+        announce: bool = True,
         units: list[str] | None = None,
         bucket_mb: float | None = None,
         reduce_dtype: Literal["float32", "bfloat16", "float16"] | None = None,
@@ -106,6 +109,7 @@ class DataParallelStrategy(SalvagingStrategy):
             num_ranks=num_ranks,
             timeout=timeout,
             debug=debug,
+            announce=announce,
         )
         self._reduce_dtype = reduce_dtype
         self._options = EngineOptions(
@@ -157,6 +161,7 @@ class DataParallelStrategy(SalvagingStrategy):
             self.setup_optimizers(trainer)  # while parameters have their full shapes
             if self._resuming is not None:
                 self._resuming.check(self._misfits, self.collectives)
+        num_parameters = count_parameters(self.model)
         self._start_engine()
         for callback in averaging_callbacks(callbacks, fitting=fitting):
             self._averages.append(self._average_in_pieces(callback))
@@ -164,6 +169,13 @@ class DataParallelStrategy(SalvagingStrategy):
             check_same_optimizers(self.optimizers, self.model, self.collectives)
             self._sharded = [ShardedOptimizer(opt, self.engine) for opt in self.optimizers]
         self.setup_precision_plugin()
+        if fitting and self._announces:
+            announce(self, num_parameters)
+
+    @property
+    def held_besides(self) -> list[str]:
+        """What each rank of a fit holds besides what `held_bytes` can know before it."""
+        return [] if self._options.compression is None else ["what compression keeps"]
 
     def _check_trainable(self) -> None:
         assert self.lightning_module is not None

@@ -36,7 +36,7 @@ class ElasticStrategy(RegroupingStrategy):
     """Data parallel over ranks that come and go.
 
     Args:
-        accelerator: See `ShardStrategy`, as for all up to `debug`.
+        accelerator: See `ShardStrategy`, as for all up to `announce`.
         parallel_devices: One device per local rank.
         cluster_environment: Lightning's.
         checkpoint_io: Lightning's.
@@ -45,6 +45,7 @@ class ElasticStrategy(RegroupingStrategy):
         num_ranks: With backend "in_process": ranks to begin with.
         timeout: Seconds after which a silent peer is taken for lost.
         debug: Compare every collective call between the ranks before it is made.
+        announce: Say in one line, when a fit starts, what runs and what each rank will hold.
         units: See `DataParallelStrategy`, as for the next two.
         bucket_mb: Size of what is communicated together.
         reduce_dtype: Format in which gradients travel.
@@ -76,6 +77,7 @@ class ElasticStrategy(RegroupingStrategy):
         num_ranks: int | None = None,
         timeout: float | timedelta = DEFAULT_TIMEOUT,
         debug: bool = False,
+        announce: bool = True,
         units: list[str] | None = None,
         bucket_mb: float | None = None,
         reduce_dtype: Literal["float32", "bfloat16", "float16"] | None = None,
@@ -99,6 +101,7 @@ class ElasticStrategy(RegroupingStrategy):
             num_ranks=num_ranks,
             timeout=timeout,
             debug=debug,
+            announce=announce,
             units=units,
             bucket_mb=bucket_mb,
             reduce_dtype=reduce_dtype,
@@ -138,6 +141,11 @@ class ElasticStrategy(RegroupingStrategy):
         else:
             self._enter_memory()
             _lightning.share_places(trainer, self.broadcast)
+
+    @property
+    @override
+    def held_besides(self) -> list[str]:
+        return ["snapshots in host memory"]
 
     def _forget_live(self, *_: Any) -> None:
         self._memory.forget_live()

@@ -39,6 +39,7 @@ class HybridParallelStrategy(TensorParallelStrategy, PipelineParallelStrategy):
         num_ranks: With backend "in_process": ranks to run here.
         timeout: Seconds after which a silent peer is an error.
         debug: Compare every collective call.
+        announce: Say in one line, when a fit starts, what runs and what each rank will hold.
         pipeline_parallel_size: Ranks of one pipeline.
         tensor_parallel_size: Ranks that share each layer of a stage.
         data_parallel_size: Models that train on different batches; -1 takes the remaining ranks. A
@@ -70,6 +71,7 @@ class HybridParallelStrategy(TensorParallelStrategy, PipelineParallelStrategy):
         num_ranks: int | None = None,
         timeout: float | timedelta = DEFAULT_TIMEOUT,
         debug: bool = False,
+        announce: bool = True,
         pipeline_parallel_size: int = 1,
         tensor_parallel_size: int = 1,
         data_parallel_size: int | tuple[int, int] = -1,
@@ -91,6 +93,7 @@ class HybridParallelStrategy(TensorParallelStrategy, PipelineParallelStrategy):
             num_ranks=num_ranks,
             timeout=timeout,
             debug=debug,
+            announce=announce,
             tensor_parallel_size=checked_ranks("tensor_parallel_size", tensor_parallel_size),
             plan=plan,
             zero_stage=zero_stage,

@@ -54,7 +54,7 @@ class LocalSGDStrategy(TrainsAlone):
     Steps are those of optimizers, as `trainer.global_step` counts them.
 
     Args:
-        accelerator: See `ShardStrategy`, as for all up to `debug`.
+        accelerator: See `ShardStrategy`, as for all up to `announce`.
         parallel_devices: One device per local rank.
         cluster_environment: Lightning's.
         checkpoint_io: Lightning's.
@@ -63,6 +63,7 @@ class LocalSGDStrategy(TrainsAlone):
         num_ranks: With backend "in_process": ranks to run here.
         timeout: Seconds after which a silent peer is an error.
         debug: Compare every collective call between the ranks before it is made.
+        announce: Say in one line, when a fit starts, what runs and what each rank will hold.
         units: See `DataParallelStrategy`, as for `bucket_mb` and `reduce_dtype`; of the warm-up.
         bucket_mb: Of the warm-up.
         reduce_dtype: Of the warm-up.
@@ -97,6 +98,7 @@ class LocalSGDStrategy(TrainsAlone):
         num_ranks: int | None = None,
         timeout: float | timedelta = DEFAULT_TIMEOUT,
         debug: bool = False,
+        announce: bool = True,
         units: list[str] | None = None,
         bucket_mb: float | None = None,
         reduce_dtype: Literal["float32", "bfloat16", "float16"] | None = None,
@@ -118,6 +120,7 @@ class LocalSGDStrategy(TrainsAlone):
             num_ranks=num_ranks,
             timeout=timeout,
             debug=debug,
+            announce=announce,
             units=units,
             bucket_mb=bucket_mb,
             reduce_dtype=reduce_dtype,
@@ -264,6 +267,16 @@ class LocalSGDStrategy(TrainsAlone):
     @override
     def compression_tally(self) -> Tally:
         return self._tally if self._local is None else self._local.compression_tally()
+
+    @property
+    @override
+    def held_besides(self) -> list[str]:
+        held = []
+        if self._outer is not None:
+            held.append("what the outer optimizer keeps")
+        if self._schedule.overlap_steps:
+            held.append("what is on its way")
+        return held
 
     @override
     def held_bytes(self) -> HeldBytes:

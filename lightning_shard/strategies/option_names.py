@@ -1,8 +1,8 @@
 """The metaclass of the strategies: it checks option names, and knows a class's counterpart.
 
-A misspelt constructor option is one clear error, with the name that was probably meant. Of a strategy
-that a Trainer of the other root of Lightning has taken (see `counterparts`), `isinstance` still says
-what it was made as.
+A misspelt constructor option is one clear error, with the name that was probably meant. Of a
+strategy that a Trainer of the other root of Lightning has taken (see `counterparts`), `isinstance`
+still says what it was made as.
 """
 
 import difflib

@@ -58,6 +58,7 @@ class PipelineParallelStrategy(ModelParallelStrategy):
         num_ranks: With backend "in_process": ranks to run here.
         timeout: Seconds after which a silent peer is an error.
         debug: Compare every collective call.
+        announce: Say in one line, when a fit starts, what runs and what each rank will hold.
         pipeline_parallel_size: Ranks of one pipeline; by default all. What they leave of the world
             is data parallel.
         schedule: One of `pipeline_parallel.schedules.SCHEDULES`.
@@ -85,6 +86,7 @@ class PipelineParallelStrategy(ModelParallelStrategy):
         num_ranks: int | None = None,
         timeout: float | timedelta = DEFAULT_TIMEOUT,
         debug: bool = False,
+        announce: bool = True,
         pipeline_parallel_size: int | None = None,
         schedule: str = "1f1b",
         num_microbatches: int | None = None,
@@ -102,6 +104,7 @@ class PipelineParallelStrategy(ModelParallelStrategy):
             num_ranks=num_ranks,
             timeout=timeout,
             debug=debug,
+            announce=announce,
         )
 
     def _set_pipeline(

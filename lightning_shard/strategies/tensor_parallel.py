@@ -42,6 +42,7 @@ class TensorParallelStrategy(ModelParallelStrategy):
         num_ranks: With backend "in_process": ranks to run here.
         timeout: Seconds after which a silent peer is an error.
         debug: Compare every collective call.
+        announce: Say in one line, when a fit starts, what runs and what each rank will hold.
         tensor_parallel_size: Ranks that share each layer; by default all. What they leave of the
             world is data parallel.
         plan: Maps patterns of module paths to styles: see `tensor_parallel.styles`. Or "auto",
@@ -67,6 +68,7 @@ class TensorParallelStrategy(ModelParallelStrategy):
         num_ranks: int | None = None,
         timeout: float | timedelta = DEFAULT_TIMEOUT,
         debug: bool = False,
+        announce: bool = True,
         tensor_parallel_size: int | None = None,
         plan: dict[str, Any] | str | None = "auto",
         zero_stage: int = 0,
@@ -89,6 +91,7 @@ class TensorParallelStrategy(ModelParallelStrategy):
             num_ranks=num_ranks,
             timeout=timeout,
             debug=debug,
+            announce=announce,
         )
         if tensor_parallel_size is not None:
             checked_ranks("tensor_parallel_size", tensor_parallel_size)

@@ -76,7 +76,7 @@ def rows_of(strategy: str, devices: int) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "strategy", ["zero2", "zero3", "tensor_parallel", "local_sgd", "async_sgd", "elastic"]
+    "strategy", ["zero2", "zero3", "shard_ddp", "local_sgd", "async_sgd", "elastic"]
 )
 def test_a_logger_got_each_row_once_for_each_rank(strategy: str) -> None:
     rows = rows_of(f"{strategy}_in_process", 2)
@@ -90,9 +90,7 @@ def test_a_process_of_another_rank_tells_its_logger_nothing(
     rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logger = Rows()
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=1, logger=logger, enable_checkpointing=False
-    )
+    trainer = pl.Trainer(accelerator="cpu", devices=1, logger=logger, enable_checkpointing=False)
     monkeypatch.setattr(rank_zero_only, "rank", rank, raising=False)
     launcher = ProcessLauncher(LightningEnvironment(), num_processes=1, num_nodes=1)
     launcher.launch(lambda: logger.log_metrics({"loss": 1.0}, 0), trainer=trainer)

@@ -169,7 +169,9 @@ def test_a_batch_sampler_of_ones_own_was_refused(strategy: str, batches: Any) ->
     L.seed_everything(3)
     model = Counting()
     trainer_of(strategy, max_epochs=2).fit(
-        model, DataLoader(SAMPLES, batch_sampler=batches), DataLoader(SAMPLES, batch_sampler=batches)
+        model,
+        DataLoader(SAMPLES, batch_sampler=batches),
+        DataLoader(SAMPLES, batch_sampler=batches),
     )
     first, second = model.of_ranks
     assert [len(batch) for batch in first + second] == [4] * 16
@@ -212,5 +214,5 @@ def test_a_batch_sampler_that_knows_the_ranks_is_left_to_lightning() -> None:
 
 
 def test_elastic_training_refuses_a_batch_sampler_by_name() -> None:
-    with pytest.raises(ConfigError, match="OwnBatches|batch sampler"):
+    with pytest.raises(ConfigError, match="OwnBatches"):
         trainer_of("elastic").fit(Counting(), DataLoader(SAMPLES, batch_sampler=OwnBatches()))

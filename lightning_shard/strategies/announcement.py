@@ -1,0 +1,127 @@
+"""One line at the start of a fit: what runs, and what each rank will hold.
+
+zero3 on 4 ranks (in_process, threads of this process): 470,528 parameters; each rank will hold
+1.79 MiB: parameters 459.50 KiB, gradients 459.50 KiB, optimizer state 919.00 KiB
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.data_parallel.held_bytes import HeldBytes, expected, format_bytes
+from lightning_shard.optim.state_bytes import expected_state_bytes
+from lightning_shard.strategies.names import strategy_name
+
+_LAUNCHERS = {
+    "ElasticEnvironment": "started by an elastic job",
+    "InProcessEnvironment": "threads of this process",
+    "LSFEnvironment": "started by jsrun",
+    "LightningEnvironment": "started by Lightning",
+    "MPIEnvironment": "started by mpirun",
+    "SLURMEnvironment": "started by srun",
+    "TorchElasticEnvironment": "started by torchrun",
+}
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Return the elements of a whole model's parameters, as far as they have shapes."""
+    return sum(param.numel() for param in model.parameters() if not is_lazy(param))
+
+
+def announce(strategy: Any, num_parameters: int) -> None:
+    """Log the line on rank 0, as Lightning does its own; each rank must call.
+
+    Args:
+        strategy: A `DataParallelStrategy` whose engine and optimizers are there.
+        num_parameters: Of the whole model.
+    """
+    mine, unknown = what_is_held(strategy.engine, strategy.optimizers)
+    held = [mine]
+    if strategy.engine.split.groups_of_layers:  # ranks have different layers
+        held = strategy.collectives.all_gather_object(mine)
+    unit = "rank" if strategy.world_size == 1 else "ranks"
+    rank_zero_info(
+        announcement(
+            f"{strategy_name(strategy)} on {strategy.world_size} {unit}",
+            f"{strategy.backend.name}, {launcher_of(strategy.cluster_environment)}",
+            num_parameters,
+            held,
+            [*(f"the state of {one}" for one in unknown), *strategy.held_besides],
+        )
+    )
+
+
+def what_is_held(
+    engine: DataParallelEngine, optimizers: Sequence[Optimizer]
+) -> tuple[HeldBytes, tuple[str, ...]]:
+    """Return what this rank will hold, and the optimizers whose state is not in it."""
+    pieces = {
+        param: piece
+        for flat in engine.flats
+        for param, piece in zip(flat.params, flat.local_views, strict=True)
+        if engine.split.is_here(param)
+    }
+    sizes = [expected_state_bytes(optimizer, pieces) for optimizer in optimizers]
+    unknown = {
+        type(optimizer).__name__
+        for optimizer, size in zip(optimizers, sizes, strict=True)
+        if size is None
+    }
+    held = expected(engine)
+    state = sum(size or 0 for size in sizes)
+    whole = HeldBytes(parameters=held.parameters, gradients=held.gradients, optimizer_state=state)
+    return whole, tuple(sorted(unknown))
+
+
+def announcement(
+    name: str,
+    place: str,
+    num_parameters: int,
+    held: Sequence[HeldBytes],
+    not_counted: Sequence[str] = (),
+) -> str:
+    """Write the line.
+
+    Args:
+        name: The strategy's, and the number of ranks.
+        place: The backend's name, and who has started the ranks.
+        num_parameters: Elements of the whole model.
+        held: What each rank will hold, or what one will where all hold the same.
+        not_counted: What they hold besides.
+    """
+    parts = ", ".join(
+        f"{title} {_range([getattr(one, field) for one in held])}"
+        for title, field in (
+            ("parameters", "parameters"),
+            ("gradients", "gradients"),
+            ("optimizer state", "optimizer_state"),
+        )
+    )
+    total = _range([one.total for one in held])
+    besides = f"; not counted: {', '.join(not_counted)}" if not_counted else ""
+    return (
+        f"{name} ({place}): {num_parameters:,} parameters; each rank will hold {total}: "
+        f"{parts}{besides}"
+    )
+
+
+def launcher_of(environment: ClusterEnvironment | None) -> str:
+    """Say who has started the ranks."""
+    for kind in type(environment).__mro__:
+        if kind.__name__ in _LAUNCHERS:
+            return _LAUNCHERS[kind.__name__]
+    return f"started as {type(environment).__name__} says"
+
+
+def _range(sizes: Sequence[int]) -> str:
+    """Write sizes that differ by more than rounding as the least and the most."""
+    least, most = min(sizes), max(sizes)
+    if most - least <= 0.01 * most:
+        return format_bytes(most)
+    return f"{format_bytes(least)} to {format_bytes(most)}"

@@ -1,0 +1,59 @@
+"""What a strategy is called, and what a notebook is told."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.trainer.connectors import accelerator_connector
+
+import lightning_shard
+from lightning_shard.errors import ConfigError
+from lightning_shard.strategies.names import strategy_name
+from lightning_shard.strategies.registry import SCHEMES
+
+
+@pytest.fixture
+def notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Lightning sets when it is imported where `sys.ps1` is."""
+    monkeypatch.setattr(accelerator_connector, "_IS_INTERACTIVE", True)
+
+
+def trainer_of(strategy: Any, devices: int = 2) -> pl.Trainer:
+    return pl.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=devices,
+        logger=False,
+        enable_checkpointing=False,
+    )
+
+
+def test_every_registered_name_is_found_again() -> None:
+    for scheme in SCHEMES:
+        name = strategy_name(StrategyRegistry.get(scheme))
+        assert name == ("zero3" if scheme == "shard_fsdp" else scheme)
+    assert strategy_name(StrategyRegistry.get("shard_ddp_topk")) == "shard_ddp_topk"
+    assert strategy_name(lightning_shard.ZeRO2Strategy(compression="int8")) == "zero2"
+
+    class Mine(lightning_shard.ZeRO3Strategy):
+        pass
+
+    assert strategy_name(Mine()) == "zero3"
+
+
+@pytest.mark.usefixtures("notebook")
+@pytest.mark.parametrize("name", ["zero2", "pipeline_parallel", "shard_ddp_topk", "elastic"])
+def test_a_notebook_was_told_to_use_ddp_notebook(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"strategy='{name}_in_process', devices=2\)"):
+        trainer_of(name)
+    with pytest.raises(ConfigError, match=rf"strategy='{name}_in_process'"):
+        trainer_of(f"{name}_gloo")
+    assert trainer_of(f"{name}_in_process").world_size == 2
+
+
+@pytest.mark.usefixtures("notebook")
+def test_one_rank_needs_no_process_and_works_in_a_notebook() -> None:
+    assert trainer_of("zero2", devices=1).world_size == 1
+    with pytest.raises(ConfigError, match="elastic_in_process"):
+        trainer_of("elastic", devices=1)  # its keeper is a process
