@@ -108,9 +108,10 @@ class Elsewhere(Tensor):
             result = func(*meta_args, **meta_kwargs)
         except (RuntimeError, NotImplementedError) as error:
             raise ConfigError(
-                f"{func} asks for the elements of a value that is computed from {source.origin!r} "
-                f"on another stage of the pipeline, expected code before the blocks to need its "
-                f"shape only. Compute from the batch instead, or inside a block. ({error})"
+                f"Compute this from the batch, or inside a block, or use strategy='zero3': code "
+                f"outside of the blocks asks for the elements of a value that is computed from "
+                f"{source.origin!r} on another stage of the pipeline, expected code there to need "
+                f"its shape only. ({func}: {error})"
             ) from error
         known = {id(one.like): one for one in sources}
 
@@ -180,10 +181,10 @@ def _refuse_writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], or
         apply_to_collection(target, Tensor, known.append, wrong_dtype=Elsewhere)
         if known and not any(name in str(func) for name in _UPDATES_STATISTICS):
             raise ConfigError(
-                f"{func} writes a value that is computed from {origin!r} on another stage of the "
-                f"pipeline into a tensor of shape {tuple(known[0].shape)}, expected it to be an "
-                f"argument of the blocks. Make a new tensor of it (torch.cat, torch.where) instead "
-                f"of writing into one, or do so inside a block."
+                f"Make a new tensor (torch.cat, torch.where) instead of writing into one, or do so "
+                f"inside a block: {func} writes a value that is computed from {origin!r} on "
+                f"another stage of the pipeline into a tensor of shape {tuple(known[0].shape)}, "
+                f"expected it to be an argument of the blocks."
             )
 
 

@@ -1,11 +1,17 @@
-"""The private names of torch.distributed.pipelining that pipelines need, and nothing else.
+"""The names of torch's insides that pipelines need, and nothing else.
 
 `tests/pipeline_parallel/test_torch.py` fails when upstream changes them; checked with torch 2.11
 and 2.13. Of torch's schedules only the order of the computations is taken: no stage, process group
 or runtime of torch's is made. A step crosses this file as a plain (stage, kind, microbatch).
+
+A reentrant checkpoint of activations runs a backward of its own within the backward, which torch
+allows only where gradients go to every leaf; a pipeline asks for those of a stage. So in a stage's
+runs `torch.utils.checkpoint` keeps its checkpoints in the other way, which computes the same.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +23,46 @@ from torch.distributed.pipelining.schedules import (
     _ComputationType,
     _PipelineScheduleRuntime,
 )
+from torch.utils import checkpoint
 
-__all__ = ["Step", "add_messages", "computations", "stage_backward_input", "stage_backward_weight"]
+__all__ = [
+    "Step",
+    "add_messages",
+    "computations",
+    "stage_backward_input",
+    "stage_backward_weight",
+    "without_reentrance",
+]
 
 Step = tuple[int, str, int]
+_is_in_stage: ContextVar[bool] = ContextVar("is_in_stage", default=False)
+_Reentrant: Any = checkpoint.CheckpointFunction
+
+
+class _CheckpointFunction(_Reentrant):  # type: ignore[misc]
+    """What `checkpoint` calls where it is to be reentrant."""
+
+    @classmethod
+    def apply(cls, function: Any, preserve_rng_state: bool, *args: Any) -> Any:
+        """Keep a checkpoint that is not reentrant inside a stage's run, else as ever."""
+        if not _is_in_stage.get():
+            return _Reentrant.apply(function, preserve_rng_state, *args)
+        return checkpoint.checkpoint(
+            function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state
+        )
+
+
+@contextmanager
+def without_reentrance() -> Iterator[None]:
+    """Inside, no checkpoint of activations is reentrant, whatever it is asked to be."""
+    checkpoint.CheckpointFunction = _CheckpointFunction  # type: ignore[misc]
+    token = _is_in_stage.set(True)
+    try:
+        yield
+    finally:
+        _is_in_stage.reset(token)
+
+
 _CLASSES: dict[str, type[_PipelineScheduleRuntime]] = {
     "interleaved_1f1b": schedules.ScheduleInterleaved1F1B,
     "looped_bfs": schedules.ScheduleLoopedBFS,

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from lightning_shard.errors import ConfigError
+from lightning_shard.layout.largest_layers import largest_layers
 
 _COMPILED = "_orig_mod"  # where the wrapper of `torch.compile` keeps the module
 _COMPILED_METHOD = "_torchdynamo_orig_callable"  # where a compiled function keeps its original
@@ -125,8 +126,10 @@ def _find(model: nn.Module) -> str:
         return mixed
     if not sizes:
         raise ConfigError(
-            f"{type(model).__name__} has no list of repeated blocks to cut into stages; expected a "
-            f"ModuleList or Sequential of two or more modules of one class. {_lists_of(model)}"
+            f"Use strategy='zero3', which needs no blocks, or put layers that are called one after "
+            f"the other into one nn.Sequential: {type(model).__name__} has no list of repeated "
+            f"blocks to cut into stages; expected a ModuleList or Sequential of two or more "
+            f"modules of one class. {_lists_of(model)}"
         )
     heaviest = max(sizes, key=lambda path: sizes[path])
     if sizes[heaviest] < _MOST * sum(sizes.values()):
@@ -201,7 +204,7 @@ def _lists_of(model: nn.Module) -> str:
     }
     largest = sorted((path for path in lists if lists[path]), key=lambda path: -lists[path])[:6]
     if not largest:
-        return "It has no ModuleList or Sequential of layers: put its blocks into one."
+        return f"It has no ModuleList or Sequential of several layers. {largest_layers(model)}"
     return (
         f"Its largest lists are {_with_sizes(model, {path: lists[path] for path in largest})}; "
         f"name the one to cut: blocks={largest[0]!r}."
@@ -213,14 +216,15 @@ def _which_one(model: nn.Module, sizes: Mapping[str, int], best: str) -> str:
     paths = list(sizes)
     before, after = paths[: paths.index(best)], paths[paths.index(best) + 1 :]
     stay = [
-        f"{', '.join(others)} then stays whole on the {stage} stage"
+        f"{', '.join(others)} stays whole on the {stage} stage"
         for others, stage in ((before, "first"), (after, "last"))
         if others
     ]
     return (
-        f"{type(model).__name__} has several lists of repeated blocks: "
-        f"{_with_sizes(model, sizes)}; expected one that has most of the parameters. Name the one "
-        f"to cut, such as blocks={best!r}; {', and '.join(stay)}."
+        f"Name the list to cut, such as blocks={best!r}, or use strategy='zero3', which needs no "
+        f"blocks: {type(model).__name__} has several lists of repeated blocks, "
+        f"{_with_sizes(model, sizes)}; expected one that has most of the parameters. With "
+        f"blocks={best!r} {', and '.join(stay)}."
     )
 
 

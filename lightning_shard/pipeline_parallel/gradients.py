@@ -71,6 +71,11 @@ class GradientStash:
         )
         return self._sums[param]
 
+    def clear(self) -> None:
+        """Forget all sums."""
+        self._sums.clear()
+        self._own.clear()
+
     def holds(self, param: nn.Parameter) -> bool:
         """Whether a parameter has had a gradient."""
         return param in self._sums

@@ -9,6 +9,7 @@ one knows. Receives are posted early and sends go on while the rank computes.
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.pending import Pending
 from lightning_shard.errors import ConfigError
 
+_SKIPPED = -1  # in the place of a number of tensors
 _HEADER_LENGTH = 256  # numbers; each tensor takes 3 and its dimensions
 _DTYPES = (
     torch.float32,
@@ -83,6 +85,26 @@ class Messages:
         for tensor in tensors:
             self._start(tensor.detach().contiguous(), peer, tag)
 
+    def send_skipped(self, peer: int, tag: int, key: Hashable) -> list[Tensor]:
+        """Start to send what stands for the tensors of a step that ended before the network.
+
+        Returns:
+            As the receiver gets them: of the looks that it knows, and nothing else before that.
+        """
+        known = self._known.get(key)
+        if known is None:
+            self._start(_numbers([_SKIPPED], self._device), peer, tag)
+            return []
+        fillers = [self._filler(look) for look in known]
+        self.send_known([one.detach() for one in fillers], peer, tag)
+        return fillers
+
+    def _filler(self, look: Look) -> Tensor:
+        """Return values that would be seen if they were taken for results."""
+        floats = look.dtype.is_floating_point or look.dtype.is_complex
+        filler = self.empty(look).fill_(float("nan") if floats else 0)
+        return filler.requires_grad_(look.requires_grad)
+
     def send_known(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
         """Start to send what the receiver knows the looks of."""
         for tensor in tensors:
@@ -95,9 +117,20 @@ class Messages:
     def receive(self, peer: int, tag: int, key: Hashable) -> "Receipt":
         """Start to receive what `send` sends."""
         if key not in self._headers:
-            header = torch.empty(_HEADER_LENGTH, dtype=torch.int64, device=self._device)
-            self._headers[key] = _Header(header, self._group.recv(header, peer, tag, async_op=True))
-        return Receipt(self, peer, tag, self._headers[key])
+            self._headers[key] = self.next_header(peer, tag)
+        return Receipt(self, peer, tag, self._headers[key], key)
+
+    def next_header(self, peer: int, tag: int) -> "_Header":
+        """Start to receive looks."""
+        header = torch.empty(_HEADER_LENGTH, dtype=torch.int64, device=self._device)
+        return _Header(header, self._group.recv(header, peer, tag, async_op=True), tag)
+
+    def replace_header(self, key: Hashable, old: Any, new: "_Header | None") -> None:
+        """Let the next receives take their looks from another header, or wait for one."""
+        if self._headers.get(key) is old:
+            del self._headers[key]
+        if new is not None:
+            self._headers.setdefault(key, new)
 
     def receive_known(self, looks: Sequence[Look], peer: int, tag: int) -> "Receipt":
         """Start to receive tensors of these looks."""
@@ -121,20 +154,25 @@ class Messages:
 class _Header:
     """Looks that are on their way, or have come."""
 
-    def __init__(self, numbers: Tensor, pending: Pending) -> None:
+    def __init__(self, numbers: Tensor, pending: Pending, tag: int) -> None:
         self._numbers, self._pending = numbers, pending
+        self.tag = tag
         self.looks: Sequence[Look] | None = None
+        self.is_skipped = False
 
     def wait(self) -> Sequence[Look]:
         """Return the looks."""
         if self.looks is None:
             self._pending.wait()
-            self.looks = _looks(self._numbers)
+            self.is_skipped = int(self._numbers[0]) == _SKIPPED
+            self.looks = () if self.is_skipped else _looks(self._numbers)
         return self.looks
 
 
 class _Known:
     """Looks that nobody has to tell."""
+
+    is_skipped = False
 
     def __init__(self, looks: Sequence[Look]) -> None:
         self.looks = looks
@@ -147,10 +185,18 @@ class _Known:
 class Receipt:
     """Tensors on their way; their receives are posted as soon as their looks are known."""
 
-    def __init__(self, messages: Messages, peer: int, tag: int, header: _Header | _Known) -> None:
+    def __init__(
+        self,
+        messages: Messages,
+        peer: int,
+        tag: int,
+        header: _Header | _Known,
+        key: Hashable = None,
+    ) -> None:
         self._messages, self._peer, self._tag, self._header = messages, peer, tag, header
+        self._key = key
         self._coming: list[tuple[Tensor, Look, Pending | None]] | None = None
-        if header.looks is not None:
+        if header.looks is not None and not header.is_skipped:
             self._post(header.looks)
 
     def _post(self, looks: Sequence[Look]) -> None:
@@ -163,7 +209,7 @@ class Receipt:
     def wait(self) -> list[Tensor]:
         """Return the tensors, which require a gradient where the sender's do."""
         if self._coming is None:
-            self._post(self._header.wait())
+            self._post(self._looks())
         assert self._coming is not None
         for tensor, look, pending in self._coming:
             if pending is not None:
@@ -171,6 +217,19 @@ class Receipt:
             if look.requires_grad and torch.is_grad_enabled():
                 tensor.requires_grad_()
         return [tensor for tensor, _, _ in self._coming]
+
+    def _looks(self) -> Sequence[Look]:
+        """Return the looks; after a step that was skipped, those that come with this message."""
+        looks = self._header.wait()
+        while isinstance(self._header, _Header) and self._header.is_skipped:
+            old = self._header
+            if old.tag == self._tag:
+                self._messages.replace_header(self._key, old, None)
+                break
+            self._header = self._messages.next_header(self._peer, self._tag)
+            self._messages.replace_header(self._key, old, self._header)
+            looks = self._header.wait()
+        return looks
 
 
 def _header(looks: Sequence[Look], device: torch.device) -> Tensor:
@@ -183,6 +242,10 @@ def _header(looks: Sequence[Look], device: torch.device) -> Tensor:
             f"{_HEADER_LENGTH} numbers. Give the blocks fewer tensors that are computed from "
             f"parameters."
         )
+    return _numbers(numbers, device)
+
+
+def _numbers(numbers: Sequence[int], device: torch.device) -> Tensor:
     padding = [0] * (_HEADER_LENGTH - len(numbers))
     return torch.tensor([*numbers, *padding], dtype=torch.int64, device=device)
 

@@ -17,6 +17,7 @@ from lightning_shard.pipeline_parallel.skipped_blocks import UnknownResultError
 from lightning_shard.pipeline_parallel.stage_run import Needed, Probe
 from lightning_shard.pipeline_parallel.staged_model import StagedModel
 
+_SKIPPED = Needed((), -1)  # the step has returned None before it called the network
 Step = Callable[[Microbatch, bool], Any]  # whether it is the last stage's
 
 
@@ -48,17 +49,19 @@ class Needs:
         """Return what a stage needs in a kind of step; None after the last stage."""
         return self._known[kind][stage] if stage < len(self._stage_ranks) else None
 
-    def learn(self, kind: str, microbatch: Microbatch, step: Step, *, must_use: bool) -> bool:
+    def learn(
+        self, kind: str, microbatches: Sequence[Microbatch], step: Step, *, must_use: bool
+    ) -> bool:
         """For a step that is new, see what each stage's first block needs of earlier stages.
 
         Args:
             kind: Names the step.
-            microbatch: To try it on.
+            microbatches: To try it on: the first for which it does not return None at once.
             step: Runs the user's step.
             must_use: Whether the step has to call the blocks; an evaluation may do without.
 
         Returns:
-            Whether it does.
+            Whether it does; of a training step, with any of the microbatches.
 
         Raises:
             ConfigError: The step misses the blocks of a stage, or what a block returns cannot be
@@ -68,8 +71,14 @@ class Needs:
             return True
         if kind in self._without_network:
             return False
-        everyone = self._of_all_known(microbatch, step)
-        missing = [stage for stage, needed in everyone.items() if needed is None]
+        everyone = self._of_all_known(microbatches[0], step)
+        for microbatch in microbatches[1:] if must_use else ():
+            if set(everyone.values()) != {_SKIPPED}:
+                break
+            everyone = self._of_all_known(microbatch, step)
+        if must_use and set(everyone.values()) == {_SKIPPED}:
+            return False
+        missing = [stage for stage, one in everyone.items() if one is None or one == _SKIPPED]
         if not must_use and len(missing) == len(everyone):
             self._without_network.add(kind)
             return False
@@ -107,7 +116,8 @@ class Needs:
 
     def _of_own(self, stage: int, microbatch: Microbatch, step: Step) -> Needed | str | None:
         try:
-            return self._probe(stage, microbatch, step).needed
+            probe = self._probe(stage, microbatch, step)
+            return _SKIPPED if probe.is_skipped else probe.needed
         except UnknownResultError as error:
             return str(error.__cause__)
 

@@ -96,9 +96,10 @@ def partition_blocks(
     """
     if not 1 <= num_stages <= len(blocks):
         raise ConfigError(
-            f"{blocks.path!r} has {len(blocks)} blocks, which cannot be cut into {num_stages} "
-            f"pipeline stages; expected between 1 and {len(blocks)} stages. Use fewer ranks or "
-            f"fewer stages per rank, or name a longer list with blocks=...."
+            f"Use fewer ranks or fewer stages per rank, name a longer list with blocks=..., or use "
+            f"strategy='zero3', which needs no blocks: {blocks.path!r} of {type(model).__name__} "
+            f"has {len(blocks)} blocks, which cannot be cut into {num_stages} pipeline stages; "
+            f"expected between 1 and {len(blocks)} stages."
         )
     if not isinstance(split, str):
         return Partition(blocks=blocks, bounds=_given_bounds(split, len(blocks), num_stages))

@@ -155,8 +155,9 @@ class Pipeline:
             seed: Multiplies the gradients while they travel: a loss scaler's scale.
 
         Returns:
-            What the step returned for each microbatch (on the last stage's rank, else nothing),
-            and the gradients of the mean over the batch's samples.
+            What the step returned for each microbatch, on the last stage's rank; else nothing, and
+            nothing where it returned None for all before it called the network. And the gradients
+            of the mean over the batch's samples.
 
         Raises:
             ConfigError: A step that cannot be pipelined.
@@ -186,7 +187,7 @@ class Pipeline:
         self._randomness.next_batch()
         with self._model.batch():
             uses = self._needs.learn(
-                batch.kind, batch.microbatches[0], batch.step, must_use=batch.stash is not None
+                batch.kind, batch.microbatches, batch.step, must_use=batch.stash is not None
             )
             for action in schedule.actions[self._group.rank] if uses else ():
                 self._act(action)
@@ -230,8 +231,11 @@ class Pipeline:
         stage, _, index = action
         peer = self._stage_ranks[stage + 1]
         tag = self._tag(stage + 1, index, is_grad=False)
-        outputs = self._batch.runs[stage, index].outputs
-        self._messages.send(outputs, peer, tag, self._key(stage + 1, index))
+        run, key = self._batch.runs[stage, index], self._key(stage + 1, index)
+        if run.is_skipped:
+            run.outputs = self._messages.send_skipped(peer, tag, key)
+        else:
+            self._messages.send(run.outputs, peer, tag, key)
         if self._batch.stash is None:
             del self._batch.runs[stage, index]
 
@@ -303,6 +307,8 @@ class Pipeline:
         outputs = _followed(batch.runs[stage, index].outputs)
         came = batch.inbox.pop(("B", stage, index), None)
         grads = came.wait() if isinstance(came, Receipt) else batch.grads.pop((stage + 1, index))
+        if batch.runs[stage, index].is_skipped:
+            return [], None
         return outputs, [grad.detach() for grad in grads]
 
     def _params(self, stage: int) -> list[nn.Parameter]:

@@ -26,11 +26,11 @@ from lightning_shard.pipeline_parallel.stance import Stance
 
 Arguments = tuple[Sequence[Any], Mapping[str, Any]]
 
-_ADVICE_FIRST = "Register the module that computes it before the blocks."
+_ADVICE_FIRST = "Register the module that computes what the blocks are called with before them."
 _ADVICE_LATER = (
-    "Give it to the blocks as an argument and let them return it, or register the module that "
-    "computes it after the blocks; a weight that is used there as well can be tied "
-    "(head.weight = embedding.weight)."
+    "Let the blocks take and return what is used after them, or register the module that computes "
+    "it after the blocks; a weight that is used there as well can be tied (head.weight = "
+    "embedding.weight), and a penalty over weights is the optimizer's weight_decay."
 )
 
 
@@ -66,6 +66,7 @@ class StageRun:
         inputs: The received tensors.
         outputs: What the next stage needs.
         result: What the step returned, on the last stage.
+        is_skipped: Whether the step returned None before it called the network.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class StageRun:
         self.inputs = list(received or ())
         self.outputs: list[Tensor] = []
         self.result: Any = None
+        self.is_skipped = False
         self._first, self._stop = first, stop
         self._names = block_names
         self._needed = needed
@@ -107,6 +109,9 @@ class StageRun:
         finally:
             self._is_over = True
             self._note_writes()
+        if self.result is None and not self._entered:
+            self.is_skipped = True
+            return
         if not self._entered or (self._needed is not None and not self._cut):
             missed = self._names[self._stop if self._entered else self._first]
             raise ConfigError(
@@ -198,10 +203,11 @@ class StageRun:
     def _refuse_elsewhere(self, tensor: Tensor, where: str) -> None:
         if is_elsewhere(tensor):
             raise ConfigError(
+                f"{_ADVICE_LATER if self._is_later else _ADVICE_FIRST} Or use strategy='zero3'. "
                 f"Stage {self.stage}: {where} holds a value of shape {tuple(tensor.shape)} that is "
                 f"computed from {getattr(tensor, 'origin', '')!r} on another stage and has not "
                 f"passed through the blocks, expected values to reach a later stage as arguments "
-                f"of its first block. {_ADVICE_LATER if self._is_later else _ADVICE_FIRST}"
+                f"of its first block."
             )
 
     def _end(self, index: int, arguments: Arguments) -> None:
@@ -227,10 +233,11 @@ class StageRun:
         own = " to ".join(map(repr, {self._names[self._first]: 0, self._names[self._stop - 1]: 0}))
         when = "after" if self._entered else "before"
         return ConfigError(
-            f"Stage {self.stage}: the step calls the block {self._names[index]!r} {when} the "
-            f"blocks of this stage ({own}), expected all blocks once, in order: a pipeline sends "
-            f"each batch through its stages once. Where the network is called twice, concatenate "
-            f"the inputs of both calls along the batch, or use strategy='zero3'."
+            f"Where the network is called several times in a step, concatenate the inputs of all "
+            f"calls along the batch and call it once, or use strategy='zero3'. Stage {self.stage}: "
+            f"the step calls the block {self._names[index]!r} {when} the blocks of this stage "
+            f"({own}), expected all blocks once, in order: a pipeline sends each batch through its "
+            f"stages once."
         )
 
     def _called(self, index: int, call: Callable[..., Any], arguments: Arguments) -> Any:
@@ -289,12 +296,14 @@ class Probe:
 
     Attributes:
         needed: What is missing; None when the step does not call the block.
+        is_skipped: Whether the step has returned None instead.
         template: What block 0 returns.
     """
 
     def __init__(self, first: int, forget: Callable[[], None] = lambda: None) -> None:
         self._first, self._forget = first, forget
         self.needed: Needed | None = None
+        self.is_skipped = False
         self.template: Template | None = None
 
     def known(self) -> AbstractContextManager[None]:
@@ -306,7 +315,7 @@ class Probe:
         """Run the step as far as that."""
         try:
             with Stance().as_written():
-                step()
+                self.is_skipped = step() is None
         except Cut:
             return
 

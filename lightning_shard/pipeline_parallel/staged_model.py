@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_shard.elsewhere import Elsewhere
 from lightning_shard.errors import ConfigError
+from lightning_shard.pipeline_parallel._torch import without_reentrance
 from lightning_shard.pipeline_parallel.partition import Partition, Stages, buffer_stages
 from lightning_shard.pipeline_parallel.skipped_blocks import SkippedBlock, Template
 
@@ -95,7 +96,7 @@ class StagedModel:
         self._show(stage)
         self._run = run
         try:
-            with run.known():
+            with run.known(), without_reentrance():
                 yield
         finally:
             self._run = None

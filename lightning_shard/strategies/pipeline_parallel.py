@@ -273,8 +273,17 @@ class PipelineParallelStrategy(ModelParallelStrategy):
             results, stash = pipeline.train("training", microbatches, step, _loss, self._seed)
             assert self._stage_split is not None
             self._stage_split.sum_ties(stash)
-        outputs = self._shared(results, microbatches)
+        taken = [one for one in microbatches if results.get(one.index) is not None]
+        outputs, weight = self._shared(results, taken)
+        if outputs is None:  # which Lightning allows on one device only
+            return self._without_gradients(stash)
+        stash.seed *= weight  # the mean is over the samples that have a loss
         return self._with_gradients(outputs, stash)
+
+    def _without_gradients(self, stash: GradientStash) -> Tensor:
+        """Return a loss that leaves every parameter without a gradient: the batch is skipped."""
+        stash.clear()
+        return stash.hand_over(torch.zeros((), device=self.root_device), self.engine.take_gradient)
 
     def _with_gradients(self, outputs: Any, stash: GradientStash) -> Any:
         """Connect the loss that the step returns with the gradients that are already there."""
@@ -306,14 +315,19 @@ class PipelineParallelStrategy(ModelParallelStrategy):
         """What the last stage's step has returned, as other ranks can take it."""
         return result
 
-    def _shared(self, results: dict[int, Any], microbatches: list[Microbatch]) -> Any:
-        """Merge what the last stage's steps have returned, and give it to every rank."""
+    def _shared(self, results: dict[int, Any], microbatches: list[Microbatch]) -> tuple[Any, float]:
+        """Merge what the last stage's steps have returned, and give it to every rank.
+
+        Returns:
+            With the microbatches' share of the batch.
+        """
         assert self._logs is not None
-        outputs = None
-        if self.pipeline.has_last_stage:
+        outputs, weight = None, sum(one.weight for one in microbatches)
+        if self.pipeline.has_last_stage and microbatches:
             sizes = [one.size for one in microbatches]
             outputs = merge_outputs([results[one.index] for one in microbatches], sizes)
-        return self._logs.replay(outputs)
+        outputs, weight = self._logs.replay((outputs, weight))
+        return outputs, float(weight)
 
     def _evaluate(
         self, kind: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -326,7 +340,7 @@ class PipelineParallelStrategy(ModelParallelStrategy):
             results = pipeline.evaluate(f"{kind} {loader}", microbatches, step)
         if results is None:  # a step that does not use the network
             return run(*args, **kwargs)
-        return self._shared(results, microbatches)
+        return self._shared(results, microbatches)[0]
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,7 @@
 """Tensor parallelism as a Lightning strategy: layers split over ranks, the rest data parallel."""
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -152,19 +153,32 @@ class TensorParallelStrategy(ModelParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        return made_whole(super().training_step(*args, **kwargs))
+        with self._in_step():
+            return made_whole(super().training_step(*args, **kwargs))
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return made_whole(super().validation_step(*args, **kwargs))
+        with self._in_step():
+            return made_whole(super().validation_step(*args, **kwargs))
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return made_whole(super().test_step(*args, **kwargs))
+        with self._in_step():
+            return made_whole(super().test_step(*args, **kwargs))
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return made_whole(super().predict_step(*args, **kwargs))
+        with self._in_step():
+            return made_whole(super().predict_step(*args, **kwargs))
+
+    @override
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        with self._in_step():  # where activation checkpoints compute once more
+            return super().backward(*args, **kwargs)
+
+    def _in_step(self) -> AbstractContextManager[None]:
+        """Inside, weights of split layers look whole to all code but the layers' own."""
+        return nullcontext() if self._layers_split is None else self._layers_split.step()
 
     @override
     def teardown(self) -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from lightning_shard.errors import ConfigError
+from lightning_shard.layout.largest_layers import largest_layers
 from lightning_shard.tensor_parallel.attention import is_plain_attention
 from lightning_shard.tensor_parallel.candidates import (
     Candidate,
@@ -32,7 +33,7 @@ from lightning_shard.tensor_parallel.plan import PlannedLayer, WholeLayer, patte
 from lightning_shard.tensor_parallel.probe import Verdict, table_is_right, try_out
 from lightning_shard.tensor_parallel.styles import STYLES, Style
 from lightning_shard.tensor_parallel.tried_wrappers import with_tried_wrappers
-from lightning_shard.tensor_parallel.wrappers import is_low_rank
+from lightning_shard.tensor_parallel.wrappers import is_low_rank, linear_sizes
 
 _UNKNOWN = "no part of an attention or of a pair of layers, and no embedding of a vocabulary"
 
@@ -65,11 +66,22 @@ def automatic_plan(model: nn.Module, num_ranks: int) -> AutomaticPlan:
     finder.find()
     if not finder.planned and num_ranks > 1:
         raise ConfigError(
-            f"Found nothing in {type(model).__name__} to split over {num_ranks} ranks. Give "
-            "the strategy a plan, such as "
-            "plan={'blocks.*.up': 'colwise', 'blocks.*.down': 'rowwise'}."
+            f"Use strategy='zero3', which shards layers of every kind: found nothing in "
+            f"{type(model).__name__} to split over {num_ranks} ranks. {largest_layers(model)} "
+            f"Expected attentions, pairs of linear layers to a larger width and back, or an "
+            f"embedding of a vocabulary.{_own_plan(model, num_ranks)}"
         )
     return AutomaticPlan(layers=list(finder.split()), whole=list(finder.left_whole()))
+
+
+def _own_plan(model: nn.Module, num_ranks: int) -> str:
+    """Say how a plan of the user's own could split linear layers of this model, if it can."""
+    linear = {name: one for name, one in model.named_modules() if name and is_plain_linear(one)}
+    wide = [name for name in linear if linear_sizes(linear[name])[1] % num_ranks == 0]
+    if not wide:
+        return ""
+    last = max(wide, key=lambda name: linear[name].get_parameter("weight").numel())
+    return f" A plan of your own could be plan={{{last!r}: 'colwise_gather_output'}}."
 
 
 class _Finder:

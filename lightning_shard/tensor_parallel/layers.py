@@ -12,10 +12,10 @@ becomes a subclass made here, and its own again in the end. Weights of Linear an
 in place. A bias that belongs to the whole result is added after the sum, once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -28,6 +28,10 @@ from lightning_shard.tensor_parallel.regions import copy_to_region
 from lightning_shard.tensor_parallel.sequence import saved_as_slice
 
 
+def _as_it_is(how: Any, tensor: Tensor) -> Tensor:
+    return tensor
+
+
 def _drawn_as_ever(tensor: Tensor) -> AbstractContextManager[None]:
     return nullcontext()
 
@@ -36,6 +40,27 @@ Crossing = Callable[[Tensor], Tensor]
 """What is done to an activation where a parallel region begins or ends."""
 
 _PLACE = "_tensor_parallel_place"
+
+
+@dataclass
+class WholeView:
+    """What code outside of a layer sees of its weights during a step: their whole shapes.
+
+    Attributes:
+        look: Makes what looks whole of a parameter's name and its part, if a step runs.
+        names: Of the parameters that are in parts, and how.
+        is_own: Whether the layer's own forward runs, which works with the parts.
+    """
+
+    look: Callable[[Any, Tensor], Tensor]
+    names: Mapping[str, Any]
+    is_own: bool = False
+
+    def of(self, name: str, tensor: Tensor) -> Tensor:
+        """Return what is seen of a parameter."""
+        return (
+            tensor if self.is_own or name not in self.names else self.look(self.names[name], tensor)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +73,7 @@ class Place:
         leave: Done to its result, before a bias that belongs to the whole.
         group: The tensor-parallel group.
         num_heads: Of a layer whose heads the ranks share.
+        view: What others see who read the layer's weights.
         alike: Inside, a layer that is whole draws random numbers as the other ranks do.
     """
 
@@ -57,13 +83,30 @@ class Place:
     group: Collectives
     num_heads: int = 1
     alike: Callable[[Tensor], AbstractContextManager[None]] = _drawn_as_ever
+    view: "WholeView" = field(default_factory=lambda: WholeView(_as_it_is, {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Place":
         """Return this place: a copy of a layer works in the same group."""
         return self
 
 
+def _with_own_weights(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a layer's own forward see the parts that this rank has of its weights."""
+
+    @wraps(forward)
+    def own(self: Any, *args: Any, **kwargs: Any) -> Any:
+        view: WholeView = getattr(self, _PLACE).view
+        before, view.is_own = view.is_own, True
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            view.is_own = before
+
+    return own
+
+
 class _Colwise:
+    @_with_own_weights
     def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
         place: Place = getattr(self, _PLACE)
         entered = place.enter(input)
@@ -73,6 +116,7 @@ class _Colwise:
 
 
 class _Rowwise:
+    @_with_own_weights
     def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002
         place: Place = getattr(self, _PLACE)
         total = place.leave(_product(self, place.enter(input)))
@@ -80,6 +124,7 @@ class _Rowwise:
 
 
 class _Vocab:
+    @_with_own_weights
     def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002
         place: Place = getattr(self, _PLACE)
         first = place.rank * self.weight.shape[0]
@@ -97,6 +142,7 @@ class _Vocab:
 
 
 class _Shared:
+    @_with_own_weights
     def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002
         place: Place = getattr(self, _PLACE)
         width = self.weight.shape[0] // place.num_heads
@@ -111,6 +157,7 @@ class _Shared:
 
 
 class _Experts:
+    @_with_own_weights
     def forward(self: Any, input: Tensor, *routing: Any, **options: Any) -> Tensor:  # noqa: A002
         place: Place = getattr(self, _PLACE)
         entered = [
@@ -150,15 +197,29 @@ _FORMS: dict[str, type] = {
 
 
 @cache
-def _parallel_class(form: str, own: type[nn.Module]) -> type[nn.Module]:
-    return type(f"{form.capitalize()}{own.__name__}", (_FORMS[form], own), {})
+def _parallel_class(form: str, own: type[nn.Module], seen: tuple[str, ...]) -> type[nn.Module]:
+    views = {name: _seen_whole(name) for name in seen}
+    return type(f"{form.capitalize()}{own.__name__}", (_FORMS[form], own), views)
+
+
+def _seen_whole(name: str) -> property:
+    """Return the attribute by which a parameter is read."""
+
+    def get(self: Any) -> Tensor:
+        view: WholeView = getattr(self, _PLACE).view
+        return view.of(name, self._parameters[name])
+
+    def put(self: Any, value: Any) -> None:
+        nn.Module.__setattr__(self, name, value)
+
+    return property(get, put)
 
 
 def split_layer(module: nn.Module, form: str, place: Place) -> None:
     """Give a layer, whose parameters have been cut, its parallel forward."""
     setattr(module, _PLACE, place)
     own: Any = type(module)
-    module.__class__ = _parallel_class(form, own)
+    module.__class__ = _parallel_class(form, own, tuple(place.view.names))
 
 
 def unsplit_layer(module: nn.Module) -> None:

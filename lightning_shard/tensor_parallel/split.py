@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -11,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.torch_private import saving_hook
-from lightning_shard.elsewhere import is_elsewhere
+from lightning_shard.elsewhere import Elsewhere, is_elsewhere
 from lightning_shard.errors import ConfigError, LayoutError
 from lightning_shard.tensor_parallel.attention import attention_cuts, fast_paths
 from lightning_shard.tensor_parallel.candidates import check_heads
@@ -19,6 +20,7 @@ from lightning_shard.tensor_parallel.head_counts import Attributes, count_heads
 from lightning_shard.tensor_parallel.layers import (
     Crossing,
     Place,
+    WholeView,
     is_transposed,
     split_layer,
     unsplit_layer,
@@ -73,6 +75,7 @@ class SplitModel:
         self._layers = [inner for layer in layers for inner in _inside(layer)]
         self._attributes = Attributes()
         self._hooks: list[RemovableHandle] = []
+        self._is_in_step = False
         self._entrance = _Entrance(group)
         self._randomness = RegionRandomness(group)
         self._around_dropout = set(layers_around_dropout(model, layers))
@@ -115,10 +118,42 @@ class SplitModel:
             group=self.group,
             num_heads=style.num_blocks,
             alike=self._randomness.outside,
+            view=WholeView(self._look, self._seen(layer)),
         )
         if style.form == "replica" and self.group.size > 1:
             self._sum_gradients(module)
         split_layer(module, style.form, place)
+
+    def _seen(self, layer: PlannedLayer) -> dict[str, tuple[Sharding, torch.Size]]:
+        """Return the parameters that a layer's own forward alone sees in parts, and how."""
+        if layer.style.form == "attention":
+            return {}
+        params = layer.module._parameters
+        return {
+            name: (self.shardings[param], self.full_shapes[param])
+            for name, param in params.items()
+            if param in self.shardings
+        }
+
+    def _look(self, how: tuple[Sharding, torch.Size], tensor: Tensor) -> Tensor:
+        """Make a part of a weight look whole while a step runs."""
+        sharding, shape = how
+        if not self._is_in_step or tensor.shape != sharding.local_shape(shape):
+            return tensor
+        if is_elsewhere(tensor):
+            return Elsewhere.of(tensor, shape, getattr(tensor, "origin", ""))
+        wide = in_parts(tensor, self.group, sharding.dim, len(sharding.blocks))
+        wide._is_param = True  # type: ignore[attr-defined]  # it passes for a Parameter
+        return wide
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Inside, code outside of a layer sees the whole shapes of its weights."""
+        before, self._is_in_step = self._is_in_step, True
+        try:
+            yield
+        finally:
+            self._is_in_step = before
 
     def _with_randomness(
         self, layer: PlannedLayer, enter: Crossing, leave: Crossing

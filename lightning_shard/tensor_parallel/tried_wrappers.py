@@ -18,6 +18,7 @@ from lightning_shard.tensor_parallel.probe import Alone, bare_copy, is_close, sp
 from lightning_shard.tensor_parallel.styles import STYLES, Style
 from lightning_shard.tensor_parallel.wrappers import (
     bias_of,
+    copies_in,
     has_adapter,
     inner_styles,
     linear_sizes,
@@ -37,7 +38,8 @@ def with_tried_wrappers(layers: Iterable[PlannedLayer], num_ranks: int) -> Itera
     whole: dict[str, list[str]] = {}
     for layer in layers:
         inner = inner_styles(layer.module, layer.style)
-        if not has_adapter(layer.module) or wrapped_embedding(layer.module) is not None:
+        module = layer.module
+        if not has_adapter(module) or wrapped_embedding(module) or copies_in(module):
             yield layer
             continue
         key = _look(layer)

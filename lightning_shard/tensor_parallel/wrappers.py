@@ -88,7 +88,7 @@ def inner_styles(module: nn.Module, style: Style) -> dict[str, Style]:
         The module itself has an empty path. A wrapper whose inner layers are split has the form
         "whole", as one has that computes the same on every rank.
     """
-    if copies := _copies(module):
+    if copies := copies_in(module):
         return dict.fromkeys(copies, style)
     if wrapped_embedding(module) is not None:
         return {_BASE: style}
@@ -128,7 +128,7 @@ def _is_bare(module: nn.Module) -> bool:
     }
 
 
-def _copies(module: nn.Module) -> list[str]:
+def copies_in(module: nn.Module) -> list[str]:
     """Return the paths of a layer and of the copies that are trained in its place."""
     copies = module._modules.get(_COPIES)
     if module._modules.get(_ORIGINAL) is None or copies is None:

@@ -255,8 +255,13 @@ def test_more_ranks_than_heads_names_the_sizes_that_work(
 
 
 def test_a_model_with_nothing_to_split_is_refused() -> None:
-    with pytest.raises(ConfigError, match="Found nothing in Sequential to split over 2 ranks"):
-        automatic_plan(nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU()), 2)
+    message = (
+        r"^Use strategy='zero3', .*found nothing in Sequential to split over 2 ranks\. Its largest "
+        r"layers are '0' \(Conv2d, 20 parameters\), '1' \(Linear, 10 parameters\)\. .*"
+        r"plan=\{'1': 'colwise_gather_output'\}"
+    )
+    with pytest.raises(ConfigError, match=message):
+        automatic_plan(nn.Sequential(nn.Conv2d(1, 2, 3), nn.Linear(4, 2), nn.ReLU()), 2)
 
 
 class Words(nn.Module):
