@@ -63,7 +63,7 @@ def trainer_state(trainer: "pl.Trainer") -> dict[str, Any]:
     state: dict[str, Any] = {
         "epoch": trainer.current_epoch,
         "global_step": trainer.global_step,
-        "pytorch-lightning_version": pl.__version__,
+        "pytorch-lightning_version": pl.__version__,  # type: ignore[attr-defined]
         "loops": {"fit_loop": trainer.fit_loop.state_dict()},
         "lr_schedulers": [one.scheduler.state_dict() for one in trainer.lr_scheduler_configs],
         "callbacks": call._call_callbacks_state_dict(trainer),

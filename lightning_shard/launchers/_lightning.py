@@ -40,7 +40,8 @@ def call_and_handle_interrupt(
 
 def is_interactive() -> bool:
     """Whether Lightning takes this process for a notebook or a session of `python -i`."""
-    return bool(accelerator_connector._IS_INTERACTIVE)
+    connector: Any = accelerator_connector
+    return bool(connector._IS_INTERACTIVE)
 
 
 def forget_launcher(trainer: "pl.Trainer") -> None:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 _SIDE = 3  # of the trial's parameter
 
 
-def expected_state_bytes(optimizer: Optimizer, pieces: Mapping[Tensor, Tensor]) -> int | None:
+def expected_state_bytes(optimizer: Optimizer, pieces: Mapping[nn.Parameter, Tensor]) -> int | None:
     """Return the bytes of the state for what an optimizer will see of its parameters.
 
     Args:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer

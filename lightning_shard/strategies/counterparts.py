@@ -25,8 +25,10 @@ def take_counterparts(lightning: str, packages: Mapping[str, str]) -> None:
         packages: By root the package with the strategies that are built on it.
     """
     connectors = import_module(f"{lightning}.trainer.connectors.accelerator_connector")
-    connector = connectors._AcceleratorConnector
-    check = connector._check_config_and_set_final_flags
+    connector = getattr(connectors, "_AcceleratorConnector", None)
+    check = getattr(connector, "_check_config_and_set_final_flags", None)
+    if connector is None or check is None:
+        return  # a release that we do not serve is imported as if we were not there
 
     @wraps(check)
     def check_own(self: Any, *args: Any, **flags: Any) -> None:

@@ -48,8 +48,8 @@ def register_strategies(lightning: str, package: str) -> None:
     for scheme, strategy in SCHEMES.items():
         _register(registry, scheme, _NamedStrategy(package, strategy))
     for compression in COMPRESSORS:
-        strategy = _NamedStrategy(package, SCHEMES["shard_ddp"])
-        _register(registry, f"shard_ddp_{compression}", strategy, compression=compression)
+        compressed = _NamedStrategy(package, SCHEMES["shard_ddp"])
+        _register(registry, f"shard_ddp_{compression}", compressed, compression=compression)
 
 
 def _register(registry: Any, scheme: str, strategy: _NamedStrategy, **options: Any) -> None:

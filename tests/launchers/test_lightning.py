@@ -7,6 +7,7 @@ from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.progress import _BaseProgress
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.call import _call_and_handle_interrupt
+from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 
 
@@ -23,6 +24,12 @@ def test_the_strategys_launcher_and_the_modules_table_of_metrics() -> None:
     trainer = pl.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
     assert trainer.strategy._launcher is None
     assert pl.LightningModule()._metric_attributes is None
+
+
+def test_the_connector_asks_a_flag_of_its_module_whether_this_is_a_notebook() -> None:
+    assert isinstance(accelerator_connector._IS_INTERACTIVE, bool)
+    source = inspect.getsource(accelerator_connector._AcceleratorConnector._lazy_init_strategy)
+    assert source.index("_configure_launcher()") < source.index("if _IS_INTERACTIVE")
 
 
 def test_leaving_a_tuning_run_is_no_failure_there_either() -> None:

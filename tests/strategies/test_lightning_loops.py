@@ -8,17 +8,26 @@ import lightning.pytorch as pl
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.trainer.connectors import data_connector
 
 from lightning_shard.strategies._lightning import (
     after_training_epochs,
     around_validation,
     before_training_ends,
+    prepare_dataloader,
     without_sigterm_broadcast,
 )
 
 
 def new_trainer() -> Any:
     return pl.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu", devices=1)
+
+
+def test_a_loader_gets_its_sampler_in_a_method_of_the_data_connector() -> None:
+    connector, name, prepare = prepare_dataloader(new_trainer())
+    assert getattr(connector, name) == prepare
+    assert list(inspect.signature(prepare).parameters) == ["dataloader", "shuffle", "mode"]
+    assert f"_data_connector.{name}(" in inspect.getsource(data_connector._process_dataloader)
 
 
 def test_the_epoch_loop_broadcasts_sigterm_in_a_method_of_its_own() -> None:
