@@ -179,12 +179,12 @@ def _combined(mode: str, here: Here) -> Report:
 
 
 class _OfSeveral(Network):
-    """Takes batches of several loaders at once, or by turns."""
+    """Takes batches of several loaders at once, in one call of the network."""
 
-    def training_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        parts = batch.values() if isinstance(batch, dict) else [batch]
-        losses = [self.loss(part) for part in parts if part is not None]
-        return torch.stack(losses).mean()
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        parts = [part for part in batch.values() if part is not None]
+        whole = [torch.cat(entries) for entries in zip(*parts, strict=True)]
+        return super().training_step(whole, batch_idx)
 
 
 SEVERAL = by("elastic", "several|one training loader|CombinedLoader")
@@ -231,9 +231,26 @@ class _OwnBatches(Loaders):
 
 @feature(GROUP, "batch_sampler", refused=by("elastic", "batch sampler"))
 def batch_sampler(here: Here) -> Report:
-    return fitted(
-        here, data=_OwnBatches(here), use_distributed_sampler=False, limit_val_batches=0
-    )
+    return fitted(here, data=_OwnBatches(here), use_distributed_sampler=False, limit_val_batches=0)
+
+
+class _Sizes(Network):
+    """Notes how large the batches are."""
+
+    def on_train_start(self) -> None:
+        self.sizes: set[int] = set()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.sizes.add(len(batch[0]))
+
+
+@feature(GROUP, "batch_sampler that the Trainer deals", refused=by("elastic", "batch sampler"))
+def dealt_batch_sampler(here: Here) -> Report:
+    module = _Sizes()
+    trainer = here.trainer(max_epochs=1)
+    trainer.fit(module, datamodule=_OwnBatches(here))
+    sizes = [size * here.column.num_batches for size in module.sizes]
+    return {"global batches": sizes, "step": trainer.global_step}
 
 
 @feature(GROUP, "a sampler of one's own")

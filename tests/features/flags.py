@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from tests.features.columns import ALONE, Here
+from tests.features.columns import PIPELINES, Here
 from tests.features.declared import add, by, feature
 from tests.features.network import Loaders, Network, Report, fitted, weights
 
@@ -122,8 +122,7 @@ class _Normed(Network):
 @feature(
     GROUP,
     "sync_batchnorm",
-    refused=by(ALONE, "sync_batchnorm")
-    | by(("pipeline_parallel", "hybrid_parallel"), "sync_batchnorm"),
+    refused=by("local_sgd", "sync_batchnorm") | by(PIPELINES, "sync_batchnorm"),
 )
 def sync_batchnorm(here: Here) -> Report:
     return fitted(here, _Normed(), sync_batchnorm=True)

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection
 
-from tests.features.columns import Here
+from tests.features.columns import PIPELINES, Here
 from tests.features.declared import add, feature
 from tests.features.network import Loaders, Network, Report, fitted, loader
 
@@ -86,8 +86,9 @@ class _Metric(Network):
         return (outputs - batch[1]).square().mean()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.val_metrics["mse"].update(self(batch[0]), batch[1])
-        self.val_metrics["mean"].update(self(batch[0]).mean(1))
+        outputs = self(batch[0])
+        self.val_metrics["mse"].update(outputs, batch[1])
+        self.val_metrics["mean"].update(outputs.mean(1))
 
     def on_validation_epoch_end(self) -> None:
         self.log_dict(self.val_metrics.compute())
@@ -112,12 +113,11 @@ class _Gathered(Network):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         whole = self.all_gather(self(batch[0])).flatten(0, -2)
-        self.log("largest", whole.max())
+        self.log("largest", whole.max(), reduce_fx="max")
 
 
 MODULES = {
     "log_dict": _EpochLoss,
-    "log(reduce_fx='sum')": _Sum,
     "torchmetrics": _Metric,
     "outputs of a validation": _Functional,
     "all_gather in validation": _Gathered,
@@ -130,6 +130,8 @@ def _module(make: Any, here: Here) -> Report:
 
 for _title, _class in MODULES.items():
     add(GROUP, _title, partial(_module, _class))
+# A pipeline adds what each microbatch logs.
+add(GROUP, "log(reduce_fx='sum')", partial(_module, _Sum), own=PIPELINES)
 
 
 class _SeveralValidations(Loaders):

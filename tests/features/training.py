@@ -424,10 +424,7 @@ MODULES: dict[str, tuple[type[Network], dict[str, Any]]] = {
     "training_step that returns a dictionary": (_Dictionary, {}),
     "training_step that returns None": (
         _Skipping,
-        {
-            "refused": by(tuple(COLUMNS), "Skipping the `training_step` by returning None")
-            | by(PIPELINES, "returned None")
-        },
+        {"refused": by(tuple(COLUMNS), "Skipping the `training_step` by returning None")},
     ),
     "on_train_batch_start that returns -1": (_Ending, {}),
     "on_after_batch_transfer": (_Doubling, {}),
@@ -435,11 +432,12 @@ MODULES: dict[str, tuple[type[Network], dict[str, Any]]] = {
     "layers made in setup": (_Setup, {}),
     "grad_norm": (_Norm, {"own": ("local_sgd",)}),
     "a momentum teacher": (_Teacher, {}),
-    "all_gather(sync_grads=True)": (_Gathering, {}),
+    # A pipeline's step sees a microbatch.
+    "all_gather(sync_grads=True)": (_Gathering, {"own": PIPELINES}),
     "a target without gradients": (_Restoring, {}),
     "a penalty over the parameters": (
         _Penalised,
-        {"refused": by(("zero3", "tensor_parallel", *PIPELINES), "penalt")},
+        {"refused": by(("zero3", "tensor_parallel"), "penalt") | by(PIPELINES, "on another stage")},
     ),
     "activation checkpointing": (_Checkpointed, {}),
     "a mean over an epoch by hand": (_Epochs, {}),

@@ -159,7 +159,12 @@ def clip() -> Subject:
     }
     text = {"vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT, "eos_token_id": 2}
     vision = {"image_size": 8, "patch_size": 4}
-    config = CLIPConfig(text_config=sizes | text, vision_config=sizes | vision, projection_dim=16)
+    config = CLIPConfig(
+        text_config=sizes | text,
+        vision_config=sizes | vision,
+        projection_dim=16,
+        logit_scale_init_value=0.0,
+    )
     data = TensorDataset(texts(), *images())
     return Subject(module=Contrastive(CLIPModel(config)), data=data)
 

@@ -1,6 +1,5 @@
 """Three steps of each model under each strategy: losses and weights of one device, or an error."""
 
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,8 +11,9 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader, DistributedSampler
 
+from lightning_shard import HybridParallelStrategy
 from lightning_shard.errors import ShardError
-from tests.features.columns import COLUMNS, ONE_DEVICE, Here
+from tests.features.columns import COLUMNS, ONE_DEVICE, PIPELINES, Column, Here
 from tests.features.declared import Comparison
 from tests.features.network import Report, weights
 from tests.zoo.models import NUM_STEPS, SUBJECTS, Subject
@@ -25,15 +25,39 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # those of the packages
 ]
 
+# Beside the features' columns one whose stages have split layers.
+STRATEGIES = COLUMNS | {
+    "hybrid_parallel of split layers": Column(
+        name="hybrid_parallel of split layers",
+        make=HybridParallelStrategy,
+        options=(
+            ("pipeline_parallel_size", 2),
+            ("tensor_parallel_size", 2),
+            ("num_microbatches", 2),
+        ),
+        num_ranks=4,
+        num_batches=1,
+    )
+}
+STAGED = (*PIPELINES, "hybrid_parallel of split layers")
 # What the error says, by model and strategy; the others are equal.
-REFUSED: Mapping[str, Mapping[str, str]] = {
-    "tft": {},
-    "nbeats": {},
-    "byol": {},
+REFUSED: dict[str, dict[str, str]] = {
+    "tft": dict.fromkeys(STAGED, "several lists of repeated blocks"),
+    "nbeats": dict.fromkeys(STAGED, "another stage")
+    | {
+        "tensor_parallel": "Found nothing in NBeats to split",
+        "hybrid_parallel of split layers": "Found nothing in NBeats to split",
+    },
+    "byol": dict.fromkeys(STAGED, "no list of repeated blocks|sync_batchnorm")
+    | {
+        "tensor_parallel": "Found nothing in BYOL to split",
+        "hybrid_parallel of split layers": "Found nothing in BYOL|no list of repeated blocks",
+        "local_sgd": "sync_batchnorm=True makes ranks wait",
+    },
     "lora": {},
-    "clip": {},
+    "clip": dict.fromkeys(STAGED, "several lists of repeated blocks"),
     "deepseek": {},
-    "vit": {},
+    "vit": dict.fromkeys(STAGED, "several lists of repeated blocks"),
 }
 
 
@@ -85,10 +109,10 @@ def on_one_device(name: str) -> Report:
         return train(name, Here(ONE_DEVICE, Path(folder)))
 
 
-@pytest.mark.parametrize("column", COLUMNS)
+@pytest.mark.parametrize("column", STRATEGIES)
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_three_steps(name: str, column: str, tmp_path: Path) -> None:
-    here = Here(COLUMNS[column], tmp_path)
+    here = Here(STRATEGIES[column], tmp_path)
     refused = REFUSED[name].get(column)
     if refused is not None:
         with pytest.raises(ShardError, match=refused):
