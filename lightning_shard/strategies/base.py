@@ -34,6 +34,7 @@ from lightning_shard.launchers.processes import ProcessLauncher
 from lightning_shard.precision.plugins import sharded_twin
 from lightning_shard.strategies._lightning import accept_compiled_modules
 from lightning_shard.strategies.batch_samplers import deals_batch_samplers
+from lightning_shard.strategies.gathered_tensors import gathered
 from lightning_shard.strategies.names import check_interactive
 from lightning_shard.strategies.option_names import OptionNames
 from lightning_shard.strategies.reduce_ops import reduce_op_name, reduced
@@ -323,12 +324,20 @@ class ShardStrategy(StopsTogether, metaclass=OptionNames):
     def all_gather(
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> Tensor:
-        """Gather over the data-parallel ranks unless a group is given; each rank must call."""
+        """Gather over the data-parallel ranks unless a group is given; each rank must call.
+
+        Returns:
+            Shape (ranks, ...); the tensor itself where nothing has been started.
+
+        Raises:
+            ConfigError: The ranks' shapes differ.
+        """
+        if self._collectives is None or not dist.is_initialized():
+            return tensor
         # LightningModule.all_gather passes the default group where its caller names none
-        if self._collectives is not None and group in (None, dist.group.WORLD):
-            group = self.data_collectives.group
-        gathered: Tensor = super().all_gather(tensor, group, sync_grads)
-        return gathered
+        own = group in (None, dist.group.WORLD)
+        collectives = self.data_collectives if own else self.backend.collectives(group)
+        return gathered(tensor, collectives, sync_grads=sync_grads)
 
     @override
     def barrier(self, name: str | None = None) -> None:

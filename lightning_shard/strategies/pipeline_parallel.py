@@ -131,6 +131,7 @@ class PipelineParallelStrategy(ModelParallelStrategy):
         self._stage_split: PipelineSplit | None = None
         self._pipeline: Pipeline | None = None
         self._logs: StepLogs | None = None
+        self._num_in_step = 1  # microbatches of the training step that runs
         self._warned_of_bubble = False
 
     @property
@@ -267,10 +268,14 @@ class PipelineParallelStrategy(ModelParallelStrategy):
             return super().training_step(*args, **kwargs)
         pipeline = self._pipeline
         microbatches = self._microbatches(args[0])
-        self._warn_of_bubble(len(microbatches))
+        self._num_in_step = len(microbatches)
+        self._warn_of_bubble(self._num_in_step)
         step = self._step(super(DataParallelStrategy, self).training_step, args, kwargs)
         with self.engine.step(), isolate_rng():
-            results, stash = pipeline.train("training", microbatches, step, _loss, self._seed)
+            try:
+                results, stash = pipeline.train("training", microbatches, step, _loss, self._seed)
+            finally:
+                self._num_in_step = 1
             assert self._stage_split is not None
             self._stage_split.sum_ties(stash)
         taken = [one for one in microbatches if results.get(one.index) is not None]
@@ -284,6 +289,24 @@ class PipelineParallelStrategy(ModelParallelStrategy):
         """Return a loss that leaves every parameter without a gradient: the batch is skipped."""
         stash.clear()
         return stash.hand_over(torch.zeros((), device=self.root_device), self.engine.take_gradient)
+
+    @override
+    def all_gather(
+        self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
+    ) -> Tensor:
+        """Gather over the data-parallel ranks; see `ShardStrategy`.
+
+        Raises:
+            ConfigError: With `sync_grads` inside a step of which a microbatch is a part only.
+        """
+        if sync_grads and self._num_in_step > 1:
+            raise ConfigError(
+                f"training_step gathers tensors with sync_grads=True, for a loss over the samples "
+                f"of the whole batch, but a pipeline runs it for each of {self._num_in_step} "
+                f"microbatches, which would be compared only within themselves; expected a step of "
+                f"the whole batch. Set num_microbatches=1, or use strategy='zero3'."
+            )
+        return super().all_gather(tensor, group, sync_grads)
 
     def _with_gradients(self, outputs: Any, stash: GradientStash) -> Any:
         """Connect the loss that the step returns with the gradients that are already there."""

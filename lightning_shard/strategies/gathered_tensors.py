@@ -1,0 +1,63 @@
+"""`self.all_gather(...)`: the tensors of all data-parallel ranks, with gradients where asked for.
+
+    forward    x of rank r            ──> [x of rank 0, x of rank 1, ...] on every rank
+    backward   sum over ranks of the  <── each rank's own gradient of its own loss
+               gradients for x of r
+
+Parameters' gradients are averaged over the ranks afterwards. So where every rank computes the same
+loss of all samples, the sum of W equal gradients and the mean over W ranks cancel: the result is
+the gradient on a single device that has all samples. As torch's `all_gather` and Lightning's ddp.
+"""
+
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.elsewhere import is_elsewhere
+from lightning_shard.errors import ConfigError
+from lightning_shard.tensor_parallel.regions import gather_to_region
+
+_MAX_DIMS = 15  # whose sizes are compared
+
+
+def gathered(tensor: Tensor, collectives: Collectives, *, sync_grads: bool) -> Tensor:
+    """Bring a tensor of each rank together.
+
+    Args:
+        tensor: Shape (...), the same on each rank. A value of another pipeline stage needs no
+            message.
+        collectives: Each of its W ranks must call.
+        sync_grads: Whether gradients flow back to the ranks.
+
+    Returns:
+        Shape (W, ...).
+
+    Raises:
+        ConfigError: The ranks' shapes differ.
+    """
+    if not is_elsewhere(tensor):
+        _check_shapes(tensor, collectives)
+    with nullcontext() if sync_grads else torch.no_grad():
+        return gather_to_region(tensor.unsqueeze(0), 0, collectives)
+
+
+@torch.no_grad()
+def _check_shapes(tensor: Tensor, collectives: Collectives) -> None:
+    sizes = [tensor.ndim, *tensor.shape[:_MAX_DIMS]]
+    own = torch.zeros(1 + _MAX_DIMS, dtype=torch.int64)
+    own[: len(sizes)] = torch.tensor(sizes)
+    own = own.to(tensor.device)
+    every = own.new_empty(collectives.size * len(own))
+    collectives.all_gather(every, own).wait()
+    rows = every.view(collectives.size, -1).tolist()
+    for rank, row in enumerate(rows):
+        if row != rows[0]:
+            expected, got = (tuple(one[1 : 1 + one[0]]) for one in (rows[0], row))
+            raise ConfigError(
+                f"all_gather got a tensor of shape {got} on rank {rank} and of shape {expected} on "
+                f"rank 0 of the data-parallel ranks; expected one shape. A last batch that is "
+                f"smaller on some ranks is what usually differs: let the loader leave it out "
+                f"(drop_last=True), or pad the tensor."
+            )
