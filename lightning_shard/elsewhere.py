@@ -27,6 +27,18 @@ _UPDATES_STATISTICS = ("batch_norm",)  # of another stage: they are its own to k
 _born: ContextVar[list["weakref.ref[Elsewhere]"] | None] = ContextVar("born", default=None)
 
 
+class OtherStageError(ConfigError):
+    """A value of another stage was used as if it were known here.
+
+    Attributes:
+        origins: What the value is computed from: names of parameters, and of blocks' results.
+    """
+
+    def __init__(self, message: str, origins: frozenset[str]) -> None:
+        super().__init__(message)
+        self.origins = origins
+
+
 class Elsewhere(Tensor):
     """A tensor whose elements are known on another stage only.
 
@@ -34,12 +46,14 @@ class Elsewhere(Tensor):
         like: A meta tensor of the same shape and format.
         place: The device that it seems to be on.
         origin: The parameter that it was computed from, for messages.
+        origins: All that it was computed from.
         value: What it stands for, while that is known here.
     """
 
     like: Tensor
     place: torch.device
     origin: str
+    origins: frozenset[str]
     value: Tensor | None
 
     @staticmethod
@@ -50,6 +64,7 @@ class Elsewhere(Tensor):
                 cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device
             )
         tensor.like, tensor.place, tensor.origin, tensor.value = like, device, origin, None
+        tensor.origins = frozenset((origin,))
         born = _born.get()
         if born is not None:
             born.append(weakref.ref(tensor))
@@ -62,7 +77,9 @@ class Elsewhere(Tensor):
 
     def again(self) -> "Elsewhere":
         """Return another one that looks the same: a value of its own."""
-        return Elsewhere(self.like, self.place, self.origin)
+        other = Elsewhere(self.like, self.place, self.origin)
+        other.origins = self.origins
+        return other
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Elsewhere(of={self.origin!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -98,7 +115,8 @@ class Elsewhere(Tensor):
         sources: list[Elsewhere] = []
         apply_to_collection(given, cls, sources.append)
         source = sources[0]
-        _refuse_writes(func, *given, source.origin)
+        origins = source.origins.union(*(one.origins for one in sources[1:]))
+        _refuse_writes(func, *given, source.origin, origins)
         _draw(func, given)
         device = given[1].get("device") or source.device
         if "device" in given[1]:
@@ -107,11 +125,12 @@ class Elsewhere(Tensor):
         try:
             result = func(*meta_args, **meta_kwargs)
         except (RuntimeError, NotImplementedError) as error:
-            raise ConfigError(
+            raise OtherStageError(
                 f"Compute this from the batch, or inside a block, or use strategy='zero3': code "
                 f"outside of the blocks asks for the elements of a value that is computed from "
                 f"{source.origin!r} on another stage of the pipeline, expected code there to need "
-                f"its shape only. ({func}: {error})"
+                f"its shape only. ({func}: {error})",
+                origins,
             ) from error
         known = {id(one.like): one for one in sources}
 
@@ -119,7 +138,9 @@ class Elsewhere(Tensor):
             same = known.get(id(tensor))
             if same is not None:
                 return same
-            return cls(tensor, torch.device(device), source.origin)
+            made = cls(tensor, torch.device(device), source.origin)
+            made.origins = origins
+            return made
 
         return apply_to_collection(result, Tensor, wrap)
 
@@ -173,18 +194,25 @@ def _written(func: Any) -> tuple[tuple[int, str], ...]:
     )
 
 
-def _refuse_writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], origin: str) -> None:
+def _refuse_writes(
+    func: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    origin: str,
+    origins: frozenset[str],
+) -> None:
     """Raise where unknown elements would go into a tensor that looks known afterwards."""
     for index, name in _written(func):
         target = args[index] if index < len(args) else kwargs.get(name)
         known: list[Tensor] = []
         apply_to_collection(target, Tensor, known.append, wrong_dtype=Elsewhere)
         if known and not any(name in str(func) for name in _UPDATES_STATISTICS):
-            raise ConfigError(
+            raise OtherStageError(
                 f"Make a new tensor (torch.cat, torch.where) instead of writing into one, or do so "
                 f"inside a block: {func} writes a value that is computed from {origin!r} on "
                 f"another stage of the pipeline into a tensor of shape {tuple(known[0].shape)}, "
-                f"expected it to be an argument of the blocks."
+                f"expected it to be an argument of the blocks.",
+                origins,
             )
 
 

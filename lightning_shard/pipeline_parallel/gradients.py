@@ -71,6 +71,13 @@ class GradientStash:
         )
         return self._sums[param]
 
+    def take(self, param: Tensor) -> Tensor:
+        """Return a parameter's sum and forget it; zeros when there is none."""
+        total = self.own(param)  # type: ignore[arg-type]
+        del self._sums[param]  # type: ignore[arg-type]
+        self._own.discard(param)  # type: ignore[arg-type]
+        return total
+
     def clear(self) -> None:
         """Forget all sums."""
         self._sums.clear()

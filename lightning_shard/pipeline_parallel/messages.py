@@ -218,6 +218,11 @@ class Receipt:
                 tensor.requires_grad_()
         return [tensor for tensor, _, _ in self._coming]
 
+    @property
+    def is_skipped(self) -> bool:
+        """Whether a skipped step's message has come, without tensors."""
+        return self._header.is_skipped
+
     def _looks(self) -> Sequence[Look]:
         """Return the looks; after a step that was skipped, those that come with this message."""
         looks = self._header.wait()

@@ -10,7 +10,9 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.elsewhere import OtherStageError
 from lightning_shard.errors import ConfigError
+from lightning_shard.pipeline_parallel.lending import Wanted, lendable
 from lightning_shard.pipeline_parallel.microbatches import Microbatch
 from lightning_shard.pipeline_parallel.randomness import StageRandomness
 from lightning_shard.pipeline_parallel.skipped_blocks import UnknownResultError
@@ -30,6 +32,9 @@ class Needs:
         own_stages: Those of this rank.
         stage_ranks: The rank of each stage.
         randomness: What a trial of a step draws from.
+
+    Attributes:
+        wanted: The parameters of other stages that steps have asked for, since `forget`.
     """
 
     def __init__(
@@ -44,10 +49,16 @@ class Needs:
         self._own_stages, self._stage_ranks = own_stages, stage_ranks
         self._known: dict[str, list[Needed | None]] = {}
         self._without_network: set[str] = set()
+        self.wanted: list[Wanted] = []
 
     def of(self, kind: str, stage: int) -> Needed | None:
         """Return what a stage needs in a kind of step; None after the last stage."""
         return self._known[kind][stage] if stage < len(self._stage_ranks) else None
+
+    def forget(self, kind: str) -> None:
+        """Learn a kind of step anew."""
+        self._known.pop(kind, None)
+        self.wanted = []
 
     def learn(
         self, kind: str, microbatches: Sequence[Microbatch], step: Step, *, must_use: bool
@@ -72,6 +83,8 @@ class Needs:
         if kind in self._without_network:
             return False
         everyone = self._of_all_known(microbatches[0], step)
+        if self.wanted:
+            return True
         for microbatch in microbatches[1:] if must_use else ():
             if set(everyone.values()) != {_SKIPPED}:
                 break
@@ -94,24 +107,31 @@ class Needs:
     def _of_all_known(self, microbatch: Microbatch, step: Step) -> dict[int, Needed | None]:
         """Return what each stage needs, None where its block is not called."""
         everyone = self._of_all(microbatch, step)
-        if any(isinstance(needed, str) for needed in everyone.values()):
+        if not self.wanted and any(isinstance(needed, str) for needed in everyone.values()):
             self._learn_of_blocks(microbatch, step)
             everyone = self._of_all(microbatch, step)
         known: dict[int, Needed | None] = {}
         for stage, needed in everyone.items():
-            if isinstance(needed, str):
+            if isinstance(needed, str) and not self.wanted:
                 raise ConfigError(f"Before stage {stage} of the pipeline: {needed}")
-            known[stage] = needed
+            known[stage] = None if isinstance(needed, str) else needed
         return known
 
     def _of_all(self, microbatch: Microbatch, step: Step) -> dict[int, Needed | str | None]:
         """As `_of_all_known`; or why it is open."""
-        found = {
-            stage: self._of_own(stage, microbatch, step) for stage in self._own_stages if stage
-        }
+        wanted: dict[int, frozenset[str]] = {}
+        found: dict[int, Needed | str | None] = {}
+        for stage in self._own_stages:
+            try:
+                found |= {stage: self._of_own(stage, microbatch, step)} if stage else {}
+            except OtherStageError as error:
+                if not lendable(self._model.params, error.origins):
+                    raise
+                wanted[stage] = error.origins
         everyone: dict[int, Needed | str | None] = {}
-        for theirs in self._group.all_gather_object(found):
+        for theirs, asked in self._group.all_gather_object((found, wanted)):
             everyone |= theirs
+            self.wanted += [asked] if asked else []
         return everyone
 
     def _of_own(self, stage: int, microbatch: Microbatch, step: Step) -> Needed | str | None:

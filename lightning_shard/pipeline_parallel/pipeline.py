@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.elsewhere import OtherStageError
 from lightning_shard.pipeline_parallel.backward import (
     AtHand,
     always_at_hand,
@@ -32,6 +33,7 @@ from lightning_shard.pipeline_parallel.gradients import (
     leaves_of_graph,
 )
 from lightning_shard.pipeline_parallel.leaves import map_tensors, signature
+from lightning_shard.pipeline_parallel.lending import Lending, Wanted, lendable
 from lightning_shard.pipeline_parallel.messages import Look, Messages, Receipt
 from lightning_shard.pipeline_parallel.microbatches import Microbatch
 from lightning_shard.pipeline_parallel.needs import Needs, Step
@@ -43,6 +45,8 @@ from lightning_shard.pipeline_parallel.staged_model import StagedModel
 LossOf = Callable[[Any], Tensor | None]
 Observer = Callable[[Action], AbstractContextManager[object]]
 
+_FORWARD = ("F", "RECV_F", "SEND_F")
+_MAX_ATTEMPTS = 4  # to find out what stages want to borrow
 _RECEIVES: dict[Kind, Kind] = {"F": "RECV_F", "B": "RECV_B", "I": "RECV_B"}  # their inputs
 
 
@@ -107,7 +111,11 @@ class Pipeline:
         self._forward_schedules = cache(
             lambda number: order(forward_schedule(self._stage_ranks, number))
         )
+        self._device = device
         self._messages = Messages(group, device)
+        self._lending = Lending(model, group, self._stage_ranks)
+        self._rehearsed: set[str] = set()
+        self._wanted: dict[int, frozenset[str]] | None = None  # in a rehearsal
         self._randomness = StageRandomness(group, device)
         self._needs = Needs(model, group, stage_params, self._stage_ranks, self._randomness)
         self._actions: dict[str, Callable[[Action], None]] = {
@@ -186,14 +194,68 @@ class Pipeline:
         self._batch = batch
         self._randomness.next_batch()
         with self._model.batch():
+            self._lending.lend(self.at_hand)
+            uses = self._learn(batch)
+            is_begun = uses and self._rehearse(batch)
+            for action in schedule.actions[self._group.rank] if uses else ():
+                if not (is_begun and action.microbatch == 0 and action.kind in _FORWARD):
+                    self._act(action)
+            self._messages.finish()
+        if batch.stash is not None:
+            self._lending.give_back(batch.stash)
+        del self._batch
+        return uses
+
+    def _learn(self, batch: _Batch) -> bool:
+        """See what the stages need in a kind of step; return whether it uses the network."""
+        uses = True
+        for _ in range(_MAX_ATTEMPTS):
             uses = self._needs.learn(
                 batch.kind, batch.microbatches, batch.step, must_use=batch.stash is not None
             )
-            for action in schedule.actions[self._group.rank] if uses else ():
+            if not self._needs.wanted:
+                break
+            self._borrow(batch, self._needs.wanted)
+        return uses
+
+    def _borrow(self, batch: _Batch, wanted: Sequence[Wanted]) -> None:
+        """Let stages have parameters of others from now on."""
+        self._model.hide()
+        self._lending.add(wanted)
+        self._lending.lend(self.at_hand)
+        self._needs.forget(batch.kind)
+
+    def _rehearse(self, batch: _Batch) -> bool:
+        """Send the first microbatch through all stages, to see what they want to borrow.
+
+        Returns:
+            Whether its forward has been done: it is, the first time that a kind of step comes.
+        """
+        if batch.kind in self._rehearsed or self.num_stages == 1:
+            return False
+        for attempt in range(_MAX_ATTEMPTS):
+            before = [(one, one.clone()) for one in self._model.buffers()]
+            self._wanted = {} if attempt + 1 < _MAX_ATTEMPTS else None
+            for action in self._forward_schedules(1).actions[self._group.rank]:
                 self._act(action)
             self._messages.finish()
-        del self._batch
-        return uses
+            asked = [one for one in self._group.all_gather_object(self._wanted) if one]
+            self._wanted = None
+            if not asked:
+                break
+            with torch.no_grad():
+                for buffer, value in before:
+                    buffer.copy_(value)
+            self._begin_again(batch, asked)
+        self._rehearsed.add(batch.kind)
+        return True
+
+    def _begin_again(self, batch: _Batch, wanted: Sequence[Wanted]) -> None:
+        for kept in (batch.runs, batch.inbox, batch.results, batch.losses):
+            kept.clear()  # type: ignore[attr-defined]
+        self._messages = Messages(self._group, self._device)
+        self._borrow(batch, wanted)
+        self._learn(batch)
 
     def _act(self, action: Action) -> None:
         if self.observer is None or action.kind in _RECEIVES.values():
@@ -256,11 +318,15 @@ class Pipeline:
     def _inputs(self, stage: int, index: int) -> list[Tensor] | None:
         """What the previous stage has sent, or handed over on this rank."""
         if stage == 0:
+            self._is_sender_skipped = False
             return None
         came = self._batch.inbox.pop(("F", stage, index), None)
-        if isinstance(came, Receipt):
-            return came.wait()
         runs = self._batch.runs
+        if isinstance(came, Receipt):
+            tensors = came.wait()
+            self._is_sender_skipped = came.is_skipped
+            return tensors
+        self._is_sender_skipped = runs[stage - 1, index].is_skipped
         outputs = runs[stage - 1, index].outputs
         if self._batch.stash is None:
             del runs[stage - 1, index]
@@ -279,9 +345,9 @@ class Pipeline:
             received=self._inputs(stage, index),
             entering=lambda: self._randomness.enter(index, stage),
         )
+        run.is_skipped = self._wanted is not None and self._is_sender_skipped
         self._randomness.begin(index)
-        with self._model.running(run, stage):
-            run.forward(lambda: batch.step(microbatch, stage == self.num_stages - 1))
+        self._run_step(run, batch, microbatch)
         if stage == self.num_stages - 1:
             self._keep_loss(run, microbatch)
             batch.results[index] = map_tensors(run.result, Tensor.detach)
@@ -290,6 +356,19 @@ class Pipeline:
         self.peak_activations = max(self.peak_activations, len(batch.runs))
         if batch.stash is None and stage == self.num_stages - 1:
             del batch.runs[stage, index]
+
+    def _run_step(self, run: StageRun, batch: _Batch, microbatch: Microbatch) -> None:
+        """Run a step; in a rehearsal note what it wants of other stages, and let it go."""
+        if run.is_skipped:
+            return
+        try:
+            with self._model.running(run, run.stage):
+                run.forward(lambda: batch.step(microbatch, run.stage == self.num_stages - 1))
+        except OtherStageError as error:
+            if self._wanted is None or not lendable(self._model.params, error.origins):
+                raise
+            self._wanted[run.stage] = error.origins
+            run.is_skipped, run.result = True, None
 
     def _keep_loss(self, run: StageRun, microbatch: Microbatch) -> None:
         batch = self._batch
@@ -312,7 +391,8 @@ class Pipeline:
         return outputs, [grad.detach() for grad in grads]
 
     def _params(self, stage: int) -> list[nn.Parameter]:
-        return [param for param in self._stage_params[stage] if param.requires_grad]
+        own = [param for param in self._stage_params[stage] if param.requires_grad]
+        return [*own, *self._lending.leaves(stage)]  # type: ignore[list-item]
 
     def _backward(self, action: Action) -> None:
         stage, _, index = action

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_shard.elsewhere import Elsewhere, is_elsewhere
+from lightning_shard.elsewhere import Elsewhere, OtherStageError, is_elsewhere
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.leaves import exchange_tensors, map_tensors, tensors_in
 from lightning_shard.pipeline_parallel.skipped_blocks import (
@@ -202,12 +202,13 @@ class StageRun:
 
     def _refuse_elsewhere(self, tensor: Tensor, where: str) -> None:
         if is_elsewhere(tensor):
-            raise ConfigError(
+            raise OtherStageError(
                 f"{_ADVICE_LATER if self._is_later else _ADVICE_FIRST} Or use strategy='zero3'. "
                 f"Stage {self.stage}: {where} holds a value of shape {tuple(tensor.shape)} that is "
                 f"computed from {getattr(tensor, 'origin', '')!r} on another stage and has not "
                 f"passed through the blocks, expected values to reach a later stage as arguments "
-                f"of its first block."
+                f"of its first block.",
+                getattr(tensor, "origins", frozenset()),
             )
 
     def _end(self, index: int, arguments: Arguments) -> None:

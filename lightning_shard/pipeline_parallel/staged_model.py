@@ -51,6 +51,7 @@ class StagedModel:
             such as counts of batches, does not reach these.
 
     Attributes:
+        params: By their names in the model.
         forget: Lets go of activations that layers in parts keep between two calls.
     """
 
@@ -76,7 +77,8 @@ class StagedModel:
             for name, tensor in home.items()
             if tensor is not None
         ]
-        self._names = {param: name for name, param in model.named_parameters()}
+        self.params = dict(model.named_parameters())
+        self._names = {param: name for name, param in self.params.items()}
         self._param_stages, self._full_shapes = param_stages, full_shapes
         self._absent: dict[int, list[_StandIn]] = {}
         self._shown: int | None = None  # the stage whose stand-ins are in their places now
@@ -117,10 +119,33 @@ class StagedModel:
                     f"weights alone (weight_decay=...), or use strategy='zero3'."
                 )
 
+    def stages_of(self, param: nn.Parameter) -> Stages:
+        """Return the stages that have a parameter."""
+        return self._param_stages[param]
+
+    def shape_of(self, param: nn.Parameter) -> torch.Size:
+        """Return the shape of a parameter where it is."""
+        return torch.Size(self._full_shapes[param])
+
+    def lend(self, stage: int, param: nn.Parameter, value: Tensor) -> None:
+        """Let a value stand in for a parameter of another stage, while no stage runs."""
+        assert self._shown is None
+        for one in self._stand_ins(stage):
+            if one.place is param:
+                one.put(value)
+
     @property
     def trainable(self) -> tuple[bool, ...]:
         """Which parameters require gradients now."""
         return tuple(param.requires_grad for param in self._param_stages)
+
+    def hide(self) -> None:
+        """Put every parameter back in its place until the next run."""
+        self._show(None)
+
+    def buffers(self) -> Iterator[Tensor]:
+        """Yield the model's buffers."""
+        return self._model.buffers()
 
     @contextmanager
     def batch(self) -> Iterator[None]:
@@ -208,6 +233,11 @@ class _StandIn:
 
     def __init__(self, home: dict[str, Any], name: str, other: Tensor) -> None:
         self._home, self._name, self._other = home, name, other
+        self.place = home[name]  # the tensor whose place it takes
+
+    def put(self, other: Tensor) -> None:
+        """Let something else take the place from the next time on."""
+        self._other = other
 
     def swap(self) -> None:
         """Put the one in the place of the other."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.elsewhere import is_elsewhere
+from lightning_shard.elsewhere import OtherStageError, is_elsewhere
 from lightning_shard.errors import ConfigError
 from lightning_shard.strategies import _torchmetrics
 from lightning_shard.strategies.metric_sources import MetricSources
@@ -147,10 +147,11 @@ class StepLogs:
                 step_value=_scalar(step_value, self._module.device) if is_scalar else None,
             )
         if is_elsewhere(value):
-            raise ConfigError(
+            raise OtherStageError(
                 f"log({name!r}, ...): got a value that is computed from {value.origin!r}, which "
                 f"another stage of the pipeline holds; the last stage logs, expected what it has. "
-                f"Log what is computed from the blocks or the batch alone."
+                f"Log what is computed from the blocks or the batch alone.",
+                value.origins,
             )
         is_tensor = isinstance(value, Tensor) and value.numel() == 1
         if not is_tensor and not isinstance(value, Number):

@@ -11,6 +11,7 @@ wrongly. An embedding whose weight a module multiplies with by itself, with no l
 be left out by a plan of one's own.
 """
 
+import inspect
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from lightning_shard.tensor_parallel.candidates import (
     find_attention,
     find_pairs,
     find_parted_attention,
+    makes_head_biases,
 )
 from lightning_shard.tensor_parallel.huggingface import own_plans
 from lightning_shard.tensor_parallel.layers import has_weight, is_plain_linear
@@ -112,7 +114,8 @@ class _Finder:
         for find in (find_attention, find_parted_attention, find_pairs):
             for owner in inner_first:
                 for candidate in find(owner, self.num_ranks, self._is_free):
-                    self._consider(candidate)
+                    if not (candidate.counts_heads and self._is_given_biases(candidate)):
+                        self._consider(candidate)
         for candidate in self._untried:
             self._believe(candidate)
         self._plan_vocabulary()
@@ -184,6 +187,23 @@ class _Finder:
             for layer in layers.values():
                 reason = f"with {candidate.out!r} it computes something else in parts"
                 self.reasons.setdefault(layer, reason)
+
+    def _is_given_biases(self, candidate: Candidate) -> bool:
+        """Whether an attention may be called with a bias of each head that another module makes.
+
+        That is of all heads, so that the attention must not be told of fewer: its query, key and
+        value look whole. Where one of its class makes the bias itself, of its own heads, it may.
+        """
+        owner = candidate.owner
+        alike = [one for one in self.names if type(one) is type(owner)]
+        if any(map(makes_head_biases, alike)):
+            return False
+        inside = {param for one in alike for param in one.parameters()}
+        tables = (param for param in self.model.parameters() if param.ndim == 2)
+        is_made = any(
+            param.shape[1] == candidate.num_heads for param in tables if param not in inside
+        )
+        return is_made or any("bias" in one for one in inspect.signature(owner.forward).parameters)
 
     def _believe(self, candidate: Candidate) -> None:
         """Plan a pair that nobody could try out by its names; of an attention they say too little.

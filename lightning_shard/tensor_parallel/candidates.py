@@ -283,6 +283,11 @@ def _output(near: dict[str, nn.Module], inlet: _Inlet, prefix: str) -> str | Non
     return named[0] if named else sized[0] if len(sized) == 1 else None
 
 
+def makes_head_biases(owner: nn.Module) -> bool:
+    """Whether a module has a table with a column for each of its heads."""
+    return any(_head_biases(one, "") for one in owner.modules())
+
+
 def _head_biases(counting: nn.Module, prefix: str) -> dict[str, Style]:
     """Return the embeddings with a column for each head, such as T5's of relative positions."""
     num_heads = _num_heads(counting)

@@ -24,7 +24,6 @@ from lightning_shard.tensor_parallel.wrappers import is_linear, linear_sizes, wr
 
 _LEFT_WHOLE = ("replicate", "sequence_parallel")
 _UNKNOWN = (
-    "mla_kv_a_proj",
     "all_reduce",
     "local_params",
     "moe_identity_expert",
@@ -72,7 +71,9 @@ def _styles(model: nn.Module, plan: Mapping[str, str]) -> dict[str, Style]:
         matching = next(filter(matcher_of(pattern).fullmatch, modules), None)
         if name in _LEFT_WHOLE or matching is None:
             continue
-        if name == "moe_tp_experts":
+        if name == "mla_kv_a_proj":
+            styles[pattern] = _shared_tail(model, matching)
+        elif name == "moe_tp_experts":
             styles[pattern] = _experts(pattern, model.get_submodule(matching), plan)
         else:
             styles[pattern] = style_of(_with_count(name), pattern)
@@ -81,6 +82,12 @@ def _styles(model: nn.Module, plan: Mapping[str, str]) -> dict[str, Style]:
 
 def _with_count(name: str) -> str:
     return "packed_colwise(2)" if name == "packed_colwise" else name
+
+
+def _shared_tail(model: nn.Module, name: str) -> Style:
+    """Return how a latent attention's projection is split: its rotary features go to all heads."""
+    attention = model.get_submodule(name.rpartition(".")[0])
+    return style_of(f"shared_tail({attention.qk_rope_head_dim})", name)
 
 
 def _experts(pattern: str, module: nn.Module, plan: Mapping[str, str]) -> Style:

@@ -193,6 +193,7 @@ _FORMS: dict[str, type] = {
     "replica": _Replica,
     "whole": _Whole,
     "whole_shared": _Whole,
+    "shared_tail": _Whole,
 }
 
 

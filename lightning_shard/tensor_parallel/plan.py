@@ -163,5 +163,6 @@ _EXPECTED: dict[Form, tuple[str, Callable[[nn.Module], bool]]] = {
     "vocab": ("an Embedding whose weight is a parameter", _is_embedding),
     "attention": ("torch's MultiheadAttention with its own forward", is_plain_attention),
     "experts": ("a layer with parameters of its own", lambda one: bool(one._parameters)),
+    **dict.fromkeys(("whole", "whole_shared", "shared_tail"), ("a linear layer", _gives_features)),
     "replica": ("a layer with parameters of its own", lambda one: bool(one._parameters)),
 }

@@ -16,7 +16,7 @@ it first: which counts as wrong, since nothing would be gained.
 
 import copy
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -43,7 +43,8 @@ class Verdict:
     Attributes:
         is_right: Whether the layers compute in parts what they compute as a whole. None where it
             cannot be tried out: the owner takes more than activations, is much larger than its
-            layers, or is a LightningModule.
+            layers, is a LightningModule, or is an attention that uses more when it is given more,
+            as one that knows relative positions.
         inner: Paths in the owner of the modules whose parameters work between the layers.
     """
 
@@ -65,7 +66,7 @@ def try_out(candidate: Candidate, num_ranks: int) -> Verdict:
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         try:
             whole = _run_whole(candidate)
-            if whole is None:
+            if whole is None or (candidate.is_attention and whole.leaves_out(candidate.styles)):
                 return Verdict(is_right=None)
             parts = [_run_part(whole, candidate, rank, num_ranks) for rank in range(num_ranks)]
             return _compare(whole, parts, candidate)
@@ -140,7 +141,19 @@ class _Run:
         if len(results) != 1:
             raise _NotCalledOnceError
         (self.result,) = results
-        self.given = [leaf.detach() for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
+        leaves = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
+        self.given = [leaf.detach() for leaf in leaves]
+        self._ends = [leaf for leaf in (self.result, *leaves) if leaf.requires_grad]
+
+    def leaves_out(self, layers: Iterable[str]) -> bool:
+        """Whether a parameter of no layer has no part in what the owner gave."""
+        inside = tuple(f"{name}." for name in layers)
+        others = [p for name, p in self.owner.named_parameters() if not name.startswith(inside)]
+        starts = [torch.ones_like(end) for end in self._ends]
+        grads = torch.autograd.grad(
+            self._ends, others, starts, retain_graph=True, allow_unused=True
+        ) if others else ()  # fmt: skip
+        return any(grad is None for grad in grads)
 
     def gradients(self, layers: Sequence[str]) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Differentiate the result: by the inputs, and by the parameters of no layer."""

@@ -42,6 +42,8 @@ from lightning_shard.tensor_parallel.sharding import Sharding
 from lightning_shard.tensor_parallel.styles import Cut, Style
 from lightning_shard.tensor_parallel.wrappers import inner_styles
 
+_COMPUTED_ALIKE = ("whole", "whole_shared", "shared_tail")  # by every rank
+
 
 class SplitModel:
     """A model whose layers are split over the ranks of a group.
@@ -160,7 +162,7 @@ class SplitModel:
     ) -> tuple[Crossing, Crossing]:
         """Let random numbers be those of the region from its first layer to its last."""
         module, style = layer.module, layer.style
-        if style.form in ("whole", "whole_shared"):
+        if style.form in _COMPUTED_ALIKE:
             if module in self._around_dropout:
                 leave = self._randomness.starting(module, leave)
             return (enter if style.whole_input else self._randomness.leaving(enter)), leave
@@ -222,7 +224,7 @@ class SplitModel:
     def _enter(self, module: nn.Module, style: Style) -> Crossing:
         if isinstance(module, nn.Embedding):
             return _unchanged  # indices
-        if style.form in ("whole", "whole_shared"):
+        if style.form in _COMPUTED_ALIKE:
             return _unchanged if style.whole_input else self._crossing(gather_copies, -1)
         if style.form in ("attention", "experts", "shared"):
             return self._entrance
@@ -231,7 +233,9 @@ class SplitModel:
         return self._entering_features if style.whole_input else _unchanged
 
     def _leave(self, style: Style) -> Crossing:
-        if style.form in ("whole", "whole_shared"):
+        if style.form in _COMPUTED_ALIKE:
+            if style.form == "shared_tail":
+                return partial(self._with_shared_tail, style.num_blocks)
             is_whole = style.whole_output or style.lazy_output
             return _unchanged if is_whole else partial(self._own_features_of, style)
         if style.lazy_output:
@@ -253,6 +257,12 @@ class SplitModel:
         width = result.shape[dim] // style.num_blocks
         first = self.group.rank * style.num_blocks // self.group.size * width
         return copy_to_region(result, self.group)[..., first : first + width]
+
+    def _with_shared_tail(self, num_features: int, result: Tensor) -> Tensor:
+        """Let each rank's heads use the last features, whose gradient then comes from all ranks."""
+        result = made_whole(result)
+        head, tail = result[..., :-num_features], result[..., -num_features:]
+        return torch.cat([head, copy_to_region(tail, self.group)], dim=-1)
 
     def _entering_features(self, tensor: Tensor) -> Tensor:
         return own_features(tensor, self.group)
@@ -390,7 +400,7 @@ def _cuts(module: nn.Module, style: Style) -> tuple[Cut, ...]:
     """Which parameters of a layer are cut, and how."""
     if isinstance(module, nn.MultiheadAttention):
         return attention_cuts(module)
-    if style.form in ("shared", "replica", "experts", "whole", "whole_shared"):
+    if style.form in ("shared", "replica", "experts", *_COMPUTED_ALIKE):
         return style.cuts
     if isinstance(module, nn.Embedding):
         return (Cut(name="weight", dim=0 if style.form == "vocab" else 1),)

@@ -10,6 +10,7 @@
     embedding_colwise         by features         whole ids      whole
     packed_colwise(n)         n fused matrices, each by outputs; as colwise
     packed_colwise_parted(n)  the same, as colwise_parted
+    shared_tail(n)            not at all: a layer whose last n features all heads use as they are
     shared_heads(n)           not at all: each of the n heads of keys or values, which are fewer
                               than the ranks, is computed by several; as colwise
     attention                 torch's MultiheadAttention as a whole, by heads
@@ -39,6 +40,7 @@ Form = Literal[
     "replica",
     "whole",
     "whole_shared",
+    "shared_tail",
 ]
 
 
@@ -64,7 +66,7 @@ class Style:
     Attributes:
         form: Which of the layer's forms in `layers`.
         num_blocks: Matrices that are fused in the weight, each of which is cut by itself; of a
-            shared form, the heads in it.
+            shared form, the heads in it, or the features that are shared.
         whole_input: The layer is given whole activations, not features.
         whole_output: The layer gives whole activations, not features.
         lazy_output: The whole activation stays in parts for as long as what is done with it can
@@ -96,7 +98,7 @@ _ALIASES = {
     "colwise_logits": "colwise_parted",
     "rowwise_rep": "rowwise_split_input",
 }
-_COUNTED = re.compile(r"(packed_colwise(?:_parted)?|shared_heads)\((\d+)\)")
+_COUNTED = re.compile(r"(packed_colwise(?:_parted)?|shared_heads|shared_tail)\((\d+)\)")
 
 
 def style_of(value: Any, pattern: str) -> Style:
@@ -120,6 +122,8 @@ def style_name(style: Style) -> str:
     """Return the name by which a plan can say a style, or that of its form."""
     if style.form == "colwise" and style.num_blocks > 1:
         return f"packed_colwise{'_parted' * style.lazy_output}({style.num_blocks})"
+    if style.form == "shared_tail":
+        return f"shared_tail({style.num_blocks})"
     if style.form == "shared":
         return f"shared_heads({style.num_blocks})"
     return next((name for name, known in STYLES.items() if known == style), style.form)
@@ -131,6 +135,8 @@ def _named(name: str, pattern: str) -> Style:
         return STYLES[name]
     if (counted := _COUNTED.fullmatch(name)) is not None:
         num_blocks = int(counted[2])
+        if counted[1] == "shared_tail":
+            return Style(form="shared_tail", num_blocks=num_blocks)
         if counted[1] == "packed_colwise_parted":
             return Style(form="colwise", num_blocks=num_blocks, lazy_output=True)
         form: Form = "colwise" if counted[1] == "packed_colwise" else "shared"

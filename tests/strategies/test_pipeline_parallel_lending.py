@@ -1,0 +1,160 @@
+"""Steps that use parameters on another stage than their own equal a single device's."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from lightning_shard import HybridParallelStrategy
+from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.stacks import PIPELINES, WIDTH, Stack, fit, pipeline
+
+pytestmark = [
+    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
+    pytest.mark.filterwarnings("ignore:A step uses .* parameters outside of their stage"),
+    pytest.mark.filterwarnings("ignore:.* microbatches are fewer than the"),
+]
+
+
+class UsedAfterwards(Stack):
+    """A module that is registered before the blocks, and so on the first stage, is used after."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x + first)
+
+
+class CalledAfterwards(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(x, self.embed.weight.T)[:, :3]
+
+
+class PenaltyOfWeights(Stack):
+    """The loss is computed from a parameter that the last stage does not have."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + 0.1 * self.embed.weight.square().sum()
+
+
+class PenaltyOfBlock(Stack):
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + 0.1 * self.blocks[0].layer.weight.square().sum()
+
+
+class WritesInPlace(Stack):
+    """A value of another stage goes into a tensor that looks known."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        padded = torch.zeros(len(x), WIDTH)
+        padded[:, :] = self.embed(x)
+        x = padded
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class AsksForElements(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        if self.embed.weight.sum() > 0:
+            x = 2 * x
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class LogsAnotherStage(Stack):
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        self.log("norm", self.embed.weight.norm())
+        return loss
+
+
+class PenaltyOfAll(Stack):
+    """The usual penalty, by hand; a parameter is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].layer.bias.requires_grad_(False)
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + 0.01 * sum(p.pow(2).sum() for p in self.parameters())
+
+
+class NormRegisteredFirst(Stack):
+    """The last norm is registered before the blocks, a batch norm that keeps statistics too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.blocks, self.head
+        self.norm = nn.LayerNorm(WIDTH)
+        self.blocks = nn.ModuleList(self.block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.loss(batch))
+
+    val_dataloader = Stack.train_dataloader
+
+
+class TableRegisteredLast(Stack):
+    """What the blocks are called with is registered after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Linear(4, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.embed(x) + self.shift(x)
+        for block in self.blocks:
+            y = block(y)
+        return self.head(y)
+
+
+STYLES = [
+    *(UsedAfterwards, CalledAfterwards, PenaltyOfWeights, PenaltyOfBlock, WritesInPlace),
+    *(AsksForElements, LogsAnotherStage, PenaltyOfAll, NormRegisteredFirst, TableRegisteredLast),
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "schedule"), PIPELINES)
+@pytest.mark.parametrize("style", STYLES)
+def test_a_parameter_of_another_stage_was_refused(
+    style: type[Stack], num_ranks: int, schedule: str
+) -> None:
+    alone, staged = fit(style), fit(style, pipeline(num_ranks, schedule))
+    torch.testing.assert_close(staged.weights, alone.weights, rtol=1e-5, atol=2e-7)
+    logged, expected = staged.trainer.callback_metrics, alone.trainer.callback_metrics
+    torch.testing.assert_close(logged, expected, rtol=1e-5, atol=2e-7)
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_with_layers_in_parts_and_other_copies_too(zero_stage: int) -> None:
+    strategy = HybridParallelStrategy(
+        backend="in_process",
+        num_ranks=4,
+        pipeline_parallel_size=2,
+        tensor_parallel_size=1 if zero_stage == 3 else 2,
+        zero_stage=zero_stage,
+        plan={"embed": "colwise_gather_output"},
+    )
+    alone, staged = fit(PenaltyOfWeights), fit(PenaltyOfWeights, strategy)
+    torch.testing.assert_close(staged.weights, alone.weights, rtol=1e-5, atol=2e-7)
+
+
+def test_it_is_said_how_much_is_lent() -> None:
+    with pytest.warns(UserWarning, match=r"uses 1 parameters .*'?embed.weight.*: 32 values are"):
+        fit(PenaltyOfWeights, pipeline(2, "1f1b"), max_epochs=1)
