@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_shard.errors import ConfigError
 from lightning_shard.mesh_picture import abbreviated, draw_text, save_png
+from lightning_shard.option_checks import check_fields, checked_options
 
 Axis = Literal["pp", "dp", "tp"]
 AXES: tuple[Axis, ...] = get_args(Axis)
@@ -77,6 +78,7 @@ class ParallelMesh:
 
     def __post_init__(self) -> None:
         """Refuse what is no grid."""
+        check_fields(self)
         object.__setattr__(self, "axis_order", tuple(self.axis_order))
         if sorted(self.axis_order) != sorted(AXES):
             raise ConfigError(
@@ -89,6 +91,7 @@ class ParallelMesh:
             raise ConfigError(f"shard must divide the dp axis, got {self!r}.")
 
     @classmethod
+    @checked_options
     def of_world(
         cls,
         world_size: int,

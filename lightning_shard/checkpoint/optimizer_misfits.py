@@ -43,6 +43,11 @@ def optimizer_misfits(
         named_shapes: Name and full shape of each of the model's parameters.
     """
     kind, groups = type(optimizer).__name__, optimizer.param_groups
+    if not groups:  # it stands for none at all, and takes anything
+        return []
+    lacking = [key for key in ("state", "param_groups") if key not in saved]
+    if lacking:
+        return [f"the checkpoint's state of {kind} has no {lacking}"]
     lengths = [len(group["params"]) for group in saved["param_groups"]]
     expected = [len(group["params"]) for group in groups]
     if lengths != expected:

@@ -3,7 +3,7 @@
 One deep copy with one memo, so that what was one object stays one. Some things are not copied:
 map-style datasets, loggers (they hold files, and act on rank 0 only) and the standard streams are
 shared; a profiler is rank 0's alone; a module's tensors that carry a graph are copied detached.
-Functions that refer to a module are made anew: see `bound_functions`.
+Functions that hold something of the model belong to the copy: see `_copy`.
 """
 
 import copy
@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_shard.backends.in_process.faults import RankDropped
 from lightning_shard.errors import ConfigError
+from lightning_shard.launchers._copy import copy_with_functions
 from lightning_shard.launchers._lightning import (
     TunerExit,
     call_and_handle_interrupt,
@@ -27,7 +28,6 @@ from lightning_shard.launchers._lightning import (
     forget_launcher,
     take_down,
 )
-from lightning_shard.launchers.bound_functions import bind_to_copies
 from lightning_shard.launchers.failures import Circumstances, noted, tell
 
 _MODULE_TABLES = ("_parameters", "_buffers", "_modules")
@@ -59,10 +59,7 @@ class Replica:
         whole = (function, trainer, args, kwargs)
         try:
             memo = _make_memo(trainer, owners, (args, kwargs))
-            copied = copy.deepcopy(whole, memo)
-            for owner in owners.values():
-                if isinstance(owner, nn.Module):
-                    bind_to_copies(owner, memo)
+            copied = copy_with_functions(whole, memo, _modules_of(owners), _others(trainer, owners))
         except Exception as error:
             name = _find_culprit(owners, _make_memo(trainer, owners, (args, kwargs))) or "trainer"
             raise ConfigError(
@@ -129,6 +126,16 @@ def find_owners(
             kind = "model" if isinstance(value, nn.Module) else "datamodule"
             owners.setdefault(kind, value)
     return owners
+
+
+def _modules_of(owners: Mapping[str, Any]) -> list[nn.Module]:
+    return [owner for owner in owners.values() if isinstance(owner, nn.Module)]
+
+
+def _others(trainer: "pl.Trainer | None", owners: Mapping[str, Any]) -> list[Any]:
+    """What is copied besides modules, and may stand in functions."""
+    others = [owner for owner in owners.values() if not isinstance(owner, nn.Module)]
+    return others if trainer is None else [*others, trainer, trainer.strategy]
 
 
 def _make_memo(

@@ -40,6 +40,8 @@ def local_state_dict(
     Raises:
         CheckpointError: Its groups are not those of the optimizer.
     """
+    if not optimizer.param_groups:
+        return dict(full)
     _check_groups(full, optimizer)
     numbers = [number for group in full["param_groups"] for number in group["params"]]
     params = dict(zip(numbers, params_of(optimizer), strict=True))
@@ -81,6 +83,8 @@ def full_state_dict(optimizer: Optimizer, engine: DataParallelEngine) -> dict[st
     if not engine.groups.is_first_copy:
         return {}
     packed = optimizer.state_dict()
+    if not optimizer.param_groups:  # what stands for none at all
+        return packed if engine.is_first else {}
     params = params_of(optimizer)
     pieces, common = _agree_on_keys(packed["state"], params, engine)
     state: dict[int, dict[str, Any]] = {}

@@ -6,6 +6,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_shard.errors import ConfigError
+from lightning_shard.option_checks import checked_options
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
 
 
@@ -19,6 +20,7 @@ class CompressionRatio(Callback):
         ConfigError: At the start of training, when the strategy does not compress.
     """
 
+    @checked_options
     def __init__(self, name: str = "compression") -> None:
         self.name = name
 

@@ -36,6 +36,7 @@ from typing_extensions import override
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.errors import ConfigError
+from lightning_shard.option_checks import checked_options
 from lightning_shard.pipeline_parallel.schedules import Action, Schedule
 from lightning_shard.pipeline_parallel.simulation import replay
 from lightning_shard.pipeline_parallel.theory import theoretical_idle_share
@@ -164,6 +165,7 @@ class PipelineTimeline(Callback):
             Trainer's strategy is not a pipeline.
     """
 
+    @checked_options
     def __init__(
         self,
         folder: str | Path | None = None,

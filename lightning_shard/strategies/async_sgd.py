@@ -42,6 +42,7 @@ from lightning_shard.data_parallel.async_sgd.mailbox import mailbox_type
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.options import DTypePolicy
 from lightning_shard.errors import ConfigError
+from lightning_shard.option_checks import checked_options
 from lightning_shard.precision.plugins import ShardedMixedPrecision
 from lightning_shard.strategies.training_alone import TrainsAlone
 
@@ -77,6 +78,7 @@ class AsyncSGDStrategy(TrainsAlone):
     stage = 1
     engine_type: ClassVar[type[DataParallelEngine]] = AsyncEngine
 
+    @checked_options
     def __init__(
         self,
         accelerator: "pl.accelerators.Accelerator | None" = None,

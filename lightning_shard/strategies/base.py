@@ -42,6 +42,8 @@ from lightning_shard.strategies.termination import StopsTogether
 
 T = TypeVar("T")
 
+_LONGEST = timedelta(days=365)  # torch counts milliseconds
+
 
 class ShardStrategy(StopsTogether, metaclass=OptionNames):
     """Starts the ranks, makes the process group, and answers Lightning's questions about them.
@@ -352,9 +354,14 @@ class ShardStrategy(StopsTogether, metaclass=OptionNames):
 
 
 def _as_timedelta(timeout: float | timedelta) -> timedelta:
-    value = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-    if value <= timedelta(0):
-        raise ConfigError(f"timeout must be positive seconds, got {timeout!r}.")
+    try:
+        value = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    except OverflowError:
+        value = timedelta(0)
+    if value <= timedelta(0) or value > _LONGEST:
+        raise ConfigError(
+            f"timeout must be positive seconds, and at most {_LONGEST.days} days, got {timeout!r}."
+        )
     return value
 
 

@@ -32,6 +32,7 @@ from lightning_shard.errors import CheckpointError, ConfigError
 from lightning_shard.optim.clipping import global_grad_norm
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
 from lightning_shard.optim.state import full_state_dict, local_state_dict
+from lightning_shard.option_checks import checked_options
 from lightning_shard.precision.plugins import ShardedMixedPrecision, ShardedPrecision
 from lightning_shard.precision.policy import dtype_policy
 from lightning_shard.strategies.announcement import announce, count_parameters
@@ -82,6 +83,7 @@ class DataParallelStrategy(SalvagingStrategy):
     stage: ClassVar[int]
     engine_type: ClassVar[type[DataParallelEngine]] = DataParallelEngine
 
+    @checked_options
     def __init__(
         self,
         accelerator: "pl.accelerators.Accelerator | None" = None,

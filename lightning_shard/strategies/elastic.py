@@ -26,6 +26,7 @@ from lightning_shard.elastic import _lightning
 from lightning_shard.elastic.feeding import Feeding
 from lightning_shard.elastic.loop import make_elastic
 from lightning_shard.elastic.memory import Memory
+from lightning_shard.option_checks import checked_options
 from lightning_shard.strategies.changing_ranks import Bounds
 from lightning_shard.strategies.data_parallel import CHECKPOINT_KEY
 from lightning_shard.strategies.elastic_checks import check_options, check_trainer, stage_of
@@ -66,6 +67,7 @@ class ElasticStrategy(RegroupingStrategy):
         ConfigError: Options that contradict each other.
     """
 
+    @checked_options
     def __init__(
         self,
         accelerator: "pl.accelerators.Accelerator | None" = None,
@@ -112,7 +114,7 @@ class ElasticStrategy(RegroupingStrategy):
             patience_seconds=patience,
             max_failures=max_failures,
         )
-        check_options(backend, snapshot_every, min_ranks, max_ranks)
+        check_options(backend, snapshot_every, min_ranks, max_ranks, max_failures, patience)
         self._snapshot_every = snapshot_every
         self._feeding = Feeding(global_batch_size, learning_rate_scaling)
         self._memory = Memory()

@@ -30,7 +30,14 @@ def stage_of(scheme: str) -> int:
     return STAGES[scheme]
 
 
-def check_options(backend: str, snapshot_every: int, min_ranks: int, max_ranks: int | None) -> None:
+def check_options(
+    backend: str,
+    snapshot_every: int,
+    min_ranks: int,
+    max_ranks: int | None,
+    max_failures: int,
+    patience: float,
+) -> None:
     """Check what the strategy is made with.
 
     Raises:
@@ -43,6 +50,11 @@ def check_options(backend: str, snapshot_every: int, min_ranks: int, max_ranks: 
         )
     if snapshot_every < 1:
         raise ConfigError(f"snapshot_every must be at least 1 step, got {snapshot_every}.")
+    if max_failures < 0 or patience < 0:
+        raise ConfigError(
+            f"max_failures and patience (seconds) must be at least 0, got {max_failures} and "
+            f"{patience}."
+        )
     if min_ranks < 1 or (max_ranks is not None and max_ranks < min_ranks):
         raise ConfigError(
             f"Expected 1 <= min_ranks <= max_ranks, got min_ranks={min_ranks} and "

@@ -14,6 +14,7 @@ from typing_extensions import override
 from lightning_shard.backends.base import DEFAULT_TIMEOUT
 from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.mesh import AXES, Axis, ParallelMesh, Placement
+from lightning_shard.option_checks import checked_options
 from lightning_shard.strategies.combined_split import CombinedSplit
 from lightning_shard.strategies.hybrid_sharding import (
     checked_size,
@@ -60,6 +61,7 @@ class HybridParallelStrategy(TensorParallelStrategy, PipelineParallelStrategy):
 
     model_axes = ("pp", "tp")
 
+    @checked_options
     def __init__(
         self,
         accelerator: "pl.accelerators.Accelerator | None" = None,
@@ -99,7 +101,7 @@ class HybridParallelStrategy(TensorParallelStrategy, PipelineParallelStrategy):
             zero_stage=zero_stage,
         )
         self._data_parallel_size = checked_size(data_parallel_size)
-        self._axis_order = axis_order
+        self._axis_order = ParallelMesh(axis_order=axis_order).axis_order  # refused now if need be
         stages = checked_ranks("pipeline_parallel_size", pipeline_parallel_size)
         self._set_pipeline(stages, schedule, num_microbatches, blocks, split)
 

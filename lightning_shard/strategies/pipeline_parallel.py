@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import lightning.pytorch as pl
 import torch
@@ -20,6 +20,7 @@ from lightning_shard.data_parallel.engine import refuse_leftover_pieces
 from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.errors import ConfigError
 from lightning_shard.mesh import Axis, ParallelMesh
+from lightning_shard.option_checks import checked_options
 from lightning_shard.pipeline_parallel.blocks import check_calls, find_blocks
 from lightning_shard.pipeline_parallel.gradients import GradientStash
 from lightning_shard.pipeline_parallel.microbatches import (
@@ -28,7 +29,7 @@ from lightning_shard.pipeline_parallel.microbatches import (
     merge_outputs,
     split_batch,
 )
-from lightning_shard.pipeline_parallel.partition import Partition, partition_blocks
+from lightning_shard.pipeline_parallel.partition import Partition, Split, partition_blocks
 from lightning_shard.pipeline_parallel.pipeline import Pipeline
 from lightning_shard.pipeline_parallel.schedules import (
     Schedule,
@@ -75,6 +76,7 @@ class PipelineParallelStrategy(ModelParallelStrategy):
     stage = 0
     model_axes: ClassVar[tuple[Axis, ...]] = ("pp",)
 
+    @checked_options
     def __init__(
         self,
         accelerator: "pl.accelerators.Accelerator | None" = None,
@@ -117,6 +119,11 @@ class PipelineParallelStrategy(ModelParallelStrategy):
     ) -> None:
         """Take the options of the pipeline."""
         check_name(schedule)
+        if isinstance(split, str) and split not in get_args(Split):
+            raise ConfigError(
+                f"split must be one of {', '.join(map(repr, get_args(Split)))}, or the first block "
+                f"of each stage but the first, got {split!r}."
+            )
         if num_microbatches is not None and num_microbatches < 1:
             raise ConfigError(f"num_microbatches must be at least 1, got {num_microbatches}.")
         if size is not None:

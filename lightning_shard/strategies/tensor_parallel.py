@@ -19,6 +19,7 @@ from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.data_parallel.options import STAGES
 from lightning_shard.errors import ConfigError
 from lightning_shard.mesh import Axis, ParallelMesh
+from lightning_shard.option_checks import checked_options
 from lightning_shard.strategies.model_parallel import ModelParallelStrategy, checked_ranks
 from lightning_shard.strategies.same_results import SameResults
 from lightning_shard.tensor_parallel.automatic import automatic_plan
@@ -58,6 +59,7 @@ class TensorParallelStrategy(ModelParallelStrategy):
 
     model_axes: ClassVar[tuple[Axis, ...]] = ("tp",)
 
+    @checked_options
     def __init__(
         self,
         accelerator: "pl.accelerators.Accelerator | None" = None,

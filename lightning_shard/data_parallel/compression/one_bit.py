@@ -17,6 +17,7 @@ from lightning_shard.data_parallel.compression.blocks import in_blocks
 from lightning_shard.data_parallel.compression.codec import Codec
 from lightning_shard.data_parallel.compression.compressor import Turn
 from lightning_shard.errors import ConfigError
+from lightning_shard.option_checks import checked_options
 
 _BITS = 8
 # Eight bytes of 0 or 1, seen as one integer and multiplied by this, have bit i of byte 7 from byte
@@ -38,6 +39,7 @@ class OneBit(Codec):
 
     error_feedback = True
 
+    @checked_options
     def __init__(self, warmup_steps: int = 100, block: int = 2048, adam: bool = True) -> None:
         if warmup_steps < 0 or block < _LEAST_BLOCK or block % _BITS:
             raise ConfigError(

@@ -39,6 +39,7 @@ from lightning_shard.data_parallel.compression.factors import (
 from lightning_shard.data_parallel.compression.vector_average import VectorAverage, WireDType
 from lightning_shard.errors import ConfigError
 from lightning_shard.layout.flat import Slot
+from lightning_shard.option_checks import checked_options
 
 
 class PowerSGD(Compressor):
@@ -56,6 +57,7 @@ class PowerSGD(Compressor):
             and Adam would divide such a spike by itself. Gradients travel all the same.
     """
 
+    @checked_options
     def __init__(
         self,
         rank: int = 2,

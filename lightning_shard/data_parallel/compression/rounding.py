@@ -11,6 +11,7 @@ from lightning_shard.data_parallel.compression.blocks import in_blocks
 from lightning_shard.data_parallel.compression.codec import Codec
 from lightning_shard.data_parallel.compression.compressor import Turn
 from lightning_shard.errors import ConfigError
+from lightning_shard.option_checks import checked_options
 
 _FP16_EXPONENT = 15  # below that of fp16's greatest value, so that rounding cannot overflow
 _LEAST_EXPONENT = -120  # so that one over the scale is a float32, too
@@ -59,6 +60,7 @@ class Int8(Codec):
         seed: Of stochastic rounding, the same from run to run.
     """
 
+    @checked_options
     def __init__(
         self,
         block: int = 256,

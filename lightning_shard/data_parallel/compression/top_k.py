@@ -19,6 +19,7 @@ from typing_extensions import override
 from lightning_shard.data_parallel.compression.codec import Codec
 from lightning_shard.data_parallel.compression.compressor import Turn
 from lightning_shard.errors import ConfigError
+from lightning_shard.option_checks import checked_options
 
 _MANY = 1 << 15  # values from which on a sample pays
 _BLOCK = 1 << 16  # places that 16 bits tell apart
@@ -48,6 +49,7 @@ class TopK(Codec):
     error_feedback = True
     is_sparse = True
 
+    @checked_options
     def __init__(
         self,
         ratio: float = 0.01,

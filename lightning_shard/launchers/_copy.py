@@ -1,0 +1,165 @@
+"""Deep copies in which functions belong to the copies, too.
+
+Python copies what a bound method is bound to, but neither the function in it nor what functions
+close over, and torch leaves behind what hangs on a parameter. So of a model in which one of these
+stands, a copy would compute with the original:
+
+    self.step = lambda x: self.net(x)                   a cell that holds the model
+    self.loss = torch.compile(self.loss)                compiled code, as block.compile() makes it
+    MethodType(partial(f, optimizer=...), self)         how LightningCLI sets configure_optimizers
+    self.net.weight.register_hook(self.scale)           a parameter's hook
+
+A function is made anew if it reaches what is copied, through its cells, its defaults or other
+functions; any other is shared. What a function finds among its module's globals stays the
+original's: it is as little copied as the module itself.
+
+A private name of Python's `copy` is used here, and some of torch's tensors; checked with Python
+3.11 and 3.12 and torch 2.11 to 2.13, tests/launchers/test_copy.py fails when they change.
+"""
+
+import copy
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_shard.launchers._torch import compile_again, uncompiled
+
+_Memo = dict[int, Any]
+
+
+def copy_with_functions(value: Any, memo: _Memo, modules: Collection[nn.Module], more: Any) -> Any:
+    """Return a deep copy.
+
+    Args:
+        value: What to copy.
+        memo: A deep copy's memo.
+        modules: Those in it, whose tensors are looked after.
+        more: Further objects in it that functions may hold.
+    """
+    parts = [part for module in modules for part in module.modules()]
+    tensors = list(dict.fromkeys(t for m in modules for t in (*m.parameters(), *m.buffers())))
+    copied = {id(one) for one in (*parts, *tensors, *more)}
+    with _copying_functions(copied):
+        result = copy.deepcopy(value, memo)
+        for tensor in tensors:
+            _copy_extras(tensor, memo)
+        for part in parts:
+            _copy_compiled_call(part, memo)
+    return result
+
+
+@contextmanager
+def _copying_functions(copied: Collection[int]) -> Iterator[None]:
+    """Let deep copies make functions anew that reach an object of these ids."""
+    dispatch: dict[type, Any] = copy._deepcopy_dispatch  # type: ignore[attr-defined]
+    before = {kind: dispatch[kind] for kind in (FunctionType, MethodType)}
+
+    def copy_function(function: FunctionType, memo: _Memo) -> Any:
+        if not _reaches(function, copied, set()):
+            return function
+        written = uncompiled(function)
+        if written is not None:
+            return compile_again(function, copy.deepcopy(written, memo))
+        return _anew(function, memo, copied)
+
+    dispatch.update({FunctionType: copy_function, MethodType: _copy_method})
+    try:
+        yield
+    finally:
+        dispatch.update(before)
+
+
+def _copy_method(method: MethodType, memo: _Memo) -> MethodType:
+    owner = copy.deepcopy(method.__self__, memo)
+    return type(method)(copy.deepcopy(method.__func__, memo), owner)
+
+
+def _anew(function: FunctionType, memo: _Memo, copied: Collection[int]) -> FunctionType:
+    def own(value: Any) -> Any:
+        return copy.deepcopy(value, memo) if _reaches(value, copied, set()) else value
+
+    old = function.__closure__ or ()
+    pairs = [(cell, _own_cell(cell, memo, copied)) for cell in old]
+    new = FunctionType(
+        function.__code__,
+        function.__globals__,
+        function.__name__,
+        closure=tuple(cell for _, cell in pairs) or None,
+    )
+    memo[id(function)] = new  # it may reach itself
+    new.__defaults__ = own(function.__defaults__)
+    new.__kwdefaults__ = own(function.__kwdefaults__)
+    new.__qualname__, new.__module__ = function.__qualname__, function.__module__
+    new.__doc__, new.__annotations__ = function.__doc__, function.__annotations__
+    vars(new).update({name: own(value) for name, value in vars(function).items()})
+    for before, cell in pairs:
+        if cell is not before and _is_empty(cell):
+            cell.cell_contents = copy.deepcopy(before.cell_contents, memo)
+    return new
+
+
+def _own_cell(cell: CellType, memo: _Memo, copied: Collection[int]) -> CellType:
+    """The cell itself, or one for what the copy will reach; functions may share it."""
+    if _is_empty(cell) or not _reaches(cell.cell_contents, copied, set()):
+        return cell
+    own: CellType = memo.setdefault(id(cell), CellType())
+    return own
+
+
+def _is_empty(cell: CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018  (raises if there is none)
+    except ValueError:
+        return True
+    return False
+
+
+def _reaches(value: Any, copied: Collection[int], seen: set[int]) -> bool:
+    """Whether an object is, or holds, one of those that are copied."""
+    if id(value) in copied:
+        return True
+    if id(value) in seen:
+        return False
+    seen.add(id(value))
+    return any(_reaches(one, copied, seen) for one in _held_by(value))
+
+
+def _held_by(value: Any) -> Iterable[Any]:
+    """What functions, partial functions, methods and plain containers hold."""
+    if isinstance(value, FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if not _is_empty(cell)]
+        return [*cells, value.__defaults__, value.__kwdefaults__, vars(value)]
+    if isinstance(value, MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, partial):
+        return [value.func, value.args, value.keywords]
+    if isinstance(value, Mapping):
+        return list(value.values())
+    return value if isinstance(value, (list, tuple, set, frozenset)) else ()
+
+
+def _copy_extras(tensor: Tensor, memo: _Memo) -> None:
+    """Give a tensor's copy its hooks and the attributes that a user has set on it."""
+    twin = memo.get(id(tensor))
+    if not isinstance(twin, Tensor) or twin is tensor:
+        return
+    for name, value in vars(tensor).items():
+        if name not in vars(twin):
+            setattr(twin, name, copy.deepcopy(value, memo))
+    if not twin._backward_hooks:
+        for hook in (tensor._backward_hooks or {}).values():
+            twin.register_hook(copy.deepcopy(hook, memo))
+    if not (getattr(twin, "_post_accumulate_grad_hooks", None) or {}):
+        for hook in (getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values():
+            twin.register_post_accumulate_grad_hook(copy.deepcopy(hook, memo))  # type: ignore[no-untyped-call]
+
+
+def _copy_compiled_call(part: nn.Module, memo: _Memo) -> None:
+    """Compile the copy of a module that `module.compile()` has compiled, which a copy is not."""
+    twin = memo.get(id(part))
+    if part._compiled_call_impl is not None and isinstance(twin, nn.Module) and twin is not part:
+        twin._compiled_call_impl = copy.deepcopy(part._compiled_call_impl, memo)

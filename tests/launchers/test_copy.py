@@ -1,0 +1,158 @@
+"""What stands in functions, partial functions and methods belongs to the copy of a model."""
+
+import copy
+from collections.abc import Callable
+from functools import partial, wraps
+from types import FunctionType, MethodType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_shard.launchers._copy import copy_with_functions
+
+
+class Net(nn.Module):
+    """Holds itself in every way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.found: dict[str, Callable[[], Any]] = {}
+
+    def own(self, *_: Any) -> "Net":
+        return self
+
+
+def _of_kwargs(*, model: Any) -> Any:
+    return model
+
+
+def _decorated(model: Net) -> Callable[[], Any]:
+    @wraps(model.own)
+    def wrapped() -> Any:
+        return model.own()
+
+    return wrapped
+
+
+def _recursive(model: Net) -> Callable[[], Any]:
+    def count(left: int = 2) -> Any:
+        return count(left - 1) if left else model
+
+    return count
+
+
+WAYS: dict[str, Callable[[Net], Callable[[], Any]]] = {
+    "bound method": lambda model: model.own,
+    "closure": lambda model: lambda: model,
+    "closure over a part": lambda model: (lambda layer: lambda: layer)(model.layer),
+    "closure over a method": lambda model: (lambda own: lambda: own())(model.own),
+    "closure over a list": lambda model: (lambda several: lambda: several[0])([model]),
+    "default": lambda model: lambda model=model: model,
+    "partial": lambda model: partial(_of_kwargs, model=model),
+    "partial of a method": lambda model: partial(model.own, 1),
+    "partial of a closure": lambda model: partial(lambda: model),
+    "method of a partial": lambda model: MethodType(partial(lambda one, two: two, model), model),
+    "decorated": _decorated,
+    "recursive": _recursive,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_copys_functions_reach_the_copy(way: str) -> None:
+    model = Net()
+    model.found["it"] = WAYS[way](model)
+    expected = model.layer if way == "closure over a part" else model
+    assert model.found["it"]() is expected
+    twin = copy_with_functions(model, {}, [model], [])
+    assert twin is not model
+    assert twin.found["it"]() is (twin.layer if way == "closure over a part" else twin)
+    assert model.found["it"]() is expected
+
+
+def test_functions_that_reach_nothing_of_it_are_shared() -> None:
+    model, calls = Net(), list[int]()
+    model.found = {"count": lambda: calls.append(1), "module's": torch.zeros, "own": len}
+    twin = copy_with_functions(model, {}, [model], [])
+    assert all(twin.found[name] is model.found[name] for name in model.found)
+
+
+def test_two_functions_share_a_variable_in_the_copy() -> None:
+    model = Net()
+    current: Any = model
+
+    def read() -> Any:
+        return current
+
+    def write(value: Any) -> None:
+        nonlocal current
+        current = value
+
+    model.found = {"read": read, "write": write}
+    twin = copy_with_functions(model, {}, [model], [])
+    assert twin.found["read"]() is twin
+    twin.found["write"](5)
+    assert (twin.found["read"](), model.found["read"]()) == (5, model)
+
+
+def test_hooks_of_modules_and_parameters_are_the_copys() -> None:
+    model, seen = Net(), list[Any]()
+    model.layer.register_forward_hook(lambda *_: seen.append(model))
+    model.layer.weight.register_hook(lambda grad: grad * len(list(model.children())) * 3)
+    model.layer.bias.register_post_accumulate_grad_hook(lambda _: seen.append(model.layer))
+    model.layer.bias.no_decay = True
+    twin = copy_with_functions(model, {}, [model], [])
+    twin.layer(torch.ones(1, 2)).sum().backward()
+    assert seen == [twin, twin.layer]
+    assert torch.equal(twin.layer.weight.grad, torch.full((2, 2), 3.0))
+    assert twin.layer.bias.no_decay
+
+
+def test_other_deep_copies_are_as_ever() -> None:
+    def function() -> None: ...
+
+    before = copy._deepcopy_dispatch[FunctionType]  # type: ignore[attr-defined]
+
+    class Fails:
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        copy_with_functions(Fails(), {}, [], [])
+    assert copy._deepcopy_dispatch[FunctionType] is before  # type: ignore[attr-defined]
+    assert copy.deepcopy(function) is function
+
+
+def test_what_torch_keeps_a_tensors_hooks_in() -> None:
+    tensor = Tensor([1.0]).requires_grad_()
+    assert tensor._backward_hooks is None
+    tensor.register_hook(lambda grad: grad)
+    tensor.register_post_accumulate_grad_hook(lambda one: None)  # type: ignore[no-untyped-call]
+    assert len(tensor._backward_hooks) == len(tensor._post_accumulate_grad_hooks) == 1  # type: ignore[attr-defined]
+
+
+def test_compiled_code_of_a_copy_computed_with_the_original() -> None:
+    model: Any = nn.Linear(1, 1)
+    model.compiled = torch.compile(model.forward, backend="eager")
+    model.closure = torch.compile(lambda x: x * model.weight, backend="eager")
+    twin = copy_with_functions(model, {}, [model], [])
+    with torch.no_grad():
+        model.weight.zero_(), twin.weight.fill_(3.0), twin.bias.zero_()
+    assert twin.compiled(torch.ones(1)) == 3
+    assert twin.closure(torch.ones(1)) == 3
+    assert model.closure(torch.ones(1)) == 0
+
+
+# torch 2.13 looks at the inputs of what it compiles
+@pytest.mark.filterwarnings(r"ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_copy_of_a_compiled_block_was_not_compiled() -> None:
+    model = nn.Sequential(nn.Linear(1, 1))
+    model[0].compile(backend="eager")
+    twin = copy_with_functions(model, {}, [model], [])
+    assert twin[0]._compiled_call_impl is not None
+    assert twin[0]._compiled_call_impl is not model[0]._compiled_call_impl
+    with torch.no_grad():
+        twin[0].weight.zero_(), twin[0].bias.fill_(5.0)
+    assert twin(torch.ones(1)) == 5
