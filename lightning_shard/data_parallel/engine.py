@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.agreement import check_same_model
+from lightning_shard.data_parallel.assigned import ParameterPlaces
 from lightning_shard.data_parallel.buffers import BufferSync
 from lightning_shard.data_parallel.compression.buffer import FlatBuffer
 from lightning_shard.data_parallel.compression.compressor import Exchange
@@ -111,6 +112,11 @@ class DataParallelEngine:
         self._buffers = BufferSync(model, self.collectives)
         self._buffers.broadcast_all()
         self.view = OptimizerView(self.gradients, self.reducer, self._gatherer)
+        self._places = ParameterPlaces(
+            model, self.collectives.rank, fixed_modules=options.stage == 3
+        )
+        for flat in self.flats:
+            flat.on_assigned = self._adopt_data
         self.hook_trainable()
 
     @property
@@ -193,9 +199,31 @@ class DataParallelEngine:
         handle: RemovableHandle = param.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
         return handle
 
+    def adopt_assigned(self) -> None:
+        """Take over what user code has assigned to `param.data`, or put in parameters' places.
+
+        Raises:
+            ConfigError: It cannot be a parameter's value.
+        """
+        self._adopt_data()
+        self._places.put_back(self._adopt_replaced)
+
+    def _adopt_data(self) -> None:
+        """All values are copied before any is written: they may lie in the buffers themselves."""
+        values = [flat.assigned() for flat in self.flats]
+        for flat, assigned in zip(self.flats, values, strict=True):
+            if assigned:
+                flat.adopt(assigned)
+
+    def _adopt_replaced(self, param: nn.Parameter, value: Tensor) -> None:
+        if param in self._homes:
+            flat, index = self._homes[param]
+            flat.adopt({index: value.to(flat.full.device, copy=True)})
+
     @contextmanager
     def step(self) -> Iterator[None]:
         """Run one training, validation, test or predict step inside; each rank must."""
+        self.adopt_assigned()
         self.hook_trainable()
         self._buffers.follow(training=self.model.training and torch.is_grad_enabled())
         with nullcontext() if self._gatherer is None else self._gatherer.step():
@@ -288,6 +316,7 @@ class DataParallelEngine:
         Args:
             missing: Names of those that keep their value; read at the end.
         """
+        self.adopt_assigned()
         shown = [(param, param.data, param.grad) for param in self.model.parameters()]
         for param, value, _ in shown:
             param.grad = None
@@ -295,7 +324,7 @@ class DataParallelEngine:
         try:
             yield
             for name, param in self.model.named_parameters():
-                if self.split.is_here(param) and name not in missing:
+                if param in self._homes and name not in missing:
                     flat, index = self.owner(param)
                     flat.load(index, self.split.local(param, param.data))
         finally:
@@ -306,6 +335,8 @@ class DataParallelEngine:
         shape = self.split.full_shapes.get(param)
         if shape is not None:
             return shape
+        if param not in self._homes:  # user code has added it since
+            return param.shape
         flat, index = self.owner(param)
         return flat.layout.slots[index].shape
 
@@ -316,12 +347,13 @@ class DataParallelEngine:
             Each parameter with its whole value in the optimizer's format, on the ranks that are
             the first of their data-parallel group; nothing elsewhere.
         """
+        self.adopt_assigned()
         if not self.groups.is_first_copy:
             return
         come: dict[FlatParameters, list[Tensor]] = {}
         for param in self.model.parameters():
             value = param.data
-            if self.split.is_here(param):
+            if param in self._homes:
                 flat, index = self.owner(param)
                 if flat not in come:
                     come = {**_of_one_unit(come, flat, self.units), flat: flat.whole_values()}
@@ -341,6 +373,7 @@ class DataParallelEngine:
         if self._gatherer is not None:
             self._gatherer.remove()
         if restore:
+            self.adopt_assigned()
             self._buffers.follow(training=False)
             if self._gatherer is not None:
                 self._gatherer.free_all()

@@ -79,6 +79,7 @@ class AsyncEngine(DataParallelEngine):
             with super().step():
                 yield
             return
+        self.adopt_assigned()
         self.hook_trainable()
         self._buffers_moved = True
         yield

@@ -66,6 +66,8 @@ class LocalParameters:
             values: By name, in the parameters' shapes.
             keep: The share of the old values that stays.
         """
+        for flat in self._flats:
+            flat.see_assigned()  # else it would come back over these values
         for name, value in values.items():
             view = self.views[name]
             view.copy_(value.lerp(view.to(value.dtype), keep) if keep else value)
