@@ -183,3 +183,13 @@ def refuse_freed(name: str, rank: int) -> ConfigError:
         f"of another parameter, which ZeRO stage 3 has given back since. Assign a copy: "
         f"q.data = p.data.clone()."
     )
+
+
+def refuse_moved(names: Sequence[str], rank: int) -> ConfigError:
+    """The error for values that come between a forward and its backward, which needs the old."""
+    return ConfigError(
+        f"Rank {rank}: {', '.join(map(repr, names))} of a block was assigned between the block's "
+        f"forward and its backward, which under ZeRO stage 3 gathers it again and needs the values "
+        f"of the forward; expected it to stay. Assign in on_train_batch_start or "
+        f"on_train_batch_end, or use strategy='zero2'."
+    )

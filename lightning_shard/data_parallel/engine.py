@@ -127,9 +127,10 @@ class DataParallelEngine:
     def _build_unit(self, spec: UnitSpec) -> Unit:
         policy = self.options.dtypes
 
-        def kind(item: tuple[str, nn.Parameter]) -> tuple[str, str, bool]:
+        def kind(item: tuple[str, nn.Parameter]) -> tuple[str, str, tuple[bool, ...]]:
             param = item[1]
-            return str(param.dtype), str(policy.compute_dtype(param)), param.requires_grad
+            compute_dtype = str(policy.compute_dtype(param))
+            return str(param.dtype), compute_dtype, spec.twins.flags_of(param)
 
         flats = [
             FlatParameters(

@@ -23,7 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.backends.pending import Pending
-from lightning_shard.data_parallel.assigned import ShownViews, refuse_freed, refuse_shape
+from lightning_shard.data_parallel.assigned import (
+    ShownViews,
+    refuse_freed,
+    refuse_moved,
+    refuse_shape,
+)
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.reduced_gradient import GradientNote, ReducedGradient
 from lightning_shard.layout.flat import FlatLayout, build_layout
@@ -140,6 +145,12 @@ class FlatParameters:
         """Take over what user code has assigned to the parameters, if it has, by a quick look."""
         if not self._shown.stand:
             self.on_assigned()
+
+    def refuse_assigned(self) -> None:
+        """Raise ConfigError if user code has assigned a value, as between forward and backward."""
+        if not self._shown.stand:
+            names = [self.layout.slots[index].name for index in self._shown.assigned()]
+            raise refuse_moved(names, self._groups.everyone.rank)
 
     def assigned(self) -> dict[int, Tensor]:
         """Return copies of what user code has assigned, by the parameter's index.

@@ -170,6 +170,7 @@ class Gatherer:
 
     def end_backward(self) -> None:
         """Free what backward has finished with; inside a step residents stay, for the next one."""
+        self._see_assigned()
         for unit in self._units:
             unit.forget_calls()
             if not (unit.resident and self._in_step):
@@ -177,9 +178,16 @@ class Gatherer:
 
     def free_all(self) -> None:
         """Free every unit: the optimizer, or the world outside a step, wants the pieces."""
+        self._see_assigned()
         for unit in self._units:
             unit.forget_calls()
             unit.free(edited=unit.resident or not self._has_stepped)
+
+    def _see_assigned(self) -> None:
+        """Before anything is freed: what is assigned to one unit may lie in another's memory."""
+        for unit in self._units:
+            for flat in unit.flats:
+                flat.see_assigned()
 
     def after_update(self) -> None:
         """Inside a step (manual optimization) residents must be gathered anew."""
@@ -199,7 +207,7 @@ class Gatherer:
             return
         if self._in_step and unit not in self._trace:
             self._trace.append(unit)
-        self._prefetch(self._next.get(unit))
+        self._prefetch(self._next.get(unit), unit)
         if not torch.is_grad_enabled():
             return
         unit.open_calls += 1
@@ -232,7 +240,7 @@ class Gatherer:
         if self._within:
             return
         unit.open_backwards += 1
-        self._prefetch(self._previous.get(unit))
+        self._prefetch(self._previous.get(unit), unit)
 
     def _after_backward(self, unit: Unit) -> None:
         if self._within:
@@ -245,8 +253,9 @@ class Gatherer:
             self._on_left(unit)
             unit.free()
 
-    def _prefetch(self, unit: Unit | None) -> None:
-        if unit is not None:
+    def _prefetch(self, unit: Unit | None, running: Unit) -> None:
+        """Gather ahead, but no teacher's: it may be moved once its student has run."""
+        if unit is not None and unit.is_trained == running.is_trained:
             unit.begin_gather()
 
     def _enter_holder(self) -> None:
