@@ -297,6 +297,32 @@ class DataParallelEngine:
             if handle is not None:
                 handle.wait()
 
+    @contextmanager
+    def publishing_edits(self, updated: Iterable[nn.Parameter]) -> Iterator[None]:
+        """Bring full parameters up to date whose pieces user code has changed inside.
+
+        Each rank must enter and leave.
+
+        Args:
+            updated: Parameters that the optimizer is about to update, and `publish` then.
+        """
+        known = set(updated)
+        flats = [flat for flat in self.flats if known.isdisjoint(flat.params)]
+        if not flats or self.options.stage not in (1, 2):
+            yield
+            return
+        for flat in flats:
+            flat.take_in_edits()
+        marks = [flat.mark() for flat in flats]
+        yield
+        changed = [flat.mark() != mark for flat, mark in zip(flats, marks, strict=True)]
+        flags = torch.tensor(changed, dtype=torch.uint8, device=self.device)
+        self.collectives.all_reduce(flags, "max").wait()
+        moved = [flat for flat, has_moved in zip(flats, flags.tolist(), strict=True) if has_moved]
+        for handle in [flat.begin_gather() for flat in moved]:
+            if handle is not None:
+                handle.wait()
+
     def publish_shards(self) -> None:
         """After shards were overwritten, bring whole parameters up to date; each rank must call."""
         pending = [
@@ -378,6 +404,8 @@ class DataParallelEngine:
             self._buffers.follow(training=False)
             if self._gatherer is not None:
                 self._gatherer.free_all()
+        if self._gatherer is not None:
+            self._gatherer.copies.restore(self._on_all_ranks if restore else None)
         for flat in self.flats if restore else ():
             for param, value in zip(flat.params, flat.whole_values(), strict=True):
                 param.data = value.clone()
@@ -387,6 +415,9 @@ class DataParallelEngine:
             param.grad = None
             if not restore and param in self.split.full_shapes:
                 setattr(param, _LEFTOVER, True)
+
+    def _on_all_ranks(self, numbers: set[int]) -> set[int]:
+        return set.intersection(*self.collectives.all_gather_object(numbers))
 
     @torch.no_grad()
     def abandon(self) -> None:
@@ -399,6 +430,7 @@ class DataParallelEngine:
             self._hooks.popitem()[1].remove()
         if self._gatherer is not None:
             self._gatherer.remove()
+            self._gatherer.copies.restore(None)
         for flat in self.flats:
             for param, slot in zip(flat.params, flat.layout.slots, strict=True):
                 param.grad = None

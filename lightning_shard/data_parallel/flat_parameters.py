@@ -34,6 +34,7 @@ from lightning_shard.data_parallel.reduced_gradient import GradientNote, Reduced
 from lightning_shard.layout.flat import FlatLayout, build_layout
 
 _ALIGN_BYTES = 16  # vectorised kernels want it
+_WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class FlatParameters:
@@ -247,6 +248,11 @@ class FlatParameters:
             return
         edited = own != self.shard.to(own.dtype)
         self.shard.copy_(torch.where(edited, own.to(self.shard.dtype), self.shard))
+
+    def mark(self) -> int:
+        """Return a number that changes when the values of this rank's shard do."""
+        real = torch.view_as_real(self.shard) if self.shard.is_complex() else self.shard
+        return int(real.view(_WHOLE_NUMBERS[real.element_size()]).sum())
 
     @torch.no_grad()
     def load(self, index: int, value: Tensor) -> None:

@@ -23,6 +23,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.data_parallel.gather_record import GatherRecord
+from lightning_shard.data_parallel.piece_copies import PieceCopies
 from lightning_shard.data_parallel.torch_private import in_backward
 from lightning_shard.data_parallel.unit import Unit
 
@@ -39,6 +40,7 @@ class Gatherer:
 
     Attributes:
         record: What has been gathered.
+        copies: Of the parameters, made by user code.
     """
 
     def __init__(
@@ -56,6 +58,10 @@ class Gatherer:
         self._holds = False
         self._within = False
         self._handles: list[RemovableHandle] = []
+        self._is_removed = False
+        self.copies = PieceCopies(
+            [flat for unit in units for flat in unit.flats], lambda: self._in_step or self._holds
+        )
         self.record = GatherRecord()
         for index, unit in enumerate(units):
             unit.on_gather = partial(self.record.note, index, unit.name)
@@ -80,11 +86,13 @@ class Gatherer:
 
     # Hooks are closures, not bound methods: deepcopy of a module (as EMA does) must not copy us.
     def _hook_block(self, unit: Unit, module: nn.Module) -> None:
-        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-            self._before_forward(unit, (args, kwargs))
+        def before(called: nn.Module, args: Any, kwargs: Any) -> None:
+            if called is module or not self._enter_copy(called):
+                self._before_forward(unit, (args, kwargs))
 
-        def after(module: nn.Module, _: Any, output: Any) -> None:
-            self._after_forward(unit, module, output)
+        def after(called: nn.Module, _: Any, output: Any) -> None:
+            if called is module or not self._leave_copy(called):
+                self._after_forward(unit, called, output)
 
         self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         self._handles.append(module.register_forward_hook(after))
@@ -92,25 +100,47 @@ class Gatherer:
     def _hook_part(self, unit: Unit, part: nn.Module) -> None:
         """A block may be used by another method than its forward (a flow's inverse)."""
 
-        def before(_: nn.Module, __: Any) -> None:
-            if not unit.is_full:
+        def before(called: nn.Module, _: Any) -> None:
+            if called is not part and self._is_copy(called):
+                if not self._is_removed:
+                    self.copies.check_entered(called)
+            elif not unit.is_full:
                 unit.ensure_full()
                 unit.kept = True
 
         self._handles.append(part.register_forward_pre_hook(before))
 
     def _hook_holder(self, module: nn.Module) -> None:
-        def before(_: nn.Module, __: Any) -> None:
-            self._enter_holder()
+        def before(called: nn.Module, _: Any) -> None:
+            if called is module or not self._enter_copy(called):
+                self._enter_holder()
 
-        def after(_: nn.Module, __: Any, ___: Any) -> None:
-            self._leave_holder()
+        def after(called: nn.Module, _: Any, __: Any) -> None:
+            if called is module or not self._leave_copy(called):
+                self._leave_holder()
 
         self._handles.append(module.register_forward_pre_hook(before, prepend=True))
         self._handles.append(module.register_forward_hook(after, always_call=True))
 
+    def _is_copy(self, called: nn.Module) -> bool:
+        """Whether a module is a copy of one of the model's: copies keep the hooks for good."""
+        return self._is_removed or self.copies.own(called)
+
+    def _enter_copy(self, called: nn.Module) -> bool:
+        is_copy = self._is_copy(called)
+        if is_copy and not self._is_removed:
+            self.copies.enter(called)
+        return is_copy
+
+    def _leave_copy(self, called: nn.Module) -> bool:
+        is_copy = self._is_copy(called)
+        if is_copy and not self._is_removed:
+            self.copies.leave()
+        return is_copy
+
     def remove(self) -> None:
         """Take the hooks off the model."""
+        self._is_removed = True
         while self._handles:
             self._handles.pop().remove()
 

@@ -8,10 +8,11 @@ buffers (running statistics) are each rank's own. The optimizer's state stays in
 updates it, and with which gradient, is the business of the view that is put in.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
+from torch import nn
 from typing_extensions import override
 
 from lightning_shard.backends.collectives import Collectives
@@ -70,6 +71,12 @@ class AsyncEngine(DataParallelEngine):
     @contextmanager
     def optimizer_view(self) -> Iterator[None]:
         with nullcontext() if self.is_alone else super().optimizer_view():
+            yield
+
+    @override
+    @contextmanager
+    def publishing_edits(self, updated: Iterable[nn.Parameter]) -> Iterator[None]:
+        with nullcontext() if self.is_alone else super().publishing_edits(updated):
             yield
 
     @override
