@@ -166,9 +166,7 @@ def refuse_shape(
     name: str, got: Sequence[int], expected: Sequence[int], full: Sequence[int], rank: int
 ) -> ConfigError:
     """The error for a value that is not of a parameter's shape."""
-    piece = (
-        f", this rank's piece of {tuple(full)}" if tuple(expected) != tuple(full) else ""
-    )
+    piece = f", this rank's piece of {tuple(full)}" if tuple(expected) != tuple(full) else ""
     return ConfigError(
         f"Rank {rank}: a tensor of shape {tuple(got)} was assigned to the parameter {name!r}, "
         f"expected {tuple(expected)}{piece}. Assign tensors of the parameter's shape, or change "

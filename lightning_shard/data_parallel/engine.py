@@ -32,6 +32,8 @@ from lightning_shard.data_parallel.gathering import Gatherer
 from lightning_shard.data_parallel.model_split import ModelSplit, Unsplit
 from lightning_shard.data_parallel.optimizer_view import OptimizerView
 from lightning_shard.data_parallel.options import EngineOptions
+from lightning_shard.data_parallel.piece_advice import explaining_pieces
+from lightning_shard.data_parallel.piece_loading import cut_loaded
 from lightning_shard.data_parallel.reducer import Reducer
 from lightning_shard.data_parallel.unit import Unit
 from lightning_shard.data_parallel.units import UnitSpec, find_units
@@ -112,6 +114,7 @@ class DataParallelEngine:
         self._buffers = BufferSync(model, self.collectives)
         self._buffers.broadcast_all()
         self.view = OptimizerView(self.gradients, self.reducer, self._gatherer)
+        self._loading = cut_loaded(model, self._homes) if options.stage == 3 else []
         self._places = ParameterPlaces(
             model, self.collectives.rank, fixed_modules=options.stage == 3
         )
@@ -227,8 +230,13 @@ class DataParallelEngine:
         self.adopt_assigned()
         self.hook_trainable()
         self._buffers.follow(training=self.model.training and torch.is_grad_enabled())
-        with nullcontext() if self._gatherer is None else self._gatherer.step():
+        gathered = nullcontext() if self._gatherer is None else self._gatherer.step()
+        with gathered, self.explaining_pieces():
             yield
+
+    def explaining_pieces(self) -> AbstractContextManager[None]:
+        """Explain errors of user code inside that is about the sizes of pieces."""
+        return nullcontext() if self._gatherer is None else explaining_pieces(self._homes)
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -395,16 +403,13 @@ class DataParallelEngine:
             restore: Collective: each rank must call. Without it (after a failure, when peers may
                 be gone) stage 3 leaves this rank's pieces.
         """
-        while self._hooks:
-            self._hooks.popitem()[1].remove()
-        if self._gatherer is not None:
-            self._gatherer.remove()
+        self._remove_hooks()
         if restore:
             self.adopt_assigned()
             self._buffers.follow(training=False)
-            if self._gatherer is not None:
-                self._gatherer.free_all()
         if self._gatherer is not None:
+            if restore:
+                self._gatherer.free_all()
             self._gatherer.copies.restore(self._on_all_ranks if restore else None)
         for flat in self.flats if restore else ():
             for param, value in zip(flat.params, flat.whole_values(), strict=True):
@@ -416,6 +421,13 @@ class DataParallelEngine:
             if not restore and param in self.split.full_shapes:
                 setattr(param, _LEFTOVER, True)
 
+    def _remove_hooks(self) -> None:
+        for handle in (*self._hooks.values(), *self._loading):
+            handle.remove()
+        self._hooks.clear()
+        if self._gatherer is not None:
+            self._gatherer.remove()
+
     def _on_all_ranks(self, numbers: set[int]) -> set[int]:
         return set.intersection(*self.collectives.all_gather_object(numbers))
 
@@ -426,10 +438,8 @@ class DataParallelEngine:
         Each parameter gets memory of its own shape in the optimizer's format, without values, and
         no other engine takes it until `take_leftovers`.
         """
-        while self._hooks:
-            self._hooks.popitem()[1].remove()
+        self._remove_hooks()
         if self._gatherer is not None:
-            self._gatherer.remove()
             self._gatherer.copies.restore(None)
         for flat in self.flats:
             for param, slot in zip(flat.params, flat.layout.slots, strict=True):

@@ -199,6 +199,12 @@ class FlatParameters:
         if self.is_gathered:
             self.full_views[index].copy_(value)
 
+    def as_shown(self, index: int, value: Tensor) -> Tensor:
+        """Return a tensor of a parameter's own shape as the parameter shows itself; others as is."""
+        shape = self.layout.slots[index].shape
+        is_whole = value.shape == shape and self.params[index].shape != shape
+        return self._own_part(index, value) if is_whole else value
+
     def _own_part(self, index: int, value: Tensor) -> Tensor:
         """This rank's piece of a tensor of a parameter's own shape."""
         if self.stage == 0:

@@ -62,9 +62,9 @@ class PieceCopies:
         """Raise ConfigError unless a part of a copied block is called by its block's forward."""
         if not self._depth:
             raise ConfigError(
-                f"A {type(part).__name__} inside a block of a copy that was made during the run is "
-                f"called by itself, but under ZeRO stage 3 it is one rank's pieces; expected a call "
-                f"of the block, for which it is gathered. Call the copied network or its blocks."
+                f"A {type(part).__name__} inside a block of a copy that was made during the run "
+                f"is called by itself, but under ZeRO stage 3 it is one rank's pieces; expected a "
+                f"call of the block, for which it is gathered. Call the copied network or block."
             )
 
     @torch.no_grad()
@@ -139,9 +139,7 @@ class PieceCopies:
 class _Copier:
     """What `copy.deepcopy` calls for one parameter."""
 
-    def __init__(
-        self, copies: PieceCopies, home: _Home, shows_whole: Callable[[], bool]
-    ) -> None:
+    def __init__(self, copies: PieceCopies, home: _Home, shows_whole: Callable[[], bool]) -> None:
         self._copies, self._home, self._shows_whole = copies, home, shows_whole
 
     def __call__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -152,7 +150,7 @@ class _Copier:
     def __reduce__(self) -> NoReturn:
         flat, index = self._home
         raise ConfigError(
-            f"The parameter {flat.layout.slots[index].name!r} is pickled during a run of ZeRO stage "
-            f"3, in which each rank has a piece of it. Save with trainer.save_checkpoint, or after "
-            f"the run."
+            f"The parameter {flat.layout.slots[index].name!r} is pickled during a run of ZeRO "
+            f"stage 3, in which each rank has a piece of it; expected its values only. Save with "
+            f"trainer.save_checkpoint, or after the run."
         )

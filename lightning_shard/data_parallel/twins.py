@@ -4,9 +4,9 @@
     teacher   [ embed | blocks ... | last ]      through both element by element meets equal pieces
     head      [ ... ]                            in no buffer with `net`: the cuts would move
 
-A buffer is cut wherever the cuts happen to fall, so equal tensors are cut alike only where the whole
-buffers are equal. Each twin has buffers of its own for that, split by what requires gradients in any
-of the twins. It is decided by structure alone: every rank must come to the same.
+A buffer is cut wherever the cuts happen to fall, so equal tensors are cut alike only where whole
+buffers are equal. Each twin has buffers of its own for that, split by what requires gradients in
+any of the twins. It is decided by structure alone: every rank must come to the same.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 _MOST_LAYERS = 8  # more pairs of single layers than this are layers of one size, not twins
-
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +112,9 @@ def _parts(model: nn.Module, blocks: set[nn.Module]) -> Iterator[_Part]:
     for child in model.children():
         if child in blocks:
             continue
-        holders = [m for m in child.modules() if next(m.parameters(recurse=False), None) is not None]
+        holders = [
+            m for m in child.modules() if next(m.parameters(recurse=False), None) is not None
+        ]
         if holders:
             yield _Part(tuple(child.parameters()), is_layer=len(holders) == 1)
             yield from _parts(child, blocks)

@@ -1,7 +1,7 @@
 """Replicated data parallel and ZeRO stages 1 to 3 as Lightning strategies: the engine's adapter."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar, Literal
@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
@@ -35,6 +36,7 @@ from lightning_shard.precision.policy import dtype_policy
 from lightning_shard.strategies.base import ShardStrategy
 from lightning_shard.strategies.batches import agree_on_batches, lengths_on_ranks
 from lightning_shard.strategies.callbacks import prepare_callbacks
+from lightning_shard.strategies.hook_advice import hooks_inside
 from lightning_shard.strategies.layer_sync import SyncBatchNormOnCpu
 from lightning_shard.strategies.weight_averaging import (
     AverageInPieces,
@@ -69,6 +71,7 @@ class DataParallelStrategy(ShardStrategy):
 
     stage: ClassVar[int]
     engine_type: ClassVar[type[DataParallelEngine]] = DataParallelEngine
+    _in_hooks: ExitStack | None = None  # around the user's, of a fit
 
     def __init__(
         self,
@@ -150,7 +153,18 @@ class DataParallelStrategy(ShardStrategy):
         if fitting:
             check_same_optimizers(self.optimizers, self.model, self.collectives)
             self._sharded = [ShardedOptimizer(opt, self.engine) for opt in self.optimizers]
+            self._explain_pieces(callbacks)
         self.setup_precision_plugin()
+
+    def _explain_pieces(self, callbacks: Sequence[Callback]) -> None:
+        if self._options.stage < 3:
+            return
+        assert self.lightning_module is not None
+        self._in_hooks = ExitStack()
+        around = hooks_inside(
+            lambda: self.engine.explaining_pieces(), self.lightning_module, callbacks
+        )
+        self._in_hooks.enter_context(around)
 
     def _check_trainable(self) -> None:
         assert self.lightning_module is not None
@@ -390,6 +404,9 @@ class DataParallelStrategy(ShardStrategy):
 
     @override
     def teardown(self) -> None:
+        if self._in_hooks is not None:
+            self._in_hooks.close()
+            self._in_hooks = None
         if self._engine is not None:
             self._detach(self._engine)
             self._left_in_pieces = self._failed and self._holds_pieces

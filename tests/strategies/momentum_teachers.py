@@ -185,7 +185,7 @@ class Taught(L.LightningModule):
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         self._called("training_step")
-        x, y = batch
+        x, y = batch[0].to(self.dtype), batch[1]
         features = self.net(x)
         with torch.no_grad():
             wanted = self.teacher(x)
@@ -194,7 +194,7 @@ class Taught(L.LightningModule):
         return loss
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        x, y = batch
+        x, y = batch[0].to(self.dtype), batch[1]
         loss = F.cross_entropy(self.head(self.neck(self.teacher(x))), y)
         self.log("val", loss, sync_dist=True)
 
