@@ -396,6 +396,15 @@ class DataParallelEngine:
             if self.collectives.rank == 0:
                 yield param, self.split.whole(param, value.detach())
 
+    def pieces(self) -> dict[tuple[int, int], int]:
+        """Return a number for each piece here, also of copies, by its address and size."""
+        return {} if self._gatherer is None else self._gatherer.copies.pieces()
+
+    def whole_piece(self, number: int) -> Tensor:
+        """Bring a piece together that has this number on some rank; each rank must call."""
+        assert self._gatherer is not None
+        return self._gatherer.copies.whole(number)
+
     def detach(self, *, restore: bool) -> None:
         """Take the engine off the model; with `restore`, each parameter is whole again.
 

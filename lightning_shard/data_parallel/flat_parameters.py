@@ -200,7 +200,7 @@ class FlatParameters:
             self.full_views[index].copy_(value)
 
     def as_shown(self, index: int, value: Tensor) -> Tensor:
-        """Return a tensor of a parameter's own shape as the parameter shows itself; others as is."""
+        """Return a tensor of a parameter's own shape as it shows itself; any other as is."""
         shape = self.layout.slots[index].shape
         is_whole = value.shape == shape and self.params[index].shape != shape
         return self._own_part(index, value) if is_whole else value

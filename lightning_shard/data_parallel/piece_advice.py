@@ -49,12 +49,13 @@ def explaining_pieces(homes: Homes) -> Iterator[None]:
         if not fitting:
             raise
         names = " and ".join(_described(*homes[param]) for param in fitting[:2])
+        names = names if seen else f"Pieces as large as {names}"
         raise ConfigError(
-            f"Between the steps of ZeRO stage 3 each rank has pieces of the parameters. {names} met "
-            f"what is not cut alike ({error}), expected tensors of equal shapes in the same order: "
-            f"a teacher that is a deep copy of a whole submodule, made in __init__, setup or "
-            f"configure_model as a part of the module, or by a callback in on_fit_start or later. "
-            f"Copy a submodule as a whole, use Lightning's EMAWeightAveraging, or use "
+            f"Between the steps of ZeRO stage 3 each rank has pieces of the parameters. {names} "
+            f"met what is not cut alike ({error}), expected tensors of equal shapes in the same "
+            f"order: a teacher that is a deep copy of a whole submodule, made in __init__, setup "
+            f"or configure_model as a part of the module, or by a callback in on_fit_start or "
+            f"later. Copy a submodule as a whole, use Lightning's EMAWeightAveraging, or use "
             f"strategy='zero2'."
         ) from error
 

@@ -37,6 +37,7 @@ class PieceCopies:
         self._depth = 0
         self._pieces: list[tuple[nn.Parameter, Tensor]] = []  # while their copies are whole
         self._params = [param for flat in flats for param in flat.params]
+        self._originals = [(flat, index) for flat in flats for index in range(len(flat.params))]
         for flat in flats:
             for index, param in enumerate(flat.params):
                 vars(param)["__deepcopy__"] = _Copier(self, (flat, index), shows_whole)
@@ -117,6 +118,25 @@ class PieceCopies:
             whole = flat.gather_shards(shard)
             for index, param in copies.items():
                 param.data = whole[index].to(param.dtype, copy=True)
+
+    def pieces(self) -> dict[tuple[int, int], int]:
+        """Return a number for each piece here by address and size, the same on every rank."""
+        views = [flat.local_views[index] for flat, index in self._originals]
+        numbered = dict(enumerate(views))
+        for copy, (_, made) in self._homes.items():
+            numbered[len(views) + made] = copy.data
+        return {(view.data_ptr(), view.numel()): number for number, view in numbered.items()}
+
+    def whole(self, number: int) -> Tensor:
+        """Gather what has this number; each rank must call, and hold it."""
+        if number < len(self._originals):
+            flat, index = self._originals[number]
+            return flat.whole_values()[index]
+        made = number - len(self._originals)
+        copy, ((flat, index), _) = next(one for one in self._homes.items() if one[1][1] == made)
+        shard = torch.zeros_like(flat.shard)
+        flat.shard_views(shard)[index].copy_(copy.data)
+        return flat.gather_shards(shard)[index]
 
     @torch.no_grad()
     def restore(self, agree: Callable[[set[int]], set[int]] | None) -> None:

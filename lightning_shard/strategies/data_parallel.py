@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from lightning_shard.backends.base import DEFAULT_TIMEOUT
 from lightning_shard.checkpoint.full import full_module_state, load_module_state
+from lightning_shard.checkpoint.pieces import join_pieces
 from lightning_shard.data_parallel.agreement import check_same_optimizers
 from lightning_shard.data_parallel.compression import Compressor, Tally, find_compressor
 from lightning_shard.data_parallel.compression.state import load_whole_state, whole_state
@@ -346,6 +347,8 @@ class DataParallelStrategy(ShardStrategy):
         if self._options.compression is not None and "optimizer_states" in checkpoint:
             state = self._state_of_compression()
             checkpoint.setdefault(CHECKPOINT_KEY, {})["compression"] = state
+        if self._engine is not None and self._options.stage == 3:
+            join_pieces(checkpoint, self._engine)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
