@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.agreement import check_same_model
+from lightning_shard.data_parallel.assigned import ParameterPlaces
 from lightning_shard.data_parallel.blanks import blank
 from lightning_shard.data_parallel.buffers import BufferSync
 from lightning_shard.data_parallel.compression.buffer import FlatBuffer
@@ -32,6 +33,8 @@ from lightning_shard.data_parallel.gathering import Gatherer
 from lightning_shard.data_parallel.model_split import ModelSplit, Unsplit
 from lightning_shard.data_parallel.optimizer_view import OptimizerView
 from lightning_shard.data_parallel.options import EngineOptions
+from lightning_shard.data_parallel.piece_advice import explaining_pieces
+from lightning_shard.data_parallel.piece_loading import cut_loaded
 from lightning_shard.data_parallel.reducer import Reducer
 from lightning_shard.data_parallel.unit import Unit
 from lightning_shard.data_parallel.units import UnitSpec, find_units
@@ -112,6 +115,12 @@ class DataParallelEngine:
         self._buffers = BufferSync(model, self.collectives)
         self._buffers.broadcast_all()
         self.view = OptimizerView(self.gradients, self.reducer, self._gatherer)
+        self._loading = cut_loaded(model, self._homes) if options.stage == 3 else []
+        self._places = ParameterPlaces(
+            model, self.collectives.rank, fixed_modules=options.stage == 3
+        )
+        for flat in self.flats:
+            flat.on_assigned = self._adopt_data
         self.hook_trainable()
 
     @property
@@ -122,9 +131,10 @@ class DataParallelEngine:
     def _build_unit(self, spec: UnitSpec) -> Unit:
         policy = self.options.dtypes
 
-        def kind(item: tuple[str, nn.Parameter]) -> tuple[str, str, bool]:
+        def kind(item: tuple[str, nn.Parameter]) -> tuple[str, str, tuple[bool, ...]]:
             param = item[1]
-            return str(param.dtype), str(policy.compute_dtype(param)), param.requires_grad
+            compute_dtype = str(policy.compute_dtype(param))
+            return str(param.dtype), compute_dtype, spec.twins.flags_of(param)
 
         flats = [
             FlatParameters(
@@ -194,13 +204,40 @@ class DataParallelEngine:
         handle: RemovableHandle = param.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
         return handle
 
+    def adopt_assigned(self) -> None:
+        """Take over what user code has assigned to `param.data`, or put in parameters' places.
+
+        Raises:
+            ConfigError: It cannot be a parameter's value.
+        """
+        self._adopt_data()
+        self._places.put_back(self._adopt_replaced)
+
+    def _adopt_data(self) -> None:
+        """All values are copied before any is written: they may lie in the buffers themselves."""
+        values = [flat.assigned() for flat in self.flats]
+        for flat, assigned in zip(self.flats, values, strict=True):
+            if assigned:
+                flat.adopt(assigned)
+
+    def _adopt_replaced(self, param: nn.Parameter, value: Tensor) -> None:
+        if param in self._homes:
+            flat, index = self._homes[param]
+            flat.adopt({index: value.to(flat.full.device, copy=True)})
+
     @contextmanager
     def step(self) -> Iterator[None]:
         """Run one training, validation, test or predict step inside; each rank must."""
+        self.adopt_assigned()
         self.hook_trainable()
         self._buffers.follow(training=self.model.training and torch.is_grad_enabled())
-        with nullcontext() if self._gatherer is None else self._gatherer.step():
+        gathered = nullcontext() if self._gatherer is None else self._gatherer.step()
+        with gathered, self.explaining_pieces():
             yield
+
+    def explaining_pieces(self) -> AbstractContextManager[None]:
+        """Explain errors of user code inside that is about the sizes of pieces."""
+        return nullcontext() if self._gatherer is None else explaining_pieces(self._homes)
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -269,6 +306,32 @@ class DataParallelEngine:
             if handle is not None:
                 handle.wait()
 
+    @contextmanager
+    def publishing_edits(self, updated: Iterable[nn.Parameter]) -> Iterator[None]:
+        """Bring full parameters up to date whose pieces user code has changed inside.
+
+        Each rank must enter and leave.
+
+        Args:
+            updated: Parameters that the optimizer is about to update, and `publish` then.
+        """
+        known = set(updated)
+        flats = [flat for flat in self.flats if known.isdisjoint(flat.params)]
+        if not flats or self.options.stage not in (1, 2):
+            yield
+            return
+        for flat in flats:
+            flat.take_in_edits()
+        marks = [flat.mark() for flat in flats]
+        yield
+        changed = [flat.mark() != mark for flat, mark in zip(flats, marks, strict=True)]
+        flags = torch.tensor(changed, dtype=torch.uint8, device=self.device)
+        self.collectives.all_reduce(flags, "max").wait()
+        moved = [flat for flat, has_moved in zip(flats, flags.tolist(), strict=True) if has_moved]
+        for handle in [flat.begin_gather() for flat in moved]:
+            if handle is not None:
+                handle.wait()
+
     def publish_shards(self) -> None:
         """After shards were overwritten, bring whole parameters up to date; each rank must call."""
         pending = [
@@ -291,6 +354,7 @@ class DataParallelEngine:
         Args:
             missing: Names of those that keep their value; read at the end.
         """
+        self.adopt_assigned()
         shown = [(param, param.data, param.grad) for param in self.model.parameters()]
         for param, value, _ in shown:
             param.grad = None
@@ -298,7 +362,7 @@ class DataParallelEngine:
         try:
             yield
             for name, param in self.model.named_parameters():
-                if self.split.is_here(param) and name not in missing:
+                if param in self._homes and name not in missing:
                     flat, index = self.owner(param)
                     flat.load(index, self.split.local(param, param.data))
         finally:
@@ -310,6 +374,8 @@ class DataParallelEngine:
         shape = self.split.full_shapes.get(param)
         if shape is not None:
             return shape
+        if param not in self._homes:  # user code has added it since
+            return param.shape
         flat, index = self.owner(param)
         return flat.layout.slots[index].shape
 
@@ -320,18 +386,28 @@ class DataParallelEngine:
             Each parameter with its whole value in the optimizer's format, on the ranks that are
             the first of their data-parallel group; nothing elsewhere.
         """
+        self.adopt_assigned()
         if not self.groups.is_first_copy:
             return
         come: dict[FlatParameters, list[Tensor]] = {}
         for param in self.model.parameters():
             value = param.data
-            if self.split.is_here(param):
+            if param in self._homes:
                 flat, index = self.owner(param)
                 if flat not in come:
                     come = {**_of_one_unit(come, flat, self.units), flat: flat.whole_values()}
                 value = come[flat][index]
             if self.collectives.rank == 0:
                 yield param, self.split.whole(param, value.detach())
+
+    def pieces(self) -> dict[tuple[int, int], int]:
+        """Return a number for each piece here, also of copies, by its address and size."""
+        return {} if self._gatherer is None else self._gatherer.copies.pieces()
+
+    def whole_piece(self, number: int) -> Tensor:
+        """Bring a piece together that has this number on some rank; each rank must call."""
+        assert self._gatherer is not None
+        return self._gatherer.copies.whole(number)
 
     def detach(self, *, restore: bool) -> None:
         """Take the engine off the model; with `restore`, each parameter is whole again.
@@ -340,14 +416,14 @@ class DataParallelEngine:
             restore: Collective: each rank must call. Without it (after a failure, when peers may
                 be gone) stage 3 leaves this rank's pieces.
         """
-        while self._hooks:
-            self._hooks.popitem()[1].remove()
-        if self._gatherer is not None:
-            self._gatherer.remove()
+        self._remove_hooks()
         if restore:
+            self.adopt_assigned()
             self._buffers.follow(training=False)
-            if self._gatherer is not None:
+        if self._gatherer is not None:
+            if restore:
                 self._gatherer.free_all()
+            self._gatherer.copies.restore(self._on_all_ranks if restore else None)
         for flat in self.flats if restore else ():
             for param, value in zip(flat.params, flat.whole_values(), strict=True):
                 param.data = value.clone()
@@ -358,6 +434,16 @@ class DataParallelEngine:
             if not restore and param in self.split.full_shapes:
                 setattr(param, _LEFTOVER, True)
 
+    def _remove_hooks(self) -> None:
+        for handle in (*self._hooks.values(), *self._loading):
+            handle.remove()
+        self._hooks.clear()
+        if self._gatherer is not None:
+            self._gatherer.remove()
+
+    def _on_all_ranks(self, numbers: set[int]) -> set[int]:
+        return set.intersection(*self.collectives.all_gather_object(numbers))
+
     @torch.no_grad()
     def abandon(self) -> None:
         """Take the engine off a model whose values will come from elsewhere; no communication.
@@ -365,10 +451,9 @@ class DataParallelEngine:
         Each parameter gets memory of its own shape in the optimizer's format, without values, and
         no other engine takes it until `take_leftovers`.
         """
-        while self._hooks:
-            self._hooks.popitem()[1].remove()
+        self._remove_hooks()
         if self._gatherer is not None:
-            self._gatherer.remove()
+            self._gatherer.copies.restore(None)
         for flat in self.flats:
             for param, slot in zip(flat.params, flat.layout.slots, strict=True):
                 param.grad = None

@@ -12,20 +12,30 @@ A parameter can show itself in two ways, and `param.data` is pointed at one or t
 
 Freeing resizes the storage of `full` to zero and gathering gives it back, so that views which
 autograd has saved stay valid. While it is freed, no parameter points at it.
+
+User code may point `param.data` at memory of its own: before a parameter shows another view, and
+before anything reads the buffers, that value is taken over.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from lightning_shard.backends.pending import Pending
+from lightning_shard.data_parallel.assigned import (
+    ShownViews,
+    refuse_freed,
+    refuse_moved,
+    refuse_shape,
+)
 from lightning_shard.data_parallel.blanks import is_blank
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.reduced_gradient import GradientNote, ReducedGradient
 from lightning_shard.layout.flat import FlatLayout, build_layout
 
 _ALIGN_BYTES = 16  # vectorised kernels want it
+_WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class FlatParameters:
@@ -39,6 +49,9 @@ class FlatParameters:
         compute_dtype: Format of the full parameters.
         is_split: Some of them are themselves parts of whole ones, so that even a full gradient
             here is only a piece: it is shown to the optimizer alone.
+
+    Attributes:
+        on_assigned: Called when a parameter shows what user code has assigned; must adopt it.
     """
 
     def __init__(
@@ -67,6 +80,8 @@ class FlatParameters:
         self.local_views = self.shard_views(self.shard)
         self._notes = [GradientNote(name) for name, _ in named_params]
         self._stand_ins: dict[tuple[int, torch.Size, torch.dtype], ReducedGradient] = {}
+        self._shown = ShownViews(self.params)
+        self.on_assigned: Callable[[], None] = lambda: self.adopt(self.assigned())
         self.present_full()
 
     @property
@@ -114,13 +129,89 @@ class FlatParameters:
         self._present(self.full_views)
 
     def _present(self, views: Sequence[Tensor]) -> None:
-        for index, (param, view) in enumerate(zip(self.params, views, strict=True)):
-            if isinstance(param.grad, ReducedGradient):  # must have the parameter's shape
-                param.grad = None
-                param.data = view
-                param.grad = self.stand_in(index)
+        self.see_assigned()
+        for index, view in enumerate(views):
+            self._point(index, view)
+        self._shown.show(views)
+
+    def _point(self, index: int, view: Tensor) -> None:
+        param = self.params[index]
+        if isinstance(param.grad, ReducedGradient):  # must have the parameter's shape
+            param.grad = None
+            param.data = view
+            param.grad = self.stand_in(index)
+        else:
+            param.data = view
+
+    def see_assigned(self) -> None:
+        """Take over what user code has assigned to the parameters, if it has, by a quick look."""
+        if not self._shown.stand:
+            self.on_assigned()
+
+    def refuse_assigned(self) -> None:
+        """Raise ConfigError if user code has assigned a value, as between forward and backward."""
+        if not self._shown.stand:
+            names = [self.layout.slots[index].name for index in self._shown.assigned()]
+            raise refuse_moved(names, self._groups.everyone.rank)
+
+    def assigned(self) -> dict[int, Tensor]:
+        """Return copies of what user code has assigned, by the parameter's index.
+
+        Raises:
+            ConfigError: The memory of one is gone.
+        """
+        if self.full.is_meta:
+            return {}
+        return {index: self._copied(index) for index in self._shown.assigned()}
+
+    def _copied(self, index: int) -> Tensor:
+        value = self.params[index].data
+        if value.numel() and not value.untyped_storage().nbytes():
+            raise refuse_freed(self.layout.slots[index].name, self._groups.everyone.rank)
+        return value.to(self.full.device, copy=True)
+
+    @torch.no_grad()
+    def adopt(self, values: Mapping[int, Tensor]) -> None:
+        """Write values into the buffers, as if they had been written into what is shown.
+
+        Args:
+            values: By the parameter's index; in the shape that it shows, or in its own.
+
+        Raises:
+            ConfigError: A value has another shape.
+        """
+        for index, value in values.items():
+            shown, slot = self._shown.are[index], self.layout.slots[index]
+            if value.shape not in (shown.shape, slot.shape):
+                rank = self._groups.everyone.rank
+                raise refuse_shape(slot.name, value.shape, shown.shape, slot.shape, rank)
+            self._point(index, shown)
+            if value.shape == slot.shape:
+                self._adopt_full(index, value)
             else:
-                param.data = view
+                self.local_views[index].copy_(value)
+
+    def _adopt_full(self, index: int, value: Tensor) -> None:
+        """A master keeps its digits where a value is what the full parameter was."""
+        local, part = self.local_views[index], self._own_part(index, value)
+        if self.has_master and value.dtype == self.full.dtype:
+            part = torch.where(part != local.to(part.dtype), part.to(local.dtype), local)
+        local.copy_(part)
+        if self.is_gathered:
+            self.full_views[index].copy_(value)
+
+    def as_shown(self, index: int, value: Tensor) -> Tensor:
+        """Return a tensor of a parameter's own shape as it shows itself; any other as is."""
+        shape = self.layout.slots[index].shape
+        is_whole = value.shape == shape and self.params[index].shape != shape
+        return self._own_part(index, value) if is_whole else value
+
+    def _own_part(self, index: int, value: Tensor) -> Tensor:
+        """This rank's piece of a tensor of a parameter's own shape."""
+        if self.stage == 0:
+            return value
+        piece = self.layout.piece(self.layout.slots[index], self.shard_index)
+        return value.flatten()[piece.param_offset : piece.param_stop]
 
     def stand_in(self, index: int) -> ReducedGradient:
         """What stands in the `.grad` of a parameter, as it shows itself now, once it is reduced."""
@@ -138,6 +229,8 @@ class FlatParameters:
     @torch.no_grad()
     def begin_gather(self) -> Pending | None:
         """Start bringing the full parameters together from the shards; each rank must call."""
+        if self.frees_full:
+            self.see_assigned()
         if not self.is_gathered:
             self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
         own = self.full[slice(*self.layout.shard_bounds(self.shard_index))]
@@ -153,6 +246,7 @@ class FlatParameters:
 
         A master keeps its digits wherever the full parameter still is what it was rounded to.
         """
+        self.see_assigned()
         own = self.full[slice(*self.layout.shard_bounds(self.shard_index))]
         if own.data_ptr() == self.shard.data_ptr():
             return
@@ -162,6 +256,11 @@ class FlatParameters:
         edited = own != self.shard.to(own.dtype)
         self.shard.copy_(torch.where(edited, own.to(self.shard.dtype), self.shard))
 
+    def mark(self) -> int:
+        """Return a number that changes when the values of this rank's shard do."""
+        real = torch.view_as_real(self.shard) if self.shard.is_complex() else self.shard
+        return int(real.view(_WHOLE_NUMBERS[real.element_size()]).sum())
+
     @torch.no_grad()
     def load(self, index: int, value: Tensor) -> None:
         """Overwrite one parameter by a tensor of its own shape, however it shows itself now.
@@ -170,10 +269,7 @@ class FlatParameters:
         """
         if self.is_gathered:
             _overwrite(self.full_views[index], value)
-        if self.stage > 0:
-            piece = self.layout.piece(self.layout.slots[index], self.shard_index)
-            value = value.flatten()[piece.param_offset : piece.param_stop]
-        _overwrite(self.local_views[index], value)
+        _overwrite(self.local_views[index], self._own_part(index, value))
 
     def free(self) -> None:
         """Point the parameters at their pieces and give the full memory back."""
@@ -182,6 +278,7 @@ class FlatParameters:
 
     def whole_values(self) -> list[Tensor]:
         """Each parameter in its own shape and the optimizer's format; each rank must call."""
+        self.see_assigned()
         if self.is_gathered:
             self.take_in_edits()
         if self.has_master or self.frees_full:

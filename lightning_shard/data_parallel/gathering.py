@@ -23,6 +23,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.data_parallel.gather_record import GatherRecord
+from lightning_shard.data_parallel.piece_copies import PieceCopies
 from lightning_shard.data_parallel.torch_private import in_backward, untraced
 from lightning_shard.data_parallel.unit import Unit
 
@@ -39,6 +40,7 @@ class Gatherer:
 
     Attributes:
         record: What has been gathered.
+        copies: Of the parameters, made by user code.
     """
 
     def __init__(
@@ -56,6 +58,10 @@ class Gatherer:
         self._holds = False
         self._within = False
         self._handles: list[RemovableHandle] = []
+        self._is_removed = False
+        self.copies = PieceCopies(
+            [flat for unit in units for flat in unit.flats], lambda: self._in_step or self._holds
+        )
         self.record = GatherRecord()
         for index, unit in enumerate(units):
             unit.on_gather = partial(self.record.note, index, unit.name)
@@ -82,11 +88,20 @@ class Gatherer:
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
             self._before_forward(unit, (args, kwargs))
 
-        def after(module: nn.Module, _: Any, output: Any) -> None:
-            self._after_forward(unit, module, output)
+        def before_other(called: nn.Module, args: Any, kwargs: Any) -> None:
+            if not self._enter_copy(called):
+                self._before_forward(unit, (args, kwargs))
 
-        self._handles.append(module.register_forward_pre_hook(_Hook(before), with_kwargs=True))
-        self._handles.append(module.register_forward_hook(_Hook(after)))
+        def after(called: nn.Module, _: Any, output: Any) -> None:
+            self._after_forward(unit, called, output)
+
+        def after_other(called: nn.Module, _: Any, output: Any) -> None:
+            if not self._leave_copy(called):
+                self._after_forward(unit, called, output)
+
+        first, last = _Hook(before, before_other), _Hook(after, after_other)
+        self._handles.append(module.register_forward_pre_hook(first, with_kwargs=True))
+        self._handles.append(module.register_forward_hook(last))
 
     def _hook_part(self, unit: Unit, part: nn.Module) -> None:
         """A block may be used by another method than its forward (a flow's inverse)."""
@@ -101,7 +116,13 @@ class Gatherer:
             if not unit.is_full:
                 keep_full()
 
-        self._handles.append(part.register_forward_pre_hook(before))
+        def before_other(called: nn.Module, _: Any) -> None:
+            if not self._is_copy(called):
+                before(called, _)
+            elif not self._is_removed:
+                self.copies.check_entered(called)
+
+        self._handles.append(part.register_forward_pre_hook(_TracedHook(before, before_other)))
 
     def _hook_holder(self, module: nn.Module) -> None:
         enter, leave = _Hook(self._enter_holder), _Hook(self._leave_holder)
@@ -110,15 +131,41 @@ class Gatherer:
             if not self._in_step:  # where all is here
                 enter()
 
+        def before_other(called: nn.Module, _: Any) -> None:
+            if not self._enter_copy(called):
+                before(called, _)
+
         def after(_: nn.Module, __: Any, ___: Any) -> None:
             if not self._in_step:
                 leave()
 
-        self._handles.append(module.register_forward_pre_hook(before, prepend=True))
-        self._handles.append(module.register_forward_hook(after, always_call=True))
+        def after_other(called: nn.Module, _: Any, __: Any) -> None:
+            if not self._leave_copy(called):
+                after(called, _, __)
+
+        first, last = _TracedHook(before, before_other), _TracedHook(after, after_other)
+        self._handles.append(module.register_forward_pre_hook(first, prepend=True))
+        self._handles.append(module.register_forward_hook(last, always_call=True))
+
+    def _is_copy(self, called: nn.Module) -> bool:
+        """Whether a module is a copy of one of the model's: copies keep the hooks for good."""
+        return self._is_removed or self.copies.own(called)
+
+    def _enter_copy(self, called: nn.Module) -> bool:
+        is_copy = self._is_copy(called)
+        if is_copy and not self._is_removed:
+            self.copies.enter(called)
+        return is_copy
+
+    def _leave_copy(self, called: nn.Module) -> bool:
+        is_copy = self._is_copy(called)
+        if is_copy and not self._is_removed:
+            self.copies.leave()
+        return is_copy
 
     def remove(self) -> None:
         """Take the hooks off the model."""
+        self._is_removed = True
         while self._handles:
             self._handles.pop().remove()
 
@@ -178,6 +225,7 @@ class Gatherer:
 
     def end_backward(self) -> None:
         """Free what backward has finished with; inside a step residents stay, for the next one."""
+        self._see_assigned()
         for unit in self._units:
             unit.forget_calls()
             if not (unit.resident and self._in_step):
@@ -185,9 +233,16 @@ class Gatherer:
 
     def free_all(self) -> None:
         """Free every unit: the optimizer, or the world outside a step, wants the pieces."""
+        self._see_assigned()
         for unit in self._units:
             unit.forget_calls()
             unit.free(edited=unit.resident or not self._has_stepped)
+
+    def _see_assigned(self) -> None:
+        """Before anything is freed: what is assigned to one unit may lie in another's memory."""
+        for unit in self._units:
+            for flat in unit.flats:
+                flat.see_assigned()
 
     def after_update(self) -> None:
         """Inside a step (manual optimization) residents must be gathered anew."""
@@ -207,7 +262,7 @@ class Gatherer:
             return
         if self._in_step and unit not in self._trace:
             self._trace.append(unit)
-        self._prefetch(self._next.get(unit))
+        self._prefetch(self._next.get(unit), unit)
         if not torch.is_grad_enabled():
             return
         unit.open_calls += 1
@@ -240,7 +295,7 @@ class Gatherer:
         if self._within:
             return
         unit.open_backwards += 1
-        self._prefetch(self._previous.get(unit))
+        self._prefetch(self._previous.get(unit), unit)
 
     def _after_backward(self, unit: Unit) -> None:
         if self._within:
@@ -253,8 +308,9 @@ class Gatherer:
             self._on_left(unit)
             unit.free()
 
-    def _prefetch(self, unit: Unit | None) -> None:
-        if unit is not None:
+    def _prefetch(self, unit: Unit | None, running: Unit) -> None:
+        """Gather ahead, but no teacher's: it may be moved once its student has run."""
+        if unit is not None and unit.is_trained == running.is_trained:
             unit.begin_gather()
 
     def _enter_holder(self) -> None:
@@ -269,27 +325,39 @@ class Gatherer:
             self.free_all()
 
 
-class _Hook:
-    """Runs as it is written where the module that calls it is compiled.
+class _TracedHook:
+    """A hook of a module, and what it becomes in a copy of the module, as EMA makes one.
 
-    Compiled code ends before its call and begins again after it; other hooks are part of compiled
-    code, which sees that they have nothing to do. What compiled code checks is this class: were
-    each hook an untraced function of its own, every block would be compiled for itself.
+    Compiled code checks its class: it is compiled once for all blocks that are alike.
 
     Args:
         function: What it runs.
+        of_copy: What it runs in a copy; it must not copy a gatherer.
     """
 
-    def __init__(self, function: Callable[..., None]) -> None:
-        self._function = function
+    def __init__(
+        self, function: Callable[..., None], of_copy: Callable[..., None] | None = None
+    ) -> None:
+        self._function, self._of_copy = function, of_copy
+
+    def __call__(self, *args: Any) -> None:
+        self._function(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_TracedHook":
+        return self if self._of_copy is None else _Hook(self._of_copy)
+
+
+class _Hook(_TracedHook):
+    """Runs as it is written where the module that calls it is compiled.
+
+    Compiled code ends before its call and begins again after it; traced hooks are part of compiled
+    code, which sees that they have nothing to do. Were each hook an untraced function of its own,
+    every block would be compiled for itself.
+    """
 
     @untraced
     def __call__(self, *args: Any) -> None:
         self._function(*args)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Hook":
-        """Return this hook: a copy of a module, as EMA's, must not copy a gatherer."""
-        return self
 
 
 def _tensors(collection: Any) -> list[Tensor]:

@@ -51,13 +51,24 @@ class Unit:
         """Whether the parameters are neither here nor on their way."""
         return not self.is_full and self._pending is None
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether any parameter requires a gradient now."""
+        return any(param.requires_grad for flat in self.flats for param in flat.params)
+
     def has_any_of(self, params: Collection[nn.Parameter]) -> bool:
         """Whether some of `params` are among the unit's."""
         return any(param in params for flat in self.flats for param in flat.params)
 
     def begin_gather(self) -> None:
-        """Start the all-gathers unless the parameters are here or on their way."""
+        """Start the all-gathers unless the parameters are here or on their way.
+
+        Raises:
+            ConfigError: A parameter was assigned whose backward is to come.
+        """
         if self.is_freed:
+            for flat in self.flats if self.open_calls else ():
+                flat.refuse_assigned()
             self.on_gather()
             pending = [flat.begin_gather() for flat in self.flats]
             self._pending = [handle for handle in pending if handle is not None]

@@ -11,15 +11,17 @@
 
 A block's parameters are only used inside the block's own forward, so stage 3 may free them in
 between. Everything else, and every parameter that two units share (tied weights), is resident.
+No unit reaches across the border of a part that has a twin: see `twins`.
 """
 
 import difflib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
+from lightning_shard.data_parallel.twins import Twins, find_twins
 from lightning_shard.errors import ConfigError
 
 _MB = 1024 * 1024
@@ -34,11 +36,13 @@ class UnitSpec:
         name: Name of its first module, or "resident".
         modules: The blocks; empty for resident units, which live for a whole step.
         params: (name, parameter) in registration order, each parameter once.
+        twins: The model's.
     """
 
     name: str
     modules: tuple[nn.Module, ...]
     params: tuple[tuple[str, nn.Parameter], ...]
+    twins: Twins = field(default_factory=Twins)
 
     @property
     def resident(self) -> bool:
@@ -66,6 +70,7 @@ def find_units(
     """
     blocks = list(_named_blocks(model, classes))
     owner = _owners(model, blocks)
+    twins = find_twins(model, [block for _, block in blocks])
     specs: list[UnitSpec] = []
     for name, param in model.named_parameters():
         if not is_here(param):
@@ -75,10 +80,11 @@ def find_units(
         if specs and _extends(specs[-1], block, param, bucket_mb):
             modules = (*specs[-1].modules, *(m for m in block if m not in specs[-1].modules))
             params = (*specs[-1].params, (name, param))
-            specs[-1] = UnitSpec(name=specs[-1].name, modules=modules, params=params)
+            specs[-1] = replace(specs[-1], modules=modules, params=params)
         else:
             title = "resident" if index is None else blocks[index][0]
-            specs.append(UnitSpec(name=title, modules=block, params=((name, param),)))
+            first = ((name, param),)
+            specs.append(UnitSpec(name=title, modules=block, params=first, twins=twins))
     return specs
 
 
@@ -150,7 +156,8 @@ def _extends(
     spec: UnitSpec, block: tuple[nn.Module, ...], param: nn.Parameter, bucket_mb: float
 ) -> bool:
     """Whether `param` still belongs to `spec`: same block, or a neighbour and room for it."""
-    if bool(block) != bool(spec.modules):
+    part_of = spec.twins.part_of
+    if bool(block) != bool(spec.modules) or part_of(param) != part_of(spec.params[0][1]):
         return False
     if block and block[0] in spec.modules:
         return True

@@ -188,6 +188,7 @@ def _sources(
     optimizers: Sequence[Optimizer],
     states: Sequence[Sequence[Entries | None]],
 ) -> _Sources:
+    engine.adopt_assigned()
     for unit in engine.units:
         for flat in unit.flats if unit.is_full else ():
             flat.take_in_edits()

@@ -56,8 +56,16 @@ class ShardedPrecision(Precision):
             is_overridden("on_before_optimizer_step", hooked)
             for hooked in (model, *model.trainer.callbacks)  # type: ignore[attr-defined]
         )
-        with self._optimizer_view() if watched else nullcontext():  # what the optimizer will see
+        if not watched:
             super()._after_closure(model, optimizer)
+            return
+        with self._publishing_edits(optimizer), self._optimizer_view():  # what it will see
+            super()._after_closure(model, optimizer)
+
+    def _publishing_edits(self, optimizer: Any) -> AbstractContextManager[None]:
+        groups = optimizer.param_groups
+        params = [param for group in groups for param in group["params"]]
+        return nullcontext() if self.engine is None else self.engine.publishing_edits(params)
 
     @override
     def _clip_gradients(self, *args: Any, **kwargs: Any) -> None:

@@ -1,7 +1,7 @@
 """Replicated data parallel and ZeRO stages 1 to 3 as Lightning strategies: the engine's adapter."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
@@ -21,6 +22,7 @@ from typing_extensions import override
 
 from lightning_shard.backends.base import DEFAULT_TIMEOUT
 from lightning_shard.checkpoint.full import full_module_state, load_module_state
+from lightning_shard.checkpoint.pieces import join_pieces
 from lightning_shard.data_parallel.agreement import check_same_optimizers
 from lightning_shard.data_parallel.compression import Compressor, Tally, find_compressor
 from lightning_shard.data_parallel.compression.state import load_whole_state, whole_state
@@ -38,6 +40,7 @@ from lightning_shard.precision.policy import dtype_policy
 from lightning_shard.strategies.announcement import announce, count_parameters
 from lightning_shard.strategies.batches import agree_on_batches, lengths_on_ranks
 from lightning_shard.strategies.callbacks import prepare_callbacks
+from lightning_shard.strategies.hook_advice import hooks_inside
 from lightning_shard.strategies.layer_sync import SyncBatchNormOnCpu
 from lightning_shard.strategies.resuming import (
     Resuming,
@@ -82,6 +85,7 @@ class DataParallelStrategy(SalvagingStrategy):
 
     stage: ClassVar[int]
     engine_type: ClassVar[type[DataParallelEngine]] = DataParallelEngine
+    _in_hooks: ExitStack | None = None  # around the user's, of a fit
 
     @checked_options
     def __init__(
@@ -170,6 +174,7 @@ class DataParallelStrategy(SalvagingStrategy):
         if fitting:
             check_same_optimizers(self.optimizers, self.model, self.collectives)
             self._sharded = [ShardedOptimizer(opt, self.engine) for opt in self.optimizers]
+            self._explain_pieces(callbacks)
         self.setup_precision_plugin()
         if fitting and self._announces:
             announce(self, num_parameters)
@@ -178,6 +183,16 @@ class DataParallelStrategy(SalvagingStrategy):
     def held_besides(self) -> list[str]:
         """What each rank of a fit holds besides what `held_bytes` can know before it."""
         return [] if self._options.compression is None else ["what compression keeps"]
+
+    def _explain_pieces(self, callbacks: Sequence[Callback]) -> None:
+        if self._options.stage < 3:
+            return
+        assert self.lightning_module is not None
+        self._in_hooks = ExitStack()
+        around = hooks_inside(
+            lambda: self.engine.explaining_pieces(), self.lightning_module, callbacks
+        )
+        self._in_hooks.enter_context(around)
 
     def _check_trainable(self) -> None:
         assert self.lightning_module is not None
@@ -370,6 +385,8 @@ class DataParallelStrategy(SalvagingStrategy):
         if self._options.compression is not None and "optimizer_states" in checkpoint:
             state = self._state_of_compression()
             checkpoint.setdefault(CHECKPOINT_KEY, {})["compression"] = state
+        if self._engine is not None and self._options.stage == 3:
+            join_pieces(checkpoint, self._engine)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
@@ -451,6 +468,9 @@ class DataParallelStrategy(SalvagingStrategy):
 
     @override
     def teardown(self) -> None:
+        if self._in_hooks is not None:
+            self._in_hooks.close()
+            self._in_hooks = None
         if self._engine is not None:
             self._detach(self._engine)
             self._left_in_pieces = self._failed and self._holds_pieces

@@ -190,6 +190,7 @@ class AverageInPieces:
 
     def _settle(self) -> None:
         """Carry what user code has changed in whole parameters over to the pieces."""
+        self._engine.adopt_assigned()
         if self._engine.options.stage == 3:
             for unit in self._engine.units:
                 unit.free(edited=True)

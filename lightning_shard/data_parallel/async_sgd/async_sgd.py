@@ -231,6 +231,7 @@ class AsyncSGD:
         Raises:
             ConfigError: The ranks have taken different numbers of steps.
         """
+        self._engine.adopt_assigned()
         if self._mailbox is not None:
             while min(self._clocks.arrived) < self._clocks.step:
                 self._serve(self._mailbox.wait())

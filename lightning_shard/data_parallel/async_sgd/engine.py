@@ -8,10 +8,11 @@ buffers (running statistics) are each rank's own. The optimizer's state stays in
 updates it, and with which gradient, is the business of the view that is put in.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
+from torch import nn
 from typing_extensions import override
 
 from lightning_shard.backends.collectives import Collectives
@@ -74,11 +75,18 @@ class AsyncEngine(DataParallelEngine):
 
     @override
     @contextmanager
+    def publishing_edits(self, updated: Iterable[nn.Parameter]) -> Iterator[None]:
+        with nullcontext() if self.is_alone else super().publishing_edits(updated):
+            yield
+
+    @override
+    @contextmanager
     def step(self) -> Iterator[None]:
         if not (self.is_alone and self.model.training and torch.is_grad_enabled()):
             with super().step():
                 yield
             return
+        self.adopt_assigned()
         self.hook_trainable()
         self._buffers_moved = True
         yield

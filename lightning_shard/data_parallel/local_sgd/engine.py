@@ -60,6 +60,7 @@ class LocalEngine(DataParallelEngine):
             with super().step():
                 yield
             return
+        self.adopt_assigned()
         self.hook_trainable()
         self.buffers_moved |= self.model.training and torch.is_grad_enabled()
         yield

@@ -9,8 +9,6 @@ from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.local_sgd.packing import mean_over_ranks
 
-_WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
 
 class LocalParameters:
     """What this rank has, to be read and overwritten between two steps.
@@ -66,6 +64,8 @@ class LocalParameters:
             values: By name, in the parameters' shapes.
             keep: The share of the old values that stays.
         """
+        for flat in self._flats:
+            flat.see_assigned()  # else it would come back over these values
         for name, value in values.items():
             view = self.views[name]
             view.copy_(value.lerp(view.to(value.dtype), keep) if keep else value)
@@ -95,5 +95,4 @@ def _is_trained(flat: FlatParameters) -> bool:
 def _mark(flat: FlatParameters) -> int:
     """A number that changes when the values do."""
     flat.take_in_edits()
-    real = torch.view_as_real(flat.shard) if flat.shard.is_complex() else flat.shard
-    return int(real.view(_WHOLE_NUMBERS[real.element_size()]).sum())
+    return flat.mark()

@@ -1,0 +1,60 @@
+"""Pieces that user code puts into a checkpoint by itself are joined, such as a teacher's weights.
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["teacher"] = self.teacher.state_dict()     # under stage 3: this rank's pieces
+
+A piece is known by its memory: an entry that lies where a parameter's piece lies, or that of a copy
+made during the run. A rank has no elements of some parameters, so ranks tell each other which entry
+is which. What has been cloned before is not known any more.
+"""
+
+from collections.abc import Iterator, MutableMapping, MutableSequence
+from typing import Any
+
+from torch import Tensor
+
+from lightning_shard.data_parallel.engine import DataParallelEngine
+
+_Path = tuple[Any, ...]
+
+
+def join_pieces(checkpoint: dict[str, Any], engine: DataParallelEngine) -> None:
+    """Put whole tensors, on the CPU, in the place of pieces; each rank must call.
+
+    Args:
+        checkpoint: Nested mappings and lists; changed in place on the rank that saves.
+        engine: Of stage 3.
+    """
+    known = engine.pieces()
+    own = {
+        path: known[place]
+        for path, value in _tensors(checkpoint, ())
+        if (place := (value.data_ptr(), value.numel())) in known and value.ndim == 1
+    }
+    found: dict[_Path, Any] = {}
+    for theirs in engine.collectives.all_gather_object(own):
+        found.update(theirs)
+    for path, piece in found.items():
+        whole = engine.whole_piece(piece)
+        if engine.is_first:
+            _put(checkpoint, path, whole.to("cpu", copy=True))
+
+
+def _tensors(value: Any, path: _Path) -> Iterator[tuple[_Path, Tensor]]:
+    """Yield the tensors with elements, and where they are."""
+    if isinstance(value, Tensor):
+        if value.numel():
+            yield path, value
+    elif isinstance(value, MutableMapping):
+        for key, child in value.items():
+            yield from _tensors(child, (*path, key))
+    elif isinstance(value, MutableSequence):
+        for index, child in enumerate(value):
+            yield from _tensors(child, (*path, index))
+
+
+def _put(checkpoint: Any, path: _Path, whole: Tensor) -> None:
+    *outer, last = path
+    for key in outer:
+        checkpoint = checkpoint[key]
+    checkpoint[last] = whole

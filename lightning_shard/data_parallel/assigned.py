@@ -1,0 +1,193 @@
+"""What user code puts in the place of our views of parameters is taken over, or refused by name.
+
+    p.data = value          the parameter no longer shows the view that we gave it
+    module.p = Parameter()  the module no longer holds the parameter that we and the optimizer hold
+
+The first is noticed by the address that a parameter shows: wherever it is about to show another
+view, before anything reads our buffers, and once a step with its shape and strides. The second is
+noticed once a step and before anything is saved. The value is copied, so that a tensor which was
+assigned to several parameters, or lies in our own buffers, is shared by nobody afterwards.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_shard.errors import ConfigError
+
+
+class ShownViews:
+    """The views that the parameters of a buffer show.
+
+    Args:
+        params: The parameters.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+        self._params = params
+        self._views: Sequence[Tensor] = ()
+        self._addresses: list[int] = []
+
+    def show(self, views: Sequence[Tensor]) -> None:
+        """Note that the parameters show these views from now on."""
+        self._views = views
+        self._addresses = [view.data_ptr() for view in views]
+
+    @property
+    def are(self) -> Sequence[Tensor]:
+        """What was shown last."""
+        return self._views
+
+    @property
+    def stand(self) -> bool:
+        """Whether the parameters show memory where the views are; the quick look."""
+        for param, address in zip(self._params, self._addresses, strict=False):
+            if param.data_ptr() != address:
+                return False
+        return True
+
+    def assigned(self) -> list[int]:
+        """The indices of the parameters that show something else, by a close look."""
+        return [
+            index
+            for index, (param, view) in enumerate(zip(self._params, self._views, strict=False))
+            if param.data_ptr() != self._addresses[index]
+            or param.stride() != view.stride()
+            or param.shape != view.shape
+            or param.dtype is not view.dtype
+        ]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a model holds a parameter.
+
+    Attributes:
+        path: The module's name in the model.
+        module: The module.
+        name: The parameter's name there.
+        param: The parameter that has been there.
+    """
+
+    path: str
+    module: nn.Module
+    name: str
+    param: nn.Parameter
+
+    @property
+    def full_name(self) -> str:
+        """The parameter's name in the model."""
+        return f"{self.path}.{self.name}" if self.path else self.name
+
+
+class ParameterPlaces:
+    """Which parameter objects a model holds.
+
+    Args:
+        model: From now on watched.
+        rank: For messages.
+        fixed_modules: Whether modules that hold parameters must stay: their hooks are needed.
+    """
+
+    def __init__(self, model: nn.Module, rank: int, *, fixed_modules: bool) -> None:
+        self._model, self._rank, self._fixed_modules = model, rank, fixed_modules
+        self._look()
+
+    def _look(self) -> None:
+        modules = list(self._model.named_modules())
+        self._places = [
+            _Place(path, module, name, param)
+            for path, module in modules
+            for name, param in module._parameters.items()
+            if param is not None
+        ]
+        self._watched: list[tuple[dict[str, Any], str, object]] = [
+            *((place.module._parameters, place.name, place.param) for place in self._places),
+            *((m._modules, name, child) for _, m in modules for name, child in m._modules.items()),
+        ]
+
+    def put_back(self, take: Callable[[nn.Parameter, Tensor], None]) -> None:
+        """Put back the parameters that others have come in the place of, with the others' values.
+
+        Args:
+            take: Called with a parameter and the value that it is to have.
+
+        Raises:
+            ConfigError: The values cannot be those of one parameter.
+        """
+        if all(held.get(name) is known for held, name, known in self._watched):
+            return
+        modules = dict(self._model.named_modules(remove_duplicate=False))
+        newcomers: dict[nn.Parameter, dict[_Place, nn.Parameter]] = {}
+        for place in self._places:
+            module = modules.get(place.path)
+            new = None if module is None else module._parameters.get(place.name)
+            if new is not None and new is not place.param:
+                newcomers.setdefault(place.param, {})[place] = new
+        left = set(self._model.parameters())
+        for param, news in newcomers.items():
+            self._check(param, news, left, modules)
+            new = next(iter(news.values()))
+            take(param, new.detach())
+            param.requires_grad_(new.requires_grad)
+            for place in news:
+                modules[place.path]._parameters[place.name] = param
+        self._look()
+
+    def _check(
+        self,
+        param: nn.Parameter,
+        news: Mapping[_Place, nn.Parameter],
+        left: Collection[nn.Parameter],
+        modules: Mapping[str, nn.Module],
+    ) -> None:
+        place, first = next(iter(news.items()))
+        if self._fixed_modules and modules[place.path] is not place.module:
+            raise ConfigError(
+                f"Rank {self._rank}: the module that held the parameter {place.full_name!r} was "
+                f"replaced by another one during the run, expected the module that ZeRO stage 3 "
+                f"gathers parameters for. Load the new values into it: "
+                f"module.load_state_dict(other.state_dict())."
+            )
+        same = all(one.shape == first.shape and torch.equal(one, first) for one in news.values())
+        if param in left or not same:
+            raise ConfigError(
+                f"Rank {self._rank}: {place.full_name!r} was replaced by another parameter, but "
+                f"the model holds the old one in several places, expected all of them to be "
+                f"replaced by equal values. Copy the value into it: "
+                f"with torch.no_grad(): module.{place.name}.copy_(value)."
+            )
+
+
+def refuse_shape(
+    name: str, got: Sequence[int], expected: Sequence[int], full: Sequence[int], rank: int
+) -> ConfigError:
+    """The error for a value that is not of a parameter's shape."""
+    piece = f", this rank's piece of {tuple(full)}" if tuple(expected) != tuple(full) else ""
+    return ConfigError(
+        f"Rank {rank}: a tensor of shape {tuple(got)} was assigned to the parameter {name!r}, "
+        f"expected {tuple(expected)}{piece}. Assign tensors of the parameter's shape, or change "
+        f"the model in configure_model, before the fit."
+    )
+
+
+def refuse_freed(name: str, rank: int) -> ConfigError:
+    """The error for a value that refers to memory that is gone."""
+    return ConfigError(
+        f"Rank {rank}: the tensor that was assigned to the parameter {name!r} lies in the memory "
+        f"of another parameter, which ZeRO stage 3 has given back since. Assign a copy: "
+        f"q.data = p.data.clone()."
+    )
+
+
+def refuse_moved(names: Sequence[str], rank: int) -> ConfigError:
+    """The error for values that come between a forward and its backward, which needs the old."""
+    return ConfigError(
+        f"Rank {rank}: {', '.join(map(repr, names))} of a block was assigned between the block's "
+        f"forward and its backward, which under ZeRO stage 3 gathers it again and needs the values "
+        f"of the forward; expected it to stay. Assign in on_train_batch_start or "
+        f"on_train_batch_end, or use strategy='zero2'."
+    )

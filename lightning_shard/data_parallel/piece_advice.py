@@ -1,0 +1,99 @@
+"""What torch says of pieces of parameters that do not fit is said in our words, with names.
+
+Between the steps of ZeRO stage 3 a parameter shows this rank's piece. Twins are cut alike (see
+`twins`) and so are copies made during the run (see `piece_copies`); whatever else meets a piece
+element by element has another size, and torch's error says so without saying why.
+"""
+
+import re
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from lightning_shard.data_parallel.flat_parameters import FlatParameters
+from lightning_shard.errors import ConfigError, ShardError
+
+_MISFIT = re.compile(
+    r"must match|doesn't match|size mismatch|Sizes of tensors|is invalid for input|"
+    r"out of range|too many indices|inconsistent tensor size|same shape|same size|at least 2"
+)
+_SIZES = re.compile(r"size of tensor a .* must match the size of tensor b")
+_MOST_VALUES = 2000  # of a list that is looked through
+
+Homes = dict[nn.Parameter, tuple[FlatParameters, int]]
+
+
+@contextmanager
+def explaining_pieces(homes: Homes) -> Iterator[None]:
+    """Say which parameters are pieces where user code inside fails on their sizes.
+
+    Args:
+        homes: The buffer of each parameter and its index there.
+
+    Raises:
+        ConfigError: In place of torch's error.
+    """
+    try:
+        yield
+    except (RuntimeError, IndexError, ValueError) as error:
+        if isinstance(error, ShardError) or not _MISFIT.search(str(error)):
+            raise
+        sizes = {int(number) for number in re.findall(r"\d+", str(error))}
+        seen = _pieces_in(error.__traceback__, homes)
+        fitting = [param for param in seen if param.numel() in sizes] or seen
+        if _SIZES.search(str(error)) and not fitting:  # lists that were made for the call
+            fitting = _of_sizes(sizes, homes)
+        if not fitting:
+            raise
+        names = " and ".join(_described(*homes[param]) for param in fitting[:2])
+        names = names if seen else f"Pieces as large as {names}"
+        raise ConfigError(
+            f"Between the steps of ZeRO stage 3 each rank has pieces of the parameters. {names} "
+            f"met what is not cut alike ({error}), expected tensors of equal shapes in the same "
+            f"order: a teacher that is a deep copy of a whole submodule, made in __init__, setup "
+            f"or configure_model as a part of the module, or by a callback in on_fit_start or "
+            f"later. Copy a submodule as a whole, use Lightning's EMAWeightAveraging, or use "
+            f"strategy='zero2'."
+        ) from error
+
+
+def _of_sizes(sizes: Collection[int], homes: Homes) -> list[nn.Parameter]:
+    """Return one parameter for each size that is that of a piece."""
+    found: dict[int, nn.Parameter] = {}
+    for param in homes:
+        if _is_piece(param, homes) and param.numel() in sizes:
+            found.setdefault(param.numel(), param)
+    return list(found.values())
+
+
+def _described(flat: FlatParameters, index: int) -> str:
+    slot = flat.layout.slots[index]
+    return f"{slot.name!r} ({flat.params[index].numel()} elements here of shape {slot.shape})"
+
+
+def _pieces_in(traceback: TracebackType | None, homes: Homes) -> list[nn.Parameter]:
+    """The parameters that show pieces in the innermost frame that has any."""
+    found: list[nn.Parameter] = []
+    while traceback is not None:
+        values = list(_values(list(traceback.tb_frame.f_locals.values())))
+        pieces = [value for value in values if _is_piece(value, homes)]
+        found = pieces or found
+        traceback = traceback.tb_next
+    return list(dict.fromkeys(found))
+
+
+def _values(values: list[Any]) -> Iterator[Any]:
+    for value in values:
+        yield value
+        if isinstance(value, (list, tuple)):
+            yield from value[:_MOST_VALUES]
+
+
+def _is_piece(value: Any, homes: Homes) -> bool:
+    if not isinstance(value, nn.Parameter) or value not in homes:
+        return False
+    flat, index = homes[value]
+    return value.shape != flat.layout.slots[index].shape

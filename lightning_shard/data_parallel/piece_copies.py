@@ -1,0 +1,176 @@
+"""Copies of a model that user code makes while ZeRO stage 3 has it in pieces.
+
+    self.ema = copy.deepcopy(net)     each parameter of the copy is this rank's piece, also before
+                                      the first step, when the model itself still shows whole ones
+    ema and net, element by element   equal pieces meet
+    self.ema(x)                       gathered for the call, and in pieces again after it
+    the end of the run                gathered for good
+
+A copy's modules carry the hooks of the modules that they were copied from: these are what tells of
+its calls. Each rank must make, call and keep the same copies.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lightning_shard.data_parallel.flat_parameters import FlatParameters
+from lightning_shard.errors import ConfigError
+
+_Home = tuple[FlatParameters, int]
+
+
+class PieceCopies:
+    """The copies of some parameters.
+
+    Args:
+        flats: The parameters, of stage 3.
+        shows_whole: Whether a parameter that is whole now is to be copied as it is.
+    """
+
+    def __init__(self, flats: Sequence[FlatParameters], shows_whole: Callable[[], bool]) -> None:
+        self._homes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of copies
+        self._made = 0
+        self._depth = 0
+        self._pieces: list[tuple[nn.Parameter, Tensor]] = []  # while their copies are whole
+        self._params = [param for flat in flats for param in flat.params]
+        self._originals = [(flat, index) for flat in flats for index in range(len(flat.params))]
+        for flat in flats:
+            for index, param in enumerate(flat.params):
+                vars(param)["__deepcopy__"] = _Copier(self, (flat, index), shows_whole)
+
+    @torch.no_grad()
+    def copy(self, home: _Home, *, whole: bool) -> nn.Parameter:
+        """Return a copy of a parameter: this rank's piece, or the whole that it shows."""
+        flat, index = home
+        param = flat.params[index]
+        if whole:
+            return type(param)(param.data.clone(), param.requires_grad)
+        flat.see_assigned()
+        made = type(param)(flat.local_views[index].clone(), param.requires_grad)
+        self._homes[made] = (home, self._made)
+        self._made += 1
+        return made
+
+    def own(self, module: nn.Module) -> bool:
+        """Whether a module holds copies that were made here."""
+        return any(param in self._homes for param in module.parameters())
+
+    def check_entered(self, part: nn.Module) -> None:
+        """Raise ConfigError unless a part of a copied block is called by its block's forward."""
+        if not self._depth:
+            raise ConfigError(
+                f"A {type(part).__name__} inside a block of a copy that was made during the run "
+                f"is called by itself, but under ZeRO stage 3 it is one rank's pieces; expected a "
+                f"call of the block, for which it is gathered. Call the copied network or block."
+            )
+
+    @torch.no_grad()
+    def enter(self, module: nn.Module) -> None:
+        """Make a copied module whole for a call; each rank must call.
+
+        Raises:
+            ConfigError: The call is to be trained through.
+        """
+        self._depth += 1
+        if self._depth > 1:
+            return
+        params = [param for param in module.parameters() if param in self._homes]
+        if torch.is_grad_enabled() and any(param.requires_grad for param in params):
+            self._depth -= 1
+            self._refuse(module)
+        self._pieces = [(param, param.data) for param in params]
+        self._gather(params)
+
+    def leave(self) -> None:
+        """End a call of a copied module."""
+        self._depth -= 1
+        if self._depth == 0:
+            for param, piece in self._pieces:
+                param.data = piece
+            self._pieces = []
+
+    def _refuse(self, module: nn.Module) -> NoReturn:
+        raise ConfigError(
+            f"A copy of a {type(module).__name__} that was made during the run "
+            f"is called with gradients, but under ZeRO stage 3 it is this rank's pieces and cannot "
+            f"be trained. Call it within torch.no_grad(), freeze it with requires_grad_(False), or "
+            f"make the copy in __init__ or configure_model, as a part of the module."
+        )
+
+    def _gather(self, params: Iterable[nn.Parameter]) -> None:
+        """Make copies whole, buffer by buffer."""
+        batches: dict[tuple[FlatParameters, int], dict[int, nn.Parameter]] = {}
+        for param in params:
+            (flat, index), _ = self._homes[param]
+            nth = 0
+            while index in batches.get((flat, nth), ()):
+                nth += 1
+            batches.setdefault((flat, nth), {})[index] = param
+        for (flat, _), copies in batches.items():
+            shard = torch.zeros_like(flat.shard)
+            views = flat.shard_views(shard)
+            for index, param in copies.items():
+                views[index].copy_(param.data)
+            whole = flat.gather_shards(shard)
+            for index, param in copies.items():
+                param.data = whole[index].to(param.dtype, copy=True)
+
+    def pieces(self) -> dict[tuple[int, int], int]:
+        """Return a number for each piece here by address and size, the same on every rank."""
+        views = [flat.local_views[index] for flat, index in self._originals]
+        numbered = dict(enumerate(views))
+        for copy, (_, made) in self._homes.items():
+            numbered[len(views) + made] = copy.data
+        return {(view.data_ptr(), view.numel()): number for number, view in numbered.items()}
+
+    def whole(self, number: int) -> Tensor:
+        """Gather what has this number; each rank must call, and hold it."""
+        if number < len(self._originals):
+            flat, index = self._originals[number]
+            return flat.whole_values()[index]
+        made = number - len(self._originals)
+        copy, ((flat, index), _) = next(one for one in self._homes.items() if one[1][1] == made)
+        shard = torch.zeros_like(flat.shard)
+        flat.shard_views(shard)[index].copy_(copy.data)
+        return flat.gather_shards(shard)[index]
+
+    @torch.no_grad()
+    def restore(self, agree: Callable[[set[int]], set[int]] | None) -> None:
+        """End the run: copy parameters plainly again, and make copies whole.
+
+        Args:
+            agree: Returns the numbers that all ranks have; each rank must call. None leaves
+                pieces, when peers may be gone.
+        """
+        for param in self._params:
+            vars(param).pop("__deepcopy__", None)
+        if agree is None:
+            return
+        alive = {number: param for param, (_, number) in self._homes.items()}
+        common = agree(set(alive))
+        self._gather([alive[number] for number in sorted(common)])
+        self._homes = WeakTensorKeyDictionary()
+
+
+class _Copier:
+    """What `copy.deepcopy` calls for one parameter."""
+
+    def __init__(self, copies: PieceCopies, home: _Home, shows_whole: Callable[[], bool]) -> None:
+        self._copies, self._home, self._shows_whole = copies, home, shows_whole
+
+    def __call__(self, memo: dict[int, Any]) -> nn.Parameter:
+        flat, index = self._home
+        is_whole = flat.params[index].shape == flat.layout.slots[index].shape
+        return self._copies.copy(self._home, whole=is_whole and self._shows_whole())
+
+    def __reduce__(self) -> NoReturn:
+        flat, index = self._home
+        raise ConfigError(
+            f"The parameter {flat.layout.slots[index].name!r} is pickled during a run of ZeRO "
+            f"stage 3, in which each rank has a piece of it; expected its values only. Save with "
+            f"trainer.save_checkpoint, or after the run."
+        )

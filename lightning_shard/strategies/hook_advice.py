@@ -1,0 +1,54 @@
+"""The user's hooks under ZeRO stage 3, in which parameters are pieces: errors that say so."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import wraps
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lightning_shard.strategies.replaced import replaced
+
+_HOOKS = sorted(
+    {name for name in (*dir(pl.LightningModule), *dir(Callback)) if name.startswith("on_")}
+    | {"configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad"}
+)
+
+
+@contextmanager
+def hooks_inside(
+    around: Callable[[], AbstractContextManager[None]],
+    module: "pl.LightningModule",
+    callbacks: Sequence[Callback],
+) -> Iterator[None]:
+    """Let the overridden hooks of a module and of callbacks run inside a context each.
+
+    Args:
+        around: Makes the context.
+        module: Of the user.
+        callbacks: Of the Trainer.
+    """
+    with ExitStack() as stack:
+        for owner, parent in [
+            (module, pl.LightningModule),
+            *((one, Callback) for one in callbacks),
+        ]:
+            for name in _HOOKS:
+                if callable(getattr(parent, name, None)) and is_overridden(name, owner, parent):
+                    stack.enter_context(_inside(around, owner, name))
+        yield
+
+
+def _inside(
+    around: Callable[[], AbstractContextManager[None]], owner: object, name: str
+) -> AbstractContextManager[None]:
+    hook = getattr(owner, name)
+
+    @wraps(hook)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with around():
+            return hook(*args, **kwargs)
+
+    return replaced(owner, name, called)
