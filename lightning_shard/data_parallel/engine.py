@@ -28,6 +28,7 @@ from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.flat_gradients import FlatGradients
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.gathering import Gatherer
+from lightning_shard.data_parallel.gradient_shards import AbsentGradients, GradientShards
 from lightning_shard.data_parallel.model_split import ModelSplit, Unsplit
 from lightning_shard.data_parallel.optimizer_view import OptimizerView
 from lightning_shard.data_parallel.options import EngineOptions
@@ -56,6 +57,8 @@ class DataParallelEngine:
     Attributes:
         groups: The data-parallel ranks.
         collectives: All of them.
+        shards: Gradients as user code sees them.
+        absent: Those of parameters that only other ranks have.
 
     Raises:
         ConfigError: The ranks' models differ.
@@ -110,7 +113,18 @@ class DataParallelEngine:
         self._hooks: dict[nn.Parameter, RemovableHandle] = {}
         self._buffers = BufferSync(model, self.collectives)
         self._buffers.broadcast_all()
-        self.view = OptimizerView(self.gradients, self.reducer, self._gatherer)
+        self.shards = GradientShards(
+            self.gradients,
+            model.named_parameters(),
+            self.split,
+            self.device,
+            lambda: self.groups_of_gradients,
+            lambda: self.reducer.reduce_owed(),
+        )
+        self.absent = AbsentGradients(
+            self.shards, list(model.parameters()), self.split, self.device
+        )
+        self.view = OptimizerView(self.gradients, self.reducer, self._gatherer, self.absent)
         self.hook_trainable()
 
     @property
@@ -188,6 +202,7 @@ class DataParallelEngine:
 
     def _hook(self, param: nn.Parameter, position: int, index: int) -> RemovableHandle:
         def arrived(_: Tensor) -> None:
+            self.shards.changed()
             self.reducer.arrive(position, index)
 
         handle: RemovableHandle = param.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
@@ -211,6 +226,8 @@ class DataParallelEngine:
             yield
         if self._gatherer is not None:
             self._gatherer.end_backward()
+        self.shards.changed()
+        self.absent.agree()
 
     def at_hand(self, params: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
         """Have parameters here inside, for a part of a backward that their blocks' hooks miss.
@@ -256,6 +273,10 @@ class DataParallelEngine:
             yield
         finally:
             self.view.leave()
+
+    def lent_view(self) -> AbstractContextManager[None]:
+        """Run hooks of user code before a step inside; see `OptimizerView.lent`."""
+        return self.view.lent()
 
     def publish(self, params: Iterable[nn.Parameter]) -> None:
         """After an update of `params`, bring everybody's full parameters up to date."""
@@ -336,8 +357,7 @@ class DataParallelEngine:
             restore: Collective: each rank must call. Without it (after a failure, when peers may
                 be gone) stage 3 leaves this rank's pieces.
         """
-        while self._hooks:
-            self._hooks.popitem()[1].remove()
+        self._let_go()
         if self._gatherer is not None:
             self._gatherer.remove()
         if restore:
@@ -354,6 +374,12 @@ class DataParallelEngine:
             if not restore and param in self.split.full_shapes:
                 setattr(param, _LEFTOVER, True)
 
+    def _let_go(self) -> None:
+        """Watch the parameters no more, and lend no gradients."""
+        while self._hooks:
+            self._hooks.popitem()[1].remove()
+        self.shards.forget()
+
     @torch.no_grad()
     def abandon(self) -> None:
         """Take the engine off a model whose values will come from elsewhere; no communication.
@@ -361,8 +387,7 @@ class DataParallelEngine:
         Each parameter gets memory of its own shape in the optimizer's format, without values, and
         no other engine takes it until `take_leftovers`.
         """
-        while self._hooks:
-            self._hooks.popitem()[1].remove()
+        self._let_go()
         if self._gatherer is not None:
             self._gatherer.remove()
         for flat in self.flats:

@@ -115,11 +115,16 @@ class FlatParameters:
     def _present(self, views: Sequence[Tensor]) -> None:
         for index, (param, view) in enumerate(zip(self.params, views, strict=True)):
             if isinstance(param.grad, ReducedGradient):  # must have the parameter's shape
+                param.grad.settle(self._notes[index])
                 param.grad = None
                 param.data = view
                 param.grad = self.stand_in(index)
             else:
                 param.data = view
+
+    def note(self, index: int) -> GradientNote:
+        """What the stand-ins of a parameter share."""
+        return self._notes[index]
 
     def stand_in(self, index: int) -> ReducedGradient:
         """What stands in the `.grad` of a parameter, as it shows itself now, once it is reduced."""

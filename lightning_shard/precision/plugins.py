@@ -40,8 +40,8 @@ class ShardedPrecision(Precision):
         self.engine = None
         super().teardown()
 
-    def _optimizer_view(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.engine is None else self.engine.optimizer_view()
+    def _lent_view(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.engine is None else self.engine.lent_view()
 
     @override
     def backward(
@@ -56,12 +56,12 @@ class ShardedPrecision(Precision):
             is_overridden("on_before_optimizer_step", hooked)
             for hooked in (model, *model.trainer.callbacks)  # type: ignore[attr-defined]
         )
-        with self._optimizer_view() if watched else nullcontext():  # what the optimizer will see
+        with self._lent_view() if watched else nullcontext():  # what the optimizer will see
             super()._after_closure(model, optimizer)
 
     @override
     def _clip_gradients(self, *args: Any, **kwargs: Any) -> None:
-        """Clip outside the view: there, torch's own clipping by the norm of a piece is refused."""
+        """Clip outside the view: where parameters are whole, they show themselves so."""
         with nullcontext() if self.engine is None else self.engine.view.suspended():
             super()._clip_gradients(*args, **kwargs)
 
