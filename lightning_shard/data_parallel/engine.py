@@ -145,7 +145,8 @@ class DataParallelEngine:
                 self.groups,
                 stage=self.options.stage,
                 compute_dtype=policy.compute_dtype(named[0][1]),
-                is_split=any(param in self.split.full_shapes for _, param in named),
+                is_split=bool(self.split.groups_of_layers)
+                or any(param in self.split.full_shapes for _, param in named),
             )
             for named in (
                 list(group) for _, group in groupby(sorted(spec.params, key=kind), key=kind)

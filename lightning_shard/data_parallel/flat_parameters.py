@@ -36,8 +36,9 @@ class FlatParameters:
         groups: The data-parallel ranks, each of which must construct this.
         stage: 0 to 3.
         compute_dtype: Format of the full parameters.
-        is_split: Some of them are themselves parts of whole ones, so that even a full gradient
-            here is only a piece: it is shown to the optimizer alone.
+        is_split: Some of them are themselves parts of whole ones, or other ranks of the model have
+            other parameters, so that even the full gradients here are not the model's: they are
+            shown to the optimizer alone.
     """
 
     def __init__(

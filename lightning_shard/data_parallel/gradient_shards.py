@@ -86,7 +86,7 @@ class ParameterSpread:
     @torch.no_grad()
     def join(self, local: Tensor) -> Tensor:
         """Return the whole of parts; each rank must call."""
-        own = local
+        own = local.clone()
         if self.own_shape is not None and self.bounds is not None:
             flags = local.dtype == torch.bool
             own = local.new_zeros(
@@ -231,8 +231,8 @@ class _Source:
         """The gradient as the whole that it is a part of."""
         self.shards.ready()
         tensor = ShardedTensor(self.local(), self.spread)
-        tensor.norm = partial(self.shards.norm, self.number)
-        tensor.changed = self.changed
+        tensor.norm_of_all = partial(self.shards.norm, self.number)
+        tensor.on_change = self.changed
         return tensor
 
     def changed(self) -> None:

@@ -191,8 +191,8 @@ def _norm(
 
 def _norm_of(tensor: ShardedTensor, order: float) -> Tensor:
     """The norm in float64."""
-    if tensor.norm is not None:
-        return tensor.norm(order)
+    if tensor.norm_of_all is not None:
+        return tensor.norm_of_all(order)
     return combine_norms(
         partial_norm(_counted(tensor), order), order, lambda own, op: combined(tensor, own, op)
     )

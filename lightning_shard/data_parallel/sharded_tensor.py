@@ -57,14 +57,14 @@ class ShardedTensor(Tensor):
     Attributes:
         local: This rank's elements, in whatever shape they lie.
         spread: Where the others are.
-        norm: Gives the whole's norm of an order faster than by asking for it alone; or None.
-        changed: Called when the elements have been changed in place; or None.
+        norm_of_all: Gives the whole's norm of an order faster than by asking for it alone; or None.
+        on_change: Called when the elements have been changed in place; or None.
     """
 
     local: Tensor
     spread: Spread
-    norm: Callable[[float], Tensor] | None
-    changed: Callable[[], None] | None
+    norm_of_all: Callable[[float], Tensor] | None
+    on_change: Callable[[], None] | None
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -77,7 +77,7 @@ class ShardedTensor(Tensor):
             cls, spread.shape if shape is None else shape, dtype=local.dtype, device=local.device
         )
         tensor.local, tensor.spread = local, spread
-        tensor.norm = tensor.changed = None
+        tensor.norm_of_all = tensor.on_change = None
         return tensor
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -160,7 +160,7 @@ def _viewed(func: Any, tensor: ShardedTensor, shape: Sequence[int], *_: Any) -> 
     if wanted not in ([tensor.numel()], list(tensor.shape)):
         refuse(func, tensor, f"to shape {tuple(shape)}, expected it flat or as it is")
     seen = ShardedTensor(tensor.local, tensor.spread, wanted)
-    seen.norm, seen.changed = tensor.norm, tensor.changed
+    seen.norm_of_all, seen.on_change = tensor.norm_of_all, tensor.on_change
     return seen
 
 
@@ -175,8 +175,8 @@ def _by_element(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     local_args, local_kwargs = tree_map_only(Tensor, part, (tuple(args), kwargs))
     result = func(*local_args, **local_kwargs)
     if target is not None:
-        if isinstance(target, ShardedTensor) and target.changed is not None:
-            target.changed()
+        if isinstance(target, ShardedTensor) and target.on_change is not None:
+            target.on_change()
         return target
 
     def wrapped(tensor: Tensor) -> Tensor:
@@ -207,8 +207,8 @@ def _each(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     result = func(*map(parts, args), **kwargs)
     if func._schema.is_mutable:
         for tensor in _sharded(list(args[0])):
-            if tensor.changed is not None:
-                tensor.changed()
+            if tensor.on_change is not None:
+                tensor.on_change()
         return None
     if not isinstance(result, (list, tuple)) or len(result) != len(likes):
         refuse(func, first)
