@@ -179,6 +179,11 @@ class DataParallelEngine:
         return [] if self.options.stage == 0 else [self.groups.shard]
 
     @property
+    def ranks_of_loss(self) -> Collectives | None:
+        """Over whose batches gradients are averaged, and losses with them; None: of this one's."""
+        return self.collectives
+
+    @property
     def exchanges(self) -> list[Exchange]:
         """What averages compressed gradients, in the order of the buffers."""
         return [one.exchange for one in self.gradients if one.exchange is not None]

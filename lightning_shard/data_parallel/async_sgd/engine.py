@@ -73,6 +73,11 @@ class AsyncEngine(DataParallelEngine):
     def groups_of_gradients(self) -> list[Collectives]:
         return [] if self.is_alone else super().groups_of_gradients
 
+    @property
+    @override
+    def ranks_of_loss(self) -> Collectives | None:
+        return None if self.is_alone else super().ranks_of_loss
+
     @override
     @contextmanager
     def optimizer_view(self) -> Iterator[None]:
