@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from lightning_shard.data_parallel.sharded_tensor import ShardedTensor, refuse
+from lightning_shard.data_parallel.sharded_tensor import ShardedTensor, refusal, refuse
 from lightning_shard.errors import ConfigError
 
 _ADD = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
@@ -168,7 +168,7 @@ class ReducedGradient(Tensor):
         if func in _ADD:
             stand_in.note.arrival = args[1] if args[0] is stand_in else args[0]
             return stand_in
-        refuse(func, stand_in.sharded())
+        raise refusal(func, stand_in.sharded())
 
 
 _OF_STAND_IN = (

@@ -124,9 +124,7 @@ def _aminmax(
 
 
 def _truth(op: ReduceOpName) -> Callable[..., Tensor]:
-    def truth(
-        func: Any, tensor: ShardedTensor, dim: _Dims = None, keepdim: bool = False
-    ) -> Tensor:
+    def truth(func: Any, tensor: ShardedTensor, dim: _Dims = None, keepdim: bool = False) -> Tensor:
         _check_dims(func, tensor, dim)
         found = _counted(tensor) != 0
         own = found.all() if op == "min" else found.any()
@@ -203,7 +201,10 @@ def _real(dtype: torch.dtype) -> torch.dtype:
 
 
 def _foreach_norm(
-    func: Any, tensors: Sequence[Tensor], ord: float = 2, dtype: torch.dtype | None = None  # noqa: A002
+    func: Any,
+    tensors: Sequence[Tensor],
+    ord: float = 2,  # noqa: A002 - torch's name
+    dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
     return [torch.linalg.vector_norm(one, ord, dtype=dtype) for one in tensors]
 

@@ -117,24 +117,53 @@ class ShardedTensor(Tensor):
             return _viewed(func, *args)
         if torch.Tag.pointwise in func.tags or name in _BY_ELEMENT:
             return _by_element(func, args, kwargs)
-        refuse(func, _first((args, kwargs)))
+        raise refusal(func, _first((args, kwargs)))
 
 
 _VIEWS = frozenset({"view", "_unsafe_view", "reshape", "_reshape_alias"})
 _BY_ELEMENT = frozenset(
-    "alias clone copy_ detach empty_like exponential_ fill fill_ floor_divide full_like lift_fresh "
-    "masked_fill masked_fill_ normal_ ones_like rand_like randn_like uniform_ zero_ zeros_like "
-    "bernoulli bernoulli_ log_normal_ _to_copy floor_divide_ native_dropout".split()
+    {
+        "alias",
+        "bernoulli",
+        "bernoulli_",
+        "clone",
+        "copy_",
+        "detach",
+        "empty_like",
+        "exponential_",
+        "fill",
+        "fill_",
+        "floor_divide",
+        "floor_divide_",
+        "full_like",
+        "lift_fresh",
+        "log_normal_",
+        "masked_fill",
+        "masked_fill_",
+        "normal_",
+        "ones_like",
+        "rand_like",
+        "randn_like",
+        "uniform_",
+        "zero_",
+        "zeros_like",
+        "_to_copy",
+    }
 )  # which torch does not tag as such
 
 
 def refuse(func: Any, tensor: ShardedTensor, reason: str = "") -> NoReturn:
-    """Raise what says that an operation cannot be computed from parts, and what to do.
+    """Raise `refusal`.
 
     Raises:
         ConfigError: Always.
     """
-    raise ConfigError(
+    raise refusal(func, tensor, reason)
+
+
+def refusal(func: Any, tensor: ShardedTensor, reason: str = "") -> ConfigError:
+    """Say that an operation cannot be computed from parts, and what to do."""
+    return ConfigError(
         f"The gradient of {tensor.spread.name!r} lies in parts on the ranks, so {func} cannot be "
         f"computed from .grad here{reason and ' (' + reason + ')'}. Expected what goes element by "
         f"element, or what makes one number of all (norm, sum, mean, max ...), which every rank "

@@ -57,4 +57,3 @@ def mean_loss(loss: Any, optimizer: Optimizer, ranks: Collectives, device: torch
         return None
     mean = total / count
     return loss.new_tensor(mean).reshape(loss.shape) if isinstance(loss, Tensor) else mean
-

@@ -61,7 +61,7 @@ def _try_group(
         except Exception as error:  # whatever it raises, it says why
             raised.append(_raised(error))
             continue
-        reason = why_different(lambda whole=whole, pieces=pieces: [whole, list(chain(*pieces))])
+        reason = _difference([whole, list(chain(*pieces))])
         if reason is not None:
             return reason
     return raised[0] if len(raised) == len(calls) else None
@@ -70,9 +70,13 @@ def _try_group(
 def why_different(trial: Callable[[], Sequence[Sequence[Tensor]]]) -> str | None:
     """Say what a trial shows of a foreign function: its result for a whole, and for the parts."""
     try:
-        expected, got = (torch.cat([one.flatten() for one in run]) for run in trial())
+        return _difference(trial())
     except Exception as error:  # whatever it raises, it says why
         return _raised(error)
+
+
+def _difference(runs: Sequence[Sequence[Tensor]]) -> str | None:
+    expected, got = (torch.cat([one.flatten() for one in run]) for run in runs)
     if torch.allclose(got, expected, rtol=1e-5, atol=1e-7):
         return None
     return "in a trial, the parts of a whole came out differently from the whole"
@@ -111,7 +115,8 @@ def _steps(
     for step in grads:
         closure = _closure(params, step)
         closure()
-        type(optimizer).step(twin, *([closure] if with_closure else []))
+        step_of: Callable[..., Any] = type(optimizer).step
+        step_of(twin, *([closure] if with_closure else []))
     return [param.detach() for param in params]
 
 

@@ -121,9 +121,7 @@ class Reader(L.Callback):
     ) -> None:
         self._read("on_before_optimizer_step", pl_module)
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         if not trainer.fit_loop._should_accumulate():
             self._read("on_train_batch_end", pl_module)
 
@@ -276,9 +274,9 @@ class Edited(GPT):
 def edited(scheme: Scheme, edit: str, hook: str) -> Tensor:
     torch.manual_seed(7)
     model = Edited(edit, hook)
-    scheme.trainer(
-        max_steps=2, accumulate_grad_batches=1, gradient_clip_val=None
-    ).fit(model, datamodule=GlobalBatches(model, 2))
+    scheme.trainer(max_steps=2, accumulate_grad_batches=1, gradient_clip_val=None).fit(
+        model, datamodule=GlobalBatches(model, 2)
+    )
     return model.blocks[1].up.weight.detach().clone()
 
 

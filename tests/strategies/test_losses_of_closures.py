@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_shard import ConfigError
 from tests.strategies.models import Layers
-from tests.strategies.parity import UPSTREAM_WARNINGS, GlobalBatches, quiet_trainer
+from tests.strategies.parity import UPSTREAM_WARNINGS, GlobalBatches
 from tests.strategies.test_weight_averaging import SCHEMES, SINGLE, Scheme
 
 pytestmark = [
@@ -152,7 +152,8 @@ def test_each_rank_searches_along_a_line_by_its_own_loss(make: Callable[[], Line
 
 
 @pytest.mark.parametrize(
-    "name", ["zero1", "zero3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("2x2x2 stage 2",))]
+    "name",
+    ["zero1", "zero3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("2x2x2 stage 2",))],
 )
 def test_an_element_wise_optimizer_that_requires_a_closure(name: str) -> None:
     alone, _ = fit(SINGLE, ByLoss)
