@@ -30,6 +30,7 @@ from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.flat_gradients import FlatGradients
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.gathering import Gatherer
+from lightning_shard.data_parallel.gradient_shards import AbsentGradients, GradientShards
 from lightning_shard.data_parallel.model_split import ModelSplit, Unsplit
 from lightning_shard.data_parallel.optimizer_view import OptimizerView
 from lightning_shard.data_parallel.options import EngineOptions
@@ -60,6 +61,8 @@ class DataParallelEngine:
     Attributes:
         groups: The data-parallel ranks.
         collectives: All of them.
+        shards: Gradients as user code sees them.
+        absent: Those of parameters that only other ranks have.
 
     Raises:
         ConfigError: The ranks' models differ.
@@ -114,7 +117,18 @@ class DataParallelEngine:
         self._hooks: dict[nn.Parameter, RemovableHandle] = {}
         self._buffers = BufferSync(model, self.collectives)
         self._buffers.broadcast_all()
-        self.view = OptimizerView(self.gradients, self.reducer, self._gatherer)
+        self.shards = GradientShards(
+            self.gradients,
+            model.named_parameters(),
+            self.split,
+            self.device,
+            lambda: self.groups_of_gradients,
+            lambda: self.reducer.reduce_owed(),
+        )
+        self.absent = AbsentGradients(
+            self.shards, list(model.parameters()), self.split, self.device
+        )
+        self.view = OptimizerView(self.gradients, self.reducer, self._gatherer, self.absent)
         self._loading = cut_loaded(model, self._homes) if options.stage == 3 else []
         self._places = ParameterPlaces(
             model, self.collectives.rank, fixed_modules=options.stage == 3
@@ -142,7 +156,8 @@ class DataParallelEngine:
                 self.groups,
                 stage=self.options.stage,
                 compute_dtype=policy.compute_dtype(named[0][1]),
-                is_split=any(param in self.split.full_shapes for _, param in named),
+                is_split=bool(self.split.groups_of_layers)
+                or any(param in self.split.full_shapes for _, param in named),
             )
             for named in (
                 list(group) for _, group in groupby(sorted(spec.params, key=kind), key=kind)
@@ -175,6 +190,11 @@ class DataParallelEngine:
         return [] if self.options.stage == 0 else [self.groups.shard]
 
     @property
+    def ranks_of_loss(self) -> Collectives | None:
+        """Over whose batches gradients are averaged, and losses with them; None: of this one's."""
+        return self.collectives
+
+    @property
     def exchanges(self) -> list[Exchange]:
         """What averages compressed gradients, in the order of the buffers."""
         return [one.exchange for one in self.gradients if one.exchange is not None]
@@ -199,6 +219,7 @@ class DataParallelEngine:
 
     def _hook(self, param: nn.Parameter, position: int, index: int) -> RemovableHandle:
         def arrived(_: Tensor) -> None:
+            self.shards.changed()
             self.reducer.arrive(position, index)
 
         handle: RemovableHandle = param.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
@@ -249,6 +270,8 @@ class DataParallelEngine:
             yield
         if self._gatherer is not None:
             self._gatherer.end_backward()
+        self.shards.changed()
+        self.absent.agree()
 
     def at_hand(self, params: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
         """Have parameters here inside, for a part of a backward that their blocks' hooks miss.
@@ -294,6 +317,10 @@ class DataParallelEngine:
             yield
         finally:
             self.view.leave()
+
+    def lent_view(self) -> AbstractContextManager[None]:
+        """Run hooks of user code before a step inside; see `OptimizerView.lent`."""
+        return self.view.lent()
 
     def publish(self, params: Iterable[nn.Parameter]) -> None:
         """After an update of `params`, bring everybody's full parameters up to date."""
@@ -440,6 +467,7 @@ class DataParallelEngine:
         self._hooks.clear()
         if self._gatherer is not None:
             self._gatherer.remove()
+        self.shards.forget()
 
     def _on_all_ranks(self, numbers: set[int]) -> set[int]:
         return set.intersection(*self.collectives.all_gather_object(numbers))

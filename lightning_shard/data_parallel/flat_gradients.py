@@ -11,9 +11,10 @@
     With compression an `Exchange` reduces, in two halves that begin where dense reductions do.
     Where the state has several copies, what is reduced into pieces is averaged over them, too.
 
-A parameter's gradient is copied into its view once, when autograd hands it over; while the view
-is the parameter's `.grad`, later micro-batches accumulate into it in place. Once it is reduced, a
-`ReducedGradient` stands in `.grad`, by which we learn of `zero_grad`.
+A parameter's gradient is copied into its view once, when autograd hands it over. Where each rank
+keeps the whole average, the view is the parameter's `.grad`, and later micro-batches accumulate
+into it in place. Elsewhere a `ReducedGradient` stands in `.grad`: it takes later micro-batches,
+tells of `zero_grad`, and looks as the whole gradient does.
 """
 
 from collections.abc import Sequence
@@ -59,8 +60,8 @@ class FlatGradients:
         self._local: Tensor | None = None
         self.local_views: list[Tensor] = []
         self.accumulates = flat.stage < 2  # in full, until a backward that synchronises
-        self._keeps_views = self.accumulates and not flat.has_master  # `.grad` is a view of full
         self._is_plain = not flat.has_local_form  # `.grad` stays a whole gradient
+        self.shows_sums = self._is_plain  # `.grad` is a view of full while this rank adds up
         self._fresh = [False] * len(flat.params)  # in full, not yet reduced
         self._seen: set[int] = set()  # arrived in this backward
         self._expected = 0  # of _seen; a lower bound while backward runs
@@ -112,7 +113,7 @@ class FlatGradients:
         else:
             self.observe(index)
             self._store(view, grad, index)
-            param.grad = view if self._keeps_views else self.flat.stand_in(index)
+            param.grad = view if self.shows_sums else self.flat.stand_in(index)
         self._note(index)
 
     def _note(self, index: int) -> None:
@@ -136,7 +137,7 @@ class FlatGradients:
             raise self._came_twice(index)
         if grad is not view:
             self._store(view, self._arrived(index, grad), index)
-            param.grad = view if self._keeps_views else self.flat.stand_in(index)
+            param.grad = view if self.shows_sums else self.flat.stand_in(index)
         self._note(index)
 
     def _arrived(self, index: int, grad: Tensor) -> Tensor:
@@ -154,11 +155,33 @@ class FlatGradients:
         grad = self.flat.params[index].grad
         if grad is None:
             self._forget(index)
-        elif isinstance(grad, ReducedGradient) and grad.note.zeroed:
-            grad.note.zeroed = self._fresh[index] = False
-            if self._held[index]:
-                kept = None if self._stash is None else self.flat.shard_views(self._stash)
-                (kept or self.local_views)[index].zero_()
+        elif isinstance(grad, ReducedGradient):
+            grad.settle(self.flat.note(index))
+            if grad.note.zeroed:
+                grad.note.zeroed = self._fresh[index] = False
+                if self._held[index]:
+                    self._kept(index).zero_()
+
+    def _kept(self, index: int) -> Tensor:
+        """What has been reduced of a gradient, where it lies now."""
+        kept = None if self._stash is None else self.flat.shard_views(self._stash)
+        return (kept or self.local_views)[index]
+
+    def averaged(self, index: int) -> Tensor:
+        """This rank's elements of a gradient that has been averaged.
+
+        Raises:
+            ConfigError: It has not been, or it is gone.
+        """
+        self.observe(index)
+        if self._fresh[index] or self._pending is not None or not self.local_views:
+            raise ConfigError(
+                f"Rank {self._groups.everyone.rank}: the gradient of "
+                f"{self.flat.layout.slots[index].name!r} is not averaged over the ranks now, "
+                f"expected .grad to be read once a backward has ended and before it is zeroed. "
+                f"Read it in on_after_backward or on_before_optimizer_step."
+            )
+        return self._kept(index)
 
     def _forget(self, index: int) -> None:
         self._held[index] = self.used[index] = self.valid[index] = self._fresh[index] = False
@@ -352,9 +375,13 @@ class FlatGradients:
         self._expected = sum(param.requires_grad for param in self.flat.params)
         self.was_reduced = self.is_closed = False
 
+    def is_there(self, index: int) -> bool:
+        """Whether the average of any rank's gradient lies here, or in other ranks' pieces."""
+        return self._held[index] and self.valid[index] and bool(self.local_views)
+
     def present(self, index: int) -> Tensor | None:
         """The local gradient that the optimizer sees, or None when no rank used the parameter."""
-        if not (self._held[index] and self.valid[index] and self.local_views):
+        if not self.is_there(index):
             return None
         local = self.local_views[index]
         return local if local.numel() or self.flat.stage == 0 else None

@@ -47,8 +47,9 @@ class FlatParameters:
         groups: The data-parallel ranks, each of which must construct this.
         stage: 0 to 3.
         compute_dtype: Format of the full parameters.
-        is_split: Some of them are themselves parts of whole ones, so that even a full gradient
-            here is only a piece: it is shown to the optimizer alone.
+        is_split: Some of them are themselves parts of whole ones, or other ranks of the model have
+            other parameters, so that even the full gradients here are not the model's: they are
+            shown to the optimizer alone.
 
     Attributes:
         on_assigned: Called when a parameter shows what user code has assigned; must adopt it.
@@ -137,6 +138,7 @@ class FlatParameters:
     def _point(self, index: int, view: Tensor) -> None:
         param = self.params[index]
         if isinstance(param.grad, ReducedGradient):  # must have the parameter's shape
+            param.grad.settle(self._notes[index])
             param.grad = None
             param.data = view
             param.grad = self.stand_in(index)
@@ -212,6 +214,10 @@ class FlatParameters:
             return value
         piece = self.layout.piece(self.layout.slots[index], self.shard_index)
         return value.flatten()[piece.param_offset : piece.param_stop]
+
+    def note(self, index: int) -> GradientNote:
+        """What the stand-ins of a parameter share."""
+        return self._notes[index]
 
     def stand_in(self, index: int) -> ReducedGradient:
         """What stands in the `.grad` of a parameter, as it shows itself now, once it is reduced."""

@@ -6,7 +6,8 @@
                   (stage 0) the average            when no rank used the parameter
 
 What user code does to the full parameters outside is carried over; what it does to gradients
-inside is kept.
+inside is kept. While user code runs inside, its hooks before a step, stand-ins for the gradients
+are lent to it: what it computes with pieces would be wrong.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from lightning_shard.data_parallel.flat_gradients import FlatGradients
 from lightning_shard.data_parallel.gathering import Gatherer
+from lightning_shard.data_parallel.gradient_shards import AbsentGradients
+from lightning_shard.data_parallel.reduced_gradient import ReducedGradient
 from lightning_shard.data_parallel.reducer import Reducer
 
 
@@ -26,15 +29,22 @@ class OptimizerView:
         gradients: Every buffer; those whose parameters have no local form stay as they are.
         reducer: Asked to reduce what was only accumulated.
         gatherer: Under stage 3, frees the units first.
+        absent: The gradients of parameters that are not here; hidden inside.
     """
 
     def __init__(
-        self, gradients: Sequence[FlatGradients], reducer: Reducer, gatherer: Gatherer | None
+        self,
+        gradients: Sequence[FlatGradients],
+        reducer: Reducer,
+        gatherer: Gatherer | None,
+        absent: AbsentGradients | None = None,
     ) -> None:
         self._gradients = [g for g in gradients if g.flat.has_local_form]
         self._reducer = reducer
         self._gatherer = gatherer
+        self._absent = absent
         self._depth = 0
+        self._lends = False  # entered, and shows stand-ins for as long as the depth is 0
         self._outer: list[list[Tensor | None]] = []
 
     @property
@@ -47,7 +57,12 @@ class OptimizerView:
         self._depth += 1
         if self._depth > 1:
             return
+        if self._lends:
+            self._take_back_stand_ins()
+            return
         self._reducer.reduce_owed()
+        if self._absent is not None:
+            self._absent.hide()
         if not self.differs:
             return
         if self._gatherer is not None:
@@ -69,23 +84,69 @@ class OptimizerView:
         return outer
 
     @contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Leave the view for a while, if it is entered."""
-        depth, was_entered = self._depth, self._depth > 0
-        if was_entered:
-            self._depth = 1
-            self.leave()
+    def lent(self) -> Iterator[None]:
+        """Run user code inside: parameters show pieces, `.grad` looks as the whole gradient does.
+
+        Each rank must call.
+        """
+        self._begin_lending()
         try:
             yield
         finally:
-            if was_entered:
-                self.enter()
-                self._depth = depth
+            self._end_lending()
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Leave the view for a while, if it is lent."""
+        if not self._lends:
+            yield
+            return
+        self._end_lending()
+        try:
+            yield
+        finally:
+            self._begin_lending()
+
+    def _begin_lending(self) -> None:
+        self.enter()
+        self._depth, self._lends = 0, True
+        self._lend_stand_ins()
+
+    def _end_lending(self) -> None:
+        self._take_back_stand_ins()
+        self._depth, self._lends = 1, False
+        self.leave()
+
+    def _lend_stand_ins(self) -> None:
+        for gradients in self._gradients:
+            for index, param in enumerate(gradients.flat.params):
+                gradients.take_back(index, None)  # what was made of it meanwhile
+                if gradients.is_there(index):
+                    param.grad = gradients.flat.stand_in(index)
+        if self._absent is not None:
+            self._absent.show()
+
+    def _take_back_stand_ins(self) -> None:
+        """Show pieces again; what user code has zeroed or set in `.grad` stays so."""
+        for gradients in self._gradients:
+            for index, param in enumerate(gradients.flat.params):
+                gradients.observe(index)
+                if isinstance(param.grad, ReducedGradient):
+                    param.grad = gradients.present(index)
+        if self._absent is not None:
+            self._absent.hide()
 
     def leave(self) -> None:
         """Show what was there before; each rank must call."""
         self._depth -= 1
-        if self._depth > 0 or not self._outer:
+        if self._depth > 0:
+            return
+        if self._lends:
+            self._lend_stand_ins()
+            return
+        if self._absent is not None:
+            self._absent.show()
+        if not self._outer:
             return
         for gradients, outer in zip(self._gradients, self._outer, strict=True):
             kept = [gradients.take_back(index, grad) for index, grad in enumerate(outer)]

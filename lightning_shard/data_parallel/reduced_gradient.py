@@ -1,23 +1,43 @@
 """What stands in `.grad` once a gradient has been averaged and cut into pieces.
 
+    autograd ──add──> ReducedGradient <── user code: norm(), mul_(), clamp ...
+                            │                     computed as of a `ShardedTensor`
+                            └── note ── source ── this rank's elements, in memory of the engine's
+
 The pieces lie elsewhere, but `.grad` must go on telling the truth: None means that there is no
 gradient (user code zeroes it so), anything else that there is one, and autograd adds to it. So a
-tensor without memory stands there. It notes what autograd adds and whether it was zeroed; any
-other use would compute with a gradient that is not there, and is an error with advice.
+tensor without memory stands there. It has the shape that the parameter shows at the moment, as
+torch demands of a `.grad`, but to user code it looks as the whole gradient does. It notes what
+autograd adds and whether it was zeroed.
+
+What user code computes of it element by element can be put into `.grad` in turn: it is one, too,
+with elements of its own.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
+from lightning_shard.data_parallel.sharded_tensor import ShardedTensor, refusal, refuse
 from lightning_shard.errors import ConfigError
 
 _ADD = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
 _ZERO = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
 _HARMLESS = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+
+
+class GradientSource(Protocol):
+    """Where the elements of one parameter's gradient are."""
+
+    def sharded(self) -> ShardedTensor:
+        """Return the gradient; writing to it writes to what the optimizer will see."""
+
+    def changed(self) -> None:
+        """Take note that its elements have changed."""
 
 
 @dataclass
@@ -28,11 +48,13 @@ class GradientNote:
         param_name: For messages.
         arrival: What autograd has added since the last `take_arrival`.
         zeroed: Whether `zero_` was called.
+        source: The gradient; there once an engine has it.
     """
 
     param_name: str
     arrival: Tensor | None = None
     zeroed: bool = False
+    source: GradientSource | None = None
 
     def take_arrival(self) -> Tensor:
         """The gradient that autograd has just added."""
@@ -40,27 +62,94 @@ class GradientNote:
         assert arrival is not None
         return arrival
 
+    def zero(self) -> None:
+        """Remember that user code has zeroed the gradient."""
+        self.zeroed = True
+        if self.source is not None:
+            self.source.changed()
+
 
 class ReducedGradient(Tensor):
     """Stands for the averaged gradient of one parameter; holds no memory.
 
     Attributes:
         note: Shared by the stand-ins for the parameter's full shape and for its piece.
+        own: What user code has computed, with elements of its own; None in a stand-in.
     """
 
     note: GradientNote
+    own: ShardedTensor | None
 
     @staticmethod
-    def __new__(cls, like: Tensor, note: GradientNote) -> "ReducedGradient":
+    def __new__(
+        cls, like: Tensor, note: GradientNote, own: ShardedTensor | None = None
+    ) -> "ReducedGradient":
         """Make one of the shape, format and device of `like`."""
-        stand_in: ReducedGradient = Tensor._make_wrapper_subclass(
-            cls, like.shape, dtype=like.dtype, device=like.device
-        )
-        stand_in.note = note
+        with torch._C.DisableTorchFunctionSubclass():
+            stand_in: ReducedGradient = Tensor._make_wrapper_subclass(
+                cls, like.shape, dtype=like.dtype, device=like.device
+            )
+        stand_in.note, stand_in.own = note, own
         return stand_in
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"ReducedGradient(of={self.note.param_name!r}, shape={tuple(self.shape)})"
+        return f"ReducedGradient(of={self.note.param_name!r})"
+
+    def sharded(self) -> ShardedTensor:
+        """The gradient, of which this rank has some elements."""
+        if self.own is not None:
+            return self.own
+        if self.note.source is None:
+            raise ConfigError(
+                f"The gradient of {self.note.param_name!r} is gone: its run has ended. Compute "
+                f"with it in the hooks of training."
+            )
+        return self.note.source.sharded()
+
+    def full_tensor(self) -> Tensor:
+        """Bring the whole gradient together; each rank must call."""
+        return self.sharded().full_tensor()
+
+    def settle(self, note: GradientNote) -> None:
+        """Where user code has put a result of its own into `.grad`, let the gradient be that.
+
+        Args:
+            note: Of the parameter in whose `.grad` this is.
+
+        Raises:
+            ConfigError: It is that of another parameter.
+        """
+        if self.note is not note:
+            raise ConfigError(
+                f".grad of {note.param_name!r} was set to what is computed of the gradient of "
+                f"{self.note.param_name!r}, whose elements lie on other ranks; expected its own. "
+                f"Change it in place, or use strategy='shard_ddp'."
+            )
+        if self.own is not None and note.source is not None:
+            own, self.own = self.own, None
+            note.source.sharded().local.copy_(own.local)
+            note.source.changed()
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Compute what user code asks for: of the whole gradient, where its elements are.
+
+        Raises:
+            ConfigError: That needs more than what goes element by element, or a single number.
+        """
+        given = tuple(args), dict(kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _OF_STAND_IN:
+                return func(*given[0], **given[1])
+            if func in _ITSELF:
+                return given[0][0]
+            return _computed(func, *given)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -70,7 +159,7 @@ class ReducedGradient(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Take additions and zeroing; refuse arithmetic."""
+        """Take what autograd adds, and zeroing."""
         if func in _ZERO:
             return _zero(args[0])
         if func in _HARMLESS:
@@ -79,21 +168,68 @@ class ReducedGradient(Tensor):
         if func in _ADD:
             stand_in.note.arrival = args[1] if args[0] is stand_in else args[0]
             return stand_in
-        raise ConfigError(
-            f"The gradient of {stand_in.note.param_name!r} is averaged and lies in pieces on the "
-            f"ranks, so {func} cannot be computed from .grad here. Clip with Trainer("
-            f"gradient_clip_val=...) or self.clip_gradients(...), take the norm from "
-            f"trainer.strategy.gradient_norm(), read pieces in on_before_optimizer_step, or use "
-            f"strategy='shard_ddp', which keeps whole gradients."
-        )
+        raise refusal(func, stand_in.sharded())
+
+
+_OF_STAND_IN = (
+    Tensor.zero_,
+    torch.zero_,
+    torch._foreach_zero_,
+    Tensor.requires_grad_,
+    Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+    Tensor.__hash__,
+)
+_ITSELF = (Tensor.detach, Tensor.detach_, torch.detach, torch.detach_, Tensor.data.__get__)  # type: ignore[attr-defined]
+_ELEMENTS = ("numpy", "__array__", "tolist", "data_ptr", "untyped_storage", "__reduce_ex__")
+
+
+def _computed(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Compute with the sharded tensors that the gradients among the arguments are."""
+    found: dict[int, tuple[ShardedTensor, ReducedGradient]] = {}
+
+    def sharded(gradient: ReducedGradient) -> ShardedTensor:
+        if id(gradient) not in found:
+            found[id(gradient)] = gradient.sharded(), gradient
+        return found[id(gradient)][0]
+
+    args, kwargs = tree_map_only(ReducedGradient, sharded, (args, kwargs))
+    first, like = next(iter(found.values()))
+    name = getattr(func, "__name__", "")
+    if func is Tensor.data.__set__:  # type: ignore[attr-defined]
+        return args[0].copy_(args[1]) and None
+    if name == "__deepcopy__":
+        return _shown(first.clone(), found, like)
+    if name in _ELEMENTS:
+        refuse(name, first)
+    try:
+        result = func(*args, **kwargs)
+    except (RuntimeError, NotImplementedError) as error:
+        refuse(f"{name or func}", first, str(error))
+    return tree_map_only(ShardedTensor, lambda one: _shown(one, found, like), result)
+
+
+def _shown(
+    result: ShardedTensor,
+    found: dict[int, tuple[ShardedTensor, ReducedGradient]],
+    like: ReducedGradient,
+) -> Tensor:
+    """Return what user code gets: what it has changed in place, or something new."""
+    for sharded, gradient in found.values():
+        if result is sharded:
+            return gradient
+        if result.spread is sharded.spread and result.shape == sharded.spread.shape:
+            return ReducedGradient(gradient, gradient.note, result)
+    return result
 
 
 def _zero(target: Tensor | Sequence[Tensor]) -> Tensor | Sequence[Tensor]:
     for tensor in [target] if isinstance(target, Tensor) else target:
-        if isinstance(tensor, ReducedGradient):
-            tensor.note.zeroed = True
-        else:
+        if not isinstance(tensor, ReducedGradient):
             tensor.zero_()
+        elif tensor.own is not None:
+            tensor.own.zero_()
+        else:
+            tensor.note.zero()
     return target
 
 

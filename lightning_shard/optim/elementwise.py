@@ -8,6 +8,7 @@ matrices, together and one by one: only LBFGS and its like fail that.
 """
 
 import copy
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -44,33 +45,51 @@ def why_not_separate(optimizer: Optimizer) -> str | None:
 def _try_group(
     optimizer: Optimizer, group: dict[str, Any], parts: Callable[[Tensor], list[list[Tensor]]]
 ) -> str | None:
+    """Try steps without a closure and with one, as a Trainer takes them; some need it."""
     device = next((param.device for param in group["params"]), torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(3, *_SHAPE, generator=generator).to(device)  # a weight, two gradients
     runs = [[parts(value)[i] for value in values] for i in range(len(parts(values[0])))]
-
-    def results() -> list[list[Tensor]]:
-        whole, *pieces = [_steps(optimizer, group, weight, grads) for weight, *grads in runs]
-        return [whole, list(chain(*pieces))]
-
-    return why_different(results)
+    raised: list[str] = []
+    calls = (False, True) if _takes_closure(optimizer) else (False,)
+    for with_closure in calls:
+        try:
+            whole, *pieces = [
+                _steps(optimizer, group, weight, grads, with_closure=with_closure)
+                for weight, *grads in runs
+            ]
+        except Exception as error:  # whatever it raises, it says why
+            raised.append(_raised(error))
+            continue
+        reason = _difference([whole, list(chain(*pieces))])
+        if reason is not None:
+            return reason
+    return raised[0] if len(raised) == len(calls) else None
 
 
 def why_different(trial: Callable[[], Sequence[Sequence[Tensor]]]) -> str | None:
     """Say what a trial shows of a foreign function: its result for a whole, and for the parts."""
     try:
-        expected, got = (torch.cat([one.flatten() for one in run]) for run in trial())
+        return _difference(trial())
     except Exception as error:  # whatever it raises, it says why
-        return f"a trial step raised {type(error).__name__}: {error}"
+        return _raised(error)
+
+
+def _difference(runs: Sequence[Sequence[Tensor]]) -> str | None:
+    expected, got = (torch.cat([one.flatten() for one in run]) for run in runs)
     if torch.allclose(got, expected, rtol=1e-5, atol=1e-7):
         return None
     return "in a trial, the parts of a whole came out differently from the whole"
 
 
+def _raised(error: Exception) -> str:
+    return f"a trial step raised {type(error).__name__}: {error}"
+
+
 def _in_pieces(matrix: Tensor) -> list[list[Tensor]]:
-    """The matrix, and its pieces, as two runs."""
+    """The matrix, and each of its pieces, as runs of their own: a rank has no other piece."""
     flat = matrix.flatten()
-    return [[matrix], [flat[:_CUT], flat[_CUT:]]]
+    return [[matrix], [flat[:_CUT]], [flat[_CUT:]]]
 
 
 def _one_by_one(matrix: Tensor) -> list[list[Tensor]]:
@@ -80,7 +99,12 @@ def _one_by_one(matrix: Tensor) -> list[list[Tensor]]:
 
 
 def _steps(
-    optimizer: Optimizer, group: dict[str, Any], values: list[Tensor], grads: list[list[Tensor]]
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    values: list[Tensor],
+    grads: list[list[Tensor]],
+    *,
+    with_closure: bool,
 ) -> list[Tensor]:
     """Take one step per gradient with a twin of the optimizer; returns the updated values."""
     params = [torch.nn.Parameter(value.clone()) for value in values]
@@ -89,10 +113,28 @@ def _steps(
         settings["lr"] = _LR
     twin = twin_of(optimizer, {**settings, "params": params})
     for step in grads:
-        for param, grad in zip(params, step, strict=True):
-            param.grad = grad.clone()
-        type(optimizer).step(twin)
+        closure = _closure(params, step)
+        closure()
+        step_of: Callable[..., Any] = type(optimizer).step
+        step_of(twin, *([closure] if with_closure else []))
     return [param.detach() for param in params]
+
+
+def _closure(params: Sequence[Tensor], grads: Sequence[Tensor]) -> Callable[[], Tensor]:
+    """What a Trainer hands to a step: makes the gradients, and gives the same loss on all ranks."""
+
+    def closure() -> Tensor:
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad.clone()
+        return params[0].new_ones(())
+
+    return closure
+
+
+def _takes_closure(optimizer: Optimizer) -> bool:
+    """Whether the first argument of a step is a closure; whoever requires one means that."""
+    _, *others = inspect.signature(type(optimizer).step).parameters.values()
+    return bool(others) and (others[0].name == "closure" or others[0].default is others[0].empty)
 
 
 def twin_of(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:

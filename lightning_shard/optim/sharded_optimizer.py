@@ -1,7 +1,8 @@
 """The user's own optimizer object, updating this rank's piece of every parameter.
 
     optimizer.step(closure)
-      ├─ closure()                     forward, backward, clipping: full parameters
+      ├─ closure()                     forward, backward, clipping: full parameters; the loss
+      │                                that the optimizer gets is the mean over the ranks
       ├─ enter the optimizer view      param.data, param.grad -> local pieces
       ├─ the optimizer's own update    its groups, options and state are untouched
       └─ leave the view, publish       pieces -> everybody's full parameters
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.errors import ConfigError
+from lightning_shard.optim.common_loss import looks_at_loss, mean_loss
 from lightning_shard.optim.elementwise import why_not_elementwise, why_not_separate
 from lightning_shard.optim.frozen_adam import FrozenAdam
 from lightning_shard.optim.state import shard_state
@@ -75,11 +77,17 @@ class ShardedOptimizer:
         def run() -> Any:
             if self._in_view:  # LBFGS and its like evaluate several times
                 self._leave()
-            result = closure()
+            result = self._common(closure())
             self._enter()
             return result
 
         return run
+
+    def _common(self, loss: Any) -> Any:
+        ranks = self.engine.ranks_of_loss
+        if ranks is None or not looks_at_loss(self.optimizer):
+            return loss
+        return mean_loss(loss, self.optimizer, ranks, self.engine.device)
 
     def _after_step(self, *_: Any) -> None:
         if self._in_view:

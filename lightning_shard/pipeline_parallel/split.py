@@ -79,11 +79,18 @@ class PipelineSplit:
         return [param for param, stages in self.param_stages.items() if stage in stages]
 
     def sum_ties(self, stash: GradientStash) -> None:
-        """Sum the gradients of parameters that several ranks share; each rank must call."""
-        for param, ranks in self._ranks.items():
-            if param.requires_grad and ranks in self._ties:
-                total = stash.own(param)
-                self._ties[ranks].all_reduce(total).wait()
+        """Sum the gradients of parameters that several ranks share; each rank must call.
+
+        What none of them has used stays without a gradient.
+        """
+        for ranks, group in self._ties.items():
+            shared = [p for p, own in self._ranks.items() if own == ranks and p.requires_grad]
+            used = torch.tensor([stash.holds(param) for param in shared], dtype=torch.uint8)
+            used = used.to(self._device)
+            group.all_reduce(used, "max").wait()
+            for param, is_used in zip(shared, used.tolist(), strict=True):
+                if is_used:
+                    group.all_reduce(stash.own(param)).wait()
 
     @property
     def groups(self) -> Sequence[Collectives]:

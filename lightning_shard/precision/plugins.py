@@ -40,8 +40,8 @@ class ShardedPrecision(Precision):
         self.engine = None
         super().teardown()
 
-    def _optimizer_view(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.engine is None else self.engine.optimizer_view()
+    def _lent_view(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.engine is None else self.engine.lent_view()
 
     @override
     def backward(
@@ -59,7 +59,7 @@ class ShardedPrecision(Precision):
         if not watched:
             super()._after_closure(model, optimizer)
             return
-        with self._publishing_edits(optimizer), self._optimizer_view():  # what it will see
+        with self._publishing_edits(optimizer), self._lent_view():  # what the optimizer will see
             super()._after_closure(model, optimizer)
 
     def _publishing_edits(self, optimizer: Any) -> AbstractContextManager[None]:
@@ -69,7 +69,7 @@ class ShardedPrecision(Precision):
 
     @override
     def _clip_gradients(self, *args: Any, **kwargs: Any) -> None:
-        """Clip outside the view: there, torch's own clipping by the norm of a piece is refused."""
+        """Clip outside the view: where parameters are whole, they show themselves so."""
         with nullcontext() if self.engine is None else self.engine.view.suspended():
             super()._clip_gradients(*args, **kwargs)
 

@@ -88,6 +88,53 @@ def test_what_one_parameter_gets_depends_on_the_others() -> None:
     assert why_not_separate(make(WHOLE["LBFGS"])) is not None
 
 
+def test_what_one_piece_gets_depends_on_the_others() -> None:
+    """A rank has one piece, so pieces are tried one by one."""
+
+    class ScaledByAll(optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 0.1)
+            return super().step()
+
+    assert not is_elementwise(ScaledByAll(make(Normalised).param_groups))
+
+
+class NeedsClosure(optim.SGD):
+    """Takes no step without a closure."""
+
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        loss = closure()
+        super().step()
+        return loss
+
+
+class NormalisedByClosure(NeedsClosure):
+    """The same, but divides by the norm of what the closure has made."""
+
+    def step(self, closure: Any) -> Any:
+        loss = closure()
+        for param in self.param_groups[0]["params"]:
+            param.grad.div_(param.grad.norm())
+        optim.SGD.step(self)
+        return loss
+
+
+class InsistsOnClosure(optim.SGD):
+    """Says only in its step that it needs one."""
+
+    def step(self, closure: Any = None) -> Any:
+        if closure is None:
+            raise RuntimeError("A closure is required.")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [NeedsClosure, InsistsOnClosure])
+def test_an_optimizer_that_requires_a_closure_is_tried_with_one(kind: Any) -> None:
+    assert is_elementwise(make(kind))
+    assert why_not_separate(make(kind)) is None
+    assert not is_elementwise(make(NormalisedByClosure))
+
+
 @pytest.mark.parametrize("kind", [optim.Adafactor, optim.Muon, Normalised])
 def test_a_warm_up_from_zero_does_not_hide_the_need_for_whole_matrices(
     kind: Callable[[Any], Optimizer],

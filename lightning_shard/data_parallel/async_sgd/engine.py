@@ -9,7 +9,7 @@ updates it, and with which gradient, is the business of the view that is put in.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -39,13 +39,20 @@ class AsyncEngine(DataParallelEngine):
         self._together, self.view = (self.view, self.reducer), view
         usage = UsageAgreement(self.gradients, self.collectives, self.device)
         self.reducer = Reducer(self.gradients, self.collectives, usage)  # is owed everything
+        self._show_sums(True)
         self._drop_gradients()
 
     def rejoin(self) -> None:
         """Average gradients again."""
         assert self._together is not None
         (self.view, self.reducer), self._together = self._together, None
+        self._show_sums(False)
         self._drop_gradients()
+
+    def _show_sums(self, shows: bool) -> None:
+        """Let `.grad` be the rank's own gradient, or stand for the average."""
+        for gradients in self.gradients:
+            gradients.shows_sums = shows and not gradients.flat.has_master
 
     def _drop_gradients(self) -> None:
         for param in self.model.parameters():
@@ -67,11 +74,20 @@ class AsyncEngine(DataParallelEngine):
     def groups_of_gradients(self) -> list[Collectives]:
         return [] if self.is_alone else super().groups_of_gradients
 
+    @property
+    @override
+    def ranks_of_loss(self) -> Collectives | None:
+        return None if self.is_alone else super().ranks_of_loss
+
     @override
     @contextmanager
     def optimizer_view(self) -> Iterator[None]:
         with nullcontext() if self.is_alone else super().optimizer_view():
             yield
+
+    @override
+    def lent_view(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.is_alone else super().lent_view()
 
     @override
     @contextmanager

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 from typing_extensions import override
 
+from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.buffers import BufferSync
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.engine import DataParallelEngine
@@ -50,8 +51,13 @@ class LocalEngine(DataParallelEngine):
             gradients.reduce_over(groups)
         usage = UsageAgreement(self.gradients, groups.everyone, self.device)
         self.reducer = Reducer(self.gradients, groups.everyone, usage)
-        self.view = OptimizerView(self.gradients, self.reducer, None)
+        self.view = OptimizerView(self.gradients, self.reducer, None, self.absent)
         self.is_alone = alone
+
+    @property
+    @override
+    def ranks_of_loss(self) -> Collectives | None:
+        return None if self.is_alone else super().ranks_of_loss
 
     @override
     @contextmanager

@@ -1,0 +1,290 @@
+"""The gradients of an engine as user code sees them between backward and the update.
+
+    p.grad.norm() of the first parameter ──> the norms of all, in one collective call per group
+    q.grad.norm() of the next            ──> known already, until a gradient changes
+
+A model has hundreds of parameters, and who logs the norm of one gradient logs them all. Ranks
+agree on what is known, because all of them see the same events: gradients that arrive, operations
+on `.grad`, the optimizer's view.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.backends.reduction import ReduceOpName
+from lightning_shard.data_parallel.flat_gradients import FlatGradients
+from lightning_shard.data_parallel.model_split import ModelSplit
+from lightning_shard.data_parallel.reduced_gradient import GradientNote, ReducedGradient
+from lightning_shard.data_parallel.sharded_reductions import combine_norms, partial_norm
+from lightning_shard.data_parallel.sharded_tensor import ShardedTensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ParameterSpread:
+    """Where the elements of one parameter's gradient lie.
+
+    Attributes:
+        name: Of the parameter.
+        shape: Of the whole.
+        param: The parameter.
+        split: How the model is split over other ranks.
+        shard_groups: Over which the elements of what this rank has of the model lie.
+        device: This rank's.
+        own_shape: Of what the ranks of `shard_groups` have together; None of what is not here.
+        bounds: This rank's elements of it, flattened; None of all.
+    """
+
+    name: str
+    shape: torch.Size
+    param: nn.Parameter
+    split: ModelSplit
+    shard_groups: Callable[[], Sequence[Collectives]]
+    device: torch.device
+    own_shape: torch.Size | None
+    bounds: tuple[int, int] | None
+
+    @property
+    def groups(self) -> Sequence[Collectives]:
+        """The groups over which partial results are combined."""
+        return (*self.shard_groups(), *self.split.groups_of(self.param))
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank's elements count."""
+        return self.split.counts(self.param)
+
+    @property
+    def counts_once(self) -> bool:
+        """Whether they count where one sums over all ranks that share the model."""
+        own = self.split.groups_of(self.param)
+        others = [group for group in self.split.groups if group not in own]
+        return self.counts and all(group.rank == 0 for group in others)
+
+    def cut(self, tensor: Tensor, local: Tensor) -> Tensor | None:
+        """Return this rank's part of a tensor that is whole, this rank's of the model, or cut."""
+        if tensor.shape == local.shape and not self._is_ambiguous(local):
+            return tensor
+        if tensor.shape == self.shape:
+            if self.own_shape is None:
+                return tensor.new_empty(0)
+            tensor = self.split.local(self.param, tensor)
+        elif tensor.shape != self.own_shape:
+            return None
+        return tensor if self.bounds is None else tensor.reshape(-1)[slice(*self.bounds)]
+
+    def _is_ambiguous(self, local: Tensor) -> bool:
+        """Whether a tensor of the piece's shape may be meant as a row for every row."""
+        if self.bounds is None or len(self.shape) < 2 or local.numel() != self.shape[-1]:
+            return False
+        return bool(self.bounds[0] % self.shape[-1])
+
+    @torch.no_grad()
+    def join(self, local: Tensor) -> Tensor:
+        """Return the whole of parts; each rank must call."""
+        own = local.clone()
+        if self.own_shape is not None and self.bounds is not None:
+            flags = local.dtype == torch.bool
+            own = local.new_zeros(
+                self.own_shape.numel(), dtype=torch.uint8 if flags else local.dtype
+            )
+            own[slice(*self.bounds)] = local
+            for group in self.shard_groups():
+                group.all_reduce(own, "sum").wait()
+            own = own.view(self.own_shape).to(local.dtype)
+        return self.split.whole(self.param, own)
+
+
+class GradientShards:
+    """Lends the gradients of a model to user code, one parameter at a time.
+
+    Args:
+        gradients: The buffers.
+        named_params: All parameters of the model, the same on every rank.
+        split: How the model is split over other ranks.
+        device: This rank's.
+        shard_groups: Over which the elements of gradients lie now.
+        reduce_owed: Averages what has only been accumulated; each rank must call.
+    """
+
+    def __init__(
+        self,
+        gradients: Sequence[FlatGradients],
+        named_params: Iterable[tuple[str, nn.Parameter]],
+        split: ModelSplit,
+        device: torch.device,
+        shard_groups: Callable[[], Sequence[Collectives]],
+        reduce_owed: Callable[[], None],
+    ) -> None:
+        self._split, self._device = split, device
+        self._shard_groups, self._reduce_owed = shard_groups, reduce_owed
+        self._num_changes = 0
+        self._known: tuple[int, dict[float, Tensor]] = (-1, {})
+        places = {
+            param: (one, index) for one in gradients for index, param in enumerate(one.flat.params)
+        }
+        self._sources = {
+            param: self._source(number, name, param, places.get(param))
+            for number, (name, param) in enumerate(named_params)
+        }
+
+    def _source(
+        self, number: int, name: str, param: nn.Parameter, place: tuple[FlatGradients, int] | None
+    ) -> "_Source":
+        note, own_shape, bounds = GradientNote(name), None, None
+        if place is not None:
+            gradients, index = place
+            flat = gradients.flat
+            note, slot = flat.note(index), flat.layout.slots[index]
+            own_shape = torch.Size(slot.shape)
+            if flat.stage > 0:
+                piece = flat.layout.piece(slot, flat.shard_index)
+                bounds = piece.param_offset, piece.param_stop
+        shape = self._split.full_shapes.get(param, own_shape or param.shape)
+        spread = ParameterSpread(
+            name=name,
+            shape=shape,
+            param=param,
+            split=self._split,
+            shard_groups=self._shard_groups,
+            device=self._device,
+            own_shape=own_shape,
+            bounds=bounds,
+        )
+        note.source = _Source(self, number, note, spread, place)
+        return note.source
+
+    def changed(self) -> None:
+        """Forget what is known: gradients have changed, on all ranks alike."""
+        self._num_changes += 1
+
+    def forget(self) -> None:
+        """Let go of the notes, at the end of a run."""
+        for source in self._sources.values():
+            source.note.source = None
+
+    def absent(self) -> list[nn.Parameter]:
+        """The parameters that only other ranks of the model have."""
+        return [param for param, source in self._sources.items() if source.place is None]
+
+    def stand_in(self, param: nn.Parameter) -> ReducedGradient:
+        """What stands in the `.grad` of a parameter that only other ranks have."""
+        return ReducedGradient(param, self._sources[param].note)
+
+    def ready(self) -> None:
+        """Have averages, where there are only sums; each rank must call."""
+        self._reduce_owed()
+
+    @torch.no_grad()
+    def norms(self, order: float) -> Tensor:
+        """The norm of every parameter's gradient, shape (P,), float64; each rank must call."""
+        self.ready()
+        partial = torch.stack([self._partial(source, order) for source in self._sources.values()])
+        if self._known[0] != self._num_changes:
+            self._known = self._num_changes, {}
+        known = self._known[1]
+        if order not in known:
+            known[order] = combine_norms(partial, order, self._over_all)
+        return known[order]
+
+    def norm(self, number: int, order: float) -> Tensor:
+        """The norm of one parameter's gradient, shape (), float64; each rank must call."""
+        changes, known = self._known
+        norms = known.get(order) if changes == self._num_changes else None
+        return (self.norms(order) if norms is None else norms)[number]
+
+    def _partial(self, source: "_Source", order: float) -> Tensor:
+        grad = source.spread.param.grad
+        if not (isinstance(grad, ReducedGradient) and source.spread.counts_once):
+            return partial_norm(torch.empty(0), order).to(self._device)
+        grad.settle(source.note)
+        return partial_norm(source.local(), order).to(self._device)
+
+    def _over_all(self, tensor: Tensor, op: ReduceOpName) -> Tensor:
+        for group in (*self._shard_groups(), *self._split.groups):
+            group.all_reduce(tensor, op).wait()
+        return tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _Source:
+    """The gradient of one parameter."""
+
+    shards: GradientShards
+    number: int
+    note: GradientNote
+    spread: ParameterSpread
+    place: tuple[FlatGradients, int] | None
+
+    def local(self) -> Tensor:
+        """This rank's elements, as they are."""
+        if self.place is None:
+            return self.spread.param.data.new_empty(0)
+        gradients, index = self.place
+        return gradients.averaged(index)
+
+    def sharded(self) -> ShardedTensor:
+        """The gradient as the whole that it is a part of."""
+        self.shards.ready()
+        tensor = ShardedTensor(self.local(), self.spread)
+        tensor.norm_of_all = partial(self.shards.norm, self.number)
+        tensor.on_change = self.changed
+        return tensor
+
+    def changed(self) -> None:
+        """Forget norms."""
+        self.shards.changed()
+
+
+class AbsentGradients:
+    """Lets `.grad` of parameters that other ranks have be there where theirs is.
+
+    So whoever goes through all parameters of the model finds the same gradients on every rank.
+
+    Args:
+        shards: Of the engine.
+        params: All parameters of the model.
+        split: How the model is split.
+        device: Of messages.
+    """
+
+    def __init__(
+        self,
+        shards: GradientShards,
+        params: Sequence[nn.Parameter],
+        split: ModelSplit,
+        device: torch.device,
+    ) -> None:
+        self._shards, self._params, self._split, self._device = shards, params, split, device
+        self._absent = shards.absent() if split.groups_of_layers else []
+        self._hidden: Mapping[nn.Parameter, Tensor | None] = {}
+
+    def agree(self) -> None:
+        """After a backward, see which gradients there are; each rank of the split must call."""
+        if not self._split.groups_of_layers:
+            return
+        absent = set(self._absent)
+        there = [p not in absent and p.grad is not None for p in self._params]
+        flags = torch.tensor(there, dtype=torch.uint8, device=self._device)
+        for group in self._split.groups_of_layers:
+            group.all_reduce(flags, "max").wait()
+        present = dict(zip(self._params, flags.bool().tolist(), strict=True))
+        for param in self._absent:
+            param.grad = self._shards.stand_in(param) if present[param] else None
+
+    def hide(self) -> None:
+        """For the optimizer, there is nothing of what other ranks have."""
+        self._hidden = {param: param.grad for param in self._absent}
+        for param in self._absent:
+            param.grad = None
+
+    def show(self) -> None:
+        """End `hide`."""
+        for param, grad in self._hidden.items():
+            param.grad = grad
+        self._hidden = {}
+        self._shards.changed()

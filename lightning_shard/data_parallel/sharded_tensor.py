@@ -1,0 +1,276 @@
+"""A tensor whose elements are spread over ranks: it looks whole, and is computed where it lies.
+
+    rank 0  [ a b c ]    abs, mul_, clamp, + ...   on each rank's elements; nothing is sent
+    rank 1  [ d e   ]    norm, sum, max, all ...   of a b c d e, the same on every rank
+    looks like a b c d e, of the whole's shape     @, indexing, sort ...      an error with advice
+
+What a reduction gives would otherwise be another number on every rank, without a word. It is a
+collective call: each rank that has a part must make it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.errors import ConfigError
+
+Operation = Callable[..., Any]
+
+
+class Spread(Protocol):
+    """How the elements of a tensor are spread over ranks."""
+
+    @property
+    def name(self) -> str:
+        """Return what messages call it."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """Return the shape of the whole."""
+
+    @property
+    def groups(self) -> Sequence[Collectives]:
+        """Return the groups over which partial results are combined, one after the other."""
+
+    @property
+    def counts(self) -> bool:
+        """Return whether this rank's elements count, or are also another rank's."""
+
+    @property
+    def device(self) -> torch.device:
+        """Return where partial results are to lie."""
+
+    def cut(self, tensor: Tensor, local: Tensor) -> Tensor | None:
+        """Return this rank's part of a tensor that lies whole or in part; None if of neither."""
+
+    def join(self, local: Tensor) -> Tensor:
+        """Return the whole of parts; each rank must call."""
+
+
+class ShardedTensor(Tensor):
+    """Looks like the whole of a tensor of which this rank has `local`.
+
+    Attributes:
+        local: This rank's elements, in whatever shape they lie.
+        spread: Where the others are.
+        norm_of_all: Gives the whole's norm of an order faster than by asking for it alone; or None.
+        on_change: Called when the elements have been changed in place; or None.
+    """
+
+    local: Tensor
+    spread: Spread
+    norm_of_all: Callable[[float], Tensor] | None
+    on_change: Callable[[], None] | None
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(
+        cls, local: Tensor, spread: Spread, shape: Sequence[int] | None = None
+    ) -> "ShardedTensor":
+        """Make one that looks as the whole does, or in another `shape` of as many elements."""
+        tensor: ShardedTensor = Tensor._make_wrapper_subclass(
+            cls, spread.shape if shape is None else shape, dtype=local.dtype, device=local.device
+        )
+        tensor.local, tensor.spread = local, spread
+        tensor.norm_of_all = tensor.on_change = None
+        return tensor
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"ShardedTensor(of={self.spread.name!r}, shape={tuple(self.shape)})"
+
+    def full_tensor(self) -> Tensor:
+        """Return the whole on every rank; each rank must call."""
+        return self.spread.join(self.local).view(self.shape)
+
+    def beside(self, local: Tensor) -> "ShardedTensor":
+        """Return a tensor that is spread and looks as this one, of other elements."""
+        return ShardedTensor(local, self.spread, self.shape)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Compute element by element, or over the groups.
+
+        Raises:
+            ConfigError: Neither is possible.
+        """
+        # The reductions know this class, so they are imported when the first one is needed.
+        from lightning_shard.data_parallel.sharded_reductions import REDUCTIONS
+
+        kwargs = dict(kwargs or {})
+        name = func._schema.name.partition("::")[2]
+        if name in REDUCTIONS:
+            return REDUCTIONS[name](func, *args, **kwargs)
+        if name.startswith("_foreach_"):
+            return _each(func, args, kwargs)
+        if name in _VIEWS:
+            return _viewed(func, *args)
+        if torch.Tag.pointwise in func.tags or name in _BY_ELEMENT:
+            return _by_element(func, args, kwargs)
+        raise refusal(func, _first((args, kwargs)))
+
+
+_VIEWS = frozenset({"view", "_unsafe_view", "reshape", "_reshape_alias"})
+_BY_ELEMENT = frozenset(
+    {
+        "alias",
+        "bernoulli",
+        "bernoulli_",
+        "clone",
+        "copy_",
+        "detach",
+        "empty_like",
+        "exponential_",
+        "fill",
+        "fill_",
+        "floor_divide",
+        "floor_divide_",
+        "full_like",
+        "lift_fresh",
+        "log_normal_",
+        "masked_fill",
+        "masked_fill_",
+        "normal_",
+        "ones_like",
+        "rand_like",
+        "randn_like",
+        "uniform_",
+        "zero_",
+        "zeros_like",
+        "_to_copy",
+    }
+)  # which torch does not tag as such
+
+
+def refuse(func: Any, tensor: ShardedTensor, reason: str = "") -> NoReturn:
+    """Raise `refusal`.
+
+    Raises:
+        ConfigError: Always.
+    """
+    raise refusal(func, tensor, reason)
+
+
+def refusal(func: Any, tensor: ShardedTensor, reason: str = "") -> ConfigError:
+    """Say that an operation cannot be computed from parts, and what to do."""
+    return ConfigError(
+        f"The gradient of {tensor.spread.name!r} lies in parts on the ranks, so {func} cannot be "
+        f"computed from .grad here{reason and ' (' + reason + ')'}. Expected what goes element by "
+        f"element, or what makes one number of all (norm, sum, mean, max ...), which every rank "
+        f"then gets. Take the whole with .grad.full_tensor() on every rank, clip with "
+        f"Trainer(gradient_clip_val=...) or self.clip_gradients(...), or use strategy='shard_ddp', "
+        f"which keeps whole gradients."
+    )
+
+
+def _first(given: Any) -> ShardedTensor:
+    return next(_sharded(given))
+
+
+def _sharded(given: Any) -> Iterator[ShardedTensor]:
+    found: list[ShardedTensor] = []
+    tree_map_only(ShardedTensor, found.append, given)
+    yield from found
+
+
+def _viewed(func: Any, tensor: ShardedTensor, shape: Sequence[int], *_: Any) -> ShardedTensor:
+    """Look as before, or flat: elements stay in their order."""
+    wanted = [tensor.numel() if size == -1 and len(shape) == 1 else size for size in shape]
+    if wanted not in ([tensor.numel()], list(tensor.shape)):
+        refuse(func, tensor, f"to shape {tuple(shape)}, expected it flat or as it is")
+    seen = ShardedTensor(tensor.local, tensor.spread, wanted)
+    seen.norm_of_all, seen.on_change = tensor.norm_of_all, tensor.on_change
+    return seen
+
+
+def _by_element(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Compute on this rank's elements."""
+    like = _first((args, kwargs))
+    target = kwargs.get("out", args[0] if func._schema.is_mutable else None)
+
+    def part(tensor: Tensor) -> Tensor:
+        return part_of(func, tensor, like, is_written=tensor is target)
+
+    local_args, local_kwargs = tree_map_only(Tensor, part, (tuple(args), kwargs))
+    result = func(*local_args, **local_kwargs)
+    if target is not None:
+        if isinstance(target, ShardedTensor) and target.on_change is not None:
+            target.on_change()
+        return target
+
+    def wrapped(tensor: Tensor) -> Tensor:
+        if tensor.shape != like.local.shape:
+            refuse(func, like, f"it gives another shape, {tuple(tensor.shape)}")
+        return like.beside(tensor)
+
+    if func._schema.name in ("aten::detach", "aten::alias"):
+        return _viewed(func, like, like.shape)
+    return tree_map_only(Tensor, wrapped, result)
+
+
+def _each(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Compute on the elements of every tensor of a list, beside those of other lists."""
+    lists = [arg for arg in args if isinstance(arg, (list, tuple)) and _has_tensors(arg)]
+    likes = [next(_sharded(row), None) for row in zip(*lists, strict=True)]
+    first = _first(args)
+
+    def parts(arg: Any) -> Any:
+        if not (isinstance(arg, (list, tuple)) and _has_tensors(arg)):
+            return arg
+        written = func._schema.is_mutable and arg is args[0]
+        return [
+            one if like is None else part_of(func, one, like, is_written=written)
+            for one, like in zip(arg, likes, strict=True)
+        ]
+
+    result = func(*map(parts, args), **kwargs)
+    if func._schema.is_mutable:
+        for tensor in _sharded(list(args[0])):
+            if tensor.on_change is not None:
+                tensor.on_change()
+        return None
+    if not isinstance(result, (list, tuple)) or len(result) != len(likes):
+        refuse(func, first)
+    pairs = zip(result, likes, strict=True)
+    return [one if like is None else like.beside(one) for one, like in pairs]
+
+
+def _has_tensors(values: Sequence[Any]) -> bool:
+    return any(isinstance(value, Tensor) for value in values)
+
+
+def part_of(func: Any, tensor: Tensor, like: ShardedTensor, *, is_written: bool = False) -> Tensor:
+    """Return those elements of a tensor that belong to this rank's of another one."""
+    if isinstance(tensor, ShardedTensor):
+        if not is_alike(tensor, like):
+            refuse(func, like, f"together with that of {tensor.spread.name!r}")
+        return tensor.local
+    if tensor.numel() == 1 and not is_written and like.numel() != 1:
+        return tensor.reshape((1,) * min(tensor.ndim, like.local.ndim))
+    if tensor.shape == like.shape and not is_written and tensor.shape != like.local.shape:
+        tensor = tensor.reshape(like.spread.shape)
+    part = like.spread.cut(tensor, like.local)
+    if part is None or (is_written and part is not tensor):
+        written = "written to " if is_written else ""
+        refuse(
+            func,
+            like,
+            f"together with a tensor of shape {tuple(tensor.shape)} that is {written}no shard of "
+            f"it; torch.zeros_like(param.grad) makes one",
+        )
+    return part
+
+
+def is_alike(tensor: ShardedTensor, other: ShardedTensor) -> bool:
+    """Whether the elements of two lie on the same ranks, in the same order."""
+    return tensor.spread is other.spread and tensor.shape == other.shape
