@@ -37,7 +37,9 @@ from tests.features.declared import add, by, feature
 from tests.features.network import Loaders, Network, Report, fitted, left_by
 
 GROUP = "Callbacks"
-AVERAGES = by("elastic", "averages that are lost")
+AVERAGES = by("elastic", "averages that are lost") | by(
+    "local_sgd", "would average each rank's own weights"
+)
 
 
 def _with(make: Any, flags: dict[str, Any], here: Here) -> Report:

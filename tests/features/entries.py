@@ -161,7 +161,7 @@ class _Streaming(Loaders):
         return DataLoader(_Stream(self.here, 32), batch_size=self.here.column.batch_size)
 
 
-@feature(GROUP, "IterableDataset", refused=by("elastic", "length"))
+@feature(GROUP, "IterableDataset", refused=by("elastic", "got a stream"))
 def stream(here: Here) -> Report:
     return fitted(here, data=_Streaming(here))
 
@@ -229,7 +229,7 @@ class _OwnBatches(Loaders):
         return DataLoader(sampler.dataset, batch_sampler=batches)
 
 
-@feature(GROUP, "batch_sampler", refused=by("elastic", "batch sampler"))
+@feature(GROUP, "batch_sampler")
 def batch_sampler(here: Here) -> Report:
     return fitted(here, data=_OwnBatches(here), use_distributed_sampler=False, limit_val_batches=0)
 
@@ -244,7 +244,7 @@ class _Sizes(Network):
         self.sizes.add(len(batch[0]))
 
 
-@feature(GROUP, "batch_sampler that the Trainer deals", refused=by("elastic", "batch sampler"))
+@feature(GROUP, "batch_sampler that the Trainer deals")
 def dealt_batch_sampler(here: Here) -> Report:
     module = _Sizes()
     trainer = here.trainer(max_epochs=1)

@@ -39,7 +39,7 @@ def contents(path: Path) -> Report:
     file = torch.load(path, weights_only=False)
     states = file.get("optimizer_states", [])
     return {
-        "keys": sorted(file),
+        "keys": sorted(file.keys() - {"lightning_shard"}),  # elastic's own entry
         "weights": dict(file["state_dict"]),
         "step": file["global_step"],
         "epoch": file["epoch"],
