@@ -113,8 +113,8 @@ class StagedModel:
         for tensor in tensors:
             if stage not in self._param_stages.get(tensor, (stage,)):  # type: ignore[call-overload]
                 raise ConfigError(
-                    f"Let the optimizer do what concerns the weights alone (weight_decay=...), read "
-                    f"parameters from their modules (self.parameters()) in each step, or use "
+                    f"Let the optimizer do what concerns the weights alone (weight_decay=...), or "
+                    f"read parameters from their modules (self.parameters()) in each step, or use "
                     f"strategy='zero3'. The loss is computed from the parameter "
                     f"{self._names[tensor]!r} outside of its module, but the last stage of the "  # type: ignore[index]
                     f"pipeline does not have it; expected a loss of what the blocks return."
