@@ -113,10 +113,11 @@ class StagedModel:
         for tensor in tensors:
             if stage not in self._param_stages.get(tensor, (stage,)):  # type: ignore[call-overload]
                 raise ConfigError(
-                    f"The loss is computed from the parameter {self._names[tensor]!r} outside of "  # type: ignore[index]
-                    f"its module, but the last stage of the pipeline does not have it; expected "
-                    f"a loss of what the blocks return. Let the optimizer do what concerns the "
-                    f"weights alone (weight_decay=...), or use strategy='zero3'."
+                    f"Let the optimizer do what concerns the weights alone (weight_decay=...), or "
+                    f"read parameters from their modules (self.parameters()) in each step, or use "
+                    f"strategy='zero3'. The loss is computed from the parameter "
+                    f"{self._names[tensor]!r} outside of its module, but the last stage of the "  # type: ignore[index]
+                    f"pipeline does not have it; expected a loss of what the blocks return."
                 )
 
     def stages_of(self, param: nn.Parameter) -> Stages:
