@@ -36,6 +36,7 @@ from lightning_shard.strategies.base import ShardStrategy
 from lightning_shard.strategies.batches import agree_on_batches, lengths_on_ranks
 from lightning_shard.strategies.callbacks import prepare_callbacks
 from lightning_shard.strategies.layer_sync import SyncBatchNormOnCpu
+from lightning_shard.strategies.model_graphs import draw_graphs
 from lightning_shard.strategies.weight_averaging import (
     AverageInPieces,
     Averaging,
@@ -143,6 +144,8 @@ class DataParallelStrategy(ShardStrategy):
                 in_parts=not self._has_whole_parameters,
                 averages_in_pieces=self._holds_pieces,
             )
+            if not self._has_whole_parameters:
+                draw_graphs(trainer, self.lightning_module, self.root_device)
             self.setup_optimizers(trainer)  # while parameters have their full shapes
         self._start_engine()
         for callback in averaging_callbacks(callbacks, fitting=fitting):
