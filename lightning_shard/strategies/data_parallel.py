@@ -42,6 +42,7 @@ from lightning_shard.strategies.batches import agree_on_batches, lengths_on_rank
 from lightning_shard.strategies.callbacks import prepare_callbacks
 from lightning_shard.strategies.hook_advice import hooks_inside
 from lightning_shard.strategies.layer_sync import SyncBatchNormOnCpu
+from lightning_shard.strategies.model_graphs import draw_graphs
 from lightning_shard.strategies.resuming import (
     Resuming,
     agree_on_misfit,
@@ -164,6 +165,8 @@ class DataParallelStrategy(SalvagingStrategy):
                 in_parts=not self._has_whole_parameters,
                 averages_in_pieces=self._holds_pieces,
             )
+            if not self._has_whole_parameters:
+                draw_graphs(trainer, self.lightning_module, self.root_device)
             self.setup_optimizers(trainer)  # while parameters have their full shapes
             if self._resuming is not None:
                 self._resuming.check(self._misfits, self.collectives)
