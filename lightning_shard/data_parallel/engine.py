@@ -156,6 +156,7 @@ class DataParallelEngine:
             keeps_all=flat.stage == 0,
             number=self.flats.index(flat),
             device=self.device,
+            dense_itemsize=flat.full.dtype.itemsize,
         )
         return self.options.compression.exchange(buffer)
 

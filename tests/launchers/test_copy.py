@@ -131,3 +131,15 @@ def test_what_torch_keeps_a_tensors_hooks_in() -> None:
     tensor.register_hook(lambda grad: grad)
     tensor.register_post_accumulate_grad_hook(lambda one: None)  # type: ignore[no-untyped-call]
     assert len(tensor._backward_hooks) == len(tensor._post_accumulate_grad_hooks) == 1  # type: ignore[attr-defined]
+
+
+def test_hooks_and_schedulers_of_an_optimizer_are_the_copys() -> None:
+    model, seen = Net(), list[Any]()
+    model.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.optimizer.register_step_post_hook(lambda *_: seen.append(model))
+    model.scheduler = torch.optim.lr_scheduler.StepLR(model.optimizer, 1)
+    twin = copy_with_functions(model, {}, [model], [])
+    twin.optimizer.step()
+    twin.scheduler.step()  # warns if it does not know the optimizer's step
+    assert twin.optimizer._opt_called
+    assert seen == [twin]
