@@ -14,8 +14,8 @@ class CompressionRatio(Callback):
     """Log the bytes that dense steps would have sent over those that were sent, in this fit.
 
     Everything that a step sends counts: under "zero1" and "zero2" parameters travel in their own
-    format, which keeps the ratio below 2 where gradients are sent once in a step, and a dense
-    warm-up shows for a while.
+    format, which keeps the ratio below 2 where they are in float32 and gradients are sent once in a
+    step, and a dense warm-up shows for a while.
 
     Args:
         name: Of the metric, which loggers get, too.

@@ -237,7 +237,8 @@ def test_the_ratio_is_that_of_all_bytes_of_a_step(
     """Parameters and flags as well: with top-k "zero2" sends half of dense's bytes, not 1/99."""
     dense, sent = (all_sent(name, one, precision, num_ranks) for one in (None, compression))
     assert sent.ratio == pytest.approx(sum(dense.steps) / sum(sent.steps), rel=1e-2)
-    assert sent.ratio < 2 or name == "shard_ddp"
+    if name != "shard_ddp" and precision == "32-true":
+        assert sent.ratio < 2
 
 
 def test_the_progress_bar_shows_the_ratio() -> None:
