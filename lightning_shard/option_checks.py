@@ -9,7 +9,7 @@ numbers of numpy become Python's. What values make sense together is checked whe
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from functools import cache, wraps
+from functools import cache, update_wrapper
 from inspect import Parameter, signature
 from math import isfinite
 from numbers import Integral, Real
@@ -55,7 +55,6 @@ def checked_options(
     """
     of_function = signature(function)
 
-    @wraps(function)
     def checked(owner: S, *args: P.args, **kwargs: P.kwargs) -> R:
         try:
             bound = of_function.bind(owner, *args, **kwargs)
@@ -69,6 +68,7 @@ def checked_options(
                 bound.arguments[name] = _fitted_option(kind.__name__, name, value, hint, default)
         return function(*bound.args, **bound.kwargs)
 
+    update_wrapper(checked, function)
     return checked
 
 
@@ -82,7 +82,7 @@ def check_fields(instance: Any) -> None:
 
 
 @cache
-def _checked_hints(function: Callable[..., Any]) -> dict[str, Any]:
+def _checked_hints(function: Any) -> dict[str, Any]:
     hints = {name: hint for name, hint in hints_of(function).items() if name != "return"}
     return {name: hint for name, hint in hints.items() if all(map(_is_known, _leaves(hint)))}
 

@@ -74,6 +74,18 @@ class Collectives(C10dTransfers):
         twin.traffic = self.traffic
         return twin
 
+    def dtype_on_the_wire(self, dtype: torch.dtype, into: torch.dtype | None) -> torch.dtype:
+        """Return the format in which an average of values of `dtype` travels.
+
+        Args:
+            dtype: Of the values.
+            into: Of the result of a reduce-scatter; None for an all-reduce.
+        """
+        values = torch.empty(0, dtype=dtype)
+        if into is None:
+            return self._all_reduce_dtype(values, "avg")
+        return self._reduce_scatter_dtype(torch.empty(0, dtype=into), values, "avg")
+
     def all_reduce(
         self,
         tensor: torch.Tensor,

@@ -37,6 +37,12 @@ class DataGroups:
         return ranks if isinstance(ranks, DataGroups) else cls(everyone=ranks, shard=ranks)
 
     @property
+    def all(self) -> "list[Collectives]":
+        """The groups that there are."""
+        groups = [self.everyone, self.shard]
+        return groups if self.replicate is None else [*groups, self.replicate]
+
+    @property
     def is_first_copy(self) -> bool:
         """Whether this rank has a piece of the copy that is saved."""
         return self.replicate is None or self.replicate.rank == 0

@@ -181,6 +181,7 @@ class DataParallelEngine:
             keeps_all=flat.stage == 0,
             number=self.flats.index(flat),
             device=self.device,
+            dense_itemsize=_dense_itemsize(flat, reducing.everyone),
         )
         return self.options.compression.exchange(buffer)
 
@@ -497,6 +498,13 @@ class DataParallelEngine:
                     param.data = view.to(flat.shard.dtype, copy=True)
                 if not unit.is_full:
                     setattr(param, _LEFTOVER, True)
+
+
+def _dense_itemsize(flat: FlatParameters, ranks: Collectives) -> int:
+    """Bytes of a gradient's value when `FlatGradients` sends it as it is."""
+    own, result = flat.full.dtype, flat.shard.dtype
+    into = result if result == torch.float32 else own
+    return ranks.dtype_on_the_wire(own, None if flat.stage == 0 else into).itemsize
 
 
 def _of_one_unit(

@@ -1,8 +1,8 @@
 """Deep copies in which functions belong to the copies, too.
 
 Python copies what a bound method is bound to, but neither the function in it nor what functions
-close over, and torch leaves behind what hangs on a parameter. So of a model in which one of these
-stands, a copy would compute with the original:
+close over, and torch leaves behind what hangs on a parameter or an optimizer. So of a model in
+which one of these stands, a copy would compute with the original:
 
     self.step = lambda x: self.net(x)                   a cell that holds the model
     self.loss = torch.compile(self.loss)                compiled code, as block.compile() makes it
@@ -18,13 +18,16 @@ A private name of Python's `copy` is used here, and some of torch's tensors; che
 """
 
 import copy
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
+from weakref import ReferenceType
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_shard.launchers._torch import compile_again, uncompiled
 
@@ -49,6 +52,10 @@ def copy_with_functions(value: Any, memo: _Memo, modules: Collection[nn.Module],
             _copy_extras(tensor, memo)
         for part in parts:
             _copy_compiled_call(part, memo)
+        optimizers = [one for one in memo.get(id(memo), ()) if isinstance(one, Optimizer)]
+        copied.update(map(id, optimizers))  # a copy's memo keeps what it has copied alive there
+        for optimizer in optimizers:
+            _copy_rest(optimizer, memo)
     return result
 
 
@@ -98,8 +105,14 @@ def _anew(function: FunctionType, memo: _Memo, copied: Collection[int]) -> Funct
     vars(new).update({name: own(value) for name, value in vars(function).items()})
     for before, cell in pairs:
         if cell is not before and _is_empty(cell):
-            cell.cell_contents = copy.deepcopy(before.cell_contents, memo)
+            cell.cell_contents = _own_contents(before.cell_contents, memo)
     return new
+
+
+def _own_contents(value: Any, memo: _Memo) -> Any:
+    if isinstance(value, ReferenceType):
+        return ReferenceType(copy.deepcopy(value(), memo))
+    return copy.deepcopy(value, memo)
 
 
 def _own_cell(cell: CellType, memo: _Memo, copied: Collection[int]) -> CellType:
@@ -137,6 +150,8 @@ def _held_by(value: Any) -> Iterable[Any]:
         return [value.__self__, value.__func__]
     if isinstance(value, partial):
         return [value.func, value.args, value.keywords]
+    if isinstance(value, ReferenceType):
+        return [value()]
     if isinstance(value, Mapping):
         return list(value.values())
     return value if isinstance(value, (list, tuple, set, frozenset)) else ()
@@ -163,3 +178,15 @@ def _copy_compiled_call(part: nn.Module, memo: _Memo) -> None:
     twin = memo.get(id(part))
     if part._compiled_call_impl is not None and isinstance(twin, nn.Module) and twin is not part:
         twin._compiled_call_impl = copy.deepcopy(part._compiled_call_impl, memo)
+
+
+def _copy_rest(optimizer: Optimizer, memo: _Memo) -> None:
+    """Give an optimizer's copy its hooks, and the marks that schedulers have left on its step."""
+    twin = memo.get(id(optimizer))
+    if not isinstance(twin, Optimizer) or twin is optimizer:
+        return
+    for name, value in vars(optimizer).items():
+        if name not in vars(twin):
+            setattr(twin, name, copy.deepcopy(value, memo))
+        elif isinstance(value, OrderedDict) and not vars(twin)[name]:
+            vars(twin)[name].update(copy.deepcopy(value, memo))

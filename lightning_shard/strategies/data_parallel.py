@@ -52,6 +52,7 @@ from lightning_shard.strategies.resuming import (
     states_misfits,
 )
 from lightning_shard.strategies.salvage import SalvagingStrategy
+from lightning_shard.strategies.step_bytes import StepBytes, total_bytes
 from lightning_shard.strategies.weight_averaging import (
     AverageInPieces,
     Averaging,
@@ -127,7 +128,7 @@ class DataParallelStrategy(SalvagingStrategy):
             compression=find_compressor(compression),
         )
         self._compression_state: dict[str, Any] = {}  # of the last fit, on rank 0
-        self._tally = Tally()  # of the last fit
+        self._step_bytes = StepBytes(self._bytes_so_far, self._tally_of_codecs)
         self._engine: DataParallelEngine | None = None
         self._sharded: list[ShardedOptimizer] = []
         self._averages: list[AverageInPieces] = []
@@ -156,6 +157,7 @@ class DataParallelStrategy(SalvagingStrategy):
         self.model_to_device()
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         if fitting:
+            self._step_bytes = StepBytes(self._bytes_so_far, self._tally_of_codecs)
             self._check_trainable()
             assert self.lightning_module is not None
             prepare_callbacks(
@@ -269,7 +271,7 @@ class DataParallelStrategy(SalvagingStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.engine.step():
+        with self._step_bytes.counting(), self.engine.step():
             return super().training_step(*args, **kwargs)
 
     @override
@@ -361,13 +363,29 @@ class DataParallelStrategy(SalvagingStrategy):
         return self._options.compression
 
     def compression_tally(self) -> Tally:
-        """Bytes of gradients that this rank has sent, and what they would be dense.
+        """Bytes that this rank has sent in training steps, and what they would be dense.
 
-        Of this run, or after it of the last fit.
+        All that a step sends counts: see `step_bytes`. Of this run, or after it of the last fit.
         """
-        if self._engine is None:
-            return self._tally
-        return sum((exchange.tally for exchange in self._engine.exchanges), Tally())
+        return self._step_bytes.tally
+
+    def _tally_of_codecs(self) -> Tally:
+        exchanges = [] if self._engine is None else self._engine.exchanges
+        return sum((exchange.tally for exchange in exchanges), Tally())
+
+    def _bytes_so_far(self) -> int:
+        groups = [self._collectives, *([] if self._reducing is None else self._reducing.all)]
+        return total_bytes(group.traffic for group in groups if group is not None)
+
+    @override
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        with self._step_bytes.counting():
+            return super().backward(*args, **kwargs)
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._step_bytes.counting():
+            return super().optimizer_step(*args, **kwargs)
 
     def _is_fitting(self) -> bool:
         module = self.lightning_module
@@ -487,7 +505,6 @@ class DataParallelStrategy(SalvagingStrategy):
         """Make the module whole on every rank, the optimizers' state on rank 0."""
         states = []
         if engine.exchanges and self._is_fitting():  # to evaluate compresses nothing
-            self._tally = self.compression_tally()
             self._compression_state = {} if self._failed else self._state_of_compression()
         if not self._failed and self._holds_pieces:
             states = [full_state_dict(sharded.optimizer, engine) for sharded in self._sharded]

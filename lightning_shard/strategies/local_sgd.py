@@ -194,7 +194,7 @@ class LocalSGDStrategy(TrainsAlone):
     def on_train_start(self) -> None:
         super().on_train_start()
         assert self.lightning_module is not None
-        self._last_state, self._tally = {}, Tally()
+        self._last_state = {}
         self._num_steps = self.lightning_module.trainer.global_step
         self._guards = [
             optimizer.register_step_post_hook(self._check_step) for optimizer in self.optimizers
@@ -236,14 +236,15 @@ class LocalSGDStrategy(TrainsAlone):
         model: "pl.LightningModule | nn.Module | None" = None,
         **kwargs: Any,
     ) -> Any:
-        self._steps_by_trainer = True
-        try:
-            result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        finally:
-            self._steps_by_trainer = False
-        self._num_steps += 1
-        if self._local is not None:
-            self._local.after_step()
+        with self._step_bytes.counting():
+            self._steps_by_trainer = True
+            try:
+                result = super().optimizer_step(optimizer, closure, model, **kwargs)
+            finally:
+                self._steps_by_trainer = False
+            self._num_steps += 1
+            if self._local is not None:
+                self._local.after_step()
         assert self.lightning_module is not None
         if self.lightning_module.automatic_optimization:
             self._part_if_time()
@@ -267,8 +268,8 @@ class LocalSGDStrategy(TrainsAlone):
         return self._compressor
 
     @override
-    def compression_tally(self) -> Tally:
-        return self._tally if self._local is None else self._local.compression_tally()
+    def _tally_of_codecs(self) -> Tally:
+        return Tally() if self._local is None else self._local.compression_tally()
 
     @property
     @override
@@ -293,7 +294,7 @@ class LocalSGDStrategy(TrainsAlone):
         if self._local is None:
             return
         self._local.finish()
-        self._last_state, self._tally = self._local.state_dict(), self._local.compression_tally()
+        self._last_state = self._local.state_dict()
         for optimizer in self.optimizers:
             state = self.optimizer_state(optimizer)
             if state:

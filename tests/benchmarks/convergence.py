@@ -102,6 +102,9 @@ METHODS = {
         {"compression": TopK(ratio=0.01, warmup_steps=250, adam=True)},
     ),
     "onebit": Method(DDPStrategy, 0.05, {"compression": OneBit(warmup_steps=100)}),
+    "onebit_paper": Method(
+        DDPStrategy, None, {"compression": OneBit(warmup_steps=100, update_limit=None)}
+    ),
     "local": Method(LocalSGDStrategy, None, {"sync_every": 10, "warmup_steps": 50}),
     "diloco": Method(LocalSGDStrategy, 0.03, {**DILOCO, "warmup_steps": 300}),
     "diloco250": Method(LocalSGDStrategy, 0.03, {**DILOCO, "warmup_steps": 250}),

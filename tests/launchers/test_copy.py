@@ -156,3 +156,15 @@ def test_a_copy_of_a_compiled_block_was_not_compiled() -> None:
     with torch.no_grad():
         twin[0].weight.zero_(), twin[0].bias.fill_(5.0)
     assert twin(torch.ones(1)) == 5
+
+
+def test_hooks_and_schedulers_of_an_optimizer_are_the_copys() -> None:
+    model, seen = Net(), list[Any]()
+    model.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.optimizer.register_step_post_hook(lambda *_: seen.append(model))
+    model.scheduler = torch.optim.lr_scheduler.StepLR(model.optimizer, 1)
+    twin = copy_with_functions(model, {}, [model], [])
+    twin.optimizer.step()
+    twin.scheduler.step()  # warns if it does not know the optimizer's step
+    assert twin.optimizer._opt_called
+    assert seen == [twin]

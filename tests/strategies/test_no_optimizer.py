@@ -21,6 +21,7 @@ pytestmark = [
     *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
     pytest.mark.filterwarnings("ignore:.*microbatches are fewer than the"),
     pytest.mark.filterwarnings("ignore:You.re resuming from a checkpoint that ended before"),
+    pytest.mark.filterwarnings("ignore:.*no gradient clipping will occur"),
     pytest.mark.filterwarnings("ignore:.*configure_optimizers` returned `None`"),
 ]
 

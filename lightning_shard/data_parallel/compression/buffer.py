@@ -24,6 +24,7 @@ class FlatBuffer:
         keeps_all: Whether each rank needs the whole average, or its own segment only.
         number: Tells this buffer from the others of a model, for random streams.
         device: Where the values are.
+        dense_itemsize: Bytes of a value that travels dense.
     """
 
     layout: FlatLayout
@@ -31,6 +32,7 @@ class FlatBuffer:
     keeps_all: bool = True
     number: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    dense_itemsize: int = 4
 
     @property
     def numel(self) -> int:
@@ -47,6 +49,11 @@ class FlatBuffer:
         """Elements that this rank would send for a dense average (ring model)."""
         once = self.segment_numel * (self.ranks.size - 1)
         return 2 * once if self.keeps_all else once
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of these."""
+        return self.dense_numel * self.dense_itemsize
 
     @property
     def names(self) -> list[str]:

@@ -58,7 +58,10 @@ class Turn(NamedTuple):
 
 @dataclass
 class Tally:
-    """Bytes that this rank has sent and what it would have sent uncompressed (ring model)."""
+    """Bytes that this rank has sent, and what it would have sent uncompressed (ring model).
+
+    An exchange counts what it averages; a strategy all that its steps send.
+    """
 
     raw_bytes: int = 0
     sent_bytes: int = 0
@@ -167,5 +170,5 @@ class Exchange(ABC):
         """Take a state of any number of ranks; names that are not here are passed over."""
 
     def _count(self, sent_bytes: int) -> None:
-        self.tally.raw_bytes += self.buffer.dense_numel * 4
+        self.tally.raw_bytes += self.buffer.dense_bytes
         self.tally.sent_bytes += sent_bytes

@@ -20,6 +20,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_shard.backends.pending import Pending
+from lightning_shard.backends.traffic import ring_share
 from lightning_shard.data_parallel.compression import wire
 from lightning_shard.data_parallel.compression.buffer import FlatBuffer
 from lightning_shard.data_parallel.compression.compressor import Exchange, State, Turn, if_sound
@@ -103,8 +104,11 @@ class CodecExchange(Exchange):
             self.buffer.ranks.all_reduce(told, "max").wait()
             self._learn_unused(told[:-1])
             self._memory.take_up(gradient, None, self._unused, told[-1] == 0)
+            if not self.codec.is_dense(self.step + 1):
+                self.tally.sent_bytes += self._memory.share_momentum()
+            self.tally.sent_bytes += ring_share(2 * told.numel(), self.buffer.ranks.size)
         self.froze_variance = False
-        self._count(self.buffer.dense_numel * 4)
+        self._count(self.buffer.dense_bytes)
         self.step += 1
         return True
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lightning_shard.backends.traffic import ring_share
 from lightning_shard.data_parallel.compression.buffer import FlatBuffer
 from lightning_shard.data_parallel.compression.compressor import State, if_sound
 
@@ -146,6 +147,17 @@ class Memory:
             place = self._buffer.within(segment, index)
             average[place] = own[place]
         own.copy_(if_sound(sound, average, own))
+
+    def share_momentum(self) -> int:
+        """Have all ranks go on from one momentum at the end of a warm-up; each rank must call.
+
+        Its average is what the average gradients would have made. Returns the bytes sent.
+        """
+        if not self.shares_momentum or self._momentum is None:
+            return 0
+        ranks = self._buffer.ranks
+        ranks.all_reduce(self._momentum, "avg").wait()
+        return ring_share(2 * self._momentum.numel(), ranks.size) * self._momentum.element_size()
 
     def state(self) -> State:
         """The averages over the ranks, by kind and tensor name; each rank must call."""

@@ -7,6 +7,7 @@ Source: 1-bit Adam, arXiv:2102.02888.
 """
 
 from collections.abc import Sequence
+from math import inf
 
 import torch
 from torch import Tensor
@@ -29,6 +30,18 @@ _LEAST_BLOCK = 1024  # 31x smaller with a scale of 4 bytes
 class OneBit(Codec):
     """Signs and the mean magnitude of each block: 31x smaller after a dense warm-up.
 
+    With `update_limit=None` it is the paper's algorithm 1 under "shard_ddp": after the warm-up all
+    ranks go on from one momentum, m = b m + (1 - b) g of each rank and the average of these are
+    encoded with what was lost before, the decoded average is everybody's m, and parameters change
+    by lr m / (sqrt(v) + eps) with v as the warm-up has left it. Otherwise than in the paper,
+
+    - an update is limited to `update_limit` learning rates: one scale for many signs is far too
+      much for a value whose gradients are small;
+    - where v is zero, no gradient has ever come, and nothing is changed: signs have no zero;
+    - v is divided by 1 - b2^t, as torch's Adam divides it in the warm-up;
+    - under "zero1" and "zero2" the owner of a shard gets the average as it is, without a second
+      encoding, and each rank goes on from its own m, since the average is at the owner.
+
     Args:
         warmup_steps: Steps that are dense; Adam's second moment should be steady by then.
         block: Values that share a scale; a multiple of 8, at least 1024.
@@ -40,7 +53,13 @@ class OneBit(Codec):
     error_feedback = True
 
     @checked_options
-    def __init__(self, warmup_steps: int = 100, block: int = 2048, adam: bool = True) -> None:
+    def __init__(
+        self,
+        warmup_steps: int = 100,
+        block: int = 2048,
+        adam: bool = True,
+        update_limit: float | None = 1.0,
+    ) -> None:
         if warmup_steps < 0 or block < _LEAST_BLOCK or block % _BITS:
             raise ConfigError(
                 f"OneBit needs warmup_steps >= 0 and a block that is a multiple of {_BITS} and at "
@@ -51,6 +70,11 @@ class OneBit(Codec):
                 "OneBit(adam=True) needs a warm-up, in which Adam learns its second moment, got "
                 "warmup_steps=0. A tenth of all steps is usual; or pass adam=False."
             )
+        if update_limit is not None and update_limit <= 0:
+            raise ConfigError(
+                f"OneBit needs an update_limit above 0, or None, got update_limit={update_limit!r}."
+            )
+        self.update_limit = inf if update_limit is None else update_limit
         self.warmup_steps = warmup_steps
         self.block = block
         self.sends_momentum = adam

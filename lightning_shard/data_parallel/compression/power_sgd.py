@@ -154,7 +154,7 @@ class LowRankExchange(Exchange):
         if self.step >= self._settings.warmup_steps:
             return False
         self.froze_variance = False
-        self._count(self.buffer.dense_numel * 4)
+        self._count(self.buffer.dense_bytes)
         self.step += 1
         return True
 
