@@ -23,6 +23,10 @@ class ProcessLauncher(_SubprocessScriptLauncher):
     on an exception of one rank alone would. See `failures`.
     """
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the processes, which are this one's children."""
+        return {**vars(self), "procs": []}
+
     @override
     def launch(
         self,

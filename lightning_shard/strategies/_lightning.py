@@ -22,6 +22,7 @@ __all__ = [
     "after_training_epochs",
     "around_validation",
     "before_training_ends",
+    "forget_sigterm_handler",
     "handle_sigterm",
     "mark_terminated",
     "request_dataloader",
@@ -86,6 +87,11 @@ def handle_sigterm(trainer: "pl.Trainer", handler: Callable[[int, FrameType | No
     """Have this called on SIGTERM during the run; before Lightning registers its handlers."""
     connector: Any = trainer._signal_connector
     connector._sigterm_notifier_fn = handler
+
+
+def forget_sigterm_handler(trainer: "pl.Trainer") -> None:
+    """Undo `handle_sigterm`, for the next run."""
+    vars(trainer._signal_connector).pop("_sigterm_notifier_fn", None)
 
 
 def mark_terminated(module: "pl.LightningModule | None") -> None:

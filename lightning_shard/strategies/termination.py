@@ -23,7 +23,11 @@ from lightning_shard.backends import liveness
 from lightning_shard.backends.in_process.termination import RanksTermination
 from lightning_shard.backends.in_process.world import current_world
 from lightning_shard.errors import RankFailedError
-from lightning_shard.strategies._lightning import handle_sigterm, mark_terminated
+from lightning_shard.strategies._lightning import (
+    forget_sigterm_handler,
+    handle_sigterm,
+    mark_terminated,
+)
 
 
 class TerminationHandler:
@@ -93,6 +97,8 @@ class StopsTogether(ParallelStrategy):
     @override
     def teardown(self) -> None:
         liveness.unwatch_signals()  # Lightning puts back the handlers that were there before
+        if self.lightning_module is not None and self.lightning_module._trainer is not None:
+            forget_sigterm_handler(self.lightning_module.trainer)
         self._lifeline = None
         super().teardown()
 
