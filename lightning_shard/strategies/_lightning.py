@@ -24,7 +24,6 @@ __all__ = [
     "before_training_ends",
     "forget_sigterm_handler",
     "handle_sigterm",
-    "mark_terminated",
     "request_dataloader",
     "seed_workers",
     "without_sigterm_broadcast",
@@ -89,12 +88,7 @@ def handle_sigterm(trainer: "pl.Trainer", handler: Callable[[int, FrameType | No
     connector._sigterm_notifier_fn = handler
 
 
-def forget_sigterm_handler(trainer: "pl.Trainer") -> None:
+def forget_sigterm_handler(module: "pl.LightningModule") -> None:
     """Undo `handle_sigterm`, for the next run."""
-    vars(trainer._signal_connector).pop("_sigterm_notifier_fn", None)
-
-
-def mark_terminated(module: "pl.LightningModule | None") -> None:
-    """Have `trainer.received_sigterm` say so, now that all ranks stop."""
-    if module is not None:
-        module.trainer._signal_connector.received_sigterm = True
+    if module._trainer is not None:
+        vars(module.trainer._signal_connector).pop("_sigterm_notifier_fn", None)

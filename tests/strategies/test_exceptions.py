@@ -6,6 +6,7 @@ import logging
 import os
 import pickle
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,20 +35,27 @@ class WithDetailsError(Exception):
         self.code = code
 
 
+def mine() -> BaseException:
+    return ValueError("mine")
+
+
 class Raises(BoringModel):
     """Raises in a hook, on some ranks."""
 
     def __init__(
-        self, error: BaseException | None, ranks: frozenset[int] = ALL, hook: str = "training_step"
+        self,
+        make: Callable[[], BaseException] | None,
+        ranks: frozenset[int] = ALL,
+        hook: str = "training_step",
     ) -> None:
         super().__init__()
-        self.layer = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 2))
-        self.error, self.ranks, self.hook = error, ranks, hook
+        self.layer = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 2))
+        self.make, self.ranks, self.hook = make, ranks, hook
 
     def raise_in(self, hook: str, batch_idx: int = 2) -> None:
         here = self.hook == hook and self.global_rank in self.ranks
-        if here and batch_idx == 2 and self.error is not None:
-            raise self.error
+        if here and batch_idx == 2 and self.make is not None:
+            raise self.make()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.raise_in("training_step", batch_idx)
@@ -81,18 +89,18 @@ class SavesItself(pl.Callback):
         trainer.save_checkpoint(self.file)
 
 
-def make_trainer(strategy: str | None, folder: Path, **options: Any) -> pl.Trainer:
+def make_trainer(strategy: Any, folder: Path, **options: Any) -> pl.Trainer:
     SavesItself.heard = []
     callbacks = [
         OnExceptionCheckpoint(folder, "on_exception"),
         ModelCheckpoint(folder, filename="saver", save_on_exception=True),
         SavesItself(folder / "own.ckpt"),
     ]
-    alone = (
-        {"devices": 1} if strategy is None else {"devices": 2, "strategy": f"{strategy}_in_process"}
-    )
+    name = f"{strategy}_in_process" if isinstance(strategy, str) else strategy
     defaults: dict[str, Any] = {
+        "strategy": name,
         "accelerator": "cpu",
+        "devices": 2,
         "max_epochs": 1,
         "limit_train_batches": 4,
         "limit_val_batches": 1,
@@ -102,7 +110,7 @@ def make_trainer(strategy: str | None, folder: Path, **options: Any) -> pl.Train
         "enable_model_summary": False,
         "default_root_dir": folder,
     }
-    return pl.Trainer(callbacks=callbacks, **{**defaults, **alone, **options})
+    return pl.Trainer(callbacks=callbacks, **{**defaults, **options})
 
 
 def steps_saved(folder: Path) -> dict[str, int]:
@@ -120,14 +128,20 @@ def reference(steps: int, folder: Path) -> dict[str, Any]:
     return {"model": model.state_dict(), "optimizer": trainer.optimizers[0].state_dict()}
 
 
+def assert_same(saved: dict[str, Any], expected: dict[str, Any]) -> None:
+    torch.testing.assert_close(dict(saved["state_dict"]), dict(expected["model"]))
+    state = saved["optimizer_states"][0]["state"]
+    torch.testing.assert_close(state, expected["optimizer"]["state"])
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_users_error_became_ours_and_nothing_was_saved(strategy: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
-    model, error = Raises(WithDetailsError(3, why="mine")), WithDetailsError
+    model = Raises(lambda: WithDetailsError(3, why="mine"))
     trainer = make_trainer(strategy, tmp_path)
-    with pytest.raises(error, match=r"mine \(3\)") as caught:
+    with pytest.raises(WithDetailsError, match=r"mine \(3\)") as caught:
         trainer.fit(model)
-    assert caught.value is model.error
+    assert caught.value.code == 3
     assert trainer.interrupted
     assert steps_saved(tmp_path) == {"on_exception": 2, "saver": 2, "own": 2}
     assert sorted(rank for rank, _ in SavesItself.heard) == [0, 1]
@@ -138,23 +152,22 @@ def test_the_users_error_became_ours_and_nothing_was_saved(strategy: str, tmp_pa
         torch.testing.assert_close(
             saved["optimizer_states"][0]["state"], expected["optimizer"]["state"]
         )
-    model.error = None  # the caller's model is whole, and trains again
+    model.make = None  # the caller's model is whole, and trains again
     make_trainer(strategy, tmp_path / "again").fit(model)
 
 
 @pytest.mark.parametrize("hook", ["validation_step", "on_train_epoch_end", "configure_optimizers"])
 def test_an_error_of_another_hook_is_the_users_as_well(hook: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="mine"):
-        make_trainer("zero3", tmp_path).fit(Raises(ValueError("mine"), hook=hook))
+        make_trainer("zero3", tmp_path).fit(Raises(mine, hook=hook))
     assert steps_saved(tmp_path)["own"] == (0 if hook == "configure_optimizers" else 4)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_first_rank_saves_what_each_has_where_one_rank_fails(rank: int, tmp_path: Path) -> None:
     torch.manual_seed(1)
-    error = ValueError("mine")
     with pytest.raises(ValueError, match="mine"):
-        make_trainer("shard_ddp", tmp_path).fit(Raises(error, frozenset({rank})))
+        make_trainer("shard_ddp", tmp_path).fit(Raises(mine, frozenset({rank})))
     assert steps_saved(tmp_path) == {"on_exception": 2, "saver": 2, "own": 2}
     saved = torch.load(tmp_path / "own.ckpt", weights_only=False)
     expected = reference(2, tmp_path / "reference")
@@ -170,7 +183,7 @@ def test_parts_of_a_state_are_never_saved_and_it_is_said_why(
     strategy: str, hook: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING), pytest.raises(ValueError, match="mine") as caught:
-        make_trainer(strategy, tmp_path).fit(Raises(ValueError("mine"), frozenset({1}), hook))
+        make_trainer(strategy, tmp_path).fit(Raises(mine, frozenset({1}), hook))
     assert steps_saved(tmp_path) == {}
     assert "nothing is saved on this exception" in caplog.text
     assert any("nothing is saved" in note for note in caught.value.__notes__)
@@ -186,13 +199,13 @@ def test_ctrl_c_and_exits_of_another_rank_arrive_as_themselves(
     before = signal.getsignal(signal.SIGINT)
     trainer = make_trainer("shard_ddp", tmp_path)
     with pytest.raises(SystemExit) as caught:  # Lightning's end after Ctrl-C
-        trainer.fit(Raises(KeyboardInterrupt("pressed"), ranks))
+        trainer.fit(Raises(KeyboardInterrupt, ranks))
     assert isinstance(caught.value.__context__, KeyboardInterrupt)
     assert {type(error) for rank, error in SavesItself.heard if rank == 0} == {KeyboardInterrupt}
     assert trainer.interrupted
     assert signal.getsignal(signal.SIGINT) is before
     with pytest.raises(SystemExit) as caught:
-        make_trainer("zero2", tmp_path).fit(Raises(SystemExit(7), ranks))
+        make_trainer("zero2", tmp_path).fit(Raises(lambda: SystemExit(7), ranks))
     assert caught.value.code == 7
 
 
@@ -216,16 +229,16 @@ def test_sigterm_to_a_process_was_a_deadlock(
     assert caught.value.code == 128 + signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) is before
     assert trainer.interrupted
+    assert trainer.received_sigterm
     if strategy == "elastic":  # at its next boundary; here it has come to the end
-        assert steps_saved(tmp_path)["own"] == 4
-    else:
-        assert trainer.received_sigterm
-        assert steps_saved(tmp_path)["own"] == steps
+        steps = 4
+    ahead = strategy.endswith("sgd")  # the other rank may have begun a step more
+    assert steps_saved(tmp_path)["own"] in {steps, min(steps + ahead, 4)}
 
 
 def test_elastic_ranks_leave_all_at_once_and_save_on_sigterm(tmp_path: Path) -> None:
     strategy = lightning_shard.ElasticStrategy(backend="in_process", num_ranks=2, snapshot_every=1)
-    trainer = make_trainer(None, tmp_path, strategy=strategy)
+    trainer = make_trainer(strategy, tmp_path, devices=1)
     with pytest.raises(SIGTERMException) as caught:
         trainer.fit(SendsSigterm(None, frozenset({1})))
     assert caught.value.code == 128 + signal.SIGTERM
