@@ -19,7 +19,7 @@ from lightning_shard import settings
 from lightning_shard.backends import liveness
 from lightning_shard.backends._c10d import PrefixStore, Store
 from lightning_shard.backends.pending import is_about_a_peer
-from lightning_shard.backends.roll_call import fresh_store
+from lightning_shard.backends.roll_call import MissingRanksError, fresh_store
 from lightning_shard.errors import RankFailedError
 
 # Ranks do not start at the same time: one may import for long on a busy host. That is no silence.
@@ -71,7 +71,6 @@ def join_world(
             device_id=device,
         )
 
-    place = _describe_place(store, timeout)
     try:
         if store is None:
             _join_at_rank_zero(make_group, rank, world_size, timeout)
@@ -80,8 +79,11 @@ def join_world(
     except RuntimeError as error:
         if not is_about_a_peer(error):
             raise
+        place = _describe_place(store, timeout)
+        who = error if isinstance(error, MissingRanksError) else ""
         raise RankFailedError(
-            f"Rank {rank} of {world_size} could not meet the others {place}. torch said: {error}"
+            f"Rank {rank} of {world_size} could not meet the others {place}. "
+            f"{who or f'torch said: {error}'}"
         ) from error
 
 
@@ -107,8 +109,17 @@ def _join_at_rank_zero(
     make_group: Callable[[Store], None], rank: int, world_size: int, timeout: timedelta
 ) -> None:
     patience = max(timeout, SHORTEST_MEETING)
-    # env:// rather than tcp://: it also joins the store that torchrun's agent keeps.
-    found, rank, world_size = next(rendezvous("env://", rank, world_size, timeout=patience))
+    # env:// rather than tcp://: it also joins the store that torchrun's agent keeps. For one rank:
+    # torch's store would only count who comes, while the roll call knows who is missing.
+    try:
+        found, _, _ = next(rendezvous("env://", rank, 1, timeout=patience))
+    except RuntimeError as error:
+        if rank == 0 or not is_about_a_peer(error):
+            raise
+        raise MissingRanksError(
+            "Rank 0, where the others meet, does not answer: see whether it runs, and whether this "
+            f"host reaches its address and port. torch said: {error}"
+        ) from error
     store = fresh_store(found, rank, world_size, patience)
     store.set_timeout(timeout)
     make_group(store)

@@ -20,6 +20,11 @@ import torch.distributed as dist
 from lightning_shard.backends._c10d import PrefixStore, Store
 
 _PAUSE_SECONDS = 0.01
+_MOST_LISTED = 16
+
+
+class MissingRanksError(dist.DistStoreError):  # a peer's end, to whoever asks what an error is
+    """Ranks did not come to the meeting; the message says which."""
 
 
 def fresh_store(store: Store, rank: int, world_size: int, patience: timedelta) -> Store:
@@ -32,14 +37,18 @@ def fresh_store(store: Store, rank: int, world_size: int, patience: timedelta) -
         patience: How long to wait for them.
 
     Raises:
-        torch.distributed.DistStoreError: One did not come.
+        MissingRanksError: One did not come; says which have, and which have not.
+        torch.distributed.DistError: The store is gone.
     """
     desk = PrefixStore("lightning_shard/roll_call", store)
     word, deadline = secrets.token_hex(8), time.monotonic() + patience.total_seconds()
     desk.set(f"hello/{rank}", word)
     desk.set_timeout(patience)
     meet = _call if rank == 0 else _answer
-    name = meet(desk, rank, world_size, word, _waiter(deadline, patience))
+    try:
+        name = meet(desk, rank, world_size, word, _waiter(deadline, patience))
+    except dist.DistStoreError as error:
+        raise _who_is_missing(desk, rank, world_size) from error
     return PrefixStore(f"lightning_shard/meeting/{name}", store)
 
 
@@ -70,6 +79,27 @@ def _answer(desk: Store, rank: int, world_size: int, word: str, wait: Callable[[
             if desk.check([f"go/{name}"]):
                 return str(name)
         wait()
+
+
+def _who_is_missing(desk: Store, rank: int, world_size: int) -> MissingRanksError:
+    """Say who has come; a rank that has told of itself waits still, or has given up as well."""
+    missing = [other for other in range(world_size) if not desk.check([f"hello/{other}"])]
+    come = [other for other in range(world_size) if other not in missing]
+    if not missing:
+        return MissingRanksError(
+            f"All {world_size} ranks have come, and yet do not agree that they have: one may have "
+            f"ended meanwhile, or two may have the same rank. See how each has ended."
+        )
+    return MissingRanksError(
+        f"{len(come)} of {world_size} ranks have come: {_listed(come)}. Not yet: "
+        f"{_listed(missing)}. See whether these were started, have ended with an error of their "
+        f"own, or still load; a longer timeout waits for them."
+    )
+
+
+def _listed(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_MOST_LISTED]))
+    return f"{shown} and {len(ranks) - _MOST_LISTED} more" if len(ranks) > _MOST_LISTED else shown
 
 
 def _waiter(deadline: float, patience: timedelta) -> Callable[[], None]:

@@ -407,8 +407,13 @@ class DataParallelEngine:
         flat, index = self.owner(param)
         return flat.layout.slots[index].shape
 
-    def whole_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    def whole_parameters(
+        self, *, everywhere: bool = False
+    ) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Bring the model's parameters together, one after the other; each rank must call.
+
+        Args:
+            everywhere: Whether each rank of the first copy is to get them.
 
         Returns:
             Each parameter with its whole value in the optimizer's format, on the ranks that are
@@ -425,7 +430,7 @@ class DataParallelEngine:
                 if flat not in come:
                     come = {**_of_one_unit(come, flat, self.units), flat: flat.whole_values()}
                 value = come[flat][index]
-            if self.collectives.rank == 0:
+            if everywhere or self.collectives.rank == 0:
                 yield param, self.split.whole(param, value.detach())
 
     def pieces(self) -> dict[tuple[int, int], int]:

@@ -5,7 +5,8 @@ Checked with lightning 2.6; `tests/elastic/test_lightning.py` fails when one cha
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightning_shard.checkpoint.full import module_shapes, optimizer_shapes
 from lightning_shard.elastic.sampling import ElasticBatchSampler
 from lightning_shard.errors import ConfigError
 
@@ -59,27 +61,16 @@ __all__ = [
 
 
 def trainer_state(trainer: "pl.Trainer") -> dict[str, Any]:
-    """What a checkpoint holds beside the model and the optimizers, of a trainer that fits."""
-    state: dict[str, Any] = {
-        "epoch": trainer.current_epoch,
-        "global_step": trainer.global_step,
-        "pytorch-lightning_version": pl.__version__,  # type: ignore[attr-defined]
-        "loops": {"fit_loop": trainer.fit_loop.state_dict()},
-        "lr_schedulers": [one.scheduler.state_dict() for one in trainer.lr_scheduler_configs],
-        "callbacks": call._call_callbacks_state_dict(trainer),
-        "state_dict": _shapes(trainer.lightning_module),
-    }
-    plugin = trainer.precision_plugin
-    if plugin_state := plugin.state_dict():
-        state[type(plugin).__qualname__] = plugin_state
-    plugin.on_save_checkpoint(state)
-    if trainer.datamodule is not None:  # type: ignore[attr-defined]
-        data = call._call_lightning_datamodule_hook(trainer, "state_dict")
-        if data:
-            state[type(trainer.datamodule).__qualname__] = data  # type: ignore[attr-defined]
-    call._call_callbacks_on_save_checkpoint(trainer, state)
-    call._call_lightning_module_hook(trainer, "on_save_checkpoint", state)
-    state["state_dict"] = {}
+    """What a checkpoint holds beside the model and the optimizers, of a trainer that fits.
+
+    Hooks that save see the dictionary that Lightning gives them. The tensors of model and
+    optimizers are without elements in it, which snapshots have already.
+    """
+    connector = trainer._checkpoint_connector
+    with _giving_shapes(trainer):
+        state: dict[str, Any] = connector.dump_checkpoint(weights_only=False)
+    for name in ("state_dict", "optimizer_states", *_hyper_parameters(trainer)):
+        state.pop(name, None)  # every rank has them: they do not travel
     state[_RUNNING] = _running_state(trainer)
     return state
 
@@ -89,7 +80,7 @@ def load_trainer_state(trainer: "pl.Trainer", state: dict[str, Any]) -> None:
     connector = trainer._checkpoint_connector
     connector._loaded_checkpoint = state
     running = state.pop(_RUNNING)
-    state["state_dict"] = _shapes(trainer.lightning_module)
+    state.update(_live_entries(trainer))
     try:
         connector.restore_datamodule()
         call._call_lightning_module_hook(trainer, "on_load_checkpoint", state)
@@ -102,15 +93,51 @@ def load_trainer_state(trainer: "pl.Trainer", state: dict[str, Any]) -> None:
     _load_running_state(trainer, running)
 
 
-def _shapes(module: "pl.LightningModule") -> dict[str, Any]:
-    """For hooks that go through a checkpoint's weights: names and shapes, without elements."""
+@contextmanager
+def _giving_shapes(trainer: "pl.Trainer") -> Iterator[None]:
+    """Let who asks the strategy for the state of model and optimizers get it without elements."""
+    own, looks = vars(trainer.strategy), _has_onlookers(trainer)
+    strategy: Any = trainer.strategy
+    own["lightning_module_state_dict"] = lambda: (
+        module_shapes(trainer.lightning_module, strategy.engine) if looks else {}
+    )
+    own["optimizer_state"] = lambda optimizer: (
+        optimizer_shapes(getattr(optimizer, "_optimizer", optimizer), strategy.engine)
+        if looks
+        else {}
+    )
+    try:
+        yield
+    finally:
+        del own["lightning_module_state_dict"], own["optimizer_state"]
+
+
+def _live_entries(trainer: "pl.Trainer") -> dict[str, Any]:
+    """The entries of a checkpoint that did not travel."""
+    entries: dict[str, Any] = {"state_dict": {}, "optimizer_states": []}
+    if _has_onlookers(trainer):
+        engine = trainer.strategy.engine  # type: ignore[attr-defined]
+        entries["state_dict"] = module_shapes(trainer.lightning_module, engine)
+        entries["optimizer_states"] = [optimizer_shapes(one, engine) for one in trainer.optimizers]
+    return entries | _hyper_parameters(trainer)
+
+
+def _hyper_parameters(trainer: "pl.Trainer") -> dict[str, Any]:
+    entries: dict[str, Any] = {}
+    for owner in (trainer.lightning_module, trainer.datamodule):  # type: ignore[attr-defined]
+        if owner and owner.hparams:
+            entries[owner.CHECKPOINT_HYPER_PARAMS_KEY] = dict(owner.hparams)
+            entries[owner.CHECKPOINT_HYPER_PARAMS_NAME] = getattr(owner, "_hparams_name", None)
+            entries[owner.CHECKPOINT_HYPER_PARAMS_TYPE] = type(owner.hparams)
+    return entries
+
+
+def _has_onlookers(trainer: "pl.Trainer") -> bool:
+    """Whether anybody's hooks see what is in a checkpoint."""
     hooks = ("on_save_checkpoint", "on_load_checkpoint")
-    if not any(is_overridden(hook, module) for hook in hooks):
-        return {}
-    return {
-        name: torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else value
-        for name, value in module.state_dict().items()
-    }
+    owners = [(trainer.lightning_module, pl.LightningModule)]
+    owners += [(one, pl.Callback) for one in trainer.callbacks]  # type: ignore[attr-defined]
+    return any(is_overridden(hook, one, kind) for hook in hooks for one, kind in owners)
 
 
 def _running_state(trainer: "pl.Trainer") -> dict[str, Any]:

@@ -26,6 +26,7 @@ __all__ = [
     "forget_launcher",
     "is_interactive",
     "mark_interrupted",
+    "mark_terminated",
     "skip_hooks_of_exception",
     "take_down",
 ]
@@ -64,6 +65,11 @@ def take_down(trainer: "pl.Trainer", error: BaseException) -> None:
 def mark_interrupted(trainer: "pl.Trainer") -> None:
     """Have `trainer.interrupted` say that the run has ended with an exception."""
     trainer.state.status = TrainerStatus.INTERRUPTED
+
+
+def mark_terminated(trainer: "pl.Trainer") -> None:
+    """Have `trainer.received_sigterm` say so."""
+    trainer._signal_connector.received_sigterm = True
 
 
 def skip_hooks_of_exception(trainer: "pl.Trainer") -> None:

@@ -13,7 +13,12 @@ from lightning_shard.backends.in_process import ElasticWorld, World, current_wor
 from lightning_shard.backends.in_process.faults import RankDropped, faults_to_inject
 from lightning_shard.backends.liveness import TERMINATED_STATUS
 from lightning_shard.errors import ConfigError, RankFailedError
-from lightning_shard.launchers._lightning import Launcher, TunerExit, skip_hooks_of_exception
+from lightning_shard.launchers._lightning import (
+    Launcher,
+    TunerExit,
+    mark_terminated,
+    skip_hooks_of_exception,
+)
 from lightning_shard.launchers.adoption import adopt
 from lightning_shard.launchers.failures import Circumstances, tell
 from lightning_shard.launchers.loggers import told_once
@@ -68,10 +73,6 @@ class InProcessLauncher(Launcher):
                 f"An in-process world of {outer.num_ranks} ranks runs already. Inside it, train "
                 "with a strategy that starts no ranks of its own, or launch outside it."
             )
-        replicas = [
-            Replica.copy_of(function, trainer, args, kwargs) for _ in range(1, world.num_threads)
-        ]
-
         mine = _CallersRank(world, partial(function, *args, **kwargs), trainer)
 
         def run_rank(thread: int) -> Any:
@@ -80,9 +81,12 @@ class InProcessLauncher(Launcher):
             return replicas[thread - 1].run(partial(_meet, world))
 
         try:
+            others = range(1, world.num_threads)
+            replicas = [Replica.copy_of(function, trainer, args, kwargs) for _ in others]
             with told_once(trainer):
                 results = world.run(run_rank)
             if world.termination.was_terminated and not world.termination.has_stopped:
+                mine.mark_terminated()
                 raise SIGTERMException(TERMINATED_STATUS)  # it came after the last step
         except BaseException as error:
             mine.hand_to_lightning(error)
@@ -139,6 +143,11 @@ class _CallersRank:
                 self._has_told = True
                 tell(self._trainer, found)
             raise
+
+    def mark_terminated(self) -> None:
+        """Have the trainer say that SIGTERM has come."""
+        if self._trainer is not None:
+            mark_terminated(self._trainer)
 
     def hand_to_lightning(self, error: BaseException) -> None:
         """Before an error leaves the launcher: see that callbacks hear of it once."""

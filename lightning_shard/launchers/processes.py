@@ -24,6 +24,10 @@ class ProcessLauncher(_SubprocessScriptLauncher):
     on an exception of one rank alone would. See `failures`.
     """
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the processes, which are this one's children."""
+        return {**vars(self), "procs": []}
+
     @property
     @override
     def is_interactive_compatible(self) -> bool:

@@ -25,8 +25,8 @@ __all__ = [
     "after_training_epochs",
     "around_validation",
     "before_training_ends",
+    "forget_sigterm_handler",
     "handle_sigterm",
-    "mark_terminated",
     "prepare_dataloader",
     "request_dataloader",
     "seed_workers",
@@ -115,7 +115,7 @@ def handle_sigterm(trainer: "pl.Trainer", handler: Callable[[int, FrameType | No
     connector._sigterm_notifier_fn = handler
 
 
-def mark_terminated(module: "pl.LightningModule | None") -> None:
-    """Have `trainer.received_sigterm` say so, now that all ranks stop."""
-    if module is not None:
-        module.trainer._signal_connector.received_sigterm = True
+def forget_sigterm_handler(module: "pl.LightningModule") -> None:
+    """Undo `handle_sigterm`, for the next run."""
+    if module._trainer is not None:
+        vars(module.trainer._signal_connector).pop("_sigterm_notifier_fn", None)

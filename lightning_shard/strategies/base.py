@@ -20,6 +20,7 @@ from lightning_shard import settings
 from lightning_shard.backends import liveness
 from lightning_shard.backends.base import DEFAULT_TIMEOUT, Backend
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.backends.in_process.termination import RanksTermination
 from lightning_shard.backends.registry import auto_backend, get_backend
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.environments import (
@@ -41,6 +42,7 @@ from lightning_shard.strategies.reduce_ops import reduce_op_name, reduced
 from lightning_shard.strategies.termination import StopsTogether
 
 T = TypeVar("T")
+_OWN_KINDS = (Collectives, DataGroups, dist.ProcessGroup, liveness.Lifeline, RanksTermination)
 
 _LONGEST = timedelta(days=365)  # torch counts milliseconds
 
@@ -104,6 +106,13 @@ class ShardStrategy(StopsTogether, metaclass=OptionNames):
         super().__init__(
             accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what belongs to this process: its groups, and who watches over them."""
+        return {
+            name: None if isinstance(value, _OWN_KINDS) else value
+            for name, value in super().__getstate__().items()
+        }
 
     @property
     def is_in_process(self) -> bool:

@@ -415,7 +415,7 @@ class DataParallelStrategy(SalvagingStrategy):
         assert self.lightning_module is not None
         if self._engine is None:  # after teardown everything is whole again
             self._check_whole()
-            return self.lightning_module.state_dict() if self.is_global_zero else {}
+            return self.lightning_module.state_dict()
         return full_module_state(self.lightning_module, self._engine)
 
     @override

@@ -209,6 +209,10 @@ class ModelParallelStrategy(DataParallelStrategy):
         )
 
     @override
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_along": {}}
+
+    @override
     def teardown(self) -> None:
         super().teardown()
         self._unsplit_model(whole=False)  # where the set-up has failed

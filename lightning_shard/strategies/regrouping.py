@@ -37,8 +37,8 @@ from lightning_shard.errors import (
     DeadlockError,
     RankFailedError,
 )
+from lightning_shard.launchers._lightning import mark_terminated
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
-from lightning_shard.strategies._lightning import mark_terminated
 from lightning_shard.strategies.changing_ranks import ChangingRanks
 
 _SIGNALS_SECONDS = 1.0  # between the first and the last SIGTERM to the ranks of a job
@@ -225,7 +225,7 @@ class RegroupingStrategy(ChangingRanks):
         if not leaving[self.collectives.rank]:
             return
         self._is_over = True
-        mark_terminated(self.lightning_module)
+        mark_terminated(self._trainer)
         if all(leaving):  # the scheduler ends the job
             self._ends_in_common = True
             self._save_at_the_end()

@@ -23,7 +23,8 @@ from lightning_shard.backends import liveness
 from lightning_shard.backends.in_process.termination import RanksTermination
 from lightning_shard.backends.in_process.world import current_world
 from lightning_shard.errors import RankFailedError
-from lightning_shard.strategies._lightning import handle_sigterm, mark_terminated
+from lightning_shard.launchers._lightning import mark_terminated
+from lightning_shard.strategies._lightning import forget_sigterm_handler, handle_sigterm
 
 
 class TerminationHandler:
@@ -76,7 +77,8 @@ class StopsTogether(ParallelStrategy):
         if self._lifeline is None or not self._lifeline.step():
             return
         if self._lifeline.was_terminated:
-            mark_terminated(self.lightning_module)
+            if self.lightning_module is not None:
+                mark_terminated(self.lightning_module.trainer)
             raise SIGTERMException(liveness.TERMINATED_STATUS)
         raise RankFailedError(
             f"Rank {self.global_rank} of {self.world_size} stopped because rank "
@@ -93,6 +95,8 @@ class StopsTogether(ParallelStrategy):
     @override
     def teardown(self) -> None:
         liveness.unwatch_signals()  # Lightning puts back the handlers that were there before
+        if self.lightning_module is not None:
+            forget_sigterm_handler(self.lightning_module)
         self._lifeline = None
         super().teardown()
 

@@ -37,10 +37,14 @@ def test_a_missing_variable_is_named(monkeypatch: pytest.MonkeyPatch, name: str)
         join(0)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_nobody_else_comes(rank: int) -> None:
-    with pytest.raises(RankFailedError, match=f"Rank {rank} of 2 could not meet the others at"):
+@pytest.mark.parametrize(
+    ("rank", "who"),
+    [(0, "1 of 2 ranks have come: 0. Not yet: 1."), (1, "Rank 0, where the others meet, does not")],
+)
+def test_nobody_else_comes(rank: int, who: str) -> None:
+    with pytest.raises(RankFailedError, match=f"Rank {rank} of 2 could not meet") as caught:
         join(rank)
+    assert who in str(caught.value)
     assert not dist.is_initialized()
 
 

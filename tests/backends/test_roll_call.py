@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_shard.backends._c10d import HashStore, PrefixStore
-from lightning_shard.backends.roll_call import fresh_store
+from lightning_shard.backends.roll_call import MissingRanksError, fresh_store
 
 PATIENCE = timedelta(seconds=20)
 
@@ -53,3 +53,13 @@ def test_a_hello_of_an_earlier_round_is_not_taken_for_the_ranks_own() -> None:
 def test_a_rank_that_does_not_come_is_an_error() -> None:
     with pytest.raises(dist.DistError):
         fresh_store(HashStore(), 0, 2, timedelta(seconds=0.1))
+
+
+def test_who_had_not_come_in_time_was_not_said() -> None:
+    store, patience = HashStore(), timedelta(seconds=0.3)
+    with ThreadPoolExecutor(2) as pool:
+        ranks = [pool.submit(fresh_store, store, rank, 4, patience) for rank in (0, 2)]
+        errors = [one.exception() for one in ranks]
+    for error in errors:
+        assert isinstance(error, MissingRanksError)
+        assert "2 of 4 ranks have come: 0, 2. Not yet: 1, 3." in str(error)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from lightning_shard.backends.liveness.connection import Message
-from lightning_shard.backends.liveness.hub import Hub
+from lightning_shard.backends.liveness.hub import LONGEST_WAIT_SECONDS, Hub
 
 
 class Room:
@@ -134,3 +134,48 @@ def test_a_rank_that_was_terminated_and_then_killed(room: Room) -> None:
     room.hub.heard(1, {"kind": "terminating"}, 1.0)
     room.hub.lost(1, 1.1)
     assert room.verdicts == {(1, "died after SIGTERM")}
+
+
+def raised(room: Room, rank: int, now: float, place: int = 7, number: int = 5) -> None:
+    message = {"kind": "raised", "event": "raised E: no", "place": place, "number": number}
+    room.hub.heard(rank, message, now)
+
+
+def test_ranks_that_raised_at_one_place_were_each_told_that_the_first_had_failed(
+    room: Room,
+) -> None:
+    for rank in range(3):
+        raised(room, rank, 1.0 + rank)
+    assert [room.said_to(rank, "common") for rank in range(3)] == [[{"kind": "common"}]] * 3
+    assert [room.said_to(rank, "raised")[0]["number"] for rank in range(3)] == [5] * 3
+    room.hub.heard(1, {"kind": "past"}, 4.0)
+    room.hub.tick(60.0)
+    assert not any(event.startswith("raised") for _, event in room.verdicts)
+
+
+def test_a_rank_that_waits_past_the_place_makes_the_verdict_at_once(room: Room) -> None:
+    raised(room, 1, 1.0)
+    assert room.verdicts == set()
+    room.hub.heard(0, {"kind": "past"}, 1.1)
+    assert room.verdicts == {(1, "raised E: no")}
+
+
+def test_ranks_that_raised_at_different_places_have_failed_apart(room: Room) -> None:
+    raised(room, 2, 1.0)
+    raised(room, 0, 1.1, place=8)
+    assert room.verdicts == {(2, "raised E: no")}
+
+
+def test_nobody_waits_for_long_for_others_to_raise(room: Room) -> None:
+    raised(room, 2, 1.0)
+    room.hub.tick(1.0 + LONGEST_WAIT_SECONDS)
+    assert room.verdicts == set()
+    room.hub.tick(1.1 + LONGEST_WAIT_SECONDS)
+    assert room.verdicts == {(2, "raised E: no")}
+
+
+def test_a_rank_many_steps_in_was_said_to_be_before_its_first_operation(room: Room) -> None:
+    doing = "computing for 0.0 s before its first operation"
+    room.hub.heard(1, {"kind": "beat", "doing": doing}, 1.0)
+    assert room.hub.table(1.5)["1"] == f"was {doing}, 0.5 s ago"
+    assert "first operation" not in room.hub.table(5.0)["1"]

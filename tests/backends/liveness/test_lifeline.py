@@ -180,3 +180,43 @@ def test_a_second_sigterm_is_not_announced_again(rank: Rank) -> None:
     rank.lifeline.announce_termination()
     rank.lifeline.announce_termination()
     assert rank.sent == [{"kind": "terminating"}]
+
+
+def test_all_have_raised_at_the_same_place(rank: Rank) -> None:
+    threading.Timer(0.05, rank.told, kwargs={"kind": "common"}).start()
+    assert rank.lifeline.fail(ValueError("no"), 7)
+    (said,) = (message for message in rank.sent if message["kind"] == "raised")
+    assert said == {"kind": "raised", "event": "raised ValueError: no", "place": 7, "number": 0}
+    rank.lifeline.announce_failure(ValueError("no"))  # as the process ends
+    assert "failed" not in {message["kind"] for message in rank.sent}
+
+
+def test_a_rank_that_raises_alone_gets_the_verdict_on_itself(rank: Rank) -> None:
+    mine = {"kind": "verdict", "rank": 2, "event": "raised ValueError: no", "doing": "it computed"}
+    threading.Timer(0.05, rank.told, kwargs=mine).start()
+    assert not rank.lifeline.fail(ValueError("no"), 7)
+    assert rank.lifeline.dead_rank is None
+
+
+def test_who_waits_past_the_place_where_a_peer_has_raised_says_so(rank: Rank) -> None:
+    rank.lifeline.entered("all_reduce")
+    rank.told(kind="raised", number=1)  # it has entered that, too
+    assert rank.sent == []
+    rank.lifeline.left()
+    rank.lifeline.entered("all_gather")
+    assert rank.sent == [{"kind": "past"}]
+
+
+def test_a_rank_that_has_met_others_anew_is_not_before_its_first_operation() -> None:
+    sent: list[Message] = []
+    lifeline = Lifeline(
+        rank=0,
+        world_size=2,
+        silence_seconds=8.0,
+        send=sent.append,
+        interrupt=lambda: None,
+        now=0.0,
+        met_anew=True,
+    )
+    lifeline.beat()
+    assert sent[0]["doing"].endswith("after meeting anew")
