@@ -63,7 +63,7 @@ def _copying_functions(copied: Collection[int]) -> Iterator[None]:
     def copy_function(function: FunctionType, memo: _Memo) -> FunctionType:
         return _anew(function, memo, copied) if _reaches(function, copied, set()) else function
 
-    dispatch.update({FunctionType: copy_function, MethodType: _copy_method})
+    dispatch[FunctionType], dispatch[MethodType] = copy_function, _copy_method
     try:
         yield
     finally:
@@ -157,7 +157,7 @@ def _copy_extras(tensor: Tensor, memo: _Memo) -> None:
             setattr(twin, name, copy.deepcopy(value, memo))
     if not twin._backward_hooks:
         for hook in (tensor._backward_hooks or {}).values():
-            twin.register_hook(copy.deepcopy(hook, memo))
+            twin.register_hook(copy.deepcopy(hook, memo))  # type: ignore[no-untyped-call]
     if not (getattr(twin, "_post_accumulate_grad_hooks", None) or {}):
         for hook in (getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values():
             twin.register_post_accumulate_grad_hook(copy.deepcopy(hook, memo))  # type: ignore[no-untyped-call]
