@@ -67,7 +67,8 @@ def _copying_functions(copied: Collection[int]) -> Iterator[None]:
     try:
         yield
     finally:
-        dispatch.update(before)
+        for kind, copier in before.items():
+            dispatch[kind] = copier
 
 
 def _copy_method(method: MethodType, memo: _Memo) -> MethodType:
