@@ -55,7 +55,7 @@ def checked_options(
     """
     of_function = signature(function)
 
-    def checked(owner: S, *args: P.args, **kwargs: P.kwargs) -> R:
+    def checked(owner: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
         try:
             bound = of_function.bind(owner, *args, **kwargs)
         except TypeError:
@@ -74,7 +74,8 @@ def checked_options(
 
 def check_fields(instance: Any) -> None:
     """Do the same for a dataclass, from its `__post_init__`; it may be frozen."""
-    owner, fields = type(instance), vars(type(instance))
+    owner: Any = type(instance)
+    fields = vars(owner)
     for name, hint in _checked_hints(owner).items():
         value, default = getattr(instance, name), fields.get(name)
         fitted = _fitted_option(owner.__name__, name, value, hint, default)

@@ -138,6 +138,7 @@ TABLE: dict[Any, dict[str, list[Any]]] = {
         "warmup_steps": [*NOT_WHOLE, *BELOW_ONE],
         "block": [*NOT_WHOLE, 1000, 2049],
         "adam": NOT_FLAG,
+        "update_limit": [*optional(NOT_REAL), 0, -1.0],
     },
     ParallelMesh: {
         **{axis: [*NOT_WHOLE, *BELOW_ONE] for axis in ("pp", "dp", "tp")},

@@ -73,11 +73,12 @@ def _copying_functions(copied: Collection[int]) -> Iterator[None]:
             return compile_again(function, copy.deepcopy(written, memo))
         return _anew(function, memo, copied)
 
-    dispatch.update({FunctionType: copy_function, MethodType: _copy_method})
+    dispatch[FunctionType], dispatch[MethodType] = copy_function, _copy_method
     try:
         yield
     finally:
-        dispatch.update(before)
+        for kind, copier in before.items():
+            dispatch[kind] = copier
 
 
 def _copy_method(method: MethodType, memo: _Memo) -> MethodType:
@@ -167,7 +168,7 @@ def _copy_extras(tensor: Tensor, memo: _Memo) -> None:
             setattr(twin, name, copy.deepcopy(value, memo))
     if not twin._backward_hooks:
         for hook in (tensor._backward_hooks or {}).values():
-            twin.register_hook(copy.deepcopy(hook, memo))
+            twin.register_hook(copy.deepcopy(hook, memo))  # type: ignore[no-untyped-call]
     if not (getattr(twin, "_post_accumulate_grad_hooks", None) or {}):
         for hook in (getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values():
             twin.register_post_accumulate_grad_hook(copy.deepcopy(hook, memo))  # type: ignore[no-untyped-call]
