@@ -54,6 +54,23 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(storage.nbytes() for storage in storages.values() if storage.nbytes())
 
 
+def held(engine: DataParallelEngine, optimizers: Iterable[Optimizer]) -> HeldBytes:
+    """What this rank holds now.
+
+    Args:
+        engine: The engine whose model it is.
+        optimizers: Those of the model.
+    """
+    entries = [state for optimizer in optimizers for state in optimizer.state.values()]
+    return HeldBytes(
+        parameters=storage_bytes(t for flat in engine.flats for t in (flat.full, flat.shard)),
+        gradients=storage_bytes(t for one in engine.gradients for t in one.buffers()),
+        optimizer_state=storage_bytes(
+            value for state in entries for value in state.values() if isinstance(value, Tensor)
+        ),
+    )
+
+
 def replicated(engine: DataParallelEngine, optimizers: Iterable[Optimizer]) -> HeldBytes:
     """What a rank would hold if every rank held everything; each rank must call.
 

@@ -14,7 +14,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -27,7 +27,7 @@ from lightning_shard.data_parallel.agreement import check_same_optimizers
 from lightning_shard.data_parallel.compression import Compressor, Tally, find_compressor
 from lightning_shard.data_parallel.compression.state import load_whole_state, whole_state
 from lightning_shard.data_parallel.engine import DataParallelEngine
-from lightning_shard.data_parallel.held_bytes import HeldBytes, replicated, storage_bytes
+from lightning_shard.data_parallel.held_bytes import HeldBytes, held, replicated
 from lightning_shard.data_parallel.model_split import ModelSplit, Unsplit
 from lightning_shard.data_parallel.options import DTypePolicy, EngineOptions
 from lightning_shard.errors import CheckpointError, ConfigError
@@ -47,9 +47,7 @@ from lightning_shard.strategies.resuming import (
     Resuming,
     agree_on_misfit,
     error_of,
-    kept_misfits,
-    scaler_misfits,
-    states_misfits,
+    run_misfits,
 )
 from lightning_shard.strategies.salvage import SalvagingStrategy
 from lightning_shard.strategies.step_bytes import StepBytes, total_bytes
@@ -343,15 +341,7 @@ class DataParallelStrategy(SalvagingStrategy):
 
     def held_bytes(self) -> HeldBytes:
         """What this rank holds now, counted by storage."""
-        states = [s for opt in self.optimizers for s in opt.state.values()]
-        flats = self.engine.flats
-        return HeldBytes(
-            parameters=storage_bytes(t for flat in flats for t in (flat.full, flat.shard)),
-            gradients=storage_bytes(t for g in self.engine.gradients for t in g.buffers()),
-            optimizer_state=storage_bytes(
-                v for state in states for v in state.values() if isinstance(v, Tensor)
-            ),
-        )
+        return held(self.engine, self.optimizers)
 
     def replicated_bytes(self) -> HeldBytes:
         """What each rank would hold if every rank held everything; each rank must call."""
@@ -462,18 +452,15 @@ class DataParallelStrategy(SalvagingStrategy):
                 optimizer.load_state_dict(local)
 
     def _misfits(self, checkpoint: Mapping[str, Any]) -> list[str]:
-        """What does not fit of all but the weights, once there are optimizers."""
         assert self.lightning_module is not None
-        shapes = {
-            param: (name, param.shape if self._engine is None else self._engine.whole_shape(param))
-            for name, param in self.lightning_module.named_parameters()
-        }
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        return [
-            *states_misfits(checkpoint["optimizer_states"], self.optimizers, shapes),
-            *kept_misfits(checkpoint.get(CHECKPOINT_KEY, {}), dict(shapes.values())),
-            *scaler_misfits(checkpoint.get(MixedPrecision.__qualname__), scaler),
-        ]
+        return run_misfits(
+            checkpoint,
+            self.lightning_module,
+            self.optimizers,
+            kept=checkpoint.get(CHECKPOINT_KEY, {}),
+            scaler=getattr(self.precision_plugin, "scaler", None),
+            engine=self._engine,
+        )
 
     @property
     @override

@@ -12,6 +12,7 @@ Weights come first since hooks of the module may change it by what they find in 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -20,6 +21,7 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.checkpoint.misfits import kind_of, misfit_error, shape_misfit
 from lightning_shard.checkpoint.module_snapshot import ModuleSnapshot
 from lightning_shard.checkpoint.optimizer_misfits import optimizer_misfits
+from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.errors import CheckpointError
 
 _ADVICE = (
@@ -88,7 +90,37 @@ def error_of(misfits: Sequence[str]) -> CheckpointError | None:
     return misfit_error("this run", misfits, _ADVICE) if misfits else None
 
 
-def states_misfits(
+def run_misfits(
+    checkpoint: Mapping[str, Any],
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    *,
+    kept: Mapping[str, Any],
+    scaler: GradScaler | None,
+    engine: DataParallelEngine | None,
+) -> list[str]:
+    """Say what does not fit of all but the weights, once there are optimizers.
+
+    Args:
+        checkpoint: The whole of it.
+        module: The model.
+        optimizers: Those of the model.
+        kept: What the checkpoint has of this package's strategies.
+        scaler: The loss scaler, if one is used.
+        engine: What has the parameters in shards; None before that.
+    """
+    shapes = {
+        param: (name, param.shape if engine is None else engine.whole_shape(param))
+        for name, param in module.named_parameters()
+    }
+    return [
+        *_states_misfits(checkpoint["optimizer_states"], optimizers, shapes),
+        *_kept_misfits(kept, dict(shapes.values())),
+        *_scaler_misfits(checkpoint.get(MixedPrecision.__qualname__), scaler),
+    ]
+
+
+def _states_misfits(
     states: Sequence[Mapping[str, Any]],
     optimizers: Sequence[Optimizer],
     named_shapes: Mapping[nn.Parameter, tuple[str, Sequence[int]]],
@@ -106,7 +138,7 @@ def states_misfits(
     ]
 
 
-def kept_misfits(kept: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> Iterator[str]:
+def _kept_misfits(kept: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> Iterator[str]:
     """Yield what does not fit of what only this package's strategies keep.
 
     Args:
@@ -153,7 +185,7 @@ def _tensor_misfits(what: str, tensors: Any, shapes: Mapping[str, Sequence[int]]
             yield f"{what} of {name!r} is of {value.dtype}, expected floating-point numbers"
 
 
-def scaler_misfits(state: Any, scaler: GradScaler | None) -> Iterator[str]:
+def _scaler_misfits(state: Any, scaler: GradScaler | None) -> Iterator[str]:
     """Yield what does not fit of a loss scaler's saved state."""
     if scaler is None or state is None:
         return
