@@ -13,7 +13,6 @@ The module keeps its own parameters, the optimizer keeps its own object; the eng
 
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +23,9 @@ from lightning_shard.data_parallel.agreement import check_same_model
 from lightning_shard.data_parallel.assigned import ParameterPlaces
 from lightning_shard.data_parallel.blanks import blank
 from lightning_shard.data_parallel.buffers import BufferSync
-from lightning_shard.data_parallel.compression.buffer import FlatBuffer
+from lightning_shard.data_parallel.building import build_gradients, build_units
 from lightning_shard.data_parallel.compression.compressor import Exchange
 from lightning_shard.data_parallel.data_groups import DataGroups
-from lightning_shard.data_parallel.flat_gradients import FlatGradients
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.gathering import Gatherer
 from lightning_shard.data_parallel.gradient_shards import AbsentGradients, GradientShards
@@ -38,7 +36,6 @@ from lightning_shard.data_parallel.piece_advice import explaining_pieces
 from lightning_shard.data_parallel.piece_loading import cut_loaded
 from lightning_shard.data_parallel.reducer import Reducer
 from lightning_shard.data_parallel.unit import Unit
-from lightning_shard.data_parallel.units import UnitSpec, find_units
 from lightning_shard.data_parallel.usage import UsageAgreement
 from lightning_shard.errors import ConfigError
 
@@ -85,23 +82,9 @@ class DataParallelEngine:
         self.split: ModelSplit = Unsplit() if split is None else split
         self.device = next((param.device for param in model.parameters()), torch.device("cpu"))
         reducing = self.groups.twin() if reducing is None else DataGroups.of(reducing)
-        specs = find_units(
-            model, classes=options.units, bucket_mb=options.unit_mb, is_here=self.split.is_here
-        )
-        self.units = [self._build_unit(spec) for spec in specs]
+        self.units = build_units(model, self.groups, options, self.split)
         self.flats = [flat for unit in self.units for flat in unit.flats]
-        self.gradients = [
-            FlatGradients(
-                flat,
-                reducing,
-                options.dtypes.reduce,
-                waits_for_end=unit.resident and options.stage == 3,
-                exchange=self._exchange(flat, reducing),
-            )
-            for unit in self.units
-            for flat in unit.flats
-            if flat.full.is_floating_point() or flat.full.is_complex()
-        ]
+        self.gradients = build_gradients(self.units, reducing, options, self.split)
         self._positions = {
             param: (position, index)
             for position, gradients in enumerate(self.gradients)
@@ -141,49 +124,6 @@ class DataParallelEngine:
     def is_first(self) -> bool:
         """Whether this is the one rank that gets whole states to save."""
         return self.collectives.rank == 0 and self.split.is_first
-
-    def _build_unit(self, spec: UnitSpec) -> Unit:
-        policy = self.options.dtypes
-
-        def kind(item: tuple[str, nn.Parameter]) -> tuple[str, str, tuple[bool, ...]]:
-            param = item[1]
-            compute_dtype = str(policy.compute_dtype(param))
-            return str(param.dtype), compute_dtype, spec.twins.flags_of(param)
-
-        flats = [
-            FlatParameters(
-                named,
-                self.groups,
-                stage=self.options.stage,
-                compute_dtype=policy.compute_dtype(named[0][1]),
-                is_split=bool(self.split.groups_of_layers)
-                or any(param in self.split.full_shapes for _, param in named),
-            )
-            for named in (
-                list(group) for _, group in groupby(sorted(spec.params, key=kind), key=kind)
-            )
-        ]
-        return Unit(spec.name, spec.modules, flats)
-
-    def _exchange(self, flat: FlatParameters, reducing: DataGroups) -> Exchange | None:
-        """What averages a buffer's gradients compressed, where they are to be."""
-        if self.options.compression is None:
-            return None
-        if flat.full.is_complex() or reducing.replicate is not None or self.split.groups:
-            raise ConfigError(
-                "Compression works on real gradients of whole parameters that every data-parallel "
-                "rank shares, not on complex ones, nor with hybrid sharding, tensor or pipeline "
-                "parallel. Leave it out."
-            )
-        buffer = FlatBuffer(
-            layout=flat.layout,
-            ranks=reducing.everyone,
-            keeps_all=flat.stage == 0,
-            number=self.flats.index(flat),
-            device=self.device,
-            dense_itemsize=_dense_itemsize(flat, reducing.everyone),
-        )
-        return self.options.compression.exchange(buffer)
 
     @property
     def groups_of_gradients(self) -> list[Collectives]:
@@ -503,13 +443,6 @@ class DataParallelEngine:
                     param.data = view.to(flat.shard.dtype, copy=True)
                 if not unit.is_full:
                     setattr(param, _LEFTOVER, True)
-
-
-def _dense_itemsize(flat: FlatParameters, ranks: Collectives) -> int:
-    """Bytes of a gradient's value when `FlatGradients` sends it as it is."""
-    own, result = flat.full.dtype, flat.shard.dtype
-    into = result if result == torch.float32 else own
-    return ranks.dtype_on_the_wire(own, None if flat.stage == 0 else into).itemsize
 
 
 def _of_one_unit(

@@ -1,0 +1,124 @@
+"""What an engine builds: units of flat parameters, and the buffers of their gradients.
+
+model ──find_units──> specs ──by format and twins──> FlatParameters ──> FlatGradients, Exchange
+"""
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import torch
+from torch import nn
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.data_parallel.compression.buffer import FlatBuffer
+from lightning_shard.data_parallel.compression.compressor import Exchange
+from lightning_shard.data_parallel.data_groups import DataGroups
+from lightning_shard.data_parallel.flat_gradients import FlatGradients
+from lightning_shard.data_parallel.flat_parameters import FlatParameters
+from lightning_shard.data_parallel.model_split import ModelSplit
+from lightning_shard.data_parallel.options import EngineOptions
+from lightning_shard.data_parallel.unit import Unit
+from lightning_shard.data_parallel.units import UnitSpec, find_units
+from lightning_shard.errors import ConfigError
+
+
+def build_units(
+    model: nn.Module, groups: DataGroups, options: EngineOptions, split: ModelSplit
+) -> list[Unit]:
+    """Lay a model's parameters out in flat buffers.
+
+    Args:
+        model: Its parameters become views.
+        groups: The data-parallel ranks, each of which must call.
+        options: Stage, units, formats.
+        split: How the model is split over other ranks.
+    """
+    specs = find_units(
+        model, classes=options.units, bucket_mb=options.unit_mb, is_here=split.is_here
+    )
+    return [_build_unit(spec, groups, options, split) for spec in specs]
+
+
+def _build_unit(
+    spec: UnitSpec, groups: DataGroups, options: EngineOptions, split: ModelSplit
+) -> Unit:
+    policy = options.dtypes
+
+    def kind(item: tuple[str, nn.Parameter]) -> tuple[str, str, tuple[bool, ...]]:
+        param = item[1]
+        compute_dtype = str(policy.compute_dtype(param))
+        return str(param.dtype), compute_dtype, spec.twins.flags_of(param)
+
+    alike = [list(group) for _, group in groupby(sorted(spec.params, key=kind), key=kind)]
+    flats = [
+        FlatParameters(
+            named,
+            groups,
+            stage=options.stage,
+            compute_dtype=policy.compute_dtype(named[0][1]),
+            is_split=bool(split.groups_of_layers)
+            or any(param in split.full_shapes for _, param in named),
+        )
+        for named in alike
+    ]
+    return Unit(spec.name, spec.modules, flats)
+
+
+def build_gradients(
+    units: Sequence[Unit], reducing: DataGroups, options: EngineOptions, split: ModelSplit
+) -> list[FlatGradients]:
+    """Make the gradients' buffers of all parameters that can have gradients.
+
+    Args:
+        units: All of the model.
+        reducing: The data-parallel ranks, over groups for gradients.
+        options: Stage, formats, compression.
+        split: How the model is split over other ranks.
+    """
+    flats = [flat for unit in units for flat in unit.flats]
+    return [
+        FlatGradients(
+            flat,
+            reducing,
+            options.dtypes.reduce,
+            waits_for_end=unit.resident and options.stage == 3,
+            exchange=_exchange(flat, flats.index(flat), reducing, options, split),
+        )
+        for unit in units
+        for flat in unit.flats
+        if flat.full.is_floating_point() or flat.full.is_complex()
+    ]
+
+
+def _exchange(
+    flat: FlatParameters,
+    number: int,
+    reducing: DataGroups,
+    options: EngineOptions,
+    split: ModelSplit,
+) -> Exchange | None:
+    """Make what averages a buffer's gradients compressed, where they are to be."""
+    if options.compression is None:
+        return None
+    if flat.full.is_complex() or reducing.replicate is not None or split.groups:
+        raise ConfigError(
+            "Compression works on real gradients of whole parameters that every data-parallel "
+            "rank shares, not on complex ones, nor with hybrid sharding, tensor or pipeline "
+            "parallel. Leave it out."
+        )
+    buffer = FlatBuffer(
+        layout=flat.layout,
+        ranks=reducing.everyone,
+        keeps_all=flat.stage == 0,
+        number=number,
+        device=flat.full.device,
+        dense_itemsize=_dense_itemsize(flat, reducing.everyone),
+    )
+    return options.compression.exchange(buffer)
+
+
+def _dense_itemsize(flat: FlatParameters, ranks: Collectives) -> int:
+    """Bytes of a gradient's value when `FlatGradients` sends it as it is."""
+    own, result = flat.full.dtype, flat.shard.dtype
+    into = result if result == torch.float32 else own
+    return ranks.dtype_on_the_wire(own, None if flat.stage == 0 else into).itemsize
