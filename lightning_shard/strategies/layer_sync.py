@@ -1,4 +1,8 @@
-"""`Trainer(sync_batchnorm=True)` on CPU ranks."""
+"""`Trainer(sync_batchnorm=True)` on CPU ranks, and on ranks that are not all data parallel.
+
+On a pipeline's stage only the batch norms of its own layers have a batch: what the others compute
+has a shape only, for which nothing is synchronised.
+"""
 
 from lightning.pytorch.plugins.layer_sync import LayerSync
 from torch import Tensor, nn
@@ -7,6 +11,7 @@ from typing_extensions import override
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.sync_batch_norm import sync_batch_norm
+from lightning_shard.elsewhere import is_elsewhere
 
 
 class SyncBatchNormOnCpu(LayerSync):
@@ -43,7 +48,8 @@ class _Forward:
         self._collectives = collectives
 
     def __call__(self, batch: Tensor) -> Tensor:
-        if not self._module.training:
+        weight = self._module.weight if self._module.affine else batch
+        if not self._module.training or is_elsewhere(batch) or is_elsewhere(weight):
             return type(self._module).forward(self._module, batch)
         return sync_batch_norm(self._module, batch, self._collectives)
 

@@ -191,6 +191,17 @@ class PipelineParallelStrategy(ModelParallelStrategy):
             )
 
     @override
+    def _apply_layer_sync(self) -> None:
+        super()._apply_layer_sync()
+        if self._cpu_layer_sync is not None and self.mesh.pp > 1 and self.num_microbatches > 1:
+            rank_zero_warn(
+                f"sync_batchnorm=True gives each batch norm the statistics of one microbatch over "
+                f"the {self.mesh.dp} data-parallel ranks, not of the batch: a pipeline runs its "
+                f"{self.num_microbatches} microbatches one after the other. Set num_microbatches=1 "
+                f"for a single device's statistics, or use strategy='zero3'."
+            )
+
+    @override
     def model_to_device(self) -> None:
         if self.mesh.pp == 1:  # else once it has been split: no device holds other stages' layers
             super().model_to_device()
