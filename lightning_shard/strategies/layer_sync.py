@@ -26,7 +26,7 @@ class SyncBatchNormOnCpu(LayerSync):
 
     @override
     def apply(self, model: nn.Module) -> nn.Module:
-        for module in _batch_norms(model):
+        for module in batch_norms(model):
             module.forward = self._forward_of(module)  # type: ignore[assignment, method-assign]
         return model
 
@@ -35,7 +35,7 @@ class SyncBatchNormOnCpu(LayerSync):
 
     @override
     def revert(self, model: nn.Module) -> nn.Module:
-        for module in _batch_norms(model):
+        for module in batch_norms(model):
             module.__dict__.pop("forward", None)
         return model
 
@@ -54,5 +54,6 @@ class _Forward:
         return sync_batch_norm(self._module, batch, self._collectives)
 
 
-def _batch_norms(model: nn.Module) -> list[_BatchNorm]:
+def batch_norms(model: nn.Module) -> list[_BatchNorm]:
+    """Return the batch norms of a model."""
     return [module for module in model.modules() if isinstance(module, _BatchNorm)]

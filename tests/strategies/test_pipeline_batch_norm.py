@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_shard import HybridParallelStrategy, PipelineParallelStrategy
+from lightning_shard import ConfigError, HybridParallelStrategy, PipelineParallelStrategy
 from tests.strategies.compiled import WIDTH, Compiled, LoopedNet
 from tests.strategies.parity import UPSTREAM_WARNINGS, Run, assert_parity, train
 
@@ -78,6 +78,6 @@ def test_skipped_batch_norms_were_synchronised_without_a_batch(strategy: Any) ->
     assert_parity(run, alone())
 
 
-def test_statistics_of_microbatches_are_said_to_be_no_batchs() -> None:
-    with pytest.warns(UserWarning, match=r"statistics of one microbatch.*num_microbatches=1"):
+def test_synchronised_statistics_of_microbatches_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"its 2 microbatches.*num_microbatches=1"):
         train(built(), strategy=pipeline(num_microbatches=2), sync_batchnorm=True)
