@@ -9,6 +9,7 @@ torch.compile changes during a step, and with it that of compiled code around th
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -17,7 +18,7 @@ class Stance:
     """The stance of torch.compile during one step."""
 
     def __init__(self) -> None:
-        self._eager: torch.compiler.set_stance | None = None
+        self._eager: Any = None  # what has set the stance
 
     @contextmanager
     def as_written(self) -> Iterator[None]:

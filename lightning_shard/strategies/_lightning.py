@@ -48,13 +48,14 @@ def accept_compiled_modules(strategies: type[Strategy]) -> None:
 
     Lightning has a list of its own strategies that do, which is in no place to be added to.
     """
-    check = trainer_module._verify_strategy_supports_compile
+    owner: Any = trainer_module
+    check = owner._verify_strategy_supports_compile
 
     def check_others(model: "pl.LightningModule", strategy: Strategy) -> None:
         if not isinstance(strategy, strategies):
             check(model, strategy)
 
-    trainer_module._verify_strategy_supports_compile = check_others
+    owner._verify_strategy_supports_compile = check_others
 
 
 @contextmanager

@@ -332,9 +332,7 @@ class ShardStrategy(StopsTogether, metaclass=OptionNames):
         return bool(flag)
 
     @override
-    def all_gather(
-        self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
-    ) -> Tensor:
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gather over the data-parallel ranks unless a group is given; each rank must call.
 
         Returns:
@@ -346,8 +344,8 @@ class ShardStrategy(StopsTogether, metaclass=OptionNames):
         if self._collectives is None or not dist.is_initialized():
             return tensor
         # LightningModule.all_gather passes the default group where its caller names none
-        own = group in (None, dist.group.WORLD)
-        collectives = self.data_collectives if own else self.backend.collectives(group)
+        is_default = group is None or group == dist.group.WORLD
+        collectives = self.data_collectives if is_default else self.backend.collectives(group)
         return gathered(tensor, collectives, sync_grads=sync_grads)
 
     @override

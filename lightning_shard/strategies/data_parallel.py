@@ -217,10 +217,11 @@ class DataParallelStrategy(SalvagingStrategy):
 
     def _apply_layer_sync(self) -> None:
         assert self.model is not None
-        if isinstance(self._layer_sync, TorchSyncBatchNorm) and self.root_device.type == "cpu":
-            self._cpu_layer_sync = SyncBatchNormOnCpu(
-                self.data_collectives
-            )  # torch's refuses the CPU
+        data = self.data_collectives
+        # torch's refuses the CPU, and synchronises all ranks of the world
+        is_ours = self.root_device.type == "cpu" or data.size < self.world_size
+        if isinstance(self._layer_sync, TorchSyncBatchNorm) and is_ours:
+            self._cpu_layer_sync = SyncBatchNormOnCpu(data)
             self.model = self._cpu_layer_sync.apply(self.model)
         elif self._layer_sync is not None:
             self.model = self._layer_sync.apply(self.model)

@@ -1,4 +1,8 @@
-"""`Trainer(sync_batchnorm=True)` on CPU ranks."""
+"""`Trainer(sync_batchnorm=True)` on CPU ranks, and on ranks that are not all data parallel.
+
+On a pipeline's stage only the batch norms of its own layers have a batch: what the others compute
+has a shape only, for which nothing is synchronised.
+"""
 
 from lightning.pytorch.plugins.layer_sync import LayerSync
 from torch import Tensor, nn
@@ -7,6 +11,7 @@ from typing_extensions import override
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.sync_batch_norm import sync_batch_norm
+from lightning_shard.elsewhere import is_elsewhere
 
 
 class SyncBatchNormOnCpu(LayerSync):
@@ -21,7 +26,7 @@ class SyncBatchNormOnCpu(LayerSync):
 
     @override
     def apply(self, model: nn.Module) -> nn.Module:
-        for module in _batch_norms(model):
+        for module in batch_norms(model):
             module.forward = self._forward_of(module)  # type: ignore[assignment, method-assign]
         return model
 
@@ -30,7 +35,7 @@ class SyncBatchNormOnCpu(LayerSync):
 
     @override
     def revert(self, model: nn.Module) -> nn.Module:
-        for module in _batch_norms(model):
+        for module in batch_norms(model):
             module.__dict__.pop("forward", None)
         return model
 
@@ -43,10 +48,12 @@ class _Forward:
         self._collectives = collectives
 
     def __call__(self, batch: Tensor) -> Tensor:
-        if not self._module.training:
+        weight = self._module.weight if self._module.affine else batch
+        if not self._module.training or is_elsewhere(batch) or is_elsewhere(weight):
             return type(self._module).forward(self._module, batch)
         return sync_batch_norm(self._module, batch, self._collectives)
 
 
-def _batch_norms(model: nn.Module) -> list[_BatchNorm]:
+def batch_norms(model: nn.Module) -> list[_BatchNorm]:
+    """Return the batch norms of a model."""
     return [module for module in model.modules() if isinstance(module, _BatchNorm)]

@@ -41,6 +41,7 @@ from lightning_shard.pipeline_parallel.schedules import (
 from lightning_shard.pipeline_parallel.split import PipelineSplit
 from lightning_shard.pipeline_parallel.staged_model import StagedModel
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
+from lightning_shard.strategies.layer_sync import batch_norms
 from lightning_shard.strategies.measured_stages import measured_costs
 from lightning_shard.strategies.model_parallel import ModelParallelStrategy, checked_ranks
 from lightning_shard.strategies.step_logs import StepLogs
@@ -199,6 +200,19 @@ class PipelineParallelStrategy(ModelParallelStrategy):
                 f"{type(module).__name__}.training_step takes the loader's iterator, expected the "
                 f"batch, which a pipeline splits into microbatches."
             )
+
+    @override
+    def _apply_layer_sync(self) -> None:
+        assert self.model is not None
+        in_parts = self.mesh.pp > 1 and self.num_microbatches > 1
+        if in_parts and self._layer_sync is not None and batch_norms(self.model):
+            raise ConfigError(
+                f"sync_batchnorm=True asks for statistics of the whole batch, but a pipeline runs "
+                f"its {self.num_microbatches} microbatches one after the other; expected a batch "
+                f"in one part. Set num_microbatches=1, leave sync_batchnorm out (each microbatch "
+                f"then has its own statistics), or use strategy='zero3'."
+            )
+        super()._apply_layer_sync()
 
     @override
     def model_to_device(self) -> None:
