@@ -6,9 +6,11 @@
     flags.py        the Trainer's flags
     callbacks.py    Lightning's callbacks
     files.py        checkpoints, resuming, loggers, profilers
-    training.py     ways of optimizing, hooks of a module
+    optimizing.py   ways of optimizing
+    hooks.py        hooks of a module
     logged.py       self.log and metrics
-    entries.py      data, and the Trainer's other entry points
+    data.py         loaders, samplers, streams
+    entries.py      the Trainer's entry points
     page.py         the table of the documentation
 
 A cell of the table says that a feature does under a strategy what it does on one device, or that

@@ -22,6 +22,7 @@ class Feature:
         group: The heading that it stands under.
         run: Uses the feature and returns what it has done.
         refused: What the error says, by strategy.
+        broken: What goes wrong and is not refused, by strategy; the page says so.
         rtol: How near numbers are to one device's; half formats round sums in their order.
         own: Strategies under which numbers differ by design: only what is not a number is compared.
     """
@@ -31,10 +32,11 @@ class Feature:
     run: Trial
     refused: Mapping[str, str] = field(default_factory=dict)
     own: tuple[str, ...] = ()
+    broken: Mapping[str, str] = field(default_factory=dict)
     rtol: float = 1e-5
 
     def __post_init__(self) -> None:
-        unknown = {*self.refused, *self.own} - COLUMNS.keys()
+        unknown = {*self.refused, *self.own, *self.broken} - COLUMNS.keys()
         assert not unknown, f"{self.title}: {unknown} are no columns"
 
     @property
@@ -53,12 +55,19 @@ def add(
     *,
     refused: Mapping[str, str] | None = None,
     own: Iterable[str] = (),
+    broken: Mapping[str, str] | None = None,
     rtol: float = 1e-5,
 ) -> None:
     """Add a row."""
     assert title not in {feature.title for feature in FEATURES}, title
     row = Feature(
-        title=title, group=group, run=run, refused=refused or {}, own=tuple(own), rtol=rtol
+        title=title,
+        group=group,
+        run=run,
+        refused=refused or {},
+        own=tuple(own),
+        broken=broken or {},
+        rtol=rtol,
     )
     FEATURES.append(row)
 

@@ -106,7 +106,8 @@ def resume(here: Here) -> Report:
     return left_by(again, module)
 
 
-@feature(GROUP, "fit(ckpt_path) in the middle of an epoch")
+# Elastic goes on behind the samples that are done; Lightning begins with the first ones again.
+@feature(GROUP, "fit(ckpt_path) in the middle of an epoch", own=("elastic",))
 def resume_in_the_middle(here: Here) -> Report:
     saving = ModelCheckpoint(here.folder, filename="middle", every_n_train_steps=3)
     here.trainer(max_steps=3, callbacks=[saving]).fit(Network(), datamodule=Loaders(here))

@@ -65,7 +65,8 @@ def accumulate(here: Here) -> Report:
     return fitted(here, accumulate_grad_batches=2)
 
 
-@feature(GROUP, "accumulate_grad_batches with a rest")
+# Elastic divides the rest by its own samples.
+@feature(GROUP, "accumulate_grad_batches with a rest", own=("elastic",))
 def accumulate_with_rest(here: Here) -> Report:
     return fitted(here, accumulate_grad_batches=3)
 

@@ -13,7 +13,7 @@ HEAD = """# Lightning's features under each strategy
 "yes": the feature does under the strategy what it does on one device: the same weights, logged
 values, files and calls of hooks. "own": it works, and numbers are by design those of a rank's own
 training. "no": the strategy refuses it with an error that says what to do; what the error says
-stands below the table.
+stands below the table. "broken": it goes wrong and no error says what to do; how stands there too.
 
 Each cell is a test: `pytest tests/features`. The ranks are two of one process, under
 `hybrid_parallel` four, in two stages and two copies; `local_sgd` averages after every step, and
@@ -29,10 +29,11 @@ def page() -> str:
 
 def _counts() -> str:
     cells = [_cell(feature, column) for feature in FEATURES for column in COLUMNS]
-    works, refused = len(cells) - cells.count("no"), cells.count("no")
+    refused, broken = cells.count("no"), cells.count("broken")
     return (
-        f"{len(FEATURES)} features under {len(COLUMNS)} strategies: {works} cells work, "
-        f"{refused} are refused by name.\n"
+        f"{len(FEATURES)} features under {len(COLUMNS)} strategies: "
+        f"{len(cells) - refused - broken} cells work, {refused} are refused by name, "
+        f"{broken} are broken.\n"
     )
 
 
@@ -51,14 +52,17 @@ def _lines() -> Iterator[str]:
 
 def _refusals(rows: list[Feature]) -> Iterator[str]:
     for feature in rows:
-        for message in dict.fromkeys(feature.refused.values()):
-            names = [f"`{name}`" for name, said in feature.refused.items() if said == message]
+        messages = {**feature.refused, **feature.broken}
+        for message in dict.fromkeys(messages.values()):
+            names = [f"`{name}`" for name, said in messages.items() if said == message]
             yield f'- {feature.title} under {", ".join(names)}: "... {message} ..."'
-    if any(feature.refused for feature in rows):
+    if any(feature.refused or feature.broken for feature in rows):
         yield ""
 
 
 def _cell(feature: Feature, column: str) -> str:
     if column in feature.refused:
         return "no"
+    if column in feature.broken:
+        return "broken"
     return "own" if column in feature.own else "yes"

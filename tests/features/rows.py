@@ -2,11 +2,13 @@
 
 from tests.features import (  # noqa: F401
     callbacks,
+    data,
     entries,
     files,
     flags,
+    hooks,
     logged,
-    training,
+    optimizing,
 )
 from tests.features.declared import FEATURES
 

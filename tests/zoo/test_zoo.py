@@ -21,7 +21,7 @@ from tests.zoo.models import NUM_STEPS, SUBJECTS, Subject
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.zoo,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),  # the first import of these packages takes long
     pytest.mark.filterwarnings("ignore"),  # those of the packages
 ]
 
