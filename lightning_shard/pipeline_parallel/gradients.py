@@ -75,7 +75,7 @@ class GradientStash:
         """Return a parameter's sum and forget it; zeros when there is none."""
         total = self.own(param)  # type: ignore[arg-type]
         del self._sums[param]  # type: ignore[arg-type]
-        self._own.discard(param)  # type: ignore[arg-type]
+        self._own.discard(param)
         return total
 
     def clear(self) -> None:

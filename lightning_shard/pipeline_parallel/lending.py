@@ -47,11 +47,11 @@ class Lending:
                 for name in names:
                     self._loans[stage, name] = self._model.params[name]
         self._loans = dict(sorted(self._loans.items()))
-        names = list(dict.fromkeys(name for _, name in self._loans))
+        lent = list(dict.fromkeys(name for _, name in self._loans))
         numel = sum(self._model.shape_of(param).numel() for param in self._loans.values())
         rank_zero_warn(
-            f"A step uses {len(names)} parameters outside of their stage of the pipeline "
-            f"({', '.join(names[:3])}{' ...' * (len(names) > 3)}): {numel:,} values are sent to "
+            f"A step uses {len(lent)} parameters outside of their stage of the pipeline "
+            f"({', '.join(lent[:3])}{' ...' * (len(lent) > 3)}): {numel:,} values are sent to "
             f"other stages before each batch, and their gradients back. Register modules in the "
             f"order in which they are called, and let the optimizer's weight_decay do what "
             f"concerns the weights alone, to send nothing."

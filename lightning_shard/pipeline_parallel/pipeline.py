@@ -252,7 +252,7 @@ class Pipeline:
 
     def _begin_again(self, batch: _Batch, wanted: Sequence[Wanted]) -> None:
         for kept in (batch.runs, batch.inbox, batch.results, batch.losses):
-            kept.clear()  # type: ignore[attr-defined]
+            kept.clear()
         self._messages = Messages(self._group, self._device)
         self._borrow(batch, wanted)
         self._learn(batch)

@@ -145,7 +145,7 @@ class SplitModel:
         if is_elsewhere(tensor):
             return Elsewhere.of(tensor, shape, getattr(tensor, "origin", ""))
         wide = in_parts(tensor, self.group, sharding.dim, len(sharding.blocks))
-        wide._is_param = True  # type: ignore[attr-defined]  # it passes for a Parameter
+        wide._is_param = True  # it passes for a Parameter
         return wide
 
     @contextmanager
