@@ -4,8 +4,8 @@
     module.p = Parameter()  the module no longer holds the parameter that we and the optimizer hold
 
 The first is noticed by the address that a parameter shows: wherever it is about to show another
-view, before anything reads our buffers, and once a step with its shape and strides. The second is
-noticed once a step and before anything is saved. The value is copied, so that a tensor which was
+view, before anything reads our buffers, and once a step. The second is noticed once a step, too,
+and before anything is saved. The value is copied, so that a tensor which was
 assigned to several parameters, or lies in our own buffers, is shared by nobody afterwards.
 """
 
@@ -49,16 +49,23 @@ class ShownViews:
                 return False
         return True
 
+    @property
+    def lie_straight(self) -> bool:
+        """Whether no parameter shows its memory in another order; the views are contiguous."""
+        return all(param.is_contiguous() for param in self._params)
+
     def assigned(self) -> list[int]:
         """The indices of the parameters that show something else, by a close look."""
         return [
             index
             for index, (param, view) in enumerate(zip(self._params, self._views, strict=False))
-            if param.data_ptr() != self._addresses[index]
-            or param.stride() != view.stride()
-            or param.shape != view.shape
-            or param.dtype is not view.dtype
+            if not (param.data_ptr() == self._addresses[index] and _equal_form(param, view))
         ]
+
+
+def _equal_form(param: Tensor, view: Tensor) -> bool:
+    same_shape = param.shape == view.shape and param.stride() == view.stride()
+    return same_shape and param.dtype is view.dtype
 
 
 @dataclass(frozen=True)

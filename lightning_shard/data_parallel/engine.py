@@ -32,7 +32,7 @@ from lightning_shard.data_parallel.gradient_shards import AbsentGradients, Gradi
 from lightning_shard.data_parallel.model_split import ModelSplit, Unsplit
 from lightning_shard.data_parallel.optimizer_view import OptimizerView
 from lightning_shard.data_parallel.options import EngineOptions
-from lightning_shard.data_parallel.piece_advice import explaining_pieces
+from lightning_shard.data_parallel.piece_advice import explaining_gradients, explaining_pieces
 from lightning_shard.data_parallel.piece_loading import cut_loaded
 from lightning_shard.data_parallel.reducer import Reducer
 from lightning_shard.data_parallel.unit import Unit
@@ -207,7 +207,7 @@ class DataParallelEngine:
         self.hook_trainable()  # what the step itself has unfrozen
         if self._gatherer is not None:
             self._gatherer.gather_residents()
-        with self.reducer.backward(), _explain_misfits(self.options.stage):
+        with self.reducer.backward(), explaining_gradients(self.options.stage):
             yield
         if self._gatherer is not None:
             self._gatherer.end_backward()
@@ -451,22 +451,6 @@ def _of_one_unit(
     """Return what has come of the unit that `flat` belongs to; the rest may go."""
     same = next(unit.flats for unit in units if flat in unit.flats)
     return {known: values for known, values in come.items() if known in same}
-
-
-@contextmanager
-def _explain_misfits(stage: int) -> Iterator[None]:
-    """Say what is behind torch's complaint that a gradient does not fit a piece."""
-    try:
-        yield
-    except RuntimeError as error:
-        if stage < 3 or "invalid gradient" not in str(error):
-            raise
-        raise ConfigError(
-            "Under ZeRO stage 3 a block's parameters are whole only inside the block's forward, "
-            "but training_step has computed with them outside (a penalty over self.parameters(), "
-            "say). Use the optimizer's weight_decay, compute inside the block's forward, or use "
-            "strategy='zero2'."
-        ) from error
 
 
 def take_leftovers(model: nn.Module) -> None:

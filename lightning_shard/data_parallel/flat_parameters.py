@@ -162,7 +162,7 @@ class FlatParameters:
         Raises:
             ConfigError: The memory of one is gone.
         """
-        if self.full.is_meta:
+        if self.full.is_meta or (self._shown.stand and self._shown.lie_straight):
             return {}
         return {index: self._copied(index) for index in self._shown.assigned()}
 

@@ -288,7 +288,7 @@ class Gatherer:
 
                 register_multi_grad_hook(tensors, entered, mode="any")
         if unit.note_forward(module) and not (unit.kept or self._holds):
-            unit.free()
+            unit.free(edited=True)  # a forward may keep its own weights small
 
     def _before_backward(self, unit: Unit) -> None:
         unit.ensure_full()

@@ -97,3 +97,19 @@ def _is_piece(value: Any, homes: Homes) -> bool:
         return False
     flat, index = homes[value]
     return value.shape != flat.layout.slots[index].shape
+
+
+@contextmanager
+def explaining_gradients(stage: int) -> Iterator[None]:
+    """Say what is behind torch's complaint that a gradient does not fit a piece."""
+    try:
+        yield
+    except RuntimeError as error:
+        if stage < 3 or "invalid gradient" not in str(error):
+            raise
+        raise ConfigError(
+            "Under ZeRO stage 3 a block's parameters are whole only inside the block's forward, "
+            "but training_step has computed with them outside (a penalty over self.parameters(), "
+            "say). Use the optimizer's weight_decay, compute inside the block's forward, or use "
+            "strategy='zero2'."
+        ) from error

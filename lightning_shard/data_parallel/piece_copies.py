@@ -55,6 +55,11 @@ class PieceCopies:
         self._made += 1
         return made
 
+    def _alive(self) -> dict[int, tuple[nn.Parameter, _Home]]:
+        """The copies that user code still has, by number, and what each is a copy of."""
+        copies = self._homes.items()  # type: ignore[no-untyped-call]
+        return {number: (copy, home) for copy, (home, number) in copies}
+
     def own(self, module: nn.Module) -> bool:
         """Whether a module holds copies that were made here."""
         return any(param in self._homes for param in module.parameters())
@@ -68,7 +73,6 @@ class PieceCopies:
                 f"call of the block, for which it is gathered. Call the copied network or block."
             )
 
-    @torch.no_grad()
     def enter(self, module: nn.Module) -> None:
         """Make a copied module whole for a call; each rank must call.
 
@@ -95,12 +99,14 @@ class PieceCopies:
 
     def _refuse(self, module: nn.Module) -> NoReturn:
         raise ConfigError(
-            f"A copy of a {type(module).__name__} that was made during the run "
-            f"is called with gradients, but under ZeRO stage 3 it is this rank's pieces and cannot "
-            f"be trained. Call it within torch.no_grad(), freeze it with requires_grad_(False), or "
-            f"make the copy in __init__ or configure_model, as a part of the module."
+            f"A copy of a {type(module).__name__} that was made during the run is called with "
+            f"gradients, but under ZeRO stage 3 it is this rank's pieces and cannot be trained; "
+            f"expected a call without. Call it within torch.no_grad(), freeze it with "
+            f"requires_grad_(False), or make the copy in __init__ or configure_model, as a part of "
+            f"the module."
         )
 
+    @torch.no_grad()
     def _gather(self, params: Iterable[nn.Parameter]) -> None:
         """Make copies whole, buffer by buffer."""
         batches: dict[tuple[FlatParameters, int], dict[int, nn.Parameter]] = {}
@@ -123,7 +129,7 @@ class PieceCopies:
         """Return a number for each piece here by address and size, the same on every rank."""
         views = [flat.local_views[index] for flat, index in self._originals]
         numbered = dict(enumerate(views))
-        for copy, (_, made) in self._homes.items():
+        for made, (copy, _) in self._alive().items():
             numbered[len(views) + made] = copy.data
         return {(view.data_ptr(), view.numel()): number for number, view in numbered.items()}
 
@@ -133,7 +139,7 @@ class PieceCopies:
             flat, index = self._originals[number]
             return flat.whole_values()[index]
         made = number - len(self._originals)
-        copy, ((flat, index), _) = next(one for one in self._homes.items() if one[1][1] == made)
+        copy, (flat, index) = self._alive()[made]
         shard = torch.zeros_like(flat.shard)
         flat.shard_views(shard)[index].copy_(copy.data)
         return flat.gather_shards(shard)[index]
@@ -150,9 +156,8 @@ class PieceCopies:
             vars(param).pop("__deepcopy__", None)
         if agree is None:
             return
-        alive = {number: param for param, (_, number) in self._homes.items()}
-        common = agree(set(alive))
-        self._gather([alive[number] for number in sorted(common)])
+        alive = self._alive()
+        self._gather([alive[number][0] for number in sorted(agree(set(alive)))])
         self._homes = WeakTensorKeyDictionary()
 
 

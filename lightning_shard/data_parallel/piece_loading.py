@@ -23,7 +23,7 @@ def cut_loaded(
     def before(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         for name, param in module._parameters.items():
             value = state.get(prefix + name)
-            if param in homes and isinstance(value, Tensor):
+            if param is not None and param in homes and isinstance(value, Tensor):
                 flat, index = homes[param]
                 state[prefix + name] = flat.as_shown(index, value)
 

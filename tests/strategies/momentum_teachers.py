@@ -278,7 +278,7 @@ def train(
     trainer = quiet_trainer(callbacks=[*callbacks, means], **(defaults | options))
     trainer.fit(model, datamodule=Data())
     weights = {name: value.clone() for name, value in model.state_dict().items()}
-    return Result(means.losses, trainer.callback_metrics["val"].item(), weights)
+    return Result(means.losses, float(trainer.callback_metrics.get("val", 0)), weights)
 
 
 def assert_same(result: Result, expected: Result) -> None:

@@ -168,7 +168,7 @@ def test_average_of_a_callback_has_whole_tensors_or_keeps_pieces(
 
 
 def test_copy_of_whole_tensors_meets_pieces_without_a_name() -> None:
-    message = r"each rank has pieces.*'net\.|'neck\."
+    message = r"each rank has pieces of the parameters. .*weight' .* met what is not cut alike"
     with pytest.raises(ConfigError, match=message):
         averaged("setup", AverageOfState, strategy=zero3(), devices=2)
 
@@ -214,9 +214,9 @@ def train_copy(model: Wrong) -> None:
     ("act", "message"),
     [
         (mix_blocks, r"'net.blocks.0.up.weight' .* and 'teacher.blocks.2.up.weight' .* cut alike"),
-        (mix_lists, r"Pieces as large as '.*' and '.*zero2"),
+        (mix_lists, r"Pieces as large as '.* and '.*zero2"),
         (copy_anew, r"the module that held the parameter 'teacher.embed.weight' was replaced"),
-        (train_copy, r"a copy|A copy of a Backbone .* torch.no_grad"),
+        (train_copy, r"A copy of a Backbone .* torch.no_grad"),
     ],
 )
 def test_what_cannot_work_on_pieces_is_torchs_error(
