@@ -24,6 +24,7 @@ from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batch
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.optim import Optimizer
 
 from lightning_shard.checkpoint.full import module_shapes, optimizer_shapes
 from lightning_shard.elastic.sampling import ElasticBatchSampler
@@ -102,14 +103,17 @@ def _giving_shapes(trainer: "pl.Trainer") -> Iterator[None]:
         module_shapes(trainer.lightning_module, strategy.engine) if looks else {}
     )
     own["optimizer_state"] = lambda optimizer: (
-        optimizer_shapes(getattr(optimizer, "_optimizer", optimizer), strategy.engine)
-        if looks
-        else {}
+        optimizer_shapes(_raw(optimizer), strategy.engine) if looks else {}
     )
     try:
         yield
     finally:
         del own["lightning_module_state_dict"], own["optimizer_state"]
+
+
+def _raw(optimizer: Any) -> Optimizer:
+    raw: Optimizer = getattr(optimizer, "_optimizer", optimizer)
+    return raw
 
 
 def _live_entries(trainer: "pl.Trainer") -> dict[str, Any]:
@@ -135,8 +139,9 @@ def _hyper_parameters(trainer: "pl.Trainer") -> dict[str, Any]:
 def _has_onlookers(trainer: "pl.Trainer") -> bool:
     """Whether anybody's hooks see what is in a checkpoint."""
     hooks = ("on_save_checkpoint", "on_load_checkpoint")
-    owners = [(trainer.lightning_module, pl.LightningModule)]
-    owners += [(one, pl.Callback) for one in trainer.callbacks]  # type: ignore[attr-defined]
+    owner: Any = trainer
+    owners: list[tuple[Any, type]] = [(owner.lightning_module, pl.LightningModule)]
+    owners += [(one, pl.Callback) for one in owner.callbacks]
     return any(is_overridden(hook, one, kind) for hook in hooks for one, kind in owners)
 
 

@@ -72,6 +72,7 @@ def test_what_the_connectors_hold() -> None:
         "restore_lr_schedulers",
         "restore_training_state",
         "resume_end",
+        "dump_checkpoint",
         "_restore_modules_and_callbacks",
     ):
         assert callable(getattr(_CheckpointConnector, name))

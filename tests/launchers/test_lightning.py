@@ -6,6 +6,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.progress import _BaseProgress
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.call import _call_and_handle_interrupt
 from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.utilities.exceptions import _TunerExitException
@@ -46,3 +47,20 @@ def test_what_a_survivors_results_are_made_of() -> None:
     assert isinstance(loop.epoch_progress, _BaseProgress)
     assert isinstance(loop.epoch_loop, _Loop)
     assert vars(loop.epoch_loop)["_batches_that_stepped"] == 0
+
+
+def test_who_hears_of_an_exception_and_in_which_order() -> None:
+    source = inspect.getsource(call._interrupt)
+    places = [
+        source.index(text)
+        for text in (
+            "_call_callback_hooks",
+            "trainer.datamodule is not None",
+            "strategy.on_exception",
+            "finalize",
+        )
+    ]
+    assert places == sorted(places)
+    assert "in callbacks" in inspect.getsource(call._call_callback_hooks)
+    assert "trainer.callbacks" in inspect.getsource(call._call_callback_hooks)
+    assert not pl.Trainer(logger=False, accelerator="cpu")._signal_connector.received_sigterm

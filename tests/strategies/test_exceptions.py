@@ -24,6 +24,7 @@ from lightning_shard.errors import RankFailedError
 pytestmark = [pytest.mark.filterwarnings("ignore")]
 
 STRATEGIES = ["shard_ddp", "zero1", "zero2", "zero3", "local_sgd", "elastic"]
+SPLITTING = ["tensor_parallel", "pipeline_parallel"]
 ALL = frozenset({0, 1})
 
 
@@ -49,7 +50,9 @@ class Raises(BoringModel):
         hook: str = "training_step",
     ) -> None:
         super().__init__()
-        self.layer = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 2))
+        self.layer = nn.Sequential(
+            nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32), nn.Linear(32, 2)
+        )
         self.make, self.ranks, self.hook = make, ranks, hook
 
     def raise_in(self, hook: str, batch_idx: int = 2) -> None:
@@ -134,7 +137,7 @@ def assert_same(saved: dict[str, Any], expected: dict[str, Any]) -> None:
     torch.testing.assert_close(state, expected["optimizer"]["state"])
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [*STRATEGIES, *SPLITTING])
 def test_the_users_error_became_ours_and_nothing_was_saved(strategy: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
     model = Raises(lambda: WithDetailsError(3, why="mine"))

@@ -3,8 +3,8 @@
     rank 0   step 7 ── raises ┐                   rank 0   step 7 ── waits for rank 1 ✗
     rank 1   step 7 ── raises ┴─> in common       rank 1   step 7 ── raises ──────────┴─> alone
 
-Where all ranks have raised by themselves, after the same calls, they can still do together what
-callbacks do on an exception: save. Where one has, the others wait for what never comes.
+Where all ranks have raised after the same collective calls, they can still do together what
+callbacks do on an exception: save. Else those that have not wait for what never comes.
 """
 
 from collections.abc import Collection
@@ -21,7 +21,7 @@ class Failure:
     """What a rank that fails finds of the others.
 
     Attributes:
-        is_common: Whether all ranks have raised by themselves at the same place of their calls, so
+        is_common: Whether all ranks have raised at the same place of their collective calls, so
             that their groups work still; else none does.
         first: What the first of them has raised.
         gone: The ranks that were dropped.
@@ -74,8 +74,14 @@ class Failures:
         return [self._scheduler.ranks[thread] for thread in place.threads]
 
     def _have_failed_alike(self, place: Place) -> bool:
+        """Whether all ranks have raised, and have met in whatever collectives they have called.
+
+        One that only waited for a message, as stages of a pipeline do, can still talk to the rest.
+        """
         settled = [c.settle() for c in self._channels if c.generation == place.generation]
-        return all(settled) and all(
-            one.failing is not None and one.verdict is None and one.status is Status.ALIVE
-            for one in self._members(place)
-        )
+        members = self._members(place)
+        failing = all(r.failing is not None and r.status is Status.ALIVE for r in members)
+        is_common = failing and all(settled) and not self._scheduler.is_condemned
+        for rank in members if is_common else ():
+            rank.verdict = None
+        return is_common
