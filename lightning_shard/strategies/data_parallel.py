@@ -1,18 +1,15 @@
 """Replicated data parallel and ZeRO stages 1 to 3 as Lightning strategies: the engine's adapter."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from typing import Any, ClassVar, Literal
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
@@ -21,35 +18,26 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_shard.backends.base import DEFAULT_TIMEOUT
-from lightning_shard.checkpoint.full import full_module_state, load_module_state
-from lightning_shard.checkpoint.pieces import join_pieces
 from lightning_shard.data_parallel.agreement import check_same_optimizers
 from lightning_shard.data_parallel.compression import Compressor, Tally, find_compressor
-from lightning_shard.data_parallel.compression.state import load_whole_state, whole_state
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.held_bytes import HeldBytes, held, replicated
-from lightning_shard.data_parallel.model_split import ModelSplit, Unsplit
+from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.data_parallel.options import DTypePolicy, EngineOptions
-from lightning_shard.errors import CheckpointError, ConfigError
+from lightning_shard.errors import ConfigError
 from lightning_shard.optim.clipping import global_grad_norm
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
-from lightning_shard.optim.state import full_state_dict, local_state_dict
+from lightning_shard.optim.state import full_state_dict
 from lightning_shard.option_checks import checked_options
 from lightning_shard.precision.plugins import ShardedMixedPrecision, ShardedPrecision
 from lightning_shard.precision.policy import dtype_policy
 from lightning_shard.strategies.announcement import announce, count_parameters
 from lightning_shard.strategies.batches import agree_on_batches, lengths_on_ranks
 from lightning_shard.strategies.callbacks import prepare_callbacks
+from lightning_shard.strategies.checkpoints import CheckpointingStrategy
 from lightning_shard.strategies.hook_advice import hooks_inside
 from lightning_shard.strategies.layer_sync import SyncBatchNormOnCpu
 from lightning_shard.strategies.model_graphs import draw_graphs
-from lightning_shard.strategies.resuming import (
-    Resuming,
-    agree_on_misfit,
-    error_of,
-    run_misfits,
-)
-from lightning_shard.strategies.salvage import SalvagingStrategy
 from lightning_shard.strategies.step_bytes import StepBytes, total_bytes
 from lightning_shard.strategies.weight_averaging import (
     AverageInPieces,
@@ -57,10 +45,8 @@ from lightning_shard.strategies.weight_averaging import (
     averaging_callbacks,
 )
 
-CHECKPOINT_KEY = "lightning_shard"  # of what only this package's strategies read
 
-
-class DataParallelStrategy(SalvagingStrategy):
+class DataParallelStrategy(CheckpointingStrategy):
     """One model on every rank, each with its own part of the batch.
 
     Args:
@@ -131,7 +117,7 @@ class DataParallelStrategy(SalvagingStrategy):
         self._sharded: list[ShardedOptimizer] = []
         self._averages: list[AverageInPieces] = []
         self._failed = False
-        self._resuming: Resuming | None = None  # until the optimizers' state is loaded
+        self._resuming = None
         self._left_in_pieces = False  # by a failed run: there is nothing whole to save
         self._cpu_layer_sync: SyncBatchNormOnCpu | None = None
         self._may_differ_in_batches = False  # of prediction
@@ -256,11 +242,6 @@ class DataParallelStrategy(SalvagingStrategy):
         """Whether each rank has whole parameters between the steps."""
         return self._options.stage < 3
 
-    @property
-    def _holds_pieces(self) -> bool:
-        """Whether this rank's state is less than a single device's."""
-        return self._options.stage > 0
-
     def _split_model(self) -> ModelSplit | None:
         """Split the model over ranks that train on the same batches; here there are none."""
         return None
@@ -377,99 +358,6 @@ class DataParallelStrategy(SalvagingStrategy):
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._step_bytes.counting():
             return super().optimizer_step(*args, **kwargs)
-
-    def _is_fitting(self) -> bool:
-        module = self.lightning_module
-        return module is not None and module.trainer.state.fn == TrainerFn.FITTING
-
-    def _state_of_compression(self) -> dict[str, Any]:
-        """What compression keeps between steps, on rank 0; each rank must call."""
-        compressor = self._options.compression
-        if self._engine is None or compressor is None:
-            return self._compression_state
-        keep = self._engine.is_first
-        return whole_state(compressor, self._engine.exchanges, keep=keep)
-
-    @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
-    ) -> None:
-        if self._options.compression is not None and "optimizer_states" in checkpoint:
-            state = self._state_of_compression()
-            checkpoint.setdefault(CHECKPOINT_KEY, {})["compression"] = state
-        if self._engine is not None and self._options.stage == 3:
-            join_pieces(checkpoint, self._engine)
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self.lightning_module is not None
-        if self._engine is None:  # after teardown everything is whole again
-            self._check_whole()
-            return self.lightning_module.state_dict()
-        return full_module_state(self.lightning_module, self._engine)
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.lightning_module is not None
-        averages = self._is_fitting() and self._engine is None
-        before = load_module_state(
-            self.lightning_module,
-            checkpoint["state_dict"],
-            strict=strict,
-            engine=self._engine,
-            agree=partial(agree_on_misfit, self._collectives if dist.is_initialized() else None),
-            twin=checkpoint.get("current_model_state") if averages else None,  # WeightAveraging's
-        )
-        if self._engine is None and "optimizer_states" in checkpoint and self._is_fitting():
-            self._resuming = Resuming(checkpoint, before)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        raw = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        if self._engine is None:
-            self._check_whole()
-            return raw.state_dict() if self.is_global_zero else {}
-        return full_state_dict(raw, self._engine)
-
-    def _check_whole(self) -> None:
-        if self._left_in_pieces:
-            raise CheckpointError(
-                f"Rank {self.global_rank}: the last run failed and left pieces of its state on the "
-                f"ranks, expected whole tensors to save. Resume from an earlier checkpoint."
-            )
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        if self._resuming is None:
-            agree_on_misfit(self._collectives, error_of(self._misfits(checkpoint)))
-        self._resuming = None
-        kept = checkpoint.get(CHECKPOINT_KEY, {}).get("compression", {})
-        if self._options.compression is not None:
-            load_whole_state(self._options.compression, self.engine.exchanges, kept)
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            local = local_state_dict(state, optimizer, self.engine)
-            with self.engine.optimizer_view():
-                optimizer.load_state_dict(local)
-
-    def _misfits(self, checkpoint: Mapping[str, Any]) -> list[str]:
-        assert self.lightning_module is not None
-        return run_misfits(
-            checkpoint,
-            self.lightning_module,
-            self.optimizers,
-            kept=checkpoint.get(CHECKPOINT_KEY, {}),
-            scaler=getattr(self.precision_plugin, "scaler", None),
-            engine=self._engine,
-        )
-
-    @property
-    @override
-    def _has_all(self) -> bool:
-        if self._engine is None:
-            return not self._left_in_pieces
-        is_split = not isinstance(self._engine.split, Unsplit)
-        return not (self._holds_pieces or is_split or self._options.compression is not None)
 
     @override
     def on_exception(self, exception: BaseException) -> None:

@@ -28,7 +28,7 @@ from lightning_shard.elastic.loop import make_elastic
 from lightning_shard.elastic.memory import Memory
 from lightning_shard.option_checks import checked_options
 from lightning_shard.strategies.changing_ranks import Bounds
-from lightning_shard.strategies.data_parallel import CHECKPOINT_KEY
+from lightning_shard.strategies.checkpoints import CHECKPOINT_KEY
 from lightning_shard.strategies.elastic_checks import check_options, check_trainer, stage_of
 from lightning_shard.strategies.regrouping import RegroupingStrategy
 

@@ -45,7 +45,7 @@ from lightning_shard.data_parallel.local_sgd.sending import check_compressor
 from lightning_shard.errors import ConfigError
 from lightning_shard.optim.state import local_state_dict
 from lightning_shard.option_checks import checked_options
-from lightning_shard.strategies.data_parallel import CHECKPOINT_KEY
+from lightning_shard.strategies.checkpoints import CHECKPOINT_KEY
 from lightning_shard.strategies.training_alone import TrainsAlone
 
 
