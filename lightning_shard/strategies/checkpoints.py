@@ -13,9 +13,10 @@ from typing_extensions import override
 from lightning_shard.checkpoint.full import full_module_state, load_module_state
 from lightning_shard.checkpoint.pieces import join_pieces
 from lightning_shard.data_parallel.compression.state import load_whole_state, whole_state
+from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.model_split import Unsplit
 from lightning_shard.data_parallel.options import EngineOptions
-from lightning_shard.errors import CheckpointError
+from lightning_shard.errors import CheckpointError, ConfigError
 from lightning_shard.optim.state import full_state_dict, local_state_dict
 from lightning_shard.strategies.resuming import Resuming, agree_on_misfit, error_of, run_misfits
 from lightning_shard.strategies.salvage import SalvagingStrategy
@@ -30,6 +31,13 @@ class CheckpointingStrategy(SalvagingStrategy):
     _compression_state: dict[str, Any]  # of the last fit, on rank 0
     _left_in_pieces: bool  # by a failed run: there is nothing whole to save
     _resuming: Resuming | None  # until everything is known to fit
+
+    @property
+    def engine(self) -> DataParallelEngine:
+        """The engine; there from `setup` to `teardown`."""
+        if self._engine is None:
+            raise ConfigError("There is no engine before the strategy's setup or after teardown.")
+        return self._engine
 
     @property
     def _holds_pieces(self) -> bool:

@@ -122,13 +122,6 @@ class DataParallelStrategy(CheckpointingStrategy):
         self._cpu_layer_sync: SyncBatchNormOnCpu | None = None
         self._may_differ_in_batches = False  # of prediction
 
-    @property
-    def engine(self) -> DataParallelEngine:
-        """The engine; there from `setup` to `teardown`."""
-        if self._engine is None:
-            raise ConfigError("There is no engine before the strategy's setup or after teardown.")
-        return self._engine
-
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
         assert self.accelerator is not None
