@@ -199,7 +199,7 @@ def _computed(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if func is Tensor.data.__set__:  # type: ignore[attr-defined]
         return args[0].copy_(args[1]) and None
     if name == "__deepcopy__":
-        return _shown(first.clone(), found, like)
+        return _shown(first.beside(first.local.clone()), found, like)
     if name in _ELEMENTS:
         refuse(name, first)
     try:

@@ -144,8 +144,8 @@ def partial_norm(elements: Tensor, order: float) -> Tensor:
         return torch.tensor(_INFINITY if order == -_INFINITY else 0.0, dtype=torch.float64)
     narrow = elements.dtype in (torch.float16, torch.bfloat16)
     norm = torch.linalg.vector_norm(elements, order, dtype=torch.float32 if narrow else None)
-    wide = norm.to(torch.float64)
-    return wide if abs(order) == _INFINITY or order == 0 else wide**order
+    wide: Tensor = norm.to(torch.float64)
+    return wide if abs(order) == _INFINITY or order == 0 else wide.pow(order)
 
 
 def combine_norms(
@@ -244,7 +244,7 @@ def _item(func: Any, tensor: ShardedTensor) -> Any:
 
 def _equal(func: Any, tensor: ShardedTensor, other: Tensor) -> bool:
     if not isinstance(tensor, ShardedTensor):
-        tensor, other = other, tensor  # type: ignore[assignment]
+        tensor, other = other, tensor
     return bool((tensor == other).all())
 
 

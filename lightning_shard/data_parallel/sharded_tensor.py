@@ -66,7 +66,7 @@ class ShardedTensor(Tensor):
     norm_of_all: Callable[[float], Tensor] | None
     on_change: Callable[[], None] | None
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(

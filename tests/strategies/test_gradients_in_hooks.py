@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 
-from lightning_shard import ConfigError
+from lightning_shard import CollectiveMismatchError, ConfigError
 from tests.strategies.models import ExampleGPT
 from tests.strategies.parity import UPSTREAM_WARNINGS, GlobalBatches
 from tests.strategies.test_weight_averaging import SCHEMES as AVERAGED
@@ -222,10 +222,6 @@ def test_arithmetic_that_cannot_be_right_is_an_error_with_advice(name: str) -> N
         assert "full_tensor()" in message
 
 
-def by_value(grad: Tensor) -> None:
-    grad.clamp_(-1e-3, 1e-3)
-
-
 EDITS: dict[str, Callable[[nn.Parameter], Any]] = {
     "clamped": lambda param: param.grad.clamp_(-1e-3, 1e-3),
     "sign": lambda param: param.grad.sign_(),
@@ -299,3 +295,19 @@ def test_what_user_code_makes_of_a_gradient_is_what_the_optimizer_gets(
 ) -> None:
     expected = edited(SINGLE, edit, hook)
     torch.testing.assert_close(edited(SCHEMES[name], edit, hook), expected, rtol=1e-4, atol=1e-6)
+
+
+class OnRankZero(L.Callback):
+    """Asks for norms on one rank only."""
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: GPT, *_: Any) -> None:
+        if trainer.global_rank == 0:
+            grad_norm(pl_module, 2)
+
+
+@pytest.mark.parametrize("name", ["zero2", "pipeline"])
+def test_norms_that_one_rank_asks_for_are_a_mismatch(name: str) -> None:
+    model = GPT()
+    trainer = SCHEMES[name].trainer(max_steps=2, callbacks=[OnRankZero()])
+    with pytest.raises(CollectiveMismatchError, match="disagree at its operation"):
+        trainer.fit(model, datamodule=GlobalBatches(model, 2))
