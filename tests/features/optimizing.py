@@ -123,17 +123,9 @@ for _title, (_make, _own) in OPTIMIZERS.items():
     GROUP,
     "LBFGS",
     refused=by(
-        (
-            "zero1",
-            "zero2",
-            "zero3",
-            "tensor_parallel",
-            *PIPELINES,
-            *("local_sgd", "async_sgd"),
-            "elastic",
-        ),
-        "LBFGS",
+        ("zero1", "zero2", "zero3", "tensor_parallel", *PIPELINES, "async_sgd", "elastic"), "LBFGS"
     ),
+    own=("local_sgd",),
 )
 def lbfgs(here: Here) -> Report:
     make = partial(_lbfgs, line_search_fn=None)
