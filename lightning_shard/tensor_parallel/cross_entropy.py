@@ -25,8 +25,9 @@ from torch.autograd.function import once_differentiable
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.reduction import is_narrow
+from lightning_shard.data_parallel.torch_private import untraced
 from lightning_shard.errors import ConfigError
-from lightning_shard.tensor_parallel.regions import all_gathered, untraced
+from lightning_shard.tensor_parallel.regions import all_gathered
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.data_parallel.torch_private import untraced
 from lightning_shard.errors import ConfigError
 from lightning_shard.tensor_parallel.regions import (
     all_gathered,
@@ -37,7 +38,6 @@ from lightning_shard.tensor_parallel.regions import (
     gather_copies,
     own_slice,
     split_to_region,
-    untraced,
 )
 
 

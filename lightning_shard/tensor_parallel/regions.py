@@ -17,20 +17,16 @@ Source: Megatron-LM, arXiv:1909.08053 and arXiv:2205.05198.
 """
 
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.data_parallel.torch_private import untraced
 from lightning_shard.elsewhere import is_elsewhere
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-def untraced(function: F) -> F:
-    """Keep torch.compile out of a function: collectives of ours are nothing dynamo could trace."""
-    return cast("F", torch.compiler.disable(function))  # type: ignore[no-untyped-call]
 
 
 def copy_to_region(tensor: Tensor, group: Collectives) -> Tensor:

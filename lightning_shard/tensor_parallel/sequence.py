@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.data_parallel.torch_private import untraced
 from lightning_shard.errors import ConfigError
 from lightning_shard.tensor_parallel.parted_tensor import PartedTensor, in_parts, made_whole
 from lightning_shard.tensor_parallel.regions import (
@@ -31,7 +32,6 @@ from lightning_shard.tensor_parallel.regions import (
     enter_layers,
     reduce_from_region,
     reduce_scatter_from_region,
-    untraced,
 )
 
 

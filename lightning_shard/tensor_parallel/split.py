@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.data_parallel.torch_private import saving_hook
+from lightning_shard.data_parallel.torch_private import saving_hook, untraced
 from lightning_shard.elsewhere import Elsewhere, is_elsewhere
 from lightning_shard.errors import ConfigError, LayoutError
 from lightning_shard.tensor_parallel.attention import attention_cuts, fast_paths
@@ -35,7 +35,6 @@ from lightning_shard.tensor_parallel.regions import (
     gather_to_region,
     reduce_from_region,
     reduce_scatter_from_region,
-    untraced,
 )
 from lightning_shard.tensor_parallel.sequence import enter_region, leave_in_slices
 from lightning_shard.tensor_parallel.sharding import Sharding
