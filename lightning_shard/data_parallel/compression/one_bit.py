@@ -48,6 +48,8 @@ class OneBit(Codec):
         adam: The rule of 1-bit Adam: after the warm-up it is the momentum that travels, and Adam's
             second moment is frozen. Needs torch's Adam or AdamW. False: gradients travel, for any
             optimizer.
+        update_limit: The greatest change of a value in a step after the warm-up, in learning
+            rates; None for no limit.
     """
 
     error_feedback = True
