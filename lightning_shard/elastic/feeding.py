@@ -147,6 +147,7 @@ class Feeding:
             deals["global_batch"] = self._global_batch
             deals["max_samples"] = self._max_samples(len(order), limit, drop_last)
             deals["drop_last"] = drop_last and len(order) < self._first_batch  # all of it
+        deals["step_batches"] = self._step_batches
         self._sampler = ElasticBatchSampler(order, **deals)
         self._num_ranks = num_ranks
         epoch = epoch_of_samplers(trainer)
@@ -178,6 +179,13 @@ class Feeding:
             )
         samples = min(counted * batch, num_samples)
         return samples if 0 < samples < num_samples else None
+
+    @property
+    def _step_batches(self) -> int:
+        """What one device would accumulate; `global_batch_size` says it in samples instead."""
+        if self._global_batch_size is not None:
+            return self._user_accumulation
+        return self._first_accumulation or self._user_accumulation
 
     @property
     def _first_batch(self) -> int:
