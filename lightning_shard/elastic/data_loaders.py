@@ -96,9 +96,11 @@ def has_own_batches(loader: object) -> bool:
 
 def batches_asked_for(loader: DataLoader[Any]) -> tuple[int, bool]:
     """Return the user's `batch_size` and `drop_last`, of the loader or of its batch sampler."""
-    if isinstance(own := loader.batch_sampler, BatchSampler):
+    own: Any = loader.batch_sampler
+    if isinstance(own, BatchSampler):
         return own.batch_size, own.drop_last
-    return loader.batch_size or getattr(own, "rank_batch", 1), loader.drop_last
+    size: int = loader.batch_size or getattr(own, "rank_batch", 1)
+    return size, loader.drop_last
 
 
 def replace_samplers(loader: DataLoader[Any], sampler: Any, batch_sampler: Any) -> None:
