@@ -39,7 +39,7 @@ class Installed:
 
     def remove(self) -> None:
         """Give the loader back what it had."""
-        _replace(self.loader, self.sampler, self.batch_sampler)
+        replace_samplers(self.loader, self.sampler, self.batch_sampler)
 
 
 def find_order(loader: object, seed: int = 0) -> EpochOrder:
@@ -60,6 +60,8 @@ def find_order(loader: object, seed: int = 0) -> EpochOrder:
     if isinstance(checked.batch_sampler, ElasticBatchSampler):
         return checked.batch_sampler.sampler
     sampler: Any = checked.sampler
+    if has_own_batches(checked):
+        sampler = checked.batch_sampler.sampler  # type: ignore[union-attr]
     if isinstance(sampler, DistributedSamplerWrapper):
         sampler = sampler.dataset._sampler  # type: ignore[attr-defined]
     return EpochOrder(sampler, seed)
@@ -79,11 +81,30 @@ def install(loader: DataLoader[Any], batch_sampler: ElasticBatchSampler) -> Inst
         By which it can be taken out again.
     """
     had = Installed(loader=loader, sampler=loader.sampler, batch_sampler=loader.batch_sampler)
-    _replace(loader, batch_sampler.sampler, batch_sampler)
+    replace_samplers(loader, batch_sampler.sampler, batch_sampler)
     return had
 
 
-def _replace(loader: DataLoader[Any], sampler: Any, batch_sampler: Any) -> None:
+def has_own_batches(loader: object) -> bool:
+    """Whether a loader was made with a batch sampler."""
+    return (
+        isinstance(loader, DataLoader)
+        and loader.batch_size is None
+        and loader.batch_sampler is not None
+    )
+
+
+def batches_asked_for(loader: DataLoader[Any]) -> tuple[int, bool]:
+    """Return the user's `batch_size` and `drop_last`, of the loader or of its batch sampler."""
+    own: Any = loader.batch_sampler
+    if isinstance(own, BatchSampler):
+        return own.batch_size, own.drop_last
+    size: int = loader.batch_size or getattr(own, "rank_batch", 1)
+    return size, loader.drop_last
+
+
+def replace_samplers(loader: DataLoader[Any], sampler: Any, batch_sampler: Any) -> None:
+    """Set what torch refuses to set on a loader that is made; no iterator of it may go on."""
     object.__setattr__(loader, "sampler", sampler)
     object.__setattr__(loader, "batch_sampler", batch_sampler)
     loader._iterator = None  # persistent workers' would ask the sampler of before

@@ -22,7 +22,12 @@ from lightning_shard.elastic.counting import (
     recount,
     recount_epoch,
 )
-from lightning_shard.elastic.data_loaders import Installed, find_order, install
+from lightning_shard.elastic.data_loaders import (
+    Installed,
+    batches_asked_for,
+    find_order,
+    install,
+)
 from lightning_shard.elastic.epoch_order import Position
 from lightning_shard.elastic.learning_rate import rescale
 from lightning_shard.elastic.sampling import ElasticBatchSampler
@@ -125,11 +130,13 @@ class Feeding:
         Raises:
             ConfigError: Its samples cannot be dealt.
         """
+        if self._installed is not None:
+            self._installed.remove()  # the loader may be the same one
         order = find_order(loader, settings.global_seed())
-        rank_batch = loader.batch_size or getattr(loader.batch_sampler, "rank_batch", 1)
+        rank_batch, drop_last = batches_asked_for(loader)
         deals: dict[str, Any] = {"rank_batch": rank_batch, "rank": rank, "num_ranks": num_ranks}
         if self._scaling is not None:
-            deals |= {"accumulation": self._user_accumulation, "drop_last": loader.drop_last}
+            deals |= {"accumulation": self._user_accumulation, "drop_last": drop_last}
             self._first_accumulation = self._user_accumulation
         else:
             if self._global_batch is None:
@@ -138,8 +145,9 @@ class Feeding:
                 self._first_accumulation = num_parts(self._global_batch, num_ranks * rank_batch)
             limit = trainer.limit_train_batches if self._limit is None else self._limit
             deals["global_batch"] = self._global_batch
-            deals["max_samples"] = self._max_samples(len(order), limit, loader.drop_last)
-            deals["drop_last"] = loader.drop_last and len(order) < self._first_batch  # all of it
+            deals["max_samples"] = self._max_samples(len(order), limit, drop_last)
+            deals["drop_last"] = drop_last and len(order) < self._first_batch  # all of it
+        deals["step_batches"] = self._step_batches
         self._sampler = ElasticBatchSampler(order, **deals)
         self._num_ranks = num_ranks
         epoch = epoch_of_samplers(trainer)
@@ -171,6 +179,13 @@ class Feeding:
             )
         samples = min(counted * batch, num_samples)
         return samples if 0 < samples < num_samples else None
+
+    @property
+    def _step_batches(self) -> int:
+        """What one device would accumulate; `global_batch_size` says it in samples instead."""
+        if self._global_batch_size is not None:
+            return self._user_accumulation
+        return self._first_accumulation or self._user_accumulation
 
     @property
     def _first_batch(self) -> int:

@@ -34,6 +34,7 @@ class ElasticBatchSampler(Sampler[list[Any]]):
         accumulation: Microbatches of an optimizer step at every W, each of `rank_batch` samples.
         drop_last: Leave out an epoch's last step where it is smaller than the others.
         max_samples: Deal no more of an epoch than this.
+        step_batches: See `EpochShares`.
 
     Raises:
         ConfigError: A number below 1, or not exactly one of `global_batch` and `accumulation`.
@@ -50,6 +51,7 @@ class ElasticBatchSampler(Sampler[list[Any]]):
         accumulation: int | None = None,
         drop_last: bool = False,
         max_samples: int | None = None,
+        step_batches: int = 1,
     ) -> None:
         if (global_batch is None) == (accumulation is None):
             raise ConfigError(
@@ -58,6 +60,7 @@ class ElasticBatchSampler(Sampler[list[Any]]):
             )
         given = {"rank_batch": rank_batch, "global_batch": global_batch}
         given |= {"accumulation": accumulation, "max_samples": max_samples}
+        given |= {"step_batches": step_batches}
         for name, value in given.items():
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}.")
@@ -65,6 +68,7 @@ class ElasticBatchSampler(Sampler[list[Any]]):
         self.rank_batch = rank_batch
         self.drop_last = drop_last
         self._max_samples = max_samples
+        self._step_batches = step_batches
         self._global_batch = global_batch
         self._accumulation = accumulation
         self.rescale(rank, num_ranks)
@@ -115,6 +119,7 @@ class ElasticBatchSampler(Sampler[list[Any]]):
             drop_last=self.drop_last,
             samples_done=start.samples,
             steps_done=start.steps,
+            step_batches=self._step_batches,
         )
 
     def rescale(self, rank: int, num_ranks: int) -> None:

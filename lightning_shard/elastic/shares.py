@@ -12,6 +12,9 @@
 Which samples a step holds depends on the step alone, how they are dealt on the number of ranks. So
 ranks may come and go between two steps, and the mean over the step stays what it was. Where all
 shares are equal, they are those of torch's DistributedSampler with batches of this size.
+
+An epoch's last step may have fewer of the user's batches than are accumulated. Lightning divides
+it by as many as a whole step has, and so its mean counts for that share of a whole step.
 """
 
 from dataclasses import dataclass
@@ -32,12 +35,16 @@ class StepShares:
         num_ranks: W.
         rank_batch: Samples at once on a rank, at most.
         accumulation: A, by which the loop divides each loss; the microbatches of a whole step.
+        num_batches: K, the user's batches in this step.
+        whole_batches: B, those of a whole step.
     """
 
     num_samples: int
     num_ranks: int
     rank_batch: int
     accumulation: int
+    num_batches: int = 1
+    whole_batches: int = 1
 
     @property
     def num_microbatches(self) -> int:
@@ -62,12 +69,12 @@ class StepShares:
         """By what this rank multiplies the mean loss of a microbatch.
 
         Returns:
-            n * W * A / R for n samples that count: after a division by A and a mean over the ranks
-            the sum over the microbatches is the mean over the step's samples. Exactly 1 where all
-            are alike.
+            n * W * A / R * K / B for n samples that count: after a division by A and a mean over
+            the ranks the sum over the microbatches is the mean over the step's samples, times
+            K / B. Exactly 1 where all are alike.
         """
         counted = self.size(microbatch, rank) * self.num_ranks * self.accumulation
-        return counted / self.num_samples
+        return counted * self.num_batches / (self.num_samples * self.whole_batches)
 
     def _begin(self, microbatch: int) -> int:
         """Where the samples of a microbatch begin, those of all ranks."""
@@ -88,6 +95,8 @@ class EpochShares:
         drop_last: Leave out the last step where it is smaller than the others.
         samples_done: Where it is taken up, in samples of the epoch's order.
         steps_done: Optimizer steps before that, at whatever numbers of ranks.
+        step_batches: Batches of a whole step, as the user counts them: what one device would
+            accumulate.
     """
 
     num_samples: int
@@ -97,6 +106,7 @@ class EpochShares:
     drop_last: bool = False
     samples_done: int = 0
     steps_done: int = 0
+    step_batches: int = 1
 
     @property
     def accumulation(self) -> int:
@@ -152,6 +162,8 @@ class EpochShares:
             num_ranks=self.num_ranks,
             rank_batch=self.rank_batch,
             accumulation=self.accumulation,
+            num_batches=num_parts((end - begin) * self.step_batches, self.step_samples),
+            whole_batches=self.step_batches,
         )
 
 

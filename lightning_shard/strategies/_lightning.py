@@ -25,11 +25,14 @@ __all__ = [
     "after_training_epochs",
     "around_validation",
     "before_training_ends",
+    "deal_under_indices",
     "forget_sigterm_handler",
     "handle_sigterm",
+    "is_dealt_by_trainer",
     "prepare_dataloader",
     "request_dataloader",
     "seed_workers",
+    "without_samplers_of_ranks",
     "without_sigterm_broadcast",
 ]
 
@@ -41,6 +44,35 @@ def prepare_dataloader(trainer: "pl.Trainer") -> tuple[Any, str, Callable[..., A
     """
     connector = trainer._data_connector
     return connector, "_prepare_dataloader", connector._prepare_dataloader
+
+
+def is_dealt_by_trainer(trainer: "pl.Trainer", dataloader: Any) -> bool:
+    """Whether the trainer would give this loader a sampler of a rank."""
+    needs_sampler: bool = trainer._data_connector._requires_distributed_sampler(dataloader)
+    return needs_sampler
+
+
+@contextmanager
+def without_samplers_of_ranks(trainer: "pl.Trainer") -> Iterator[None]:
+    """Let the trainer prepare loaders as on one device."""
+    connector = trainer._data_connector
+    with replaced(connector, "_requires_distributed_sampler", lambda _: False):
+        yield
+
+
+def deal_under_indices(
+    tracking: Any, is_dealt: Callable[[Any], bool], deal: Callable[[Any], Any]
+) -> None:
+    """Deal the batches of which Lightning notes the indices.
+
+    Args:
+        tracking: The batch sampler of a loader that was prepared for predictions.
+        is_dealt: Whether a batch sampler is to stay as it is.
+        deal: Returns a rank's batches of a batch sampler.
+    """
+    batches = tracking._batch_sampler
+    if not is_dealt(batches):
+        tracking._batch_sampler = deal(batches)
 
 
 def accept_compiled_modules(strategies: type[Strategy]) -> None:

@@ -69,6 +69,8 @@ class ShardStrategy(StopsTogether, metaclass=OptionNames):
         ConfigError: An unknown backend, or options that contradict each other.
     """
 
+    deals_samples = False  # whether it deals those of training itself
+
     def __init__(
         self,
         accelerator: "pl.accelerators.Accelerator | None" = None,
@@ -249,7 +251,12 @@ class ShardStrategy(StopsTogether, metaclass=OptionNames):
         self.watch_for_termination(trainer)
         self._in_run.close()
         self._in_run.enter_context(
-            deals_batch_samplers(trainer, lambda: self.distributed_sampler_kwargs, self.broadcast)
+            deals_batch_samplers(
+                trainer,
+                lambda: self.distributed_sampler_kwargs,
+                self.broadcast,
+                training=not self.deals_samples,
+            )
         )
 
     @override

@@ -4,22 +4,31 @@
     rank 0 of 2     b0      b2      b4
     rank 1 of 2         b1      b3      b0      ranks take the same steps; predictions repeat none
 
-Lightning makes a batch sampler anew with a sampler for each rank, which it can do only for classes
-that are constructed as torch's own is, and refuses all others. Those are dealt here. All ranks deal
-what rank 0 has drawn, so that one that draws at random gives each batch to one rank.
+The batches are those of one device. Lightning would make a batch sampler anew with a sampler for
+each rank in place of the user's, or leave it out together with its batch size. All ranks deal what
+rank 0 has drawn, so that one that draws at random gives each batch to one rank.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import rank_zero_info
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data import DistributedSampler
 
-from lightning_shard.strategies._lightning import prepare_dataloader
+from lightning_shard.elastic.data_loaders import has_own_batches, replace_samplers
+from lightning_shard.errors import ConfigError
+from lightning_shard.strategies._lightning import (
+    deal_under_indices,
+    is_dealt_by_trainer,
+    prepare_dataloader,
+    without_samplers_of_ranks,
+)
 from lightning_shard.strategies.replaced import replaced
 
 _OF_RANKS = ("num_replicas", "rank", "world_size")  # attributes of one that knows its rank
@@ -58,7 +67,8 @@ class DealtBatches:
 
     def __iter__(self) -> Iterator[list[Any]]:
         """Each rank must call."""
-        drawn = self._broadcast(list(self._batches))
+        # One that goes on for ever ends where Lightning would stop to ask
+        drawn = self._broadcast(list(islice(self._batches, len(self._batches))))
         return iter([drawn[number] for number in self._numbers(len(drawn))])
 
     def _numbers(self, num_batches: int) -> list[int]:
@@ -72,42 +82,83 @@ class DealtBatches:
 
 @contextmanager
 def deals_batch_samplers(
-    trainer: "pl.Trainer", place: Callable[[], dict[str, Any]], broadcast: Callable[[Any], Any]
+    trainer: "pl.Trainer",
+    place: Callable[[], dict[str, Any]],
+    broadcast: Callable[[Any], Any],
+    *,
+    training: bool,
 ) -> Iterator[None]:
-    """Inside, a trainer takes loaders whose batch samplers Lightning cannot make anew.
+    """Inside, a trainer's ranks are dealt the batches of the user's batch samplers.
 
     Args:
         trainer: Of a run.
         place: See `DealtBatches`.
         broadcast: See `DealtBatches`.
+        training: Whether those of training, too; else a copy of their loader as it is.
     """
     connector, name, prepare = prepare_dataloader(trainer)
 
+    def deal(batches: Any, *, repeats: bool) -> DealtBatches:
+        _check_length(batches)
+        rank_zero_info(f"Rank r of N takes batches r, r + N ... of {type(batches).__name__}.")
+        return DealtBatches(batches, place, broadcast, repeats=repeats)
+
     def prepare_or_deal(dataloader: Any, shuffle: bool, mode: RunningStage) -> Any:
-        try:
+        if not (has_own_batches(dataloader) and is_dealt_by_trainer(trainer, dataloader)):
             return prepare(dataloader, shuffle, mode)
-        except TypeError:
-            if not _can_be_dealt(dataloader):
-                raise
-        rank_zero_info(
-            f"Rank r of N takes batches r, r + N ... of {type(dataloader.batch_sampler).__name__}. "
-            f"If it knows the ranks itself, pass Trainer(use_distributed_sampler=False)."
-        )
-        repeats = mode != RunningStage.PREDICTING
-        dealt = DealtBatches(dataloader.batch_sampler, place, broadcast, repeats=repeats)
-        loader = copy.copy(dataloader)
-        vars(loader)["batch_sampler"] = dealt  # torch refuses to set it
+        if mode == RunningStage.PREDICTING:
+            with without_samplers_of_ranks(trainer):
+                return _deal_predictions(dataloader, partial(prepare, shuffle=shuffle), deal)
+        loader, own = copy.copy(dataloader), dataloader.batch_sampler
+        if (training or mode != RunningStage.TRAINING) and not _is_dealt(own):
+            replace_samplers(loader, loader.sampler, deal(own, repeats=True))
         return loader
 
     with replaced(connector, name, prepare_or_deal):
         yield
 
 
-def _can_be_dealt(dataloader: Any) -> bool:
-    if not isinstance(dataloader, DataLoader):
-        return False
-    own = dataloader.batch_sampler
-    knows_ranks = any(hasattr(own, name) for name in _OF_RANKS)
-    if knows_ranks or isinstance(getattr(own, "sampler", None), DistributedSampler):
-        return False
-    return isinstance(own, Sized) and type(own) is not BatchSampler
+def _deal_predictions(
+    dataloader: Any, prepare: Callable[..., Any], deal: Callable[..., Any]
+) -> Any:
+    """Deal the batches that Lightning predicts on one device, whose indices it takes note of."""
+    try:
+        loader = prepare(dataloader, mode=RunningStage.PREDICTING)
+    except TypeError:  # not even for one device can Lightning make it anew
+        loader, batches = copy.copy(dataloader), dataloader.batch_sampler
+        replace_samplers(loader, loader.sampler, deal(batches, repeats=False))
+        return loader
+    deal_under_indices(loader.batch_sampler, _knows_ranks, partial(deal, repeats=False))
+    return loader
+
+
+def _is_dealt(batches: Any) -> bool:
+    """Whether the user's sampler of ranks deals the samples.
+
+    Raises:
+        ConfigError: The batch sampler itself knows the ranks.
+    """
+    if isinstance(getattr(batches, "sampler", None), DistributedSampler):
+        return True
+    if _knows_ranks(batches):
+        raise ConfigError(
+            f"The batch sampler {type(batches).__name__} knows the ranks itself, and the Trainer "
+            f"would deal its batches to them once more. Pass "
+            f"Trainer(use_distributed_sampler=False), or let it yield the batches of all ranks."
+        )
+    return False
+
+
+def _knows_ranks(batches: Any) -> bool:
+    return any(hasattr(batches, name) for name in _OF_RANKS)
+
+
+def _check_length(batches: Any) -> None:
+    try:
+        len(batches)
+    except (TypeError, NotImplementedError) as error:
+        raise ConfigError(
+            f"The batch sampler {type(batches).__name__} has no length, expected one: an epoch's "
+            f"batches are dealt to the ranks together. Give it, and the sampler in it, a __len__, "
+            f"or pass Trainer(use_distributed_sampler=False) and let it yield this rank's batches."
+        ) from error

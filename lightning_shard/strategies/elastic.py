@@ -67,6 +67,8 @@ class ElasticStrategy(RegroupingStrategy):
         ConfigError: Options that contradict each other.
     """
 
+    deals_samples = True
+
     @checked_options
     def __init__(
         self,

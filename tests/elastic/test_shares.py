@@ -108,6 +108,23 @@ def test_weighted_means_are_the_mean_over_the_step(
     assert mean == pytest.approx(losses.mean().item(), rel=1e-12, abs=1e-13)
 
 
+@pytest.mark.parametrize("num_samples", [8, 16, 12, 24])
+def test_a_shorter_last_step_counted_as_much_as_a_whole_one(num_samples: int) -> None:
+    """One device accumulates three batches of 8 and divides by three, however many there are."""
+    for num_ranks, rank_batch in itertools.product(range(1, 6), range(1, 5)):
+        shares = EpochShares(
+            num_samples=24 + num_samples,
+            step_samples=24,
+            num_ranks=num_ranks,
+            rank_batch=rank_batch,
+            step_batches=3,
+        )
+        for step, share in ((0, 1.0), (1, math.ceil(num_samples / 8) / 3)):
+            dealt = shares.step(step)
+            weights = math.fsum(dealt.weight(*cell) for cell in cells(dealt))
+            assert weights / dealt.accumulation / num_ranks == pytest.approx(share)
+
+
 def epoch_sets(
     num_samples: int, step_samples: int, rank_batch: int, sizes_by_step: list[int]
 ) -> list[list[int]]:

@@ -5,7 +5,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 
 from tests.features.columns import GLOBAL_BATCH, Here
 from tests.features.declared import add, by, feature
@@ -153,23 +159,18 @@ def batch_sampler(here: Here) -> Report:
     return fitted(here, data=_OwnBatches(here), use_distributed_sampler=False, limit_val_batches=0)
 
 
-class _Sizes(Network):
-    """Notes how large the batches are."""
+class _BatchesOfAll(Loaders):
+    """Has a batch sampler that knows of no ranks."""
 
-    def on_train_start(self) -> None:
-        self.sizes: set[int] = set()
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.sizes.add(len(batch[0]))
+    def train_dataloader(self) -> Any:
+        whole = loader(self.here, 4).dataset
+        batches = BatchSampler(SequentialSampler(whole), self.here.column.batch_size, True)
+        return DataLoader(whole, batch_sampler=batches)
 
 
 @feature(GROUP, "batch_sampler that the Trainer deals")
 def dealt_batch_sampler(here: Here) -> Report:
-    module = _Sizes()
-    trainer = here.trainer(max_epochs=1)
-    trainer.fit(module, datamodule=_OwnBatches(here))
-    sizes = [size * here.column.num_batches for size in module.sizes]
-    return {"global batches": sizes, "step": trainer.global_step}
+    return fitted(here, data=_BatchesOfAll(here))
 
 
 @feature(GROUP, "a sampler of one's own")

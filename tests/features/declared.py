@@ -25,6 +25,7 @@ class Feature:
         broken: What goes wrong and is not refused, by strategy; the page says so.
         rtol: How near numbers are to one device's; half formats round sums in their order.
         own: Strategies under which numbers differ by design: only what is not a number is compared.
+        why: Why they do, where it is not that ranks train on their own.
     """
 
     title: str
@@ -34,6 +35,7 @@ class Feature:
     own: tuple[str, ...] = ()
     broken: Mapping[str, str] = field(default_factory=dict)
     rtol: float = 1e-5
+    why: str = ""
 
     def __post_init__(self) -> None:
         unknown = {*self.refused, *self.own, *self.broken} - COLUMNS.keys()
@@ -57,6 +59,7 @@ def add(
     own: Iterable[str] = (),
     broken: Mapping[str, str] | None = None,
     rtol: float = 1e-5,
+    why: str = "",
 ) -> None:
     """Add a row."""
     assert title not in {feature.title for feature in FEATURES}, title
@@ -68,6 +71,7 @@ def add(
         own=tuple(own),
         broken=broken or {},
         rtol=rtol,
+        why=why,
     )
     FEATURES.append(row)
 

@@ -106,8 +106,13 @@ def resume(here: Here) -> Report:
     return left_by(again, module)
 
 
-# Elastic goes on behind the samples that are done; Lightning begins with the first ones again.
-@feature(GROUP, "fit(ckpt_path) in the middle of an epoch", own=("elastic",))
+@feature(
+    GROUP,
+    "fit(ckpt_path) in the middle of an epoch",
+    own=("elastic",),
+    why="one device trains as many batches as were left, but begins with the epoch's first "
+    "samples again; elastic trains the samples that were left, as if never interrupted.",
+)
 def resume_in_the_middle(here: Here) -> Report:
     saving = ModelCheckpoint(here.folder, filename="middle", every_n_train_steps=3)
     here.trainer(max_steps=3, callbacks=[saving]).fit(Network(), datamodule=Loaders(here))

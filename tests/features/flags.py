@@ -65,8 +65,7 @@ def accumulate(here: Here) -> Report:
     return fitted(here, accumulate_grad_batches=2)
 
 
-# Elastic divides the rest by its own samples.
-@feature(GROUP, "accumulate_grad_batches with a rest", own=("elastic",))
+@feature(GROUP, "accumulate_grad_batches with a rest")
 def accumulate_with_rest(here: Here) -> Report:
     return fitted(here, accumulate_grad_batches=3)
 

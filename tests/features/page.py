@@ -12,8 +12,9 @@ HEAD = """# Lightning's features under each strategy
 
 "yes": the feature does under the strategy what it does on one device: the same weights, logged
 values, files and calls of hooks. "own": it works, and numbers are by design those of a rank's own
-training. "no": the strategy refuses it with an error that says what to do; what the error says
-stands below the table. "broken": it goes wrong and no error says what to do; how stands there too.
+training, or else why stands below the table. "no": the strategy refuses it with an error that says
+what to do; what the error says stands there too. "broken": it goes wrong and no error says what to
+do; how stands there as well.
 
 Each cell is a test: `pytest tests/features`. The ranks are two of one process, under
 `hybrid_parallel` four, in two stages and two copies; `local_sgd` averages after every step, and
@@ -56,7 +57,10 @@ def _refusals(rows: list[Feature]) -> Iterator[str]:
         for message in dict.fromkeys(messages.values()):
             names = [f"`{name}`" for name, said in messages.items() if said == message]
             yield f'- {feature.title} under {", ".join(names)}: "... {message} ..."'
-    if any(feature.refused or feature.broken for feature in rows):
+        if feature.why:
+            names = [f"`{name}`" for name in feature.own]
+            yield f"- {feature.title} under {', '.join(names)}: own, since {feature.why}"
+    if any(feature.refused or feature.broken or feature.why for feature in rows):
         yield ""
 
 

@@ -112,6 +112,16 @@ def test_options_of_the_trainer_stay_in_force(trainer_options: Any, scheme: Any)
     assert journal.losses() == pytest.approx(expected.losses(), rel=rel)
 
 
+def test_the_rest_of_an_epoch_weighs_the_same_on_fewer_ranks() -> None:
+    options = {"accumulate_grad_batches": 3}  # 48 samples in a step, and 4 in the last one
+    expected, _ = fit(trainer_options=options)
+    journal, _ = fit([Fault(2, 3, "drop", at_step=1)], trainer_options=options)
+    assert journal.samples() == EVERY_SAMPLE
+    assert journal.losses() == pytest.approx(expected.losses(), rel=1e-4)
+    fewer, _ = fit(num_ranks=3, global_batch_size=48, trainer_options=options)
+    assert fewer.losses() == pytest.approx(expected.losses(), rel=1e-4)
+
+
 def test_validation_comes_at_the_same_steps_where_more_batches_are_accumulated() -> None:
     options = {"val_check_interval": 3, "check_val_every_n_epoch": None}
     expected, _ = fit(trainer_options=options)

@@ -1,14 +1,29 @@
 """Loaders that Lightning takes on one device: empty ones, and batch samplers of the user's own."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
+from itertools import chain, cycle
+from pathlib import Path
 from typing import Any
 
 import lightning as L  # noqa: N812
 import pytest
 import torch
+from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from lightning_shard import HybridParallelStrategy, TensorParallelStrategy
 from lightning_shard.errors import ConfigError
@@ -204,9 +219,128 @@ def test_predictions_of_dealt_batches_repeat_none() -> None:
             assert dealt.sizes == batches.sizes
 
 
-def test_a_batch_sampler_that_knows_the_ranks_is_left_to_lightning() -> None:
+class BatchesLikeTorchs(BatchSampler):
+    """Is constructed as torch's, so that Lightning would make it anew."""
+
+
+def weighted() -> WeightedRandomSampler:
+    weights = [1.0 + index % 5 for index in range(28)]
+    return WeightedRandomSampler(weights, 28, generator=torch.Generator().manual_seed(5))
+
+
+def shuffled() -> RandomSampler:
+    return RandomSampler(SAMPLES, generator=torch.Generator().manual_seed(6))
+
+
+class Endless(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return cycle(range(28))
+
+
+BATCH_SAMPLERS: dict[str, Callable[[], BatchSampler]] = {
+    "plain": lambda: BatchSampler(SequentialSampler(SAMPLES), 5, drop_last=False),
+    "drop_last": lambda: BatchSampler(SequentialSampler(SAMPLES), 5, drop_last=True),
+    "weighted": lambda: BatchSampler(weighted(), 4, drop_last=False),
+    "shuffled": lambda: BatchSampler(shuffled(), 4, drop_last=False),
+    "like torch's": lambda: BatchesLikeTorchs(weighted(), 4, drop_last=False),
+}
+
+
+def two_epochs_of(kind: str, num_ranks: int) -> list[list[list[int]]]:
+    """The batches of one device, of which each rank takes its own and as many as the others."""
+    model = OwnLoader(kind)
+    trainer_of(SingleDeviceStrategy(), devices=1, max_epochs=2).fit(model)
+    ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]
+    half = len(model.seen) // 2
+    for epoch in (model.seen[:half], model.seen[half:]):
+        padded = epoch + epoch[: -half % num_ranks]
+        for rank, seen in enumerate(ranks):
+            seen += padded[rank::num_ranks]
+    return ranks
+
+
+class OwnLoader(Counting):
+    """Makes its loader in its hook, where Lightning takes note of how."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(SAMPLES, batch_sampler=BATCH_SAMPLERS[self.kind]())
+
+
+@pytest.mark.parametrize("kind", BATCH_SAMPLERS)
+def test_batches_of_a_batch_sampler_had_one_sample_or_another_sampler(kind: str) -> None:
+    given, hooked = Counting(), OwnLoader(kind)
+    loader = DataLoader(SAMPLES, batch_sampler=BATCH_SAMPLERS[kind]())
+    trainer_of("zero2", max_epochs=2).fit(given, loader)
+    trainer_of("zero2", max_epochs=2).fit(hooked)
+    assert given.of_ranks == hooked.of_ranks == two_epochs_of(kind, 2)
+
+
+@pytest.mark.parametrize("strategy", ["tensor_parallel", "pipeline_parallel", "local_sgd"])
+def test_a_batch_sampler_is_dealt_to_data_parallel_ranks_under(strategy: str) -> None:
+    model = OwnLoader("weighted")
+    trainer_of(strategy, max_epochs=2).fit(model)
+    if strategy == "local_sgd":
+        assert model.of_ranks == two_epochs_of("weighted", 2)
+    else:  # a pipeline sees microbatches
+        (expected,) = two_epochs_of("weighted", 1)
+        assert list(chain(*model.seen)) == list(chain(*expected))
+
+
+@pytest.mark.filterwarnings("ignore:You are using a custom batch sampler")
+def test_predictions_of_a_plain_batch_sampler_are_made_once_with_their_indices(
+    tmp_path: Path,
+) -> None:
+    class Writer(BasePredictionWriter):
+        def write_on_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+            (tmp_path / f"{trainer.global_rank}-{args[3]}").write_text(str(args[1]))
+
+    for batches in (BATCH_SAMPLERS["plain"](), OwnBatches()):
+        loader = DataLoader(SAMPLES, batch_sampler=batches)
+        trainer_of("zero2", callbacks=[Writer("batch")]).predict(Counting(), loader)
+        written = [json.loads(path.read_text()) for path in tmp_path.iterdir()]
+        assert sorted(index for batch in written for index in batch) == list(range(28))
+
+
+def test_a_batch_sampler_over_a_sampler_of_ranks_had_batches_of_one_sample() -> None:
+    class Model(Counting):
+        def train_dataloader(self) -> DataLoader:
+            place = self.trainer.distributed_sampler_kwargs
+            sampler = DistributedSampler(SAMPLES, shuffle=False, **place)
+            return DataLoader(SAMPLES, batch_sampler=BatchSampler(sampler, 7, drop_last=False))
+
+    model = Model()
+    trainer_of("zero2").fit(model)
+    assert model.of_ranks[1] == [list(range(1, 14, 2)), list(range(15, 28, 2))]
+
+
+def test_a_batch_sampler_without_an_end_is_refused() -> None:
+    loader = DataLoader(SAMPLES, batch_sampler=BatchSampler(Endless(), 4, drop_last=False))
+    with pytest.raises(ConfigError, match="BatchSampler has no length"):
+        trainer_of("zero2").fit(Counting(), loader)
+
+
+@pytest.mark.parametrize("dealt_by_trainer", [True, False])
+def test_elastic_training_took_single_samples_of_a_plain_batch_sampler(
+    dealt_by_trainer: bool,
+) -> None:
+    batches = BatchSampler(SequentialSampler(SAMPLES), 5, drop_last=True)
+    model = Counting()
+    trainer = trainer_of("elastic", max_epochs=2, use_distributed_sampler=dealt_by_trainer)
+    trainer.fit(model, DataLoader(SAMPLES, batch_sampler=batches))
+    first, second = model.of_ranks
+    for steps in zip(first, second, strict=True):
+        assert [len(batch) for batch in steps] == [5, 5]
+    epoch = [sorted(one + other) for one, other in zip(first, second, strict=True)]
+    assert epoch == [list(range(10)), list(range(10, 20))] * 2
+
+
+def test_a_batch_sampler_that_knows_the_ranks_is_refused() -> None:
     loader = DataLoader(SAMPLES, batch_sampler=BatchesOfRanks())
-    with pytest.raises(TypeError, match="use_distributed_sampler=False"):
+    with pytest.raises(ConfigError, match="use_distributed_sampler=False"):
         trainer_of("zero2").fit(Counting(), loader)
     model = Counting()
     trainer_of("zero2", use_distributed_sampler=False).fit(model, loader)
