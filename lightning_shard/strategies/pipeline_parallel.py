@@ -350,7 +350,7 @@ class PipelineParallelStrategy(ModelParallelStrategy):
         assert logs is not None
 
         def step(microbatch: Microbatch, is_last: bool) -> Any:
-            with logs.recording(microbatch.size, counts=is_last):
+            with logs.recording(microbatch.size, counts=is_last, completed=self._completed):
                 return self._completed(run(microbatch.content, *args[1:], **kwargs))
 
         return step
