@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -27,6 +28,7 @@ from tests.strategies.parity import (
     quiet_trainer,
     train,
 )
+from tests.strategies.stacks import Stack, check
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
 
@@ -160,7 +162,7 @@ class BesideTheBlocks(Stack):
 
     def loss(self, batch: Any) -> Tensor:
         x = self.embed(batch[0])
-        x = x + self.all_gather(x).reshape(-1, *x.shape).mean(0)
+        x = x + self.all_gather(x.detach()).reshape(-1, *x.shape).mean(0)
         for block in self.blocks:
             x = block(x)
         return F.cross_entropy(self.head(x), batch[1])
