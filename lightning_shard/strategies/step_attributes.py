@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 from torch import Tensor
 
-from lightning_shard.elsewhere import Elsewhere, OtherStageError, is_elsewhere
+from lightning_shard.elsewhere import Elsewhere, is_elsewhere
+from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.leaves import map_tensors, tensors_in
 from lightning_shard.pipeline_parallel.microbatches import held_values, merge_outputs
 
@@ -61,8 +62,6 @@ class StepAttributes:
             counts: Whether it is the last stage's; what others have done is undone.
             completed: Makes values what other ranks can take.
 
-        Raises:
-            OtherStageError: The last stage adds a value to a list that another stage has.
         """
         before = _Before(self._home)
         is_over = False
@@ -76,19 +75,23 @@ class StepAttributes:
             added = before.take_added()
             self._changed |= dict.fromkeys(before.changed())
             taken = {
-                path: [completed(_known(path, one)) for one in items]
-                for path, items in added.items()
+                path: [completed(_known(one)) for one in items] for path, items in added.items()
             }
             self._added.append((size, taken))
 
     def merged(self) -> tuple[dict[Path, _Filled], dict[Path, Any]]:
-        """Return what the batch has added to each list, and the values that it has changed."""
+        """Return what the batch has added to each list, and the values that it has changed.
+
+        Raises:
+            ConfigError: A value that another stage has was added to a list.
+        """
         added, changed = self._added, self._changed
         self._added, self._changed = [], {}
         now = dict(_walk(self._home))
         parts: defaultdict[Path, list[tuple[int, list[Any]]]] = defaultdict(list)
         for size, lists in added:
             for path, items in lists.items():
+                _refuse_elsewhere(path, items)
                 parts[path].append((size, items))
         filled = {path: _filled(*zip(*some, strict=True)) for path, some in parts.items()}
         values = {path: now[path] for path in changed if path in now}
@@ -215,21 +218,26 @@ def _is_followed(value: Any) -> bool:
     return value is None or isinstance(value, list | bool | int | float | str)
 
 
-def _known(path: Path, item: Any) -> Any:
+def _known(item: Any) -> Any:
+    """Return what a step has added, out of the graph, with the values that are known now."""
+
     def value_of(tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, Elsewhere):
-            return tensor.detach()
-        if tensor.value is None:
-            raise OtherStageError(
+        is_stand_in = isinstance(tensor, Elsewhere) and tensor.value is not None
+        return (tensor.value if is_stand_in else tensor).detach()  # type: ignore[union-attr]
+
+    return map_tensors(item, value_of)
+
+
+def _refuse_elsewhere(path: Path, items: list[Any]) -> None:
+    for tensor in tensors_in(items):
+        if isinstance(tensor, Elsewhere):
+            raise ConfigError(
                 f"The step adds a value of shape {tuple(tensor.shape)} to self.{path[0]} that is "
                 f"computed from {tensor.origin!r}, which another stage of the pipeline holds; "
                 f"expected what the last stage has, for every rank's list gets it. Add what is "
-                f"computed from the blocks or the batch alone.",
-                tensor.origins,
+                f"computed from the last blocks, the step's result or the batch, or use "
+                f"strategy='zero3'."
             )
-        return tensor.value.detach()
-
-    return map_tensors(item, value_of)
 
 
 def _version(tensor: Tensor) -> int | None:

@@ -8,7 +8,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection
 
 from tests.features.columns import PIPELINES, Here
-from tests.features.declared import add, by, feature
+from tests.features.declared import add, feature
 from tests.features.network import Loaders, Network, Report, fitted, loader
 
 GROUP = "Logging"

@@ -102,7 +102,10 @@ class OneByOne(Stack):
         return loss
 
     def on_train_epoch_end(self) -> None:
-        self.seen = {"texts": [float(one) for one in self.texts], "losses": torch.stack(self.losses)}
+        self.seen = {
+            "texts": [float(one) for one in self.texts],
+            "losses": torch.stack(self.losses),
+        }
 
 
 def test_microbatches_of_one_sample_keep_one_text_each_and_one_loss_a_batch() -> None:
