@@ -26,8 +26,8 @@ def gathered(tensor: Tensor, collectives: Collectives, *, sync_grads: bool) -> T
     """Bring a tensor of each rank together.
 
     Args:
-        tensor: Shape (...), the same on each rank. A value of another pipeline stage needs no
-            message.
+        tensor: Shape (...), the same on each rank. What is a value of another pipeline stage is
+            one on every rank, and is gathered without a message.
         collectives: Each of its W ranks must call.
         sync_grads: Whether gradients flow back to the ranks.
 
@@ -37,8 +37,9 @@ def gathered(tensor: Tensor, collectives: Collectives, *, sync_grads: bool) -> T
     Raises:
         ConfigError: The ranks' shapes differ.
     """
-    if not is_elsewhere(tensor):
-        _check_shapes(tensor, collectives)
+    if is_elsewhere(tensor):
+        return torch.stack([tensor] * collectives.size)
+    _check_shapes(tensor, collectives)
     with nullcontext() if sync_grads else torch.no_grad():
         return gather_to_region(tensor.unsqueeze(0), 0, collectives)
 

@@ -1,4 +1,4 @@
-"""The user's hooks under ZeRO stage 3, in which parameters are pieces: errors that say so."""
+"""The user's hooks, in which parameters are pieces or on other stages: errors that say so."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager

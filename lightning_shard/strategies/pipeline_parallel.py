@@ -1,13 +1,15 @@
 """Pipeline parallelism as a Lightning strategy: stages of layers, batches in microbatches."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any, ClassVar, get_args
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -21,6 +23,7 @@ from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.errors import ConfigError
 from lightning_shard.mesh import Axis, ParallelMesh
 from lightning_shard.option_checks import checked_options
+from lightning_shard.pipeline_parallel.absent_advice import explaining_absent
 from lightning_shard.pipeline_parallel.blocks import check_calls, find_blocks
 from lightning_shard.pipeline_parallel.gradients import GradientStash
 from lightning_shard.pipeline_parallel.microbatches import (
@@ -41,6 +44,7 @@ from lightning_shard.pipeline_parallel.schedules import (
 from lightning_shard.pipeline_parallel.split import PipelineSplit
 from lightning_shard.pipeline_parallel.staged_model import StagedModel
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
+from lightning_shard.strategies.hook_advice import hooks_inside
 from lightning_shard.strategies.layer_sync import batch_norms
 from lightning_shard.strategies.measured_stages import measured_costs
 from lightning_shard.strategies.model_parallel import ModelParallelStrategy, checked_ranks
@@ -280,6 +284,19 @@ class PipelineParallelStrategy(ModelParallelStrategy):
             self._stage_split.restore(whole=whole)
         self._logs = self._staged = self._stage_split = self._pipeline = None
 
+    @override
+    def _explain_pieces(self, callbacks: Sequence[Callback]) -> None:
+        super()._explain_pieces(callbacks)
+        if self._stage_split is None:
+            return
+        assert self.lightning_module is not None
+        absent = self._stage_split.full_shapes
+        params = self.lightning_module.named_parameters()
+        names = [name for name, param in params if param in absent]
+        self._in_hooks = self._in_hooks or ExitStack()
+        around = hooks_inside(lambda: explaining_absent(names), self.lightning_module, callbacks)
+        self._in_hooks.enter_context(around)
+
     def _microbatches(self, batch: Any) -> list[Microbatch]:
         return split_batch(batch, min(self.num_microbatches, batch_size_of(batch)))
 
@@ -350,7 +367,7 @@ class PipelineParallelStrategy(ModelParallelStrategy):
         assert logs is not None
 
         def step(microbatch: Microbatch, is_last: bool) -> Any:
-            with logs.recording(microbatch.size, counts=is_last):
+            with logs.recording(microbatch.size, counts=is_last, completed=self._completed):
                 return self._completed(run(microbatch.content, *args[1:], **kwargs))
 
         return step

@@ -11,7 +11,7 @@ on a single device.
 
 import inspect
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Number
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ from lightning_shard.strategies import _torchmetrics
 from lightning_shard.strategies.metric_sources import MetricSources
 from lightning_shard.strategies.replaced import replaced
 from lightning_shard.strategies.shared_values import SharedValues
+from lightning_shard.strategies.step_attributes import StepAttributes
 
 _OPTIONS = tuple(inspect.signature(pl.LightningModule.log).parameters)[3:]  # self, name, value
 _REDUCTIONS = {"sum": torch.sum, "min": torch.min, "max": torch.max}  # all others: the mean
@@ -62,12 +63,20 @@ class StepLogs:
         self._module = module
         self._shared = SharedValues(pipeline, source)
         self._metrics = MetricSources(module, pipeline, source)
+        self._attributes = StepAttributes(module)
+        self._is_source = pipeline.rank == source
         self._names: dict[int, str] = {}
         self._microbatches: list[list[_Record]] = []
         self._is_between_batches = True
 
     @contextmanager
-    def recording(self, size: int, *, counts: bool = True) -> Iterator[None]:
+    def recording(
+        self,
+        size: int,
+        *,
+        counts: bool = True,
+        completed: Callable[[Any], Any] = lambda value: value,
+    ) -> Iterator[None]:
         """Around the step of one microbatch on one stage: `module.log` only records.
 
         A step that is left by an exception, as one that is cut short, has logged nothing.
@@ -76,6 +85,7 @@ class StepLogs:
             size: The microbatch's samples.
             counts: Whether it is the last stage's; other stages' logs and metric updates are
                 dropped.
+            completed: Makes what the step adds to the module's lists what other ranks can take.
         """
         if self._is_between_batches:
             self._is_between_batches = False
@@ -88,13 +98,19 @@ class StepLogs:
             if counts:
                 records.append(self._record(name, value, size, options))
 
-        with self._metrics.step(counts=counts), replaced(self._module, "log", record):
+        with (
+            replaced(self._module, "log", record),
+            self._metrics.step(counts=counts),
+            self._attributes.step(size, counts=counts, completed=completed),
+        ):
             yield
         if counts:
             self._microbatches.append(records)
 
     def replay(self, outputs: Any = None) -> Any:
         """Log what was recorded since the last time, merged; each rank calls once per batch.
+
+        What the steps have added to the module's lists, it adds on every rank.
 
         Means are weighted by the number of samples (`log(batch_size=...)`, or the microbatch's),
         sums, minima and maxima are those over the microbatches. What a metric object shows on a
@@ -110,7 +126,9 @@ class StepLogs:
         merged = _merged(self._microbatches)
         self._microbatches = []
         self._is_between_batches = True
-        outputs, records = self._shared.share((outputs, merged), self._module.device)
+        own = (outputs, merged, *self._attributes.merged())
+        outputs, records, filled, values = self._shared.share(own, self._module.device)
+        self._attributes.put(filled, values, is_source=self._is_source)
         for record in records:
             self._log(record)
         return outputs

@@ -201,9 +201,9 @@ class TensorParallelStrategy(ModelParallelStrategy):
         model, group = self.model, self.along("tp")
         refuse_leftover_pieces(model)
         check_same_model(model, group)
-        layers = self._planned_layers(model)
-        if group.size == 1:
+        if group.size == 1:  # nothing is split, so nothing has to be splittable
             return None
+        layers = self._planned_layers(model)
         for tensor in (*model.parameters(), *model.buffers()):
             same = tensor.data.to(self.root_device).contiguous()
             group.broadcast(same).wait()

@@ -8,7 +8,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection
 
 from tests.features.columns import PIPELINES, Here
-from tests.features.declared import add, by, feature
+from tests.features.declared import add, feature
 from tests.features.network import Loaders, Network, Report, fitted, loader
 
 GROUP = "Logging"
@@ -131,13 +131,7 @@ for _title, _class in MODULES.items():
     add(GROUP, _title, partial(_module, _class))
 # A pipeline adds what each microbatch logs.
 add(GROUP, "log(reduce_fx='sum')", partial(_module, _Sum), own=PIPELINES)
-# Only the last stage comes to the line that fills the list.
-add(
-    GROUP,
-    "outputs of a validation",
-    partial(_module, _Functional),
-    broken=by(PIPELINES, "stack expects a non-empty TensorList"),
-)
+add(GROUP, "outputs of a validation", partial(_module, _Functional))
 
 
 class _SeveralValidations(Loaders):

@@ -9,11 +9,18 @@ import torch
 import yaml
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
+from torch import Tensor, nn
 
 import lightning_shard
-from lightning_shard import ConfigError, ParallelMesh, TensorParallelStrategy
+from lightning_shard import (
+    ConfigError,
+    HybridParallelStrategy,
+    ParallelMesh,
+    TensorParallelStrategy,
+)
 from tests.examples.commands import set_arguments
 from tests.strategies.parity import UPSTREAM_WARNINGS, GlobalBatches, build, quiet_trainer
+from tests.strategies.stacks import WIDTH, Stack, fit
 from tests.strategies.test_tensor_parallel import PLANS
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
@@ -99,3 +106,37 @@ def test_a_group_of_one_rank_is_data_parallel_alone() -> None:
         model, datamodule=GlobalBatches(model, 1)
     )
     assert not [m for m in model.modules() if type(m).__name__.startswith(("Colwise", "Rowwise"))]
+
+
+class Scale(nn.Module):
+    """Nothing that a plan could split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x * self.weight)
+
+
+class Scales(Stack):
+    block = Scale
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = Scale(), Scale()
+
+    def loss(self, batch: Any) -> Tensor:
+        return self(batch[0].repeat(1, 2)).square().mean()
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        TensorParallelStrategy(backend="in_process", num_ranks=2, tensor_parallel_size=1),
+        HybridParallelStrategy(backend="in_process", num_ranks=2, pipeline_parallel_size=2),
+    ],
+)
+def test_one_rank_had_to_have_layers_to_split(strategy: TensorParallelStrategy) -> None:
+    alone, fitted = fit(Scales, max_epochs=1), fit(Scales, strategy, max_epochs=1)
+    torch.testing.assert_close(fitted.weights, alone.weights, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,37 @@
+"""What torch says of parameters without elements is said in our words, with names.
+
+Between the steps of a pipeline a parameter of another stage has no elements here. User code that
+computes with it and with a whole tensor, like an average that is kept by hand, fails on its size.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from lightning_shard.errors import ConfigError, ShardError
+
+_OF_NOTHING = re.compile(r"\(0\)|\[0\]|\bsize 0\b|numel\(\) == 0|no identity")
+
+
+@contextmanager
+def explaining_absent(names: Sequence[str]) -> Iterator[None]:
+    """Say which parameters are elsewhere where user code inside fails on an empty tensor.
+
+    Args:
+        names: Of the parameters that other ranks of the pipeline have.
+
+    Raises:
+        ConfigError: In place of torch's error.
+    """
+    try:
+        yield
+    except (RuntimeError, IndexError, ValueError) as error:
+        if isinstance(error, ShardError) or not names or not _OF_NOTHING.search(str(error)):
+            raise
+        raise ConfigError(
+            f"Between the steps of a pipeline each rank has the parameters of its own stages only: "
+            f"{len(names)} of other stages, such as {names[0]!r}, have no elements here. A hook "
+            f"met a tensor without elements ({error}), expected each rank to compute with what it "
+            f"has. For an average of the weights use Lightning's EMAWeightAveraging or "
+            f"WeightAveraging in place of a copy that is kept by hand, or use strategy='zero2'."
+        ) from error
