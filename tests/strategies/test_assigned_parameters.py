@@ -315,3 +315,16 @@ class SwappingByCopies(SwappingInSinglePrecision):
 def test_weights_kept_by_reference_are_not_what_copies_are(strategy: str, precision: str) -> None:
     options = {"strategy": f"{strategy}_in_process", "devices": 2, "precision": precision}
     assert_same(train(SwappingInSinglePrecision, **options), train(SwappingByCopies, **options))
+
+
+@pytest.mark.parametrize(
+    "then",
+    [
+        lambda model: model.net.blocks[0].up.reset_parameters(),
+        lambda model: nn.init.eye_(model.neck.weight),
+    ],
+    ids=["reset_parameters", "eye_"],
+)
+def test_initialising_a_piece_is_an_error_of_torchs(then: Callable[[Hooked], None]) -> None:
+    with pytest.raises(ConfigError, match=r"weight' .* was to be initialised .*load_state_dict"):
+        train(partial(Hooked, then), strategy="zero3_in_process", devices=2)
