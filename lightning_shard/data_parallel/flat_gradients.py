@@ -185,6 +185,7 @@ class FlatGradients:
 
     def _forget(self, index: int) -> None:
         self._held[index] = self.used[index] = self.valid[index] = self._fresh[index] = False
+        self.flat.note(index).zeroed = False  # of a gradient that is gone
 
     def _store(self, view: Tensor, grad: Tensor, index: int) -> None:
         if self._fresh[index]:  # an earlier micro-batch, or reentrant checkpointing

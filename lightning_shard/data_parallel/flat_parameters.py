@@ -174,7 +174,7 @@ class FlatParameters:
 
     @torch.no_grad()
     def adopt(self, values: Mapping[int, Tensor]) -> None:
-        """Write values into the buffers, as if they had been written into what is shown.
+        """Let the buffers have values, as if they had been written into what is shown.
 
         Args:
             values: By the parameter's index; in the shape that it shows, or in its own.
@@ -182,6 +182,8 @@ class FlatParameters:
         Raises:
             ConfigError: A value has another shape.
         """
+        if values:
+            self._move()
         for index, value in values.items():
             shown, slot = self._shown.are[index], self.layout.slots[index]
             if value.shape not in (shown.shape, slot.shape):
@@ -192,6 +194,27 @@ class FlatParameters:
                 self._adopt_full(index, value)
             else:
                 self.local_views[index].copy_(value)
+
+    def _move(self) -> None:
+        """Leave the memory that is shown to what user code holds of it, and go on in new memory.
+
+        Who swaps weights keeps the old tensors to assign them again: `kept = param.data`.
+        """
+        shows_full = self._shown.are is self.full_views
+        is_part = self.shard.untyped_storage().data_ptr() == self.full.untyped_storage().data_ptr()
+        if is_part or shows_full:
+            self.full = self.full.clone()
+            self.full_views = full_views(self.full, self.layout)
+        if is_part:
+            self.shard = self.full[slice(*self.layout.shard_bounds(self.shard_index))]
+        elif not shows_full:
+            self.shard = self.shard.clone()
+        self.local_views = self.shard_views(self.shard)
+        left = self._shown.are
+        self._shown.show(self.full_views if shows_full else self.local_views)
+        for index, view in enumerate(left):
+            if self.params[index].data_ptr() == view.data_ptr():
+                self._point(index, self._shown.are[index])
 
     def _adopt_full(self, index: int, value: Tensor) -> None:
         """A master keeps its digits where a value is what the full parameter was."""

@@ -18,8 +18,10 @@ from lightning_shard.errors import ConfigError, ShardError
 
 _MISFIT = re.compile(
     r"must match|doesn't match|size mismatch|Sizes of tensors|is invalid for input|"
-    r"out of range|too many indices|inconsistent tensor size|same shape|same size|at least 2"
+    r"out of range|too many indices|inconsistent tensor size|same shape|same size|at least 2|"
+    r"Fan in and fan out|Only tensors with|tensors? with .* dimensions|must be a matrix"
 )
+_INITIALISES = re.compile(r"Fan in and fan out|Only tensors with")
 _SIZES = re.compile(r"size of tensor a .* must match the size of tensor b")
 _MOST_VALUES = 2000  # of a list that is looked through
 
@@ -50,6 +52,14 @@ def explaining_pieces(homes: Homes) -> Iterator[None]:
             raise
         names = " and ".join(_described(*homes[param]) for param in fitting[:2])
         names = names if seen else f"Pieces as large as {names}"
+        if _INITIALISES.search(str(error)):
+            raise ConfigError(
+                f"Between the steps of ZeRO stage 3 each rank has pieces of the parameters. {names} "
+                f"was to be initialised ({error}), expected a whole parameter. Initialise in "
+                f"__init__, setup, configure_model or on_fit_start; later draw new values into a "
+                f"layer of its own and load them, the same on every rank: "
+                f"layer.load_state_dict(fresh.state_dict()). Or use strategy='zero2'."
+            ) from error
         raise ConfigError(
             f"Between the steps of ZeRO stage 3 each rank has pieces of the parameters. {names} "
             f"met what is not cut alike ({error}), expected tensors of equal shapes in the same "

@@ -22,6 +22,8 @@ _SHAPE = (4, 6)
 _CUT = 10  # inside a row
 _LR = 1e-2
 
+Loss = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
+
 
 def is_elementwise(optimizer: Optimizer) -> bool:
     """Whether updating 1-D pieces equals updating the whole, for every group's settings."""
@@ -51,20 +53,30 @@ def _try_group(
     values = torch.randn(3, *_SHAPE, generator=generator).to(device)  # a weight, two gradients
     runs = [[parts(value)[i] for value in values] for i in range(len(parts(values[0])))]
     raised: list[str] = []
-    calls = (False, True) if _takes_closure(optimizer) else (False,)
-    for with_closure in calls:
+    losses = (None, _same_loss) if _takes_closure(optimizer) else (None,)
+    for loss in losses:
         try:
-            whole, *pieces = [
-                _steps(optimizer, group, weight, grads, with_closure=with_closure)
-                for weight, *grads in runs
-            ]
+            outcome = _outcome(optimizer, group, runs, loss)
+            if loss is not None and torch.equal(outcome[0][0], runs[0][0][0]):  # shows nothing
+                outcome = _outcome(optimizer, group, runs, _falling_loss)
         except Exception as error:  # whatever it raises, it says why
             raised.append(_raised(error))
             continue
-        reason = _difference([whole, list(chain(*pieces))])
+        reason = _difference(outcome)
         if reason is not None:
             return reason
-    return raised[0] if len(raised) == len(calls) else None
+    return raised[0] if len(raised) == len(losses) else None
+
+
+def _outcome(
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    runs: Sequence[Sequence[list[Tensor]]],
+    loss: Loss | None,
+) -> list[list[Tensor]]:
+    """What the whole comes to, and what its parts do."""
+    whole, *pieces = [_steps(optimizer, group, weight, grads, loss) for weight, *grads in runs]
+    return [whole, list(chain(*pieces))]
 
 
 def why_different(trial: Callable[[], Sequence[Sequence[Tensor]]]) -> str | None:
@@ -102,31 +114,46 @@ def _steps(
     optimizer: Optimizer,
     group: dict[str, Any],
     values: list[Tensor],
-    grads: list[list[Tensor]],
-    *,
-    with_closure: bool,
+    grads: Sequence[list[Tensor]],
+    loss: Loss | None,
 ) -> list[Tensor]:
-    """Take one step per gradient with a twin of the optimizer; returns the updated values."""
+    """Take one step per gradient with a twin of the optimizer; returns the updated values.
+
+    Without a loss the steps are taken without a closure.
+    """
     params = [torch.nn.Parameter(value.clone()) for value in values]
     settings = {key: copy.copy(value) for key, value in group.items() if key != "params"}
     if "lr" in settings:  # a warm-up may begin at zero, where every optimizer does the same
         settings["lr"] = _LR
     twin = twin_of(optimizer, {**settings, "params": params})
     for step in grads:
-        closure = _closure(params, step)
+        closure = _closure(params, step, loss or _same_loss)
         closure()
         step_of: Callable[..., Any] = type(optimizer).step
-        step_of(twin, *([closure] if with_closure else []))
+        step_of(twin, *([] if loss is None else [closure]))
     return [param.detach() for param in params]
 
 
-def _closure(params: Sequence[Tensor], grads: Sequence[Tensor]) -> Callable[[], Tensor]:
-    """What a Trainer hands to a step: makes the gradients, and gives the same loss on all ranks."""
+def _same_loss(params: Sequence[Tensor], grads: Sequence[Tensor]) -> Tensor:
+    """A loss that is the same on all ranks, as the one is that an optimizer is given."""
+    return params[0].new_ones(())
+
+
+def _falling_loss(params: Sequence[Tensor], grads: Sequence[Tensor]) -> Tensor:
+    """A loss of these gradients, for a line search, which stays where no step lowers the loss."""
+    return sum(
+        ((param.detach() * grad).sum() for param, grad in zip(params, grads, strict=True)),
+        start=params[0].new_zeros(()),
+    )
+
+
+def _closure(params: Sequence[Tensor], grads: Sequence[Tensor], loss: Loss) -> Callable[[], Tensor]:
+    """What a Trainer hands to a step: makes the gradients, and gives a loss."""
 
     def closure() -> Tensor:
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad.clone()
-        return params[0].new_ones(())
+        return loss(params, grads)
 
     return closure
 

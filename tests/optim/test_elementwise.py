@@ -33,6 +33,7 @@ ELEMENTWISE: dict[str, Callable[[Any], Optimizer]] = {
 WHOLE: dict[str, Callable[[Any], Optimizer]] = {
     "Adafactor": lambda p: optim.Adafactor(p),
     "LBFGS": lambda p: optim.LBFGS(p),
+    "LBFGS that searches lines": lambda p: optim.LBFGS(p, line_search_fn="strong_wolfe"),
     "Muon": lambda p: optim.Muon(p),
     "SparseAdam": lambda p: optim.SparseAdam(p),
 }
@@ -86,6 +87,7 @@ def test_what_one_parameter_gets_depends_on_the_others() -> None:
         why_not_separate(ClipsByItself(make(Normalised).param_groups))
     )
     assert why_not_separate(make(WHOLE["LBFGS"])) is not None
+    assert why_not_separate(make(WHOLE["LBFGS that searches lines"])) is not None
 
 
 def test_what_one_piece_gets_depends_on_the_others() -> None:

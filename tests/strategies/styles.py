@@ -144,6 +144,13 @@ class ZeroedInPlace(Automatic):
         optimizer.zero_grad(set_to_none=False)
 
 
+class ZeroedTwice(Automatic):
+    """Zeroes in place what the loop then sets to None."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.net.zero_grad(set_to_none=False)
+
+
 class Thawed(Automatic):
     def __init__(self) -> None:
         super().__init__()
@@ -376,6 +383,7 @@ AUTOMATIC = [
     StoppedEarly,
     Thawed,
     ZeroedInPlace,
+    ZeroedTwice,
 ]
 MANUAL = [
     ManualAccumulation,

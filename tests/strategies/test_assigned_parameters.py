@@ -261,3 +261,70 @@ def test_block_forgets_what_its_forward_did_to_its_weight(layer: type[Renormed])
     make = partial(KeptSmall, layer)
     result = train(make, strategy="zero3_in_process", devices=3)
     assert_same(result, train(make))
+
+
+class Swapping(Taught):
+    """Validates with an average of its weights; keeps the weights themselves by reference."""
+
+    def __init__(self) -> None:
+        super().__init__("in_place")
+        self.average: list[Tensor] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        super().on_train_batch_end(*args)
+        new = [p.data for p in self.net.parameters()]
+        old = self.average or new
+        self.average = [a * 0.5 + p * 0.5 for a, p in zip(old, new, strict=True)]
+
+    def _assign(self, values: list[Tensor]) -> None:
+        for p, value in zip(self.net.parameters(), values, strict=True):
+            p.data = value
+
+    def on_validation_epoch_start(self) -> None:
+        self.kept = [p.data for p in self.net.parameters()]
+        self._assign(self.average)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val", self(batch[0].to(self.dtype)).square().mean(), sync_dist=True)
+
+    def on_validation_epoch_end(self) -> None:
+        self._assign(self.kept)
+
+
+@pytest.mark.parametrize("strategy", ["shard_ddp", "zero1", "zero2", "zero3"])
+def test_weights_that_were_kept_aside_are_overwritten(strategy: str) -> None:
+    result = train(Swapping, strategy=f"{strategy}_in_process", devices=2)
+    assert_same(result, train(Swapping))
+
+
+class SwappingInSinglePrecision(Swapping):
+    def __init__(self) -> None:
+        super().__init__()
+        self.float()
+
+
+class SwappingByCopies(SwappingInSinglePrecision):
+    def on_validation_epoch_start(self) -> None:
+        self.kept = [p.data.clone() for p in self.net.parameters()]
+        self._assign(self.average)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "precision"), [("zero2", "bf16-mixed"), ("local_sgd", "32-true")]
+)
+def test_weights_kept_by_reference_are_not_what_copies_are(strategy: str, precision: str) -> None:
+    options = {"strategy": f"{strategy}_in_process", "devices": 2, "precision": precision}
+    assert_same(train(SwappingInSinglePrecision, **options), train(SwappingByCopies, **options))
+
+
+@pytest.mark.parametrize(
+    "then",
+    [
+        lambda model: model.net.blocks[0].up.reset_parameters(),
+        lambda model: nn.init.eye_(model.neck.weight),
+    ],
+    ids=["reset_parameters", "eye_"],
+)
+def test_initialising_a_piece_is_an_error_of_torchs(then: Callable[[Hooked], None]) -> None:
+    with pytest.raises(ConfigError, match=r"weight' .* was to be initialised .*load_state_dict"):
+        train(partial(Hooked, then), strategy="zero3_in_process", devices=2)

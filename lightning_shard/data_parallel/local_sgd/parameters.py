@@ -1,6 +1,7 @@
 """A rank's own parameters by name, in the optimizer's format, under an engine of stage 0."""
 
 from collections.abc import Iterable, Mapping
+from operator import is_not
 
 import torch
 from torch import Tensor
@@ -15,21 +16,30 @@ class LocalParameters:
 
     Args:
         engine: Holds the parameters; of stage 0.
-
-    Attributes:
-        views: Each parameter that can have a gradient, in its own shape; views into the engine's
-            memory.
     """
 
     def __init__(self, engine: DataParallelEngine) -> None:
         self._flats = [gradients.flat for gradients in engine.gradients]
-        self.views: dict[str, Tensor] = {
-            name: view
-            for flat in self._flats
-            for name, view in zip(_names(flat), flat.local_views, strict=True)
-        }
+        self._views: dict[str, Tensor] = {}
+        self._lists: list[list[Tensor]] = []  # what the views are of
         self._collectives = engine.collectives
         self._marks = {flat: _mark(flat) for flat in self._flats if not _is_trained(flat)}
+
+    @property
+    def views(self) -> dict[str, Tensor]:
+        """Each parameter that can have a gradient, in its own shape.
+
+        Views into the engine's memory, which moves when user code has assigned to `param.data`.
+        """
+        lists = [flat.local_views for flat in self._flats]
+        if len(lists) != len(self._lists) or any(map(is_not, lists, self._lists)):
+            self._lists = lists
+            self._views = {
+                name: view
+                for flat, views in zip(self._flats, lists, strict=True)
+                for name, view in zip(_names(flat), views, strict=True)
+            }
+        return self._views
 
     def trained(self) -> set[str]:
         """The names of those that are trained now, with those that share a buffer with them."""
