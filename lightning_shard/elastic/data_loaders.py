@@ -99,7 +99,7 @@ def batches_asked_for(loader: DataLoader[Any]) -> tuple[int, bool]:
     own: Any = loader.batch_sampler
     if isinstance(own, BatchSampler):
         return own.batch_size, own.drop_last
-    size: int = loader.batch_size or getattr(own, "rank_batch", 1)
+    size: Any = loader.batch_size or getattr(own, "rank_batch", 1)
     return size, loader.drop_last
 
 
