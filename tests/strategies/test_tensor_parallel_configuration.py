@@ -1,7 +1,7 @@
 """Tensor parallel by name, by class, and from YAML."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import lightning as L  # noqa: N812
 import pytest
@@ -18,6 +18,7 @@ from lightning_shard import (
     ParallelMesh,
     TensorParallelStrategy,
 )
+from lightning_shard.strategies import tensor_parallel
 from tests.examples.commands import set_arguments
 from tests.strategies.parity import UPSTREAM_WARNINGS, GlobalBatches, build, quiet_trainer
 from tests.strategies.stacks import WIDTH, Stack, fit
@@ -137,6 +138,12 @@ class Scales(Stack):
         HybridParallelStrategy(backend="in_process", num_ranks=2, pipeline_parallel_size=2),
     ],
 )
-def test_one_rank_had_to_have_layers_to_split(strategy: TensorParallelStrategy) -> None:
+def test_one_rank_had_to_have_layers_to_split(
+    strategy: TensorParallelStrategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> NoReturn:
+        raise ConfigError("Nothing can be split.")
+
+    monkeypatch.setattr(tensor_parallel, "automatic_plan", refuse)
     alone, fitted = fit(Scales, max_epochs=1), fit(Scales, strategy, max_epochs=1)
     torch.testing.assert_close(fitted.weights, alone.weights, rtol=1e-5, atol=1e-6)
