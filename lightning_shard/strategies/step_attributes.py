@@ -222,8 +222,8 @@ def _known(item: Any) -> Any:
     """Return what a step has added, out of the graph, with the values that are known now."""
 
     def value_of(tensor: Tensor) -> Tensor:
-        is_stand_in = isinstance(tensor, Elsewhere) and tensor.value is not None
-        return (tensor.value if is_stand_in else tensor).detach()  # type: ignore[union-attr]
+        known = tensor.value if isinstance(tensor, Elsewhere) else None
+        return (tensor if known is None else known).detach()
 
     return map_tensors(item, value_of)
 
