@@ -127,10 +127,10 @@ class FlatParameters:
     @torch.no_grad()
     def present_full(self) -> None:
         """Let every parameter show its full shape; `full` must be gathered."""
+        self.see_assigned()  # the views are others after it
         self._present(self.full_views)
 
     def _present(self, views: Sequence[Tensor]) -> None:
-        self.see_assigned()
         for index, view in enumerate(views):
             self._point(index, view)
         self._shown.show(views)
@@ -253,6 +253,7 @@ class FlatParameters:
     @torch.no_grad()
     def present_local(self) -> None:
         """Let every parameter show this rank's piece, in the optimizer's format."""
+        self.see_assigned()
         self._present(self.local_views)
 
     @torch.no_grad()

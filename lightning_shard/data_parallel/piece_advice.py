@@ -54,10 +54,10 @@ def explaining_pieces(homes: Homes) -> Iterator[None]:
         names = names if seen else f"Pieces as large as {names}"
         if _INITIALISES.search(str(error)):
             raise ConfigError(
-                f"Between the steps of ZeRO stage 3 each rank has pieces of the parameters. {names} "
-                f"was to be initialised ({error}), expected a whole parameter. Initialise in "
-                f"__init__, setup, configure_model or on_fit_start; later draw new values into a "
-                f"layer of its own and load them, the same on every rank: "
+                f"Between the steps of ZeRO stage 3 each rank has pieces of the parameters. "
+                f"{names} was to be initialised ({error}), expected a whole parameter. Initialise "
+                f"in __init__, setup, configure_model or on_fit_start; later draw new values into "
+                f"a layer of its own and load them, the same on every rank: "
                 f"layer.load_state_dict(fresh.state_dict()). Or use strategy='zero2'."
             ) from error
         raise ConfigError(
