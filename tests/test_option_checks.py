@@ -48,6 +48,7 @@ EVERYWHERE: dict[str, list[Any]] = {
     "num_ranks": [*optional(NOT_WHOLE), *BELOW_ONE],
     "timeout": [*NOT_REAL, 0, -1.0, timedelta(0), 1e30],
     "debug": NOT_FLAG,
+    "announce": NOT_FLAG,
 }
 UNITS: dict[str, list[Any]] = {
     "units": [*NOT_TEXTS, []],
