@@ -22,6 +22,7 @@ _MISFIT = re.compile(
     r"Fan in and fan out|Only tensors with|tensors? with .* dimensions|must be a matrix"
 )
 _INITIALISES = re.compile(r"Fan in and fan out|Only tensors with")
+_SETS_GRADIENT = re.compile(r"assign a gradient of size")
 _SIZES = re.compile(r"size of tensor a .* must match the size of tensor b")
 _MOST_VALUES = 2000  # of a list that is looked through
 
@@ -52,22 +53,33 @@ def explaining_pieces(homes: Homes) -> Iterator[None]:
             raise
         names = " and ".join(_described(*homes[param]) for param in fitting[:2])
         names = names if seen else f"Pieces as large as {names}"
-        if _INITIALISES.search(str(error)):
-            raise ConfigError(
-                f"Between the steps of ZeRO stage 3 each rank has pieces of the parameters. "
-                f"{names} was to be initialised ({error}), expected a whole parameter. Initialise "
-                f"in __init__, setup, configure_model or on_fit_start; later draw new values into "
-                f"a layer of its own and load them, the same on every rank: "
-                f"layer.load_state_dict(fresh.state_dict()). Or use strategy='zero2'."
-            ) from error
         raise ConfigError(
             f"Between the steps of ZeRO stage 3 each rank has pieces of the parameters. {names} "
-            f"met what is not cut alike ({error}), expected tensors of equal shapes in the same "
-            f"order: a teacher that is a deep copy of a whole submodule, made in __init__, setup "
-            f"or configure_model as a part of the module, or by a callback in on_fit_start or "
-            f"later. Copy a submodule as a whole, use Lightning's EMAWeightAveraging, or use "
-            f"strategy='zero2'."
+            f"{_advice(error)}"
         ) from error
+
+
+def _advice(error: Exception) -> str:
+    """Say what went wrong with pieces, and what to do."""
+    if _SETS_GRADIENT.search(str(error)):
+        return (
+            f"was given a gradient that was set by hand ({error}), expected gradients to come from "
+            f"backward, which averages them over the ranks. Call self.manual_backward(loss), or "
+            f"use strategy='shard_ddp'."
+        )
+    if _INITIALISES.search(str(error)):
+        return (
+            f"was to be initialised ({error}), expected a whole parameter. Initialise in __init__, "
+            f"setup, configure_model or on_fit_start; later draw new values into a layer of its "
+            f"own and load them, the same on every rank: layer.load_state_dict(fresh.state_dict())."
+            f" Or use strategy='zero2'."
+        )
+    return (
+        f"met what is not cut alike ({error}), expected tensors of equal shapes in the same order: "
+        f"a teacher that is a deep copy of a whole submodule, made in __init__, setup or "
+        f"configure_model as a part of the module, or by a callback in on_fit_start or later. Copy "
+        f"a submodule as a whole, use Lightning's EMAWeightAveraging, or use strategy='zero2'."
+    )
 
 
 def _of_sizes(sizes: Collection[int], homes: Homes) -> list[nn.Parameter]:
