@@ -108,10 +108,19 @@ def _fitted_option(owner: str, name: str, value: Any, hint: Any, default: Any) -
         return _fitted(value, hint)
     except _MisfitError:
         usual = "" if default in (None, Parameter.empty) else f", such as {default!r}"
+        advice = f" Write [{value!r}]." if _fits([value], hint) else ""
         raise ConfigError(
             f"{owner}: {name} must be {_described(hint)}{usual}, got {value!r} of type "
-            f"{type(value).__name__}."
+            f"{type(value).__name__}.{advice}"
         ) from None
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    try:
+        _fitted(value, hint)
+    except _MisfitError:
+        return False
+    return True
 
 
 def _fitted(value: Any, hint: Any) -> Any:

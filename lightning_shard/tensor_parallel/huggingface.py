@@ -63,16 +63,14 @@ def _styles(model: nn.Module, plan: Mapping[str, str]) -> dict[str, Style]:
     styles: dict[str, Style] = {}
     for pattern, name in plan.items():
         if name in _UNKNOWN:
-            raise ConfigError(
-                f"{type(model).__name__}'s own plan splits {pattern!r} by {name!r}, which is not "
-                "supported. Give the strategy a plan that leaves this layer whole, with "
-                "all that it feeds."
-            )
+            raise _not_supported(model, pattern, name)
         matching = next(filter(matcher_of(pattern).fullmatch, modules), None)
         if name in _LEFT_WHOLE or matching is None:
             continue
         if name == "mla_kv_a_proj":
-            styles[pattern] = _shared_tail(model, matching)
+            if (style := _shared_tail(model, matching)) is None:
+                raise _not_supported(model, pattern, name)
+            styles[pattern] = style
         elif name == "moe_tp_experts":
             styles[pattern] = _experts(pattern, model.get_submodule(matching), plan)
         else:
@@ -84,10 +82,21 @@ def _with_count(name: str) -> str:
     return "packed_colwise(2)" if name == "packed_colwise" else name
 
 
-def _shared_tail(model: nn.Module, name: str) -> Style:
-    """Return how a latent attention's projection is split: its rotary features go to all heads."""
+def _not_supported(model: nn.Module, pattern: str, style: str) -> ConfigError:
+    return ConfigError(
+        f"{type(model).__name__}'s own plan splits {pattern!r} by {style!r}, which is not "
+        "supported. Give the strategy a plan that leaves this layer whole, with all that it feeds."
+    )
+
+
+def _shared_tail(model: nn.Module, name: str) -> Style | None:
+    """Return how a latent attention's projection is split: its rotary features go to all heads.
+
+    None where the attention does not say how many these are.
+    """
     attention = model.get_submodule(name.rpartition(".")[0])
-    return style_of(f"shared_tail({attention.qk_rope_head_dim})", name)
+    num_features = getattr(attention, "qk_rope_head_dim", None)
+    return None if num_features is None else style_of(f"shared_tail({num_features})", name)
 
 
 def _experts(pattern: str, module: nn.Module, plan: Mapping[str, str]) -> Style:
