@@ -145,7 +145,7 @@ def test_plain_torch_loads_the_weights(saved: Any) -> None:
 
 
 class Failing(L.Callback):
-    """Stops rank 1 in its second step: where all fail at one place the model is whole afterwards."""
+    """Stops rank 1 in its second step: where all ranks fail at one place the model is whole."""
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step == 2 and trainer.global_rank == 1:
