@@ -45,13 +45,13 @@ REFUSED: dict[str, dict[str, str]] = {
     "tft": dict.fromkeys(STAGED, "several lists of repeated blocks"),
     "nbeats": dict.fromkeys(STAGED, "another stage")
     | {
-        "tensor_parallel": "Found nothing in NBeats to split",
-        "hybrid_parallel of split layers": "Found nothing in NBeats to split",
+        "tensor_parallel": "found nothing in NBeats to split",
+        "hybrid_parallel of split layers": "found nothing in NBeats to split",
     },
     "byol": dict.fromkeys(STAGED, "no list of repeated blocks|sync_batchnorm")
     | {
-        "tensor_parallel": "Found nothing in BYOL to split",
-        "hybrid_parallel of split layers": "Found nothing in BYOL|no list of repeated blocks",
+        "tensor_parallel": "found nothing in BYOL to split",
+        "hybrid_parallel of split layers": "found nothing in BYOL|no list of repeated blocks|sync_batchnorm",
         "local_sgd": "sync_batchnorm=True makes ranks wait",
     },
     "lora": {},
