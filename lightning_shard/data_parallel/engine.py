@@ -11,7 +11,7 @@ The module keeps its own parameters, the optimizer keeps its own object; the eng
 `param.data` and `param.grad` point at. Source: ZeRO, arXiv:1910.02054; FSDP, arXiv:2304.11277.
 """
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -60,6 +60,7 @@ class DataParallelEngine:
         collectives: All of them.
         shards: Gradients as user code sees them.
         absent: Those of parameters that only other ranks have.
+        around_backward: Makes what each backward, which may compute forwards again, runs in.
 
     Raises:
         ConfigError: The ranks' models differ.
@@ -118,6 +119,7 @@ class DataParallelEngine:
         )
         for flat in self.flats:
             flat.on_assigned = self._adopt_data
+        self.around_backward: Callable[[], AbstractContextManager[None]] = nullcontext
         self.hook_trainable()
 
     @property
@@ -207,7 +209,11 @@ class DataParallelEngine:
         self.hook_trainable()  # what the step itself has unfrozen
         if self._gatherer is not None:
             self._gatherer.gather_residents()
-        with self.reducer.backward(), explaining_gradients(self.options.stage):
+        with (
+            self.around_backward(),
+            self.reducer.backward(),
+            explaining_gradients(self.options.stage),
+        ):
             yield
         if self._gatherer is not None:
             self._gatherer.end_backward()

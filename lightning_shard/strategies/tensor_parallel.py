@@ -174,9 +174,9 @@ class TensorParallelStrategy(ModelParallelStrategy):
             return made_whole(super().predict_step(*args, **kwargs))
 
     @override
-    def backward(self, *args: Any, **kwargs: Any) -> Any:
-        with self._in_step():  # where activation checkpoints compute once more
-            return super().backward(*args, **kwargs)
+    def _start_engine(self) -> None:
+        super()._start_engine()
+        self.engine.around_backward = self._in_step  # not around hooks, which see parts
 
     def _in_step(self) -> AbstractContextManager[None]:
         """Inside, weights of split layers look whole to all code but the layers' own."""
