@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_shard.data_parallel.sharded_tensor import ShardedTensor, refusal, refuse
+from lightning_shard.data_parallel.torch_private import is_traced
 from lightning_shard.errors import ConfigError
 
 _ADD = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
@@ -146,7 +147,7 @@ class ReducedGradient(Tensor):
         """
         given = tuple(args), dict(kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
-            if func in _OF_STAND_IN:
+            if func in _OF_STAND_IN or is_traced():
                 return func(*given[0], **given[1])
             if func in _ITSELF:
                 return given[0][0]

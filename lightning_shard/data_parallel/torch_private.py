@@ -17,6 +17,11 @@ def untraced(function: F) -> F:
     return cast("F", torch.compiler.disable(function))  # type: ignore[no-untyped-call]
 
 
+def is_traced() -> bool:
+    """Whether torch.compile looks at tensors now, to describe what compiled code is given."""
+    return torch._guards.TracingContext.try_get() is not None
+
+
 def in_backward() -> bool:
     """Whether this thread is inside an autograd graph task."""
     return bool(torch._C._current_graph_task_id() != -1)

@@ -5,6 +5,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_shard.data_parallel.torch_private import (
     in_backward,
+    is_traced,
     queue_after_backward,
     saving_hook,
 )
@@ -71,3 +72,19 @@ def test_every_checkpoint_and_recomputation_has_a_saving_hook_of_its_own() -> No
     assert None not in hooks
     assert len(set(hooks)) == len(hooks) == 4
     assert saving_hook() is None
+
+
+def test_compilers_look_at_tensors_before_their_code_runs() -> None:
+    seen = []
+
+    class Watched(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            seen.append(is_traced())
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    leaf = torch.ones(2, requires_grad=True)
+    leaf.grad = torch.ones(2).as_subclass(Watched)
+    torch.compile(lambda: leaf * 2, backend="eager")()
+    assert any(seen)
+    assert not is_traced()
