@@ -130,7 +130,7 @@ def test_a_probe_says_what_a_stage_needs_and_runs_none_of_its_blocks() -> None:
 
 ones = torch.ones(2, 3)
 MISTAKES: list[tuple[Callable[[], StageRun], Callable[[Call], Any], str]] = [
-    (first_stage, lambda call: None, "Stage 0: .* without calling the block 'blocks.0'"),
+    (first_stage, lambda call: ones, "Stage 0: .* without calling the block 'blocks.0'"),
     (first_stage, lambda call: call(0, ones), "Stage 0: .* without calling the block 'blocks.2'"),
     (last_stage, lambda call: call(0, stand_in()), "Stage 1: .* the block 'blocks.2'"),
     (
