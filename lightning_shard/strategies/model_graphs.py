@@ -41,9 +41,11 @@ def draw_graphs(trainer: "pl.Trainer", module: "pl.LightningModule", device: tor
 
 def _skip_once(logger: Any) -> None:
     """Let a graph that has been drawn not be drawn again when the fit starts."""
+    own = {name: value for name, value in vars(logger).items() if name == "log_graph"}
 
     @rank_zero_only  # the ranks of one process share it
     def skip(*_: Any, **__: Any) -> None:
         del logger.log_graph
+        vars(logger).update(own)
 
     logger.log_graph = skip

@@ -94,7 +94,7 @@ def test_hooks_that_save_missed_lightnings_keys_in_elastic_snapshots(
     strategy = lightning_shard.ElasticStrategy(
         backend="in_process", num_ranks=2, scheme=scheme, snapshot_every=1
     )
-    with injected_faults(Fault(rank=1, at_collective=1, at_step=2, kind="drop")):
+    with injected_faults([Fault(rank=1, at_collective=1, at_step=2, kind="drop")]):
         model = fit(strategy, tmp_path)
     snapshots = model.seen[0][:-1]  # the last is a file
     assert snapshots

@@ -47,7 +47,8 @@ class Watched(L.LightningModule):
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         strategy = self.trainer.strategy
-        self.seen.update(mesh=strategy.mesh, up=tuple(self.up.weight.shape), stage=strategy.stage)
+        up = tuple(self.up._parameters["weight"].shape)  # its `weight` looks whole in a step
+        self.seen.update(mesh=strategy.mesh, up=up, stage=strategy.stage)
         return self.down(torch.relu(self.up(batch[0]))).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
