@@ -226,10 +226,10 @@ def test_plain_torch_and_lightning_load_the_weights(saved: Any, tmp_path: Path) 
 
 
 class Failing(L.Callback):
-    """Stops the ranks in their second step."""
+    """Stops rank 1 in its second step: where all ranks fail at one place the model is whole."""
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.global_step == 2:
+        if trainer.global_step == 2 and trainer.global_rank == 1:
             raise RuntimeError("the disk is full")
 
 
