@@ -1,5 +1,6 @@
 """Random numbers of a step: alike on the ranks of a layer, others on other data and stages."""
 
+from collections import deque
 from typing import Any
 
 import lightning as L  # noqa: N812
@@ -39,7 +40,7 @@ class Summing(SplitDropping):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen = []  # no longer the blocks'
+        self.seen = deque()  # no longer the blocks'
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.seen.append(sum(param.sum().item() for param in self.parameters()))

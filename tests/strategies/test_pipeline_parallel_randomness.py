@@ -1,5 +1,6 @@
 """Random numbers of a step: the same on every stage, but those that a stage's blocks draw."""
 
+from collections import deque
 from typing import Any
 
 import pytest
@@ -37,7 +38,7 @@ class Noisy(Stack):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[tuple[float, float]] = []
+        self.seen: deque[tuple[float, float]] = deque()  # what lists hold is shared by stages
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         noise, time = torch.randn_like(batch[0]), torch.rand(len(batch[0]), 1)
@@ -61,7 +62,7 @@ class Dropping(Stack):
     """Keeps the random numbers that its blocks draw."""
 
     class block(Block):  # noqa: D106, N801
-        seen: list[tuple[float, ...]]
+        seen: deque[tuple[float, ...]]
 
         def forward(self, x: Tensor) -> Tensor:
             kept = F.dropout(torch.ones(64), 0.5)
@@ -71,7 +72,7 @@ class Dropping(Stack):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[tuple[float, ...]] = []
+        self.seen: deque[tuple[float, ...]] = deque()
         for block in self.blocks:
             block.__dict__["seen"] = self.seen
 
