@@ -21,9 +21,6 @@ VECTORS = BLOCKS * (7 * H // T + 6 * H)
 HALF, SINGLE = 2, 4
 SHARE = (D - 1) / D
 
-# The first test to come makes the dry run that all share: long where all cores are in use.
-pytestmark = pytest.mark.timeout(480)
-
 
 @cache
 def run(precision: str) -> DryRun:

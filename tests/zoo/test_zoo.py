@@ -51,7 +51,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "byol": dict.fromkeys(STAGED, "no list of repeated blocks|sync_batchnorm")
     | {
         "tensor_parallel": "found nothing in BYOL to split",
-        "hybrid_parallel of split layers": "found nothing in BYOL|no list of|sync_batchnorm",
+        "hybrid_parallel of split layers": "sync_batchnorm=True asks for statistics",
         "local_sgd": "sync_batchnorm=True makes ranks wait",
     },
     "lora": {},
