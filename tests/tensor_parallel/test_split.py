@@ -102,7 +102,10 @@ def test_projections_of_one_activation_sum_its_gradient_once() -> None:
         ({"blocks.*.upp": "colwise"}, r"matches no module of GPT; the nearest are blocks\.\*\.up"),
         ({"blocks.*.up": "colwise", "blocks.0.u*": "rowwise"}, "'blocks.0.up' is matched by"),
         ({"blocks.*": "colwise"}, "it is a Block; expected a linear layer"),
-        ({"norm": "embedding_rowwise"}, "it is a torch.nn.modules.normalization.LayerNorm; expected an Embedding"),
+        (
+            {"norm": "embedding_rowwise"},
+            "it is a torch.nn.modules.normalization.LayerNorm; expected an Embedding",
+        ),
         ({"blocks.*.qkv": "packed_colwise(5)"}, "expected a multiple of 5"),
     ],
 )
