@@ -31,15 +31,15 @@ from lightning_shard.optim.state import full_state_dict
 from lightning_shard.option_checks import checked_options
 from lightning_shard.precision.plugins import ShardedMixedPrecision, ShardedPrecision
 from lightning_shard.precision.policy import dtype_policy
-from lightning_shard.strategies.announcement import announce, count_parameters
-from lightning_shard.strategies.batches import agree_on_batches, lengths_on_ranks
-from lightning_shard.strategies.callbacks import prepare_callbacks
 from lightning_shard.strategies.checkpoints import CheckpointingStrategy
-from lightning_shard.strategies.hook_advice import hooks_inside
-from lightning_shard.strategies.layer_sync import SyncBatchNormOnCpu
-from lightning_shard.strategies.model_graphs import draw_graphs
-from lightning_shard.strategies.step_bytes import StepBytes, total_bytes
-from lightning_shard.strategies.weight_averaging import (
+from lightning_shard.trainer.announcement import announce, count_parameters
+from lightning_shard.trainer.batch_counts import agree_on_batches, lengths_on_ranks
+from lightning_shard.trainer.callbacks import prepare_callbacks
+from lightning_shard.trainer.hook_advice import hooks_inside
+from lightning_shard.trainer.layer_sync import SyncBatchNormOnCpu
+from lightning_shard.trainer.model_graphs import draw_graphs
+from lightning_shard.trainer.step_bytes import StepBytes, total_bytes
+from lightning_shard.trainer.weight_averaging import (
     AverageInPieces,
     Averaging,
     averaging_callbacks,

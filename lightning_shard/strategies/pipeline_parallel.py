@@ -44,11 +44,11 @@ from lightning_shard.pipeline_parallel.schedules import (
 from lightning_shard.pipeline_parallel.split import PipelineSplit
 from lightning_shard.pipeline_parallel.staged_model import StagedModel
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
-from lightning_shard.strategies.hook_advice import hooks_inside
-from lightning_shard.strategies.layer_sync import batch_norms
-from lightning_shard.strategies.measured_stages import measured_costs
 from lightning_shard.strategies.model_parallel import ModelParallelStrategy, checked_ranks
-from lightning_shard.strategies.step_logs import StepLogs
+from lightning_shard.trainer.hook_advice import hooks_inside
+from lightning_shard.trainer.layer_sync import batch_norms
+from lightning_shard.trainer.measured_stages import measured_costs
+from lightning_shard.trainer.step_logs import StepLogs
 
 
 class PipelineParallelStrategy(ModelParallelStrategy):

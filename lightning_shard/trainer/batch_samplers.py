@@ -23,13 +23,13 @@ from torch.utils.data import DistributedSampler
 
 from lightning_shard.elastic.data_loaders import has_own_batches, replace_samplers
 from lightning_shard.errors import ConfigError
-from lightning_shard.strategies._lightning import (
+from lightning_shard.strategies.replaced import replaced
+from lightning_shard.trainer._lightning import (
     deal_under_indices,
     is_dealt_by_trainer,
     prepare_dataloader,
     without_samplers_of_ranks,
 )
-from lightning_shard.strategies.replaced import replaced
 
 _OF_RANKS = ("num_replicas", "rank", "world_size")  # attributes of one that knows its rank
 

@@ -17,8 +17,8 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.blocks import BlockList
 from lightning_shard.pipeline_parallel.costs import measure_blocks
 from lightning_shard.pipeline_parallel.partition import BlockCosts
-from lightning_shard.strategies._lightning import request_dataloader
 from lightning_shard.strategies.replaced import replaced
+from lightning_shard.trainer._lightning import request_dataloader
 
 
 def measured_costs(

@@ -24,8 +24,8 @@ from torchmetrics import Metric, MetricCollection
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.elsewhere import Elsewhere
 from lightning_shard.errors import ConfigError
-from lightning_shard.strategies import _torchmetrics
 from lightning_shard.strategies.replaced import replaced
+from lightning_shard.trainer import _torchmetrics
 
 
 class MetricSources:
