@@ -32,6 +32,7 @@ from lightning_shard.option_checks import checked_options
 from lightning_shard.precision.plugins import ShardedMixedPrecision, ShardedPrecision
 from lightning_shard.precision.policy import dtype_policy
 from lightning_shard.strategies.checkpoints import CheckpointingStrategy
+from lightning_shard.strategies.names import strategy_name
 from lightning_shard.trainer.announcement import announce, count_parameters
 from lightning_shard.trainer.batch_counts import agree_on_batches, lengths_on_ranks
 from lightning_shard.trainer.callbacks import prepare_callbacks
@@ -159,7 +160,7 @@ class DataParallelStrategy(CheckpointingStrategy):
             self._explain_pieces(callbacks)
         self.setup_precision_plugin()
         if fitting and self._announces:
-            announce(self, num_parameters)
+            announce(self, strategy_name(self), num_parameters)
 
     @property
     def held_besides(self) -> list[str]:

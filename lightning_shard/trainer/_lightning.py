@@ -1,4 +1,4 @@
-"""The private names of Lightning that the strategies touch.
+"""The private names of Lightning that this room and the strategies touch.
 
 Checked with lightning 2.6; `tests/strategies/test_tensor_parallel_batches.py`,
 `tests/strategies/test_measured_stages.py`, `tests/strategies/test_lightning_loops.py` and
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn as seed_workers
@@ -17,8 +18,6 @@ from lightning.pytorch.trainer import trainer as trainer_module
 from lightning.pytorch.trainer.connectors.data_connector import (
     _request_dataloader as request_dataloader,
 )
-
-from lightning_shard.strategies.replaced import replaced
 
 __all__ = [
     "accept_compiled_modules",
@@ -56,7 +55,7 @@ def is_dealt_by_trainer(trainer: "pl.Trainer", dataloader: Any) -> bool:
 def without_samplers_of_ranks(trainer: "pl.Trainer") -> Iterator[None]:
     """Let the trainer prepare loaders as on one device."""
     connector = trainer._data_connector
-    with replaced(connector, "_requires_distributed_sampler", lambda _: False):
+    with patch.object(connector, "_requires_distributed_sampler", lambda _: False):
         yield
 
 
@@ -94,7 +93,7 @@ def accept_compiled_modules(strategies: type[Strategy]) -> None:
 def without_sigterm_broadcast(trainer: "pl.Trainer") -> Iterator[None]:
     """Let a fit's ranks not ask rank 0 before each batch whether it has received SIGTERM."""
     loop = trainer.fit_loop.epoch_loop
-    with replaced(loop, "_broadcast_sigterm_tensor", lambda: None):
+    with patch.object(loop, "_broadcast_sigterm_tensor", lambda: None):
         yield
 
 
@@ -110,7 +109,7 @@ def around_validation(
         with inside():
             return run()
 
-    with replaced(loop, "run", run_inside):
+    with patch.object(loop, "run", run_inside):
         yield
 
 
@@ -124,7 +123,7 @@ def after_training_epochs(trainer: "pl.Trainer", then: Callable[[], None]) -> It
         run(data_fetcher)
         then()
 
-    with replaced(loop, "run", run_then):
+    with patch.object(loop, "run", run_then):
         yield
 
 
@@ -138,7 +137,7 @@ def before_training_ends(trainer: "pl.Trainer", first: Callable[[], None]) -> It
         first()
         on_run_end()
 
-    with replaced(loop, "on_run_end", first_then):
+    with patch.object(loop, "on_run_end", first_then):
         yield
 
 
