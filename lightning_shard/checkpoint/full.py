@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 
 from lightning_shard.checkpoint.misfits import dtype_misfit, misfit_error, shape_misfit
 from lightning_shard.checkpoint.module_snapshot import ModuleSnapshot, named_tensors
+from lightning_shard.checkpoint.optimizer_state import is_piece, params_of
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.model_split import Unsplit
 from lightning_shard.errors import CheckpointError
-from lightning_shard.optim.state import is_piece, params_of
 
 _TORCH_REPORTS = "Error(s) in loading state_dict"
 _ADVICE = (

@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_shard.backends.base import DEFAULT_TIMEOUT
+from lightning_shard.checkpoint.optimizer_state import local_state_dict
 from lightning_shard.data_parallel.compression import Compressor, Tally, find_compressor
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.engine import DataParallelEngine
@@ -43,7 +44,6 @@ from lightning_shard.data_parallel.local_sgd.rules import Averaging, OuterOptimi
 from lightning_shard.data_parallel.local_sgd.schedule import SyncSchedule
 from lightning_shard.data_parallel.local_sgd.sending import check_compressor
 from lightning_shard.errors import ConfigError
-from lightning_shard.optim.state import local_state_dict
 from lightning_shard.option_checks import checked_options
 from lightning_shard.strategies.checkpoints import CHECKPOINT_KEY
 from lightning_shard.strategies.training_alone import TrainsAlone
