@@ -58,7 +58,7 @@ class Progress:
             diet=diet,
             buffers={name: _copy(buffer) for name, buffer in module.named_buffers()},
             random=_lightning.random_states(include_cuda=torch.cuda.is_available()),
-            logs=take_logs(trainer.fit_loop.epoch_loop._results),
+            logs=take_logs(trainer),
         )
 
     def pack(self) -> bytes:
@@ -102,7 +102,7 @@ class Progress:
             _lightning.set_random_states(self.random)
             torch.manual_seed(torch.initial_seed() + rank)
         put_logs(
-            trainer.fit_loop.epoch_loop._results,
+            trainer,
             (own or self).logs,
             reduce=trainer.strategy.reduce,
             emptied=own is None,

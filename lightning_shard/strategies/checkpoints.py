@@ -93,7 +93,7 @@ class CheckpointingStrategy(SalvagingStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        raw = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        raw = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if self._engine is None:
             self._check_whole()
             return raw.state_dict() if self.is_global_zero else {}

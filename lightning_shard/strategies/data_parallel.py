@@ -33,6 +33,7 @@ from lightning_shard.precision.plugins import ShardedMixedPrecision, ShardedPrec
 from lightning_shard.precision.policy import dtype_policy
 from lightning_shard.strategies.checkpoints import CheckpointingStrategy
 from lightning_shard.strategies.names import strategy_name
+from lightning_shard.trainer._lightning import layer_sync
 from lightning_shard.trainer.announcement import announce, count_parameters
 from lightning_shard.trainer.batch_counts import agree_on_batches, lengths_on_ranks
 from lightning_shard.trainer.callbacks import prepare_callbacks
@@ -200,11 +201,11 @@ class DataParallelStrategy(CheckpointingStrategy):
         data = self.data_collectives
         # torch's refuses the CPU, and synchronises all ranks of the world
         is_ours = self.root_device.type == "cpu" or data.size < self.world_size
-        if isinstance(self._layer_sync, TorchSyncBatchNorm) and is_ours:
+        if isinstance(layer_sync(self), TorchSyncBatchNorm) and is_ours:
             self._cpu_layer_sync = SyncBatchNormOnCpu(data)
             self.model = self._cpu_layer_sync.apply(self.model)
-        elif self._layer_sync is not None:
-            self.model = self._layer_sync.apply(self.model)
+        elif (sync := layer_sync(self)) is not None:
+            self.model = sync.apply(self.model)
 
     def _revert_layer_sync(self) -> None:
         if self.model is None:
@@ -212,8 +213,8 @@ class DataParallelStrategy(CheckpointingStrategy):
         if self._cpu_layer_sync is not None:
             self.model = self._cpu_layer_sync.revert(self.model)
             self._cpu_layer_sync = None
-        elif self._layer_sync is not None:
-            self.model = self._layer_sync.revert(self.model)
+        elif (sync := layer_sync(self)) is not None:
+            self.model = sync.revert(self.model)
 
     def _start_engine(self) -> None:
         assert self.model is not None

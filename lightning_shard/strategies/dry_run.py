@@ -32,6 +32,7 @@ from lightning_shard.strategies.model_parallel import ModelParallelStrategy
 from lightning_shard.strategies.pipeline_parallel import PipelineParallelStrategy
 from lightning_shard.strategies.tensor_parallel import TensorParallelStrategy
 from lightning_shard.tensor_parallel.plan import PlannedLayer, match_plan
+from lightning_shard.trainer._lightning import runners_of
 
 _DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 
@@ -80,7 +81,7 @@ def dry_run_of(
         num_microbatches=num_microbatches,
         placement=simulated.placement(ranks_per_node),
         dtype=_DTYPES.get(precision),
-        left_out=tuple(one for one in (module._trainer, module._fabric) if one is not None),
+        left_out=runners_of(module),
     )
 
 

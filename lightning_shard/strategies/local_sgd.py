@@ -47,6 +47,7 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.option_checks import checked_options
 from lightning_shard.strategies.checkpoints import CHECKPOINT_KEY
 from lightning_shard.strategies.training_alone import TrainsAlone
+from lightning_shard.trainer._lightning import layer_sync
 
 
 class LocalSGDStrategy(TrainsAlone):
@@ -175,7 +176,7 @@ class LocalSGDStrategy(TrainsAlone):
             check_model(self.local_engine, self._schedule, self._compressor)
 
     def _check_run(self, trainer: "pl.Trainer") -> None:
-        if self._layer_sync is not None:
+        if layer_sync(self) is not None:
             raise ConfigError(
                 "sync_batchnorm=True makes ranks wait for each other in every forward, but under "
                 "local SGD they train by themselves; expected it to be off. Statistics of batch "
@@ -316,7 +317,7 @@ class LocalSGDStrategy(TrainsAlone):
 
     @contextmanager
     def _mean_of_ranks(self, optimizer: Optimizer) -> Iterator[None]:
-        raw = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        raw = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         alone = self._local is not None
         with averaged_state(raw, self.collectives) if alone else nullcontext():
             yield

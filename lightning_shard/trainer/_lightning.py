@@ -13,10 +13,11 @@ from unittest.mock import patch
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn as seed_workers
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.plugins.layer_sync import LayerSync
+from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from lightning.pytorch.trainer import trainer as trainer_module
 from lightning.pytorch.trainer.connectors.data_connector import (
-    _request_dataloader as request_dataloader,
+    _request_dataloader,
 )
 
 __all__ = [
@@ -28,12 +29,29 @@ __all__ = [
     "forget_sigterm_handler",
     "handle_sigterm",
     "is_dealt_by_trainer",
+    "layer_sync",
     "prepare_dataloader",
-    "request_dataloader",
+    "runners_of",
     "seed_workers",
+    "training_data",
     "without_samplers_of_ranks",
     "without_sigterm_broadcast",
 ]
+
+
+def training_data(trainer: "pl.Trainer") -> Any:
+    """Return the loaders of a fit, made anew."""
+    return _request_dataloader(trainer.fit_loop._data_source)
+
+
+def layer_sync(strategy: ParallelStrategy) -> LayerSync | None:
+    """Return how a strategy's batch norms are to be synchronized, where the user asks for it."""
+    return strategy._layer_sync
+
+
+def runners_of(module: "pl.LightningModule") -> tuple[Any, ...]:
+    """Return the Trainer, or the Fabric, that a module is attached to."""
+    return tuple(one for one in (module._trainer, module._fabric) if one is not None)
 
 
 def prepare_dataloader(trainer: "pl.Trainer") -> tuple[Any, str, Callable[..., Any]]:

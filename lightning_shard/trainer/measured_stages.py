@@ -18,7 +18,7 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.blocks import BlockList
 from lightning_shard.pipeline_parallel.costs import measure_blocks
 from lightning_shard.pipeline_parallel.partition import BlockCosts
-from lightning_shard.trainer._lightning import request_dataloader
+from lightning_shard.trainer._lightning import training_data
 
 
 def measured_costs(
@@ -56,7 +56,7 @@ def _measure(
 
 def _first_batch(trainer: "pl.Trainer") -> Any:
     with isolate_rng():
-        loader = request_dataloader(trainer.fit_loop._data_source)
+        loader = training_data(trainer)
         if not isinstance(loader, CombinedLoader):
             loader = CombinedLoader(loader, "min_size")
         batch, *_ = next(iter(loader))
