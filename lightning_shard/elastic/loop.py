@@ -11,8 +11,8 @@
 Callbacks and loggers see one run: `on_train_start` comes once, and other hooks are called again for
 nothing but what is done again.
 
-The loops are Lightning's own classes, with private names, as in `_lightning`; checked with lightning
-2.6 by `tests/elastic/test_lightning.py`.
+The loops derive from Lightning's own, with their private names; checked with lightning 2.6 by
+`tests/elastic/test_lightning.py`.
 """
 
 import gc
