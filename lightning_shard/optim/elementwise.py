@@ -26,11 +26,6 @@ _LR = 1e-2
 Loss = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 
 
-def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether updating 1-D pieces equals updating the whole, for every group's settings."""
-    return why_not_elementwise(optimizer) is None
-
-
 def why_not_elementwise(optimizer: Optimizer) -> str | None:
     """What the trial has shown of the first group that fails it; None when all pass."""
     with torch.random.fork_rng(devices=[]):
