@@ -62,5 +62,5 @@ def _serve(lightning: str) -> None:
     import_module("lightning_shard.strategies.registry").register_strategies(
         lightning, LIGHTNING[lightning]
     )
-    counterparts = import_module("lightning_shard.strategies.counterparts")
+    counterparts = import_module("lightning_shard.on_pytorch_lightning.counterparts")
     counterparts.take_counterparts(lightning, LIGHTNING)

@@ -22,7 +22,7 @@ from typing import Literal, get_args
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_shard.errors import ConfigError
-from lightning_shard.mesh_picture import abbreviated, draw_text, save_png
+from lightning_shard.mesh_picture import abbreviated, draw_mesh, save_mesh_png
 from lightning_shard.option_checks import check_fields, checked_options
 
 Axis = Literal["pp", "dp", "tp"]
@@ -255,7 +255,7 @@ class ParallelMesh:
         Raises:
             ConfigError: matplotlib is not installed.
         """
-        save_png(self._stages(), path, ranks_per_node=ranks_per_node)
+        save_mesh_png(self._stages(), path, ranks_per_node=ranks_per_node)
 
     def _stages(self) -> list[list[tuple[int, ...]]]:
         return [
@@ -264,7 +264,7 @@ class ParallelMesh:
         ]
 
     def __str__(self) -> str:
-        return draw_text(self._stages(), shard=self.shard)
+        return draw_mesh(self._stages(), shard=self.shard)
 
     def __repr__(self) -> str:
         order = "" if self.axis_order == AXES else f", axis_order={self.axis_order}"

@@ -31,7 +31,7 @@ _MOST_LABELS = 1024  # ranks; more would not be legible
 _MOST_TICKS = 32
 
 
-def draw_text(stages: Stages, *, shard: int | None = None) -> str:
+def draw_mesh(stages: Stages, *, shard: int | None = None) -> str:
     """Draw the grid and list its groups, at most 100 columns wide.
 
     Args:
@@ -57,7 +57,7 @@ def abbreviated(items: Sequence[object], most: int) -> list[str]:
     return ["..." if index is None else str(items[index]) for index in _shown(len(items), most)]
 
 
-def save_png(stages: Stages, path: str | Path, *, ranks_per_node: int | None = None) -> None:
+def save_mesh_png(stages: Stages, path: str | Path, *, ranks_per_node: int | None = None) -> None:
     """Draw the grid into a PNG file, a colour per stage, or per node where its size is given.
 
     Raises:

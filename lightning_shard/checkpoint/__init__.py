@@ -1,1 +1,9 @@
-"""Checkpoints in one canonical form: the module's own parameter names and shapes."""
+"""Checkpoints in one canonical form: the module's own parameter names and shapes.
+
+    full state, as a single device has it       full, optimizer_state, pieces, module_snapshot
+    does a checkpoint fit the run               resuming, misfits, optimizer_misfits
+    one rank's shards at a step boundary        rank_snapshot, state_entries, host_buffers
+
+What compression keeps is written and read in `data_parallel.compression.state`, below local SGD,
+which needs it.
+"""

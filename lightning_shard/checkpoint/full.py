@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 
 from lightning_shard.checkpoint.misfits import dtype_misfit, misfit_error, shape_misfit
 from lightning_shard.checkpoint.module_snapshot import ModuleSnapshot, named_tensors
+from lightning_shard.checkpoint.optimizer_state import is_piece, params_of
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.model_split import Unsplit
 from lightning_shard.errors import CheckpointError
-from lightning_shard.optim.state import is_piece, params_of
 
 _TORCH_REPORTS = "Error(s) in loading state_dict"
 _ADVICE = (
@@ -44,7 +44,7 @@ def full_module_state(module: nn.Module, engine: DataParallelEngine) -> dict[str
         return module_shapes(module, engine)
     state = module.state_dict(keep_vars=True)
     for name, value in state.items():  # in place: torch's own mapping knows module versions
-        state[name] = whole[id(value)] if id(value) in whole else _plain(value, engine)
+        state[name] = whole[id(value)] if id(value) in whole else _detached(value, engine)
     return state
 
 
@@ -58,7 +58,7 @@ def module_shapes(module: nn.Module, engine: DataParallelEngine) -> dict[str, An
     state = module.state_dict(keep_vars=True)
     for name, value in state.items():
         is_param = isinstance(value, nn.Parameter)
-        state[name] = _shape_of(value, engine) if is_param else _plain(value, engine)
+        state[name] = _shape_of(value, engine) if is_param else _detached(value, engine)
     return state
 
 
@@ -88,7 +88,7 @@ def _shape_of(
     return torch.empty(tuple(shape), dtype=dtype or param.dtype, device="meta")
 
 
-def _plain(value: Any, engine: DataParallelEngine) -> Any:
+def _detached(value: Any, engine: DataParallelEngine) -> Any:
     if not isinstance(value, Tensor):
         return value
     return value.detach().cpu() if engine.is_first else value.detach()

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_shard.checkpoint.misfits import dtype_misfit, shape_misfit
-from lightning_shard.optim.elementwise import twin_of
+from lightning_shard.checkpoint.optimizer_twin import twin_of
 
 _SIZES = (3, 5, 7, 11, 13, 17)  # of the twin's dimensions: all different, and none 1
 _State = Mapping[str, Any]

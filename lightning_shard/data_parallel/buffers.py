@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.data_parallel.torch_private import is_persistent
 
 
 class BufferSync:
@@ -49,9 +50,7 @@ class BufferSync:
             buffer
             for module in self._model.modules()
             for name, buffer in module.named_buffers(recurse=False)
-            if buffer.is_floating_point()
-            and buffer.numel()
-            and name not in module._non_persistent_buffers_set
+            if buffer.is_floating_point() and buffer.numel() and is_persistent(module, name)
         ]
 
     @torch.no_grad()

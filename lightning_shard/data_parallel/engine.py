@@ -35,6 +35,7 @@ from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.data_parallel.piece_advice import explaining_gradients, explaining_pieces
 from lightning_shard.data_parallel.piece_loading import cut_loaded
 from lightning_shard.data_parallel.reducer import Reducer
+from lightning_shard.data_parallel.torch_private import gradient_hooks
 from lightning_shard.data_parallel.unit import Unit
 from lightning_shard.data_parallel.usage import UsageAgreement
 from lightning_shard.errors import ConfigError
@@ -239,7 +240,7 @@ class DataParallelEngine:
             param: May show a piece of itself now.
             grad: In the parameter's own shape; its hooks are called here.
         """
-        for hook in (param._backward_hooks or {}).values():
+        for hook in gradient_hooks(param).values():
             changed = hook(grad)
             grad = grad if changed is None else changed
         self.reducer.take(*self._positions[param], grad)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.backends.reduction import ReduceOpName
-from lightning_shard.data_parallel.sharded_tensor import ShardedTensor, is_alike, refuse
+from lightning_shard.data_parallel.sharded_tensor import REDUCTIONS, ShardedTensor, is_alike, refuse
 
 _Dims = Sequence[int] | int | None
 _INFINITY = float("inf")
@@ -271,7 +271,7 @@ def _histc(
     return combined(tensor, own).to(tensor.dtype)
 
 
-REDUCTIONS: dict[str, Callable[..., Any]] = {
+_REDUCTIONS: dict[str, Callable[..., Any]] = {
     "_foreach_norm": _foreach_norm,
     "_local_scalar_dense": _item,
     "all": _truth("min"),
@@ -295,4 +295,5 @@ REDUCTIONS: dict[str, Callable[..., Any]] = {
     "var": lambda *args, **kwargs: _var_mean(*args, **kwargs)[0],
     "var_mean": _var_mean,
 }
-"""By the name of the operation, whatever its overload."""
+
+REDUCTIONS.update(_REDUCTIONS)

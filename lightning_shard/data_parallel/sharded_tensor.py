@@ -51,6 +51,10 @@ class Spread(Protocol):
         """Return the whole of parts; each rank must call."""
 
 
+REDUCTIONS: dict[str, Callable[..., Any]] = {}
+"""By the name of the operation, whatever its overload; `sharded_reductions` registers them."""
+
+
 class ShardedTensor(Tensor):
     """Looks like the whole of a tensor of which this rank has `local`.
 
@@ -104,9 +108,6 @@ class ShardedTensor(Tensor):
         Raises:
             ConfigError: Neither is possible.
         """
-        # The reductions know this class, so they are imported when the first one is needed.
-        from lightning_shard.data_parallel.sharded_reductions import REDUCTIONS
-
         kwargs = dict(kwargs or {})
         name = func._schema.name.partition("::")[2]
         if name in REDUCTIONS:

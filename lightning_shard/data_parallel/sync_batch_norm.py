@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.data_parallel.torch_private import BatchNorm, check_batch_norm_input
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -38,7 +38,7 @@ def _summed(tensor: Tensor, collectives: Collectives) -> Tensor:
     return result
 
 
-def sync_batch_norm(module: _BatchNorm, batch: Tensor, collectives: Collectives) -> Tensor:
+def sync_batch_norm(module: BatchNorm, batch: Tensor, collectives: Collectives) -> Tensor:
     """Normalise `batch` by the statistics of all ranks' batches, and update the running ones.
 
     Args:
@@ -52,7 +52,7 @@ def sync_batch_norm(module: _BatchNorm, batch: Tensor, collectives: Collectives)
     Source:
         Chan, Golub, LeVeque 1979, "Updating formulae and a pairwise algorithm".
     """
-    module._check_input_dim(batch)  # type: ignore[no-untyped-call]
+    check_batch_norm_input(module, batch)
     dims = [dim for dim in range(batch.ndim) if dim != 1]
     shape = [1, -1] + [1] * (batch.ndim - 2)
     wide = batch.float() if batch.dtype in (torch.float16, torch.bfloat16) else batch
@@ -70,7 +70,7 @@ def sync_batch_norm(module: _BatchNorm, batch: Tensor, collectives: Collectives)
 
 
 @torch.no_grad()
-def _update_running(module: _BatchNorm, mean: Tensor, variance: Tensor, total: float) -> None:
+def _update_running(module: BatchNorm, mean: Tensor, variance: Tensor, total: float) -> None:
     if not module.track_running_stats:
         return
     assert module.num_batches_tracked is not None

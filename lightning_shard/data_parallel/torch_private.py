@@ -1,4 +1,4 @@
-"""The private names of torch that the engine and split layers need, and nothing else.
+"""The private names of torch that engine, pipelines, split layers and the dry run need, no more.
 
 `tests/data_parallel/test_torch_private.py` fails when upstream changes them.
 """
@@ -7,8 +7,34 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
+from torch import Tensor, nn
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Variable
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
+__all__ = [
+    "COMPILED_MODULE",
+    "FAKE_TENSOR_LOGGER",
+    "BatchNorm",
+    "FakeTensorMode",
+    "check_batch_norm_input",
+    "forget_forward_hooks",
+    "gradient_hooks",
+    "has_compiled_call",
+    "in_backward",
+    "is_compiled_function",
+    "is_persistent",
+    "is_traced",
+    "pass_for_parameter",
+    "queue_after_backward",
+    "saving_hook",
+    "storage_key",
+    "untraced",
+]
+
+COMPILED_MODULE = "_orig_mod"  # where the wrapper of `torch.compile` keeps the module
+FAKE_TENSOR_LOGGER = fake_tensor.__name__
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -39,3 +65,44 @@ def saving_hook() -> Callable[..., object] | None:
 def queue_after_backward(callback: Callable[[], None]) -> None:
     """Call `callback` when the running backward has finished; only from inside one."""
     Variable._execution_engine.queue_callback(callback)
+
+
+def gradient_hooks(param: Tensor) -> dict[int, Callable[[Tensor], Tensor | None]]:
+    """Return the hooks of a tensor's gradient, those of `register_hook`: the dictionary itself."""
+    return param._backward_hooks or {}
+
+
+def forget_forward_hooks(module: nn.Module) -> None:
+    """Remove what was registered to be called before and after a module's forward."""
+    for hooks in (module._forward_hooks, module._forward_pre_hooks):
+        hooks.clear()
+
+
+def has_compiled_call(module: nn.Module) -> bool:
+    """Whether `module.compile()` was called."""
+    return module._compiled_call_impl is not None
+
+
+def is_compiled_function(function: object) -> bool:
+    """Whether `torch.compile` has made a function of another."""
+    return hasattr(function, "_torchdynamo_orig_callable")
+
+
+def is_persistent(module: nn.Module, name: str) -> bool:
+    """Whether a buffer of a module's own is part of its state dict."""
+    return name not in module._non_persistent_buffers_set
+
+
+def check_batch_norm_input(module: BatchNorm, batch: Tensor) -> None:
+    """Raise as the module does for a batch with another number of dimensions."""
+    module._check_input_dim(batch)  # type: ignore[no-untyped-call]
+
+
+def pass_for_parameter(tensor: Any) -> None:
+    """Let `isinstance(tensor, nn.Parameter)` hold for a tensor of another class."""
+    tensor._is_param = True
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Return a number that tensors share which lie in one memory, even one without elements."""
+    return int(tensor.untyped_storage()._cdata)

@@ -23,8 +23,8 @@ from torch import Tensor
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.in_process.world import current_world
 from lightning_shard.backends.pending import Place, Stretch
-from lightning_shard.elastic.buffers import HostBuffers, SnapshotBuffers
-from lightning_shard.elastic.snapshot import Snapshot
+from lightning_shard.checkpoint.host_buffers import HostBuffers, SnapshotBuffers
+from lightning_shard.checkpoint.rank_snapshot import Snapshot
 from lightning_shard.errors import ConfigError, ShardError
 
 _MESSAGE_BYTES = 1 << 30  # MPI counts in 32 bits

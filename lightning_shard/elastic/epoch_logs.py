@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
+import lightning.pytorch as pl
 from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _Metadata,
     _ResultCollection,
@@ -90,22 +91,30 @@ class LoggedSum:
 EpochLogs = dict[str, LoggedSum]
 
 
-def take_logs(results: _ResultCollection) -> EpochLogs:
+def _results(trainer: "pl.Trainer") -> _ResultCollection:
+    results = trainer.fit_loop.epoch_loop._results
+    assert results is not None
+    return results
+
+
+def take_logs(trainer: "pl.Trainer") -> EpochLogs:
     """What has been logged, by Lightning's keys."""
+    results = _results(trainer)
     return {key: LoggedSum.of(metric) for key, metric in results.items() if metric.is_tensor}
 
 
 def put_logs(
-    results: _ResultCollection, logs: EpochLogs, *, reduce: Callable[..., Any], emptied: bool
+    trainer: "pl.Trainer", logs: EpochLogs, *, reduce: Callable[..., Any], emptied: bool
 ) -> None:
-    """Have a collection hold this and no more.
+    """Have a fit hold this and no more.
 
     Args:
-        results: Lightning's.
+        trainer: In its fit.
         logs: From this rank, or from another.
         reduce: The strategy's.
         emptied: Take only what is logged and how: the sums are another rank's.
     """
+    results = _results(trainer)
     for key in [key for key, metric in results.items() if metric.is_tensor and key not in logs]:
         del results[key]
     for key, logged in logs.items():

@@ -9,6 +9,9 @@ same factor, so that a schedule goes on as that factor times what it would have 
 
 Momentum needs no correction: torch's SGD multiplies by the learning rate outside its momentum
 buffer (the remark in section 3 of arXiv:1706.02677 is about the other form).
+
+Private names of torch's schedulers, checked with torch 2.13: `_last_lr`, and the `_schedulers` that
+one is made of; `tests/elastic/test_learning_rate.py` fails when one changes.
 """
 
 import math

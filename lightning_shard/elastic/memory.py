@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from torch.optim import Optimizer
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.checkpoint.host_buffers import HostBuffers, SnapshotBuffers
+from lightning_shard.checkpoint.rank_snapshot import Snapshot, take
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.elastic.buddies import BuddyRing
-from lightning_shard.elastic.buffers import HostBuffers, SnapshotBuffers
 from lightning_shard.elastic.generation import Generation
 from lightning_shard.elastic.progress import Progress
-from lightning_shard.elastic.snapshot import Snapshot, take
 
 
 class Memory:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.checkpoint.rank_snapshot import Snapshot, TrackKey
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.elastic.resharding import Move
-from lightning_shard.elastic.snapshot import Snapshot, TrackKey
 
 
 @torch.no_grad()

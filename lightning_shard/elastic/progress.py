@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
+from lightning_shard.data_parallel.host_copies import host_copy
 from lightning_shard.elastic import _lightning
 from lightning_shard.elastic.epoch_logs import EpochLogs, put_logs, take_logs
 from lightning_shard.elastic.feeding import Diet
@@ -56,9 +57,9 @@ class Progress:
             restarting=trainer.fit_loop.epoch_loop.restarting,
             accumulation=trainer.accumulate_grad_batches,
             diet=diet,
-            buffers={name: _copy(buffer) for name, buffer in module.named_buffers()},
+            buffers={name: host_copy(buffer) for name, buffer in module.named_buffers()},
             random=_lightning.random_states(include_cuda=torch.cuda.is_available()),
-            logs=take_logs(trainer.fit_loop.epoch_loop._results),
+            logs=take_logs(trainer),
         )
 
     def pack(self) -> bytes:
@@ -102,15 +103,11 @@ class Progress:
             _lightning.set_random_states(self.random)
             torch.manual_seed(torch.initial_seed() + rank)
         put_logs(
-            trainer.fit_loop.epoch_loop._results,
+            trainer,
             (own or self).logs,
             reduce=trainer.strategy.reduce,
             emptied=own is None,
         )
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True)
 
 
 def _pickled(state: Any) -> bytes:

@@ -23,14 +23,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.checkpoint.optimizer_state import params_of
+from lightning_shard.checkpoint.rank_snapshot import PARAMETERS, Catalog, Snapshot, TrackKey
+from lightning_shard.checkpoint.state_entries import PieceMark, merge, rebuild
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.elastic.moving import move_track
 from lightning_shard.elastic.resharding import Move, plan_moves
-from lightning_shard.elastic.snapshot import PARAMETERS, Catalog, Snapshot, TrackKey
-from lightning_shard.elastic.state_entries import PieceMark, merge, rebuild
 from lightning_shard.errors import CheckpointError
-from lightning_shard.optim.state import params_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from lightning_shard import settings
 from lightning_shard.backends.base import Backend
+from lightning_shard.checkpoint.rank_snapshot import Snapshot
 from lightning_shard.elastic.generation import Generation
 from lightning_shard.elastic.shared_memory import (
     SharedMemoryBuffers,
@@ -25,7 +26,6 @@ from lightning_shard.elastic.shared_memory import (
     newest_generation,
     remove_orphans,
 )
-from lightning_shard.elastic.snapshot import Snapshot
 from lightning_shard.errors import RankFailedError
 
 

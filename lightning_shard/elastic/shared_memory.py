@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_shard.elastic.buffers import SPARE_BYTES, take_fitting, whole_buffer
-from lightning_shard.elastic.snapshot import Snapshot
+from lightning_shard.checkpoint.host_buffers import SPARE_BYTES, take_fitting, whole_buffer
+from lightning_shard.checkpoint.rank_snapshot import Snapshot
 from lightning_shard.errors import CheckpointError, ConfigError
 
 _ROOT = Path("/dev/shm")

@@ -9,6 +9,9 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.loops.loop import _Loop as Loop
 from lightning.pytorch.loops.progress import _BaseProgress as BaseProgress
+from lightning.pytorch.strategies.launchers import (
+    _SubprocessScriptLauncher as SubprocessScriptLauncher,
+)
 from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
 from lightning.pytorch.trainer.call import _call_and_handle_interrupt
 from lightning.pytorch.trainer.connectors import accelerator_connector
@@ -17,6 +20,7 @@ from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerE
 
 __all__ = [
     "Launcher",
+    "SubprocessScriptLauncher",
     "TunerExit",
     "call_and_handle_interrupt",
     "copy_metrics",

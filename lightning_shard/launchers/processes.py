@@ -5,19 +5,22 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from typing_extensions import override
 
 from lightning_shard.backends import liveness
 from lightning_shard.backends.common_failure import all_raise
 from lightning_shard.backends.pending import is_about_a_peer
 from lightning_shard.errors import RankFailedError
-from lightning_shard.launchers._lightning import TunerExit, skip_hooks_of_exception
+from lightning_shard.launchers._lightning import (
+    SubprocessScriptLauncher,
+    TunerExit,
+    skip_hooks_of_exception,
+)
 from lightning_shard.launchers.failures import Circumstances, Salvages, tell
 from lightning_shard.launchers.loggers import told_once
 
 
-class ProcessLauncher(_SubprocessScriptLauncher):
+class ProcessLauncher(SubprocessScriptLauncher):
     """Lightning's launcher, whose ranks tell each other when one fails.
 
     It hears of an exception before the callbacks do, which might wait for other ranks: a checkpoint

@@ -31,6 +31,7 @@ BUILT_ON_LIGHTNING = (
     "precision.plugins",
     "profiling",
     "strategies",
+    "trainer",
 )
 """What is mirrored, with all modules inside: those that import Lightning, or one of these."""
 

@@ -9,7 +9,6 @@ matrices, together and one by one: only LBFGS and its like fail that.
 
 import copy
 import inspect
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
@@ -18,16 +17,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_shard.checkpoint.optimizer_twin import twin_of
+
 _SHAPE = (4, 6)
 _CUT = 10  # inside a row
 _LR = 1e-2
 
 Loss = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
-
-
-def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether updating 1-D pieces equals updating the whole, for every group's settings."""
-    return why_not_elementwise(optimizer) is None
 
 
 def why_not_elementwise(optimizer: Optimizer) -> str | None:
@@ -162,15 +158,3 @@ def _takes_closure(optimizer: Optimizer) -> bool:
     """Whether the first argument of a step is a closure; whoever requires one means that."""
     _, *others = inspect.signature(type(optimizer).step).parameters.values()
     return bool(others) and (others[0].name == "closure" or others[0].default is others[0].empty)
-
-
-def twin_of(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
-    """An optimizer of the same class on one group, with state of its own."""
-    try:  # some make their state in the constructor
-        return type(optimizer)([group], **optimizer.defaults)
-    except TypeError:  # its defaults are not its constructor's arguments
-        twin = copy.copy(optimizer)
-        twin.state = defaultdict(dict)
-        twin.param_groups = []
-        twin.add_param_group(group)
-        return twin

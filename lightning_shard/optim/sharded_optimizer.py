@@ -17,12 +17,12 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_shard.checkpoint.optimizer_state import shard_state
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.errors import ConfigError
 from lightning_shard.optim.common_loss import looks_at_loss, mean_loss
 from lightning_shard.optim.elementwise import why_not_elementwise, why_not_separate
 from lightning_shard.optim.frozen_adam import FrozenAdam
-from lightning_shard.optim.state import shard_state
 
 
 class ShardedOptimizer:

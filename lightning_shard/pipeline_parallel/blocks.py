@@ -19,11 +19,14 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from lightning_shard.data_parallel.torch_private import (
+    COMPILED_MODULE,
+    has_compiled_call,
+    is_compiled_function,
+)
 from lightning_shard.errors import ConfigError
 from lightning_shard.layout.largest_layers import largest_layers
 
-_COMPILED = "_orig_mod"  # where the wrapper of `torch.compile` keeps the module
-_COMPILED_METHOD = "_torchdynamo_orig_callable"  # where a compiled function keeps its original
 _CALLED = ("forward", "training_step", "validation_step", "test_step", "predict_step")
 _MOST = 2 / 3  # of the parameters of all lists of repeated blocks
 _NEARLY_ALL = 0.9  # of the model's parameters
@@ -104,9 +107,9 @@ def check_calls(model: nn.Module, blocks: BlockList) -> None:
 
 def _is_compiled(module: nn.Module) -> bool:
     """Whether `torch.compile` was applied to a module, or to its methods as Lightning does."""
-    if _COMPILED in module._modules or module._compiled_call_impl is not None:
+    if COMPILED_MODULE in module._modules or has_compiled_call(module):
         return True
-    return any(hasattr(vars(module).get(name), _COMPILED_METHOD) for name in _CALLED)
+    return any(is_compiled_function(vars(module).get(name)) for name in _CALLED)
 
 
 def num_parameters(module: nn.Module) -> int:
@@ -166,7 +169,7 @@ def _is_list(module: nn.Module) -> bool:
 
 def _compiled_in(module: nn.Module) -> nn.Module:
     """Return the module that `torch.compile` wrapped, or the module itself."""
-    return module._modules.get(_COMPILED) or module
+    return module._modules.get(COMPILED_MODULE) or module
 
 
 def _resolve(model: nn.Module, path: str) -> str:
@@ -192,7 +195,7 @@ def _resolve(model: nn.Module, path: str) -> str:
 
 
 def _uncompiled(path: str) -> str:
-    return ".".join(part for part in path.split(".") if part != _COMPILED)
+    return ".".join(part for part in path.split(".") if part != COMPILED_MODULE)
 
 
 def _lists_of(model: nn.Module) -> str:

@@ -20,10 +20,14 @@ from typing import Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses import fake_tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_shard.data_parallel.torch_private import (
+    FAKE_TENSOR_LOGGER,
+    FakeTensorMode,
+    storage_key,
+)
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.blocks import BlockList
 from lightning_shard.pipeline_parallel.partition import BlockCosts, used_at
@@ -149,7 +153,7 @@ class _SavedBytes(saved_tensors_hooks):
 
     @staticmethod
     def _key(tensor: Tensor) -> int:
-        return int(tensor.untyped_storage()._cdata)
+        return storage_key(tensor)
 
 
 class _Step(nn.Module):
@@ -189,7 +193,7 @@ class _NoValues:
 
     def __init__(self, device: torch.device | None) -> None:
         self._device = device
-        self._mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def mode(self) -> AbstractContextManager[object]:
         """Return the mode in which the step runs: the batch loses its elements, too."""
@@ -238,7 +242,7 @@ def _with_parameters(model: nn.Module, blocks: BlockList, costs: BlockCosts) -> 
 @contextmanager
 def _unlogged() -> Iterator[None]:
     """Keep quiet what torch logs of a run without elements that fails: it is done over."""
-    logger = logging.getLogger(fake_tensor.__name__)
+    logger = logging.getLogger(FAKE_TENSOR_LOGGER)
     before, logger.disabled = logger.disabled, True
     try:
         yield

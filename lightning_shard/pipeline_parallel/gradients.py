@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_shard.data_parallel.torch_private import gradient_hooks
 from lightning_shard.errors import ConfigError
 
 Taker = Callable[[nn.Parameter, Tensor], None]
@@ -154,7 +155,7 @@ def hooks_set_aside(params: Sequence[nn.Parameter]) -> Iterator[None]:
     """Keep the hooks of parameters for the one gradient of the whole batch."""
     hooked: list[tuple[dict[int, Any], dict[int, Any]]] = []
     for param in params:
-        if hooks := param._backward_hooks:
+        if hooks := gradient_hooks(param):
             hooked.append((hooks, dict(hooks)))
             hooks.clear()
     try:

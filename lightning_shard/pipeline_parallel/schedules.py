@@ -38,6 +38,9 @@ _IN_ROUNDS = ("interleaved_1f1b", "interleaved_zero_bubble")
 FORWARD_ONLY = "forward_only"
 
 
+StageInput = tuple[int, str, int]  # the stage that takes it, "F" or "B", the microbatch
+
+
 class Action(NamedTuple):
     """One step of a rank; `str` gives it as torch prints it: 0F1, 1SEND_B0.
 
@@ -56,6 +59,13 @@ class Action(NamedTuple):
     def computes(self) -> bool:
         """Whether the rank computes, rather than sends or receives."""
         return self.kind in ("F", "B", "I", "W")
+
+    @property
+    def output(self) -> "StageInput":
+        """What a forward or backward, or its SEND, makes for the next stage."""
+        if self.kind in ("F", "SEND_F"):
+            return self.stage + 1, "F", self.microbatch
+        return self.stage - 1, "B", self.microbatch
 
 
 @dataclass(frozen=True, kw_only=True)

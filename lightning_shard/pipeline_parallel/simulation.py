@@ -16,10 +16,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from lightning_shard.errors import DeadlockError
-from lightning_shard.pipeline_parallel.schedules import Action, Kind, Schedule
+from lightning_shard.pipeline_parallel.schedules import Action, Kind, Schedule, StageInput
 from lightning_shard.pipeline_parallel.timeline import Event, Timeline
-
-_Input = tuple[int, str, int]  # the stage that takes it, "F" or "B", the microbatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +82,9 @@ class _Replay:
         self.events: list[list[Event]] = [[] for _ in schedule.actions]
         self.clocks = [0.0] * schedule.num_ranks
         self.positions = [0] * schedule.num_ranks
-        self.sent: dict[_Input, float] = {}
-        self.ready: dict[_Input, float] = {}
-        self.waiting: dict[_Input, int] = {}
+        self.sent: dict[StageInput, float] = {}
+        self.ready: dict[StageInput, float] = {}
+        self.waiting: dict[StageInput, int] = {}
         self.runnable = deque(range(schedule.num_ranks))
 
     def run(self) -> None:
@@ -107,7 +105,7 @@ class _Replay:
         return self._receive(rank, action)
 
     def _send(self, rank: int, action: Action) -> None:
-        message = _output_of(action)
+        message = action.output
         self.sent[message] = self.clocks[rank] + self.message
         self._record_message(rank, action, self.sent[message])
         if message in self.waiting:
@@ -137,11 +135,11 @@ class _Replay:
 
     def _hand_over(self, rank: int, action: Action) -> None:
         """Give the next stage its input without a message, where it is on the same rank."""
-        output = _output_of(action)
+        output = action.output
         if output[0] in self.stages[rank]:
             self.ready[output] = self.clocks[rank]
 
-    def _input_of(self, action: Action) -> _Input | None:
+    def _input_of(self, action: Action) -> StageInput | None:
         """Return what a computation takes from another stage; None for the ends and for W."""
         first_or_last = 0 if action.kind == "F" else self.schedule.num_stages - 1
         if action.kind == "W" or action.stage == first_or_last:
@@ -171,10 +169,3 @@ def _lookup(
         return durations.__getitem__, 0.0
     of_kinds = durations.of_kinds()
     return lambda action: of_kinds[action.kind], durations.message
-
-
-def _output_of(action: Action) -> _Input:
-    """Return what a forward or backward, or its SEND, makes for the next stage."""
-    if action.kind in ("F", "SEND_F"):
-        return action.stage + 1, "F", action.microbatch
-    return action.stage - 1, "B", action.microbatch

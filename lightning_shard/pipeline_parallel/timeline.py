@@ -14,12 +14,11 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_shard.errors import ConfigError
+from lightning_shard.figures import new_figure
 from lightning_shard.pipeline_parallel.schedules import Action, Kind
 
 _LIVE_CHANGE = {"F": 1, "B": -1, "W": -1}
@@ -62,16 +61,6 @@ class Timeline:
     """
 
     rows: tuple[tuple[Event, ...], ...]
-
-    @classmethod
-    def of_events(
-        cls, events: Iterable[tuple[int, Action, float, float]], num_ranks: int
-    ) -> "Timeline":
-        """Sort measured events, each (rank, action, start, end), into a timeline."""
-        rows: list[list[Event]] = [[] for _ in range(num_ranks)]
-        for rank, action, start, end in events:
-            rows[rank].append(Event(action, start, end))
-        return cls.of_rows(rows)
 
     @classmethod
     def of_rows(cls, rows: Iterable[Iterable[Event]]) -> "Timeline":
@@ -155,14 +144,9 @@ def save_png(timeline: Timeline, path: str | Path, *, title: str = "") -> None:
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    try:
-        figure_of = import_module("matplotlib.figure").Figure
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"A picture of a pipeline ({path}) needs {error.name}, which is not installed: "
-            "pip install matplotlib. draw_text and save_chrome_trace need nothing."
-        ) from error
-    figure = figure_of(figsize=(14, 1.2 + 0.45 * len(timeline.rows)), layout="constrained")
+    size = (14, 1.2 + 0.45 * len(timeline.rows))
+    otherwise = "draw_text and save_chrome_trace need nothing."
+    figure = new_figure(path, size=size, otherwise=otherwise)
     axes = figure.add_subplot()
     for rank, row in enumerate(timeline.computations):
         _draw_bars(axes, timeline, rank, row)

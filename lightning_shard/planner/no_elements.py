@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 import lightning_utilities.core.apply_func as apply_func
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_shard.data_parallel.torch_private import FakeTensorMode, storage_key
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -73,7 +74,7 @@ class SavedBytes(saved_tensors_hooks):
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__(self._note, lambda tensor: tensor)
-        self._known = {_key(one): one for one in known}
+        self._known = {storage_key(one): one for one in known}
         self._kept: dict[int, Tensor] = {}
 
     def __enter__(self) -> "SavedBytes":  # type: ignore[override]
@@ -87,8 +88,8 @@ class SavedBytes(saved_tensors_hooks):
     def add(self, tensors: Iterable[Tensor]) -> None:
         """Count tensors that something else keeps."""
         for tensor in tensors:
-            if _key(tensor) not in self._known:
-                self._kept.setdefault(_key(tensor), tensor)
+            if storage_key(tensor) not in self._known:
+                self._kept.setdefault(storage_key(tensor), tensor)
 
     @property
     def total(self) -> int:
@@ -98,9 +99,5 @@ class SavedBytes(saved_tensors_hooks):
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the distinct storages of some stand-ins, which have no addresses."""
-    storages = {_key(tensor): tensor.untyped_storage() for tensor in tensors}
+    storages = {storage_key(tensor): tensor.untyped_storage() for tensor in tensors}
     return sum(storage.nbytes() for storage in storages.values())
-
-
-def _key(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

@@ -14,14 +14,13 @@ from torch import Tensor
 
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.microbatches import Microbatch
-from lightning_shard.pipeline_parallel.schedules import Action, Schedule
+from lightning_shard.pipeline_parallel.schedules import Action, Schedule, StageInput
 from lightning_shard.pipeline_parallel.skipped_blocks import UnknownResultError
 from lightning_shard.pipeline_parallel.stage_run import Needed
 from lightning_shard.planner.simulated_model import SimulatedModel
 from lightning_shard.planner.simulated_rank import SimulatedRank
 
 _STEPS_OF_STAGE_3 = 2  # what is gathered ahead follows the step before
-_Message = tuple[int, str, int]  # the stage that takes it, "F" or "B", the microbatch
 
 
 class SimulatedPipeline:
@@ -49,8 +48,8 @@ class SimulatedPipeline:
             for index, size in enumerate(sizes)
             if every or sizes.index(size) == index
         }
-        self._made: dict[_Message, list[Tensor]] = {}
-        self._arrived: dict[_Message, list[Tensor]] = {}
+        self._made: dict[StageInput, list[Tensor]] = {}
+        self._arrived: dict[StageInput, list[Tensor]] = {}
         self._needed: list[Needed | None] = []
 
     def run(self) -> None:
@@ -114,7 +113,7 @@ class SimulatedPipeline:
             rank.backward_weights(action.stage, self.microbatches[action.microbatch])
             done = True
         elif kind.startswith("SEND"):
-            message = _output_of(action)
+            message = action.output
             self._arrived[message] = self._made.pop(message)
             rank.send(self._arrived[message], weight)
             return True
@@ -144,7 +143,7 @@ class SimulatedPipeline:
 
     def _hand_on(self, rank: SimulatedRank, action: Action, tensors: Sequence[Tensor]) -> None:
         """Keep what has been made for its message, or give it to this rank's own stage."""
-        message = _output_of(action)
+        message = action.output
         is_here = message[0] in rank.stages
         (self._arrived if is_here else self._made)[message] = [
             one.detach().requires_grad_(one.requires_grad) for one in tensors
@@ -167,10 +166,3 @@ def run_unpipelined(rank: SimulatedRank, batch: Microbatch) -> int:
         rank.train_whole(batch)
     rank.count()
     return rank.saved[0, batch.size]
-
-
-def _output_of(action: Action) -> _Message:
-    """Return what a forward or backward, or its SEND, makes for the next stage."""
-    if action.kind in ("F", "SEND_F"):
-        return action.stage + 1, "F", action.microbatch
-    return action.stage - 1, "B", action.microbatch

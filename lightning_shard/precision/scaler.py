@@ -1,4 +1,8 @@
-"""Loss scaling over pieces: all ranks see the same overflow, and take or skip the same step."""
+"""Loss scaling over pieces: all ranks see the same overflow, and take or skip the same step.
+
+Private names of torch's GradScaler, checked with torch 2.13; `tests/strategies/test_precision.py`
+fails when one changes.
+"""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager

@@ -45,6 +45,7 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.option_checks import checked_options
 from lightning_shard.precision.plugins import ShardedMixedPrecision
 from lightning_shard.strategies.training_alone import TrainsAlone
+from lightning_shard.trainer._lightning import layer_sync
 
 
 class AsyncSGDStrategy(TrainsAlone):
@@ -174,7 +175,7 @@ class AsyncSGDStrategy(TrainsAlone):
                 "asynchronous SGD ranks are at different steps; expected another precision. Use "
                 "'bf16-mixed' or '32-true'."
             )
-        if self._layer_sync is not None:
+        if layer_sync(self) is not None:
             raise ConfigError(
                 "sync_batchnorm=True makes ranks wait for each other in every forward, but under "
                 "asynchronous SGD they are at different steps; expected it to be off. When ranks "

@@ -33,13 +33,13 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.launchers.in_process import InProcessLauncher
 from lightning_shard.launchers.processes import ProcessLauncher
 from lightning_shard.precision.plugins import sharded_twin
-from lightning_shard.strategies._lightning import accept_compiled_modules
-from lightning_shard.strategies.batch_samplers import deals_batch_samplers
-from lightning_shard.strategies.gathered_tensors import gathered
 from lightning_shard.strategies.names import check_interactive
 from lightning_shard.strategies.option_names import OptionNames
-from lightning_shard.strategies.reduce_ops import reduce_op_name, reduced
-from lightning_shard.strategies.termination import StopsTogether
+from lightning_shard.trainer._lightning import accept_compiled_modules
+from lightning_shard.trainer.batch_samplers import deals_batch_samplers
+from lightning_shard.trainer.gathered_tensors import gathered
+from lightning_shard.trainer.logged_reductions import reduce_op_name, reduced
+from lightning_shard.trainer.termination import StopsTogether
 
 T = TypeVar("T")
 _OWN_KINDS = (Collectives, DataGroups, dist.ProcessGroup, liveness.Lifeline, RanksTermination)

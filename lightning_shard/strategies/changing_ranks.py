@@ -27,10 +27,10 @@ from lightning_shard.elastic.restart_membership import RestartMembership
 from lightning_shard.environments import ElasticEnvironment, elastic_environment
 from lightning_shard.errors import ConfigError
 from lightning_shard.launchers.in_process import InProcessLauncher
-from lightning_shard.strategies._lightning import handle_sigterm
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from lightning_shard.strategies.names import check_interactive
-from lightning_shard.strategies.termination import TerminationHandler
+from lightning_shard.trainer._lightning import handle_sigterm
+from lightning_shard.trainer.termination import TerminationHandler
 
 
 @dataclass(frozen=True, kw_only=True)

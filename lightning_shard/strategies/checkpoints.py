@@ -6,19 +6,20 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_shard.checkpoint.full import full_module_state, load_module_state
+from lightning_shard.checkpoint.optimizer_state import full_state_dict, local_state_dict
 from lightning_shard.checkpoint.pieces import join_pieces
+from lightning_shard.checkpoint.resuming import Resuming, agree_on_misfit, error_of, run_misfits
 from lightning_shard.data_parallel.compression.state import load_whole_state, whole_state
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.model_split import Unsplit
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.errors import CheckpointError, ConfigError
-from lightning_shard.optim.state import full_state_dict, local_state_dict
-from lightning_shard.strategies.resuming import Resuming, agree_on_misfit, error_of, run_misfits
 from lightning_shard.strategies.salvage import SalvagingStrategy
 
 CHECKPOINT_KEY = "lightning_shard"  # of what only this package's strategies read
@@ -92,7 +93,7 @@ class CheckpointingStrategy(SalvagingStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        raw = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        raw = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if self._engine is None:
             self._check_whole()
             return raw.state_dict() if self.is_global_zero else {}
@@ -126,6 +127,7 @@ class CheckpointingStrategy(SalvagingStrategy):
             self.optimizers,
             kept=checkpoint.get(CHECKPOINT_KEY, {}),
             scaler=getattr(self.precision_plugin, "scaler", None),
+            scaler_state=checkpoint.get(MixedPrecision.__qualname__),
             engine=self._engine,
         )
 

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_shard.backends.base import DEFAULT_TIMEOUT
+from lightning_shard.checkpoint.optimizer_state import full_state_dict
 from lightning_shard.data_parallel.agreement import check_same_optimizers
 from lightning_shard.data_parallel.compression import Compressor, Tally, find_compressor
 from lightning_shard.data_parallel.engine import DataParallelEngine
@@ -27,19 +28,20 @@ from lightning_shard.data_parallel.options import DTypePolicy, EngineOptions
 from lightning_shard.errors import ConfigError
 from lightning_shard.optim.clipping import global_grad_norm
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
-from lightning_shard.optim.state import full_state_dict
 from lightning_shard.option_checks import checked_options
 from lightning_shard.precision.plugins import ShardedMixedPrecision, ShardedPrecision
 from lightning_shard.precision.policy import dtype_policy
-from lightning_shard.strategies.announcement import announce, count_parameters
-from lightning_shard.strategies.batches import agree_on_batches, lengths_on_ranks
-from lightning_shard.strategies.callbacks import prepare_callbacks
 from lightning_shard.strategies.checkpoints import CheckpointingStrategy
-from lightning_shard.strategies.hook_advice import hooks_inside
-from lightning_shard.strategies.layer_sync import SyncBatchNormOnCpu
-from lightning_shard.strategies.model_graphs import draw_graphs
-from lightning_shard.strategies.step_bytes import StepBytes, total_bytes
-from lightning_shard.strategies.weight_averaging import (
+from lightning_shard.strategies.names import strategy_name
+from lightning_shard.trainer._lightning import layer_sync
+from lightning_shard.trainer.announcement import announce, count_parameters
+from lightning_shard.trainer.batch_counts import agree_on_batches, lengths_on_ranks
+from lightning_shard.trainer.callbacks import prepare_callbacks
+from lightning_shard.trainer.hook_advice import hooks_inside
+from lightning_shard.trainer.layer_sync import SyncBatchNormOnCpu
+from lightning_shard.trainer.model_graphs import draw_graphs
+from lightning_shard.trainer.step_bytes import StepBytes, total_bytes
+from lightning_shard.trainer.weight_averaging import (
     AverageInPieces,
     Averaging,
     averaging_callbacks,
@@ -159,7 +161,7 @@ class DataParallelStrategy(CheckpointingStrategy):
             self._explain_pieces(callbacks)
         self.setup_precision_plugin()
         if fitting and self._announces:
-            announce(self, num_parameters)
+            announce(self, strategy_name(self), num_parameters)
 
     @property
     def held_besides(self) -> list[str]:
@@ -199,11 +201,11 @@ class DataParallelStrategy(CheckpointingStrategy):
         data = self.data_collectives
         # torch's refuses the CPU, and synchronises all ranks of the world
         is_ours = self.root_device.type == "cpu" or data.size < self.world_size
-        if isinstance(self._layer_sync, TorchSyncBatchNorm) and is_ours:
+        if isinstance(layer_sync(self), TorchSyncBatchNorm) and is_ours:
             self._cpu_layer_sync = SyncBatchNormOnCpu(data)
             self.model = self._cpu_layer_sync.apply(self.model)
-        elif self._layer_sync is not None:
-            self.model = self._layer_sync.apply(self.model)
+        elif (sync := layer_sync(self)) is not None:
+            self.model = sync.apply(self.model)
 
     def _revert_layer_sync(self) -> None:
         if self.model is None:
@@ -211,8 +213,8 @@ class DataParallelStrategy(CheckpointingStrategy):
         if self._cpu_layer_sync is not None:
             self.model = self._cpu_layer_sync.revert(self.model)
             self._cpu_layer_sync = None
-        elif self._layer_sync is not None:
-            self.model = self._layer_sync.revert(self.model)
+        elif (sync := layer_sync(self)) is not None:
+            self.model = sync.revert(self.model)
 
     def _start_engine(self) -> None:
         assert self.model is not None

@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch
@@ -29,9 +30,9 @@ from lightning_shard.planner.simulated_model import WorldOptions
 from lightning_shard.precision.policy import dtype_policy
 from lightning_shard.strategies.model_parallel import ModelParallelStrategy
 from lightning_shard.strategies.pipeline_parallel import PipelineParallelStrategy
-from lightning_shard.strategies.replaced import replaced
 from lightning_shard.strategies.tensor_parallel import TensorParallelStrategy
 from lightning_shard.tensor_parallel.plan import PlannedLayer, match_plan
+from lightning_shard.trainer._lightning import runners_of
 
 _DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 
@@ -80,7 +81,7 @@ def dry_run_of(
         num_microbatches=num_microbatches,
         placement=simulated.placement(ranks_per_node),
         dtype=_DTYPES.get(precision),
-        left_out=tuple(one for one in (module._trainer, module._fabric) if one is not None),
+        left_out=runners_of(module),
     )
 
 
@@ -93,8 +94,8 @@ class _Step:
 
     def __call__(self, module: Any, batch: Any) -> Any:
         with (
-            replaced(module, "log", _ignored),
-            replaced(module, "log_dict", _ignored),
+            patch.object(module, "log", _ignored),
+            patch.object(module, "log_dict", _ignored),
             self._plugin.train_step_context(),
         ):
             return module.training_step(*(batch, 0)[: self._num_arguments])

@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import (
 from torch.optim import LBFGS
 
 from lightning_shard.errors import ConfigError
+from lightning_shard.trainer.weight_averaging import averaging_callbacks
 
 STAGES = {"shard_ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 
@@ -76,7 +77,8 @@ def check_trainer(trainer: "pl.Trainer", averages: Sequence[Any]) -> None:
             f"automatic_optimization=True, or use another strategy."
         )
     if averages:
-        names = ", ".join(type(one).__name__ for one in trainer.callbacks if _averages(one))  # type: ignore[attr-defined]
+        callbacks = averaging_callbacks(trainer.callbacks, fitting=True)  # type: ignore[attr-defined]
+        names = ", ".join(type(one).__name__ for one in callbacks)
         raise ConfigError(
             f"The callback {names or 'that averages weights'} keeps averages that are lost with a "
             f"rank; expected none in elastic training. Average afterwards, over checkpoints."
@@ -106,7 +108,3 @@ def check_trainer(trainer: "pl.Trainer", averages: Sequence[Any]) -> None:
                 "GradientAccumulationScheduler and elastic training would both set how many "
                 "batches are accumulated. Leave the callback out; see global_batch_size."
             )
-
-
-def _averages(callback: Any) -> bool:
-    return getattr(callback, "_average_model", None) is not None

@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_shard.backends.base import DEFAULT_TIMEOUT
+from lightning_shard.checkpoint.optimizer_state import local_state_dict
 from lightning_shard.data_parallel.compression import Compressor, Tally, find_compressor
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.engine import DataParallelEngine
@@ -43,10 +44,10 @@ from lightning_shard.data_parallel.local_sgd.rules import Averaging, OuterOptimi
 from lightning_shard.data_parallel.local_sgd.schedule import SyncSchedule
 from lightning_shard.data_parallel.local_sgd.sending import check_compressor
 from lightning_shard.errors import ConfigError
-from lightning_shard.optim.state import local_state_dict
 from lightning_shard.option_checks import checked_options
 from lightning_shard.strategies.checkpoints import CHECKPOINT_KEY
 from lightning_shard.strategies.training_alone import TrainsAlone
+from lightning_shard.trainer._lightning import layer_sync
 
 
 class LocalSGDStrategy(TrainsAlone):
@@ -175,7 +176,7 @@ class LocalSGDStrategy(TrainsAlone):
             check_model(self.local_engine, self._schedule, self._compressor)
 
     def _check_run(self, trainer: "pl.Trainer") -> None:
-        if self._layer_sync is not None:
+        if layer_sync(self) is not None:
             raise ConfigError(
                 "sync_batchnorm=True makes ranks wait for each other in every forward, but under "
                 "local SGD they train by themselves; expected it to be off. Statistics of batch "
@@ -316,7 +317,7 @@ class LocalSGDStrategy(TrainsAlone):
 
     @contextmanager
     def _mean_of_ranks(self, optimizer: Optimizer) -> Iterator[None]:
-        raw = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        raw = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         alone = self._local is not None
         with averaged_state(raw, self.collectives) if alone else nullcontext():
             yield

@@ -19,13 +19,13 @@ from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.errors import ConfigError
 from lightning_shard.mesh import Axis, ParallelMesh, Placement
 from lightning_shard.planner.report import DryRun
-from lightning_shard.strategies._lightning import seed_workers
-from lightning_shard.strategies.batches import check_same_lengths
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from lightning_shard.strategies.hybrid_sharding import replicate_ranks, shard_ranks
-from lightning_shard.strategies.metric_groups import MetricGroups
-from lightning_shard.strategies.same_batches import SameBatches
 from lightning_shard.tensor_parallel.randomness import drawn_apart
+from lightning_shard.trainer._lightning import seed_workers
+from lightning_shard.trainer.batch_counts import check_same_lengths
+from lightning_shard.trainer.metric_groups import MetricGroups
+from lightning_shard.trainer.same_batches import SameBatches
 
 
 def checked_ranks(option: str, size: int) -> int:

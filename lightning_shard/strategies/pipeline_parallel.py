@@ -44,11 +44,12 @@ from lightning_shard.pipeline_parallel.schedules import (
 from lightning_shard.pipeline_parallel.split import PipelineSplit
 from lightning_shard.pipeline_parallel.staged_model import StagedModel
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
-from lightning_shard.strategies.hook_advice import hooks_inside
-from lightning_shard.strategies.layer_sync import batch_norms
-from lightning_shard.strategies.measured_stages import measured_costs
 from lightning_shard.strategies.model_parallel import ModelParallelStrategy, checked_ranks
-from lightning_shard.strategies.step_logs import StepLogs
+from lightning_shard.trainer._lightning import layer_sync
+from lightning_shard.trainer.hook_advice import hooks_inside
+from lightning_shard.trainer.layer_sync import batch_norms
+from lightning_shard.trainer.measured_stages import measured_costs
+from lightning_shard.trainer.step_logs import StepLogs
 
 
 class PipelineParallelStrategy(ModelParallelStrategy):
@@ -209,7 +210,7 @@ class PipelineParallelStrategy(ModelParallelStrategy):
     def _apply_layer_sync(self) -> None:
         assert self.model is not None
         in_parts = self.mesh.pp > 1 and self.num_microbatches > 1
-        if in_parts and self._layer_sync is not None and batch_norms(self.model):
+        if in_parts and layer_sync(self) is not None and batch_norms(self.model):
             raise ConfigError(
                 f"sync_batchnorm=True asks for statistics of the whole batch, but a pipeline runs "
                 f"its {self.num_microbatches} microbatches one after the other; expected a batch "

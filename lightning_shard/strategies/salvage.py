@@ -13,6 +13,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 from typing_extensions import override
 
@@ -20,7 +21,6 @@ from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.errors import CheckpointError
 from lightning_shard.strategies.base import ShardStrategy
-from lightning_shard.strategies.replaced import replaced
 
 
 class SalvagingStrategy(ShardStrategy):
@@ -89,11 +89,11 @@ def saving_alone(
 
     sole: Any = Sole()
     with ExitStack() as stack:
-        stack.enter_context(replaced(strategy, "_collectives", None))
-        stack.enter_context(replaced(strategy, "save_checkpoint", save_checkpoint))
+        stack.enter_context(patch.object(strategy, "_collectives", None))
+        stack.enter_context(patch.object(strategy, "save_checkpoint", save_checkpoint))
         if engine is not None:
-            stack.enter_context(replaced(engine, "collectives", sole))
-            stack.enter_context(replaced(engine, "groups", DataGroups.of(sole)))
+            stack.enter_context(patch.object(engine, "collectives", sole))
+            stack.enter_context(patch.object(engine, "groups", DataGroups.of(sole)))
         yield
 
 
@@ -113,5 +113,5 @@ def saving_nothing(strategy: Any, reason: str) -> Iterator[None]:
             f"(ModelCheckpoint(every_n_train_steps=...)) costs little."
         )
 
-    with replaced(strategy, "lightning_module_state_dict", refuse):
+    with patch.object(strategy, "lightning_module_state_dict", refuse):
         yield

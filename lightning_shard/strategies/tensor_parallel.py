@@ -21,7 +21,6 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.mesh import Axis, ParallelMesh
 from lightning_shard.option_checks import checked_options
 from lightning_shard.strategies.model_parallel import ModelParallelStrategy, checked_ranks
-from lightning_shard.strategies.same_results import SameResults
 from lightning_shard.tensor_parallel.automatic import automatic_plan
 from lightning_shard.tensor_parallel.fused_layouts import check_layouts
 from lightning_shard.tensor_parallel.parted_tensor import made_whole
@@ -29,6 +28,7 @@ from lightning_shard.tensor_parallel.plan import PlannedLayer, match_plan
 from lightning_shard.tensor_parallel.randomness import share_random_state
 from lightning_shard.tensor_parallel.split import SplitModel
 from lightning_shard.tensor_parallel.tried_wrappers import with_tried_wrappers
+from lightning_shard.trainer.same_results import SameResults
 
 
 class TensorParallelStrategy(ModelParallelStrategy):

@@ -16,13 +16,13 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from lightning_shard.strategies._lightning import (
+from lightning_shard.strategies.data_parallel import DataParallelStrategy
+from lightning_shard.trainer._lightning import (
     after_training_epochs,
     around_validation,
     before_training_ends,
     without_sigterm_broadcast,
 )
-from lightning_shard.strategies.data_parallel import DataParallelStrategy
 
 
 class TrainsAlone(DataParallelStrategy):

@@ -8,3 +8,5 @@ model's own, or found (`automatic`, `candidates`, `probe`). `SplitModel` applies
                           └── PartedTensor   logits, slices of the sequence, and heads of
                                              attention, that look whole
 """
+
+from lightning_shard.tensor_parallel import parted_operations  # noqa: F401  (registers its rules)

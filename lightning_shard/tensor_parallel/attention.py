@@ -10,20 +10,38 @@ knows of no ranks; they are kept from it by their own switches.
 """
 
 import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from lightning_shard.backends.collectives import Collectives
 from lightning_shard.tensor_parallel.regions import gather_copies, reduce_from_region
 from lightning_shard.tensor_parallel.sequence import saved_as_slice
 from lightning_shard.tensor_parallel.styles import Cut
 
-if TYPE_CHECKING:
-    from lightning_shard.tensor_parallel.layers import Place
+
+class AttentionPlace(Protocol):
+    """What an attention needs to know of its place in the split model; see `Place`."""
+
+    @property
+    def rank(self) -> int:
+        """This rank in the tensor-parallel group."""
+
+    @property
+    def group(self) -> Collectives:
+        """The tensor-parallel group."""
+
+    @property
+    def enter(self) -> Callable[[Tensor], Tensor]:
+        """Done to the layer's inputs."""
+
+    @property
+    def leave(self) -> Callable[[Tensor], Tensor]:
+        """Done to its result, before the bias."""
 
 
 def is_plain_attention(module: nn.Module) -> bool:
@@ -61,7 +79,7 @@ def fast_paths(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
 class ParallelAttention:
     """The parallel forward of `nn.MultiheadAttention`."""
 
-    _tensor_parallel_place: "Place"
+    _tensor_parallel_place: AttentionPlace
 
     def forward(
         self: Any,
@@ -134,7 +152,7 @@ def _heads(features: Tensor, width: int) -> Tensor:
 
 
 def _mask(
-    place: "Place", query: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None
+    place: AttentionPlace, query: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None
 ) -> Tensor | None:
     """Return both masks as one that is added to the scores; it broadcasts to (B, heads, T, S)."""
     mask = None
@@ -164,7 +182,7 @@ def _attend(
     return weights @ value, weights
 
 
-def _of_all_heads(place: "Place", weights: Tensor, *, average: bool) -> Tensor:
+def _of_all_heads(place: AttentionPlace, weights: Tensor, *, average: bool) -> Tensor:
     """Return what the ranks' heads look at: the mean over all heads, or each head's own."""
     if average:
         return reduce_from_region(weights.mean(1) / place.group.size, place.group)

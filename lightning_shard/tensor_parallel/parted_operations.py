@@ -21,7 +21,13 @@ from lightning_shard.tensor_parallel.parted_attention import (
     matmul,
     softmax,
 )
-from lightning_shard.tensor_parallel.parted_tensor import Part, PartedTensor, made_whole, writes
+from lightning_shard.tensor_parallel.parted_tensor import (
+    Part,
+    PartedTensor,
+    made_whole,
+    register_rules,
+    writes,
+)
 
 Rule = Callable[..., Any]
 
@@ -232,3 +238,5 @@ IS_OF_WRAPPER = {
     *(Tensor.data_ptr, Tensor.untyped_storage, Tensor.__hash__),
 }
 """What the wrapper answers itself: shapes and types are the whole's; memory it has none."""
+
+register_rules(IS_OF_WRAPPER, on_parts)

@@ -21,7 +21,7 @@ wrapper is a node of the graph that cuts the gradient, and `__torch_dispatch__` 
 Because a gather is collective, each rank must do the same with its part.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -166,6 +166,35 @@ def made_whole(value: Any) -> Any:
     return tree_map_only(PartedTensor, _gather, value)
 
 
+@dataclass
+class _Rules:
+    """What `parted_operations`, which knows this class, has registered here.
+
+    Attributes:
+        of_wrapper: Operations that the wrapper answers itself.
+        on_parts: Does an operation on the parts, or returns NotImplemented.
+    """
+
+    of_wrapper: Container[Any]
+    on_parts: Callable[[Callable[..., Any], Any, dict[str, Any]], Any]
+
+
+_rules = _Rules(of_wrapper=(), on_parts=lambda func, args, kwargs: NotImplemented)
+
+
+def register_rules(
+    of_wrapper: Container[Any],
+    on_parts: Callable[[Callable[..., Any], Any, dict[str, Any]], Any],
+) -> None:
+    """Say which operations the wrapper answers itself, and what is done on the parts.
+
+    Args:
+        of_wrapper: Those that the wrapper answers itself.
+        on_parts: Called with an operation and its arguments; declines with NotImplemented.
+    """
+    _rules.of_wrapper, _rules.on_parts = of_wrapper, on_parts
+
+
 class PartedTensor(Tensor):
     """A tensor of which this rank has a part; see the module."""
 
@@ -199,16 +228,13 @@ class PartedTensor(Tensor):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Do an operation on the part where that is the same; else on the gathered whole."""
-        # The rules know this class, so they are imported when the first operation needs them.
-        from lightning_shard.tensor_parallel.parted_operations import IS_OF_WRAPPER, on_parts
-
         kwargs = dict(kwargs or {})
         if not args and "input" in kwargs:
             args = (kwargs.pop("input"),)
-        if func in IS_OF_WRAPPER:
+        if func in _rules.of_wrapper:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        result = on_parts(func, args, kwargs)
+        result = _rules.on_parts(func, args, kwargs)
         return _on_whole(func, args, kwargs) if result is NotImplemented else result
 
     @classmethod

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.data_parallel.torch_private import forget_forward_hooks, in_backward
 from lightning_shard.tensor_parallel.candidates import Candidate
 from lightning_shard.tensor_parallel.plan import PlannedLayer
 from lightning_shard.tensor_parallel.split import SplitModel
@@ -262,7 +263,7 @@ class Alone:
 
     def all_reduce(self, tensor: Tensor, *, output: Tensor) -> "Alone":
         """Give the part as it is, or no gradient."""
-        if torch._C._current_graph_task_id() != -1:
+        if in_backward():
             output.zero_()
         else:
             output.copy_(tensor)
@@ -270,7 +271,7 @@ class Alone:
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> "Alone":
         """Give no gradient; forward, refuse: what has to be gathered is better left whole."""
-        if torch._C._current_graph_task_id() == -1:
+        if not in_backward():
             raise _GatheredError
         output.zero_()
         return self
@@ -295,8 +296,7 @@ def bare_copy(module: nn.Module) -> nn.Module:
     """Copy a module to the CPU, with random values and without the user's hooks."""
     module = copy.deepcopy(module).float().cpu().eval()
     for one in module.modules():
-        for hooks in (one._forward_hooks, one._forward_pre_hooks):
-            hooks.clear()
+        forget_forward_hooks(one)
     generator = torch.Generator().manual_seed(0)
     for param in module.parameters():
         values = torch.randn(param.shape, generator=generator)

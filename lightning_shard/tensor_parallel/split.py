@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.data_parallel.torch_private import saving_hook, untraced
+from lightning_shard.data_parallel.torch_private import pass_for_parameter, saving_hook, untraced
 from lightning_shard.elsewhere import Elsewhere, is_elsewhere
 from lightning_shard.errors import ConfigError, LayoutError
 from lightning_shard.tensor_parallel.attention import attention_cuts, fast_paths
@@ -144,7 +144,7 @@ class SplitModel:
         if is_elsewhere(tensor):
             return Elsewhere.of(tensor, shape, getattr(tensor, "origin", ""))
         wide = in_parts(tensor, self.group, sharding.dim, len(sharding.blocks))
-        wide._is_param = True  # it passes for a Parameter
+        pass_for_parameter(wide)
         return wide
 
     @contextmanager

@@ -13,13 +13,13 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.reduction import ReduceOpName
 from lightning_shard.backends.traffic import OperationTraffic, ring_share
 from lightning_shard.checkpoint.full import full_module_state
+from lightning_shard.checkpoint.optimizer_state import full_state_dict
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.options import DTypePolicy, EngineOptions
 from lightning_shard.errors import ConfigError
 from lightning_shard.optim.clipping import global_grad_norm
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
-from lightning_shard.optim.state import full_state_dict
 from lightning_shard.testing import run_ranks
 from tests.data_parallel.copies import in_copies
 

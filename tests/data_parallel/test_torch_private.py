@@ -1,13 +1,25 @@
 """Fails when torch changes what we use of its insides."""
 
+import pytest
 import torch
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_shard.data_parallel.torch_private import (
+    COMPILED_MODULE,
+    FakeTensorMode,
+    check_batch_norm_input,
+    forget_forward_hooks,
+    gradient_hooks,
+    has_compiled_call,
     in_backward,
+    is_compiled_function,
+    is_persistent,
     is_traced,
+    pass_for_parameter,
     queue_after_backward,
     saving_hook,
+    storage_key,
 )
 
 
@@ -88,3 +100,62 @@ def test_compilers_look_at_tensors_before_their_code_runs() -> None:
     torch.compile(lambda: leaf * 2, backend="eager")()
     assert any(seen)
     assert not is_traced()
+
+
+def test_the_hooks_of_a_gradient_and_of_a_forward() -> None:
+    layer = nn.Linear(2, 2)
+    assert gradient_hooks(layer.weight) == {}
+    handle = layer.weight.register_hook(lambda grad: grad)
+    assert len(gradient_hooks(layer.weight)) == 1
+    handle.remove()
+    called: list[str] = []
+    layer.register_forward_hook(lambda *_: called.append("after"))
+    layer.register_forward_pre_hook(lambda *_: called.append("before"))
+    layer(torch.ones(2))
+    assert called == ["before", "after"]
+    forget_forward_hooks(layer)
+    layer(torch.ones(2))
+    assert called == ["before", "after"]
+
+
+def test_what_compile_leaves_in_a_module() -> None:
+    layer = nn.Linear(2, 2)
+    wrapped = torch.compile(layer, backend="eager")
+    assert getattr(wrapped, COMPILED_MODULE) is layer
+    assert not has_compiled_call(layer)
+    assert not is_compiled_function(layer.forward)
+    assert is_compiled_function(torch.compile(layer.forward, backend="eager"))
+    layer.compile(backend="eager")
+    assert has_compiled_call(layer)
+
+
+def test_which_buffers_are_saved() -> None:
+    layer = nn.Module()
+    layer.register_buffer("kept", torch.ones(2))
+    layer.register_buffer("made", torch.ones(2), persistent=False)
+    assert is_persistent(layer, "kept")
+    assert not is_persistent(layer, "made")
+    assert list(layer.state_dict()) == ["kept"]
+
+
+def test_a_batch_norm_refuses_a_batch_of_other_dimensions() -> None:
+    check_batch_norm_input(nn.BatchNorm1d(2), torch.ones(3, 2))
+    with pytest.raises(ValueError, match="expected 2D or 3D"):
+        check_batch_norm_input(nn.BatchNorm1d(2), torch.ones(3, 2, 4, 4))
+
+
+def test_what_passes_for_a_parameter() -> None:
+    class Other(Tensor):
+        pass
+
+    tensor = torch.ones(2).as_subclass(Other)
+    assert not isinstance(tensor, nn.Parameter)
+    pass_for_parameter(tensor)
+    assert isinstance(tensor, nn.Parameter)
+
+
+def test_a_memory_without_elements_has_a_key() -> None:
+    with FakeTensorMode():
+        one, other = torch.empty(4), torch.empty(4)
+    assert storage_key(one) == storage_key(one[1:])
+    assert storage_key(one) != storage_key(other)

@@ -12,12 +12,12 @@ from torch.optim import Optimizer
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.registry import get_backend
+from lightning_shard.checkpoint.optimizer_state import full_state_dict, local_state_dict
+from lightning_shard.checkpoint.rank_snapshot import Snapshot, take
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.options import DTypePolicy, EngineOptions
 from lightning_shard.elastic.buddies import BuddyRing
-from lightning_shard.elastic.snapshot import Snapshot, take
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
-from lightning_shard.optim.state import full_state_dict, local_state_dict
 from lightning_shard.testing import run_ranks
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {

@@ -6,8 +6,8 @@ import pytest
 import torch.distributed as dist
 
 from lightning_shard.backends.registry import get_backend
+from lightning_shard.checkpoint.rank_snapshot import Snapshot
 from lightning_shard.elastic.recovery import Plan, agree
-from lightning_shard.elastic.snapshot import Snapshot
 from lightning_shard.testing import run_ranks
 from tests.elastic.engines import Setting, run_to, start, survivors
 

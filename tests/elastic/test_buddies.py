@@ -14,11 +14,11 @@ from lightning_shard import settings
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.gloo import GlooBackend
 from lightning_shard.backends.registry import get_backend
+from lightning_shard.checkpoint.host_buffers import HostBuffers
+from lightning_shard.checkpoint.rank_snapshot import Snapshot, take
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.elastic.buddies import BuddyRing
-from lightning_shard.elastic.buffers import HostBuffers
-from lightning_shard.elastic.snapshot import Snapshot, take
 from lightning_shard.errors import ConfigError, RankFailedError
 from lightning_shard.testing import run_ranks
 from tests.elastic.engines import Setting, start

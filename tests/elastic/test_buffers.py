@@ -2,7 +2,7 @@
 
 import torch
 
-from lightning_shard.elastic.buffers import SPARE_BYTES, HostBuffers, take_fitting
+from lightning_shard.checkpoint.host_buffers import SPARE_BYTES, HostBuffers, take_fitting
 
 
 def sizes(*numbers: int) -> list[torch.Tensor]:

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_shard.elastic.buffers import SPARE_BYTES
+from lightning_shard.checkpoint.host_buffers import SPARE_BYTES
+from lightning_shard.checkpoint.rank_snapshot import Snapshot
 from lightning_shard.elastic.shared_memory import (
     SharedMemoryBuffers,
     clear,
@@ -19,7 +20,6 @@ from lightning_shard.elastic.shared_memory import (
     load_all,
     remove_orphans,
 )
-from lightning_shard.elastic.snapshot import Snapshot
 from lightning_shard.errors import CheckpointError, ConfigError
 from lightning_shard.testing import run_ranks
 from tests.elastic.engines import Setting, start

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from lightning_shard.elastic.buffers import HostBuffers
-from lightning_shard.elastic.snapshot import PARAMETERS, Snapshot, TrackKey, take
+from lightning_shard.checkpoint.host_buffers import HostBuffers
+from lightning_shard.checkpoint.rank_snapshot import PARAMETERS, Snapshot, TrackKey, take
 from lightning_shard.errors import CheckpointError
 from lightning_shard.testing import run_ranks
 from tests.elastic.engines import Setting, attach, start

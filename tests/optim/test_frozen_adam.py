@@ -10,12 +10,12 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from lightning_shard.backends.registry import get_backend
+from lightning_shard.checkpoint.optimizer_state import full_state_dict
 from lightning_shard.data_parallel.compression import Compressor, PowerSGD, TopK
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.errors import ConfigError
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
-from lightning_shard.optim.state import full_state_dict
 from lightning_shard.testing import run_ranks
 from tests.data_parallel.compression.buffers import Exact
 

@@ -19,9 +19,9 @@ from lightning_shard.pipeline_parallel.schedules import (
 from lightning_shard.pipeline_parallel.simulation import Durations, replay
 from lightning_shard.pipeline_parallel.theory import (
     theoretical_idle_share,
-    theoretical_peak_activations,
 )
 from lightning_shard.pipeline_parallel.timeline import Timeline, draw_text
+from tests.pipeline_parallel.peaks import theoretical_peak_activations
 
 SEVERAL_STAGES = ("interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble")
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.schedules import Action, make_schedule
 from lightning_shard.pipeline_parallel.simulation import Durations, replay
 from lightning_shard.pipeline_parallel.timeline import (
+    Event,
     Timeline,
     chrome_trace,
     draw_text,
@@ -30,7 +32,15 @@ MEASURED = (  # rank, action, start, end: as they may come, in no order
 
 @pytest.fixture
 def measured() -> Timeline:
-    return Timeline.of_events(MEASURED, 2)
+    return timeline_of(MEASURED, 2)
+
+
+def timeline_of(events: Iterable[tuple[int, Action, float, float]], num_ranks: int) -> Timeline:
+    """Sort measured events, each (rank, action, start, end), into a timeline."""
+    rows: list[list[Event]] = [[] for _ in range(num_ranks)]
+    for rank, action, start, end in events:
+        rows[rank].append(Event(action, start, end))
+    return Timeline.of_rows(rows)
 
 
 def test_measured_events_are_sorted_by_rank_and_start(measured: Timeline) -> None:
@@ -47,7 +57,7 @@ def test_a_rank_is_idle_when_it_does_not_compute_and_messages_are_not_computing(
 
 
 def test_a_timeline_without_events_is_not_idle() -> None:
-    empty = Timeline.of_events((), 2)
+    empty = timeline_of((), 2)
     assert (empty.duration, empty.idle_shares) == (0.0, (0.0, 0.0))
     assert empty.peak_activations == (0, 0)
     assert draw_text(empty, width=3) == "rank 0   ...  0% idle\nrank 1   ...  0% idle"
@@ -60,7 +70,7 @@ def test_activations_live_until_the_backward_of_the_weights() -> None:
         (0, Action(0, kind, i), float(slot), slot + 1.0)
         for slot, (kind, i) in enumerate(zip(kinds, microbatches, strict=True))
     ]
-    assert Timeline.of_events(events, 1).peak_activations == (3,)
+    assert timeline_of(events, 1).peak_activations == (3,)
 
 
 def test_text_of_one_stage_per_rank(measured: Timeline) -> None:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_shard
 from lightning_shard.data_parallel.held_bytes import HeldBytes
-from lightning_shard.strategies.announcement import announcement
+from lightning_shard.trainer.announcement import announcement
 from tests.examples.commands import ignore_upstream_warnings
 
 pytestmark = [

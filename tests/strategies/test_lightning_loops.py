@@ -10,7 +10,7 @@ from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer.connectors import data_connector
 
-from lightning_shard.strategies._lightning import (
+from lightning_shard.trainer._lightning import (
     after_training_epochs,
     around_validation,
     before_training_ends,

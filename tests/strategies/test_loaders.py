@@ -27,7 +27,7 @@ from torch.utils.data import (
 
 from lightning_shard import HybridParallelStrategy, TensorParallelStrategy
 from lightning_shard.errors import ConfigError
-from lightning_shard.strategies.batch_samplers import DealtBatches
+from lightning_shard.trainer.batch_samplers import DealtBatches
 from tests.examples.commands import ignore_upstream_warnings
 
 pytestmark = [

@@ -17,10 +17,10 @@ from torchmetrics.wrappers import ClasswiseWrapper, MetricTracker
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.elsewhere import Elsewhere
 from lightning_shard.errors import ConfigError
-from lightning_shard.strategies import _torchmetrics
-from lightning_shard.strategies.metric_groups import MetricGroups
-from lightning_shard.strategies.metric_sources import MetricSources
 from lightning_shard.testing import run_ranks
+from lightning_shard.trainer import _torchmetrics
+from lightning_shard.trainer.metric_groups import MetricGroups
+from lightning_shard.trainer.metric_sources import MetricSources
 from tests.strategies.pipelined import pipelines
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_shard import PipelineParallelStrategy
 from lightning_shard.pipeline_parallel.schedules import SCHEDULES
-from lightning_shard.pipeline_parallel.theory import theoretical_peak_activations
+from tests.pipeline_parallel.peaks import theoretical_peak_activations
 from tests.strategies.models import PIPELINE_MODELS
 from tests.strategies.parity import (
     GLOBAL_BATCH,

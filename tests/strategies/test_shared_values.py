@@ -11,8 +11,8 @@ from torch import Tensor
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.elsewhere import Elsewhere
 from lightning_shard.errors import ConfigError
-from lightning_shard.strategies.shared_values import SharedValues
 from lightning_shard.testing import run_ranks
+from lightning_shard.trainer.shared_values import SharedValues
 
 CPU = torch.device("cpu")
 

@@ -17,8 +17,8 @@ from torchmetrics import MaxMetric, MeanMetric, MetricCollection, SumMetric
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.elsewhere import Elsewhere
 from lightning_shard.errors import ConfigError
-from lightning_shard.strategies.step_logs import StepLogs
 from lightning_shard.testing import run_ranks
+from lightning_shard.trainer.step_logs import StepLogs
 from tests.strategies.parity import UPSTREAM_WARNINGS
 from tests.strategies.pipelined import PipelineOfRanks, Stage, pipelines, trainer_on
 

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_shard.backends.liveness import TERMINATED_STATUS, Lifeline, termination
 from lightning_shard.backends.liveness.termination import TOGETHER_SECONDS
-from lightning_shard.strategies.termination import TerminationHandler
+from lightning_shard.trainer.termination import TerminationHandler
 from tests.processes import REPOSITORY
 
 

@@ -1,14 +1,21 @@
 """A key-value store in memory, whose waits let the other ranks run."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from lightning_shard.backends._c10d import StoreBase
 from lightning_shard.backends.call_site import CallSite, find_call_site
+from lightning_shard.backends.in_process.scheduler import Scheduler
 
-if TYPE_CHECKING:
-    from lightning_shard.backends.in_process.world import World
+
+class StoreWorld(Protocol):
+    """What a store needs of the world whose ranks use it."""
+
+    scheduler: Scheduler
+
+    def wait_until(self, ready: Callable[[], bool], describe: Callable[[], str]) -> None:
+        """Let the other ranks run until `ready()`."""
 
 
 def _as_bytes(value: str | bytes) -> bytes:
@@ -22,7 +29,7 @@ class InProcessStore(StoreBase):
     Time-outs are not used: what can never come is a deadlock, and found at once.
     """
 
-    def __init__(self, world: "World") -> None:
+    def __init__(self, world: StoreWorld) -> None:
         super().__init__()
         self._world = world
         self._values: dict[str, bytes] = {}

@@ -14,7 +14,7 @@ MPI knows addresses only: what an operation moves stays in the generator's varia
 """
 
 from collections.abc import Callable, Generator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -26,17 +26,31 @@ from lightning_shard.backends.packing import pack, raw, room_for, unaliased, unp
 from lightning_shard.backends.python_group import ANY_SOURCE
 from lightning_shard.errors import CollectiveMismatchError, ConfigError
 
-if TYPE_CHECKING:
-    from lightning_shard.backends.mpi.process_group import MPIGroup
-
 Requests = list[Any]
 Steps = Generator[Requests, Any, None]
+
+
+class GroupOfRanks(Protocol):
+    """What an operation needs of the group that it is for; see `MPIGroup`."""
+
+    comm: Any
+    inner: Any
+
+    def size(self) -> int:
+        """Return the number of ranks."""
+
+    def next_number(self) -> int:
+        """Return a tag for the inner messages of one more collective, the same on every rank."""
+
+    def lane(self, tag: int) -> tuple[Any, int]:
+        """Return the communicator and MPI's tag for messages under c10d's tag."""
+
 
 # Up to here every rank gets every rank's tensor at once: one step, where two would take longer.
 _GATHERED_BYTES = 256 << 10
 
 
-def _all_reduce(group: "MPIGroup", call: Call) -> Steps:
+def _all_reduce(group: GroupOfRanks, call: Call) -> Steps:
     flat = pack(call.inputs)
     if flat.numel() * flat.itemsize * group.size() <= _GATHERED_BYTES:
         everyones = flat.new_empty(group.size(), flat.numel())
@@ -47,14 +61,14 @@ def _all_reduce(group: "MPIGroup", call: Call) -> Steps:
     unpack(flat, call.inputs)
 
 
-def _reduce(group: "MPIGroup", call: Call) -> Steps:
+def _reduce(group: GroupOfRanks, call: Call) -> Steps:
     flat = pack(call.inputs).clone()  # what the other ranks gave stays as it is
     yield from _reduce_in_slices(group, call, flat, to=[call.root])
     if call.rank == call.root:
         unpack(flat, call.inputs)
 
 
-def _reduce_in_slices(group: "MPIGroup", call: Call, flat: Tensor, *, to: Sequence[int]) -> Steps:
+def _reduce_in_slices(group: GroupOfRanks, call: Call, flat: Tensor, *, to: Sequence[int]) -> Steps:
     """Reduce `flat` in place on the ranks `to`; each rank reduces one slice of it."""
     slices = flat.tensor_split(group.size())
     number = group.next_number()
@@ -71,7 +85,7 @@ def _reduce_in_slices(group: "MPIGroup", call: Call, flat: Tensor, *, to: Sequen
 
 
 def _give_slices(
-    group: "MPIGroup", call: Call, slices: Sequence[Tensor], flat: Tensor
+    group: GroupOfRanks, call: Call, slices: Sequence[Tensor], flat: Tensor
 ) -> tuple[Any, Tensor]:
     """Start to give each rank its slice; `flat` holds them one after the other.
 
@@ -89,7 +103,7 @@ def _reduce_into(output: Tensor, received: Tensor, call: Call) -> None:
         output.copy_(reduce_tensors(received.unbind(), call.reduce_op).view(output.shape))
 
 
-def _reduce_scatter(group: "MPIGroup", call: Call) -> Steps:
+def _reduce_scatter(group: GroupOfRanks, call: Call) -> Steps:
     _check_room(call, call.outputs[0], call.inputs[call.rank])
     flat = pack(call.inputs)
     request, received = _give_slices(group, call, call.inputs, flat)
@@ -97,7 +111,7 @@ def _reduce_scatter(group: "MPIGroup", call: Call) -> Steps:
     _reduce_into(raw(call.outputs[0]), received, call)
 
 
-def _reduce_scatter_single(group: "MPIGroup", call: Call) -> Steps:
+def _reduce_scatter_single(group: GroupOfRanks, call: Call) -> Steps:
     flats = [pack([full]) for full in call.inputs]
     begun = [_give_slices(group, call, flat.tensor_split(group.size()), flat) for flat in flats]
     yield [request for request, _ in begun]
@@ -105,14 +119,14 @@ def _reduce_scatter_single(group: "MPIGroup", call: Call) -> Steps:
         _reduce_into(raw(output), received, call)
 
 
-def _broadcast(group: "MPIGroup", call: Call) -> Steps:
+def _broadcast(group: GroupOfRanks, call: Call) -> Steps:
     flat = pack(call.inputs)
     yield [group.comm.Ibcast(whole(flat), call.root)]
     if call.rank != call.root:
         unpack(flat, call.inputs)
 
 
-def _all_gather(group: "MPIGroup", call: Call) -> Steps:
+def _all_gather(group: GroupOfRanks, call: Call) -> Steps:
     _check_room(call, call.outputs[call.rank], call.inputs[0])
     flat = room_for(call.outputs)
     source = pack(unaliased(call.inputs, call.outputs))
@@ -120,7 +134,7 @@ def _all_gather(group: "MPIGroup", call: Call) -> Steps:
     unpack(flat, call.outputs)
 
 
-def _all_gather_single(group: "MPIGroup", call: Call) -> Steps:
+def _all_gather_single(group: GroupOfRanks, call: Call) -> Steps:
     flats = [room_for([output]) for output in call.outputs]
     given = [_to_give(group, call, *pair) for pair in zip(call.inputs, flats, strict=True)]
     yield [
@@ -133,7 +147,7 @@ def _all_gather_single(group: "MPIGroup", call: Call) -> Steps:
         unpack(flat, [output])
 
 
-def _to_give(group: "MPIGroup", call: Call, own: Tensor, flat: Tensor) -> Tensor | None:
+def _to_give(group: GroupOfRanks, call: Call, own: Tensor, flat: Tensor) -> Tensor | None:
     """Return what an all-gather into `flat` is given; None where it lies in its place there."""
     here = flat.view(group.size(), -1)[call.rank] if flat.numel() else flat
     if own.is_contiguous() and own.data_ptr() == here.data_ptr():
@@ -141,7 +155,7 @@ def _to_give(group: "MPIGroup", call: Call, own: Tensor, flat: Tensor) -> Tensor
     return pack(unaliased([own], call.outputs))
 
 
-def _gather(group: "MPIGroup", call: Call) -> Steps:
+def _gather(group: GroupOfRanks, call: Call) -> Steps:
     own = pack(unaliased(call.inputs, call.outputs))
     if call.rank != call.root:
         yield [group.comm.Igatherv(whole(own), None, call.root)]
@@ -152,7 +166,7 @@ def _gather(group: "MPIGroup", call: Call) -> Steps:
     unpack(flat, call.outputs)
 
 
-def _scatter(group: "MPIGroup", call: Call) -> Steps:
+def _scatter(group: GroupOfRanks, call: Call) -> Steps:
     flat = room_for(call.outputs)
     if call.rank == call.root:
         _check_room(call, call.outputs[0], call.inputs[call.rank])
@@ -164,7 +178,7 @@ def _scatter(group: "MPIGroup", call: Call) -> Steps:
     unpack(flat, call.outputs)
 
 
-def _all_to_all(group: "MPIGroup", call: Call) -> Steps:
+def _all_to_all(group: GroupOfRanks, call: Call) -> Steps:
     _check_room(call, call.outputs[call.rank], call.inputs[call.rank])
     flat = room_for(call.outputs)
     given = pack(unaliased(call.inputs, call.outputs))
@@ -173,18 +187,18 @@ def _all_to_all(group: "MPIGroup", call: Call) -> Steps:
     unpack(flat, call.outputs)
 
 
-def _barrier(group: "MPIGroup", call: Call) -> Steps:
+def _barrier(group: GroupOfRanks, call: Call) -> Steps:
     del call
     yield [group.comm.Ibarrier()]
 
 
-def _send(group: "MPIGroup", call: Call) -> Steps:
+def _send(group: GroupOfRanks, call: Call) -> Steps:
     comm, tag = group.lane(call.tag or 0)
     flats = [pack([tensor]) for tensor in call.inputs]
     yield [comm.Isend(whole(flat), call.root, tag) for flat in flats]
 
 
-def _recv(group: "MPIGroup", call: Call) -> Steps:
+def _recv(group: GroupOfRanks, call: Call) -> Steps:
     comm, tag = group.lane(call.tag or 0)
     source = mpi().ANY_SOURCE if call.root == ANY_SOURCE else call.root
     flats = [room_for([tensor]) for tensor in call.outputs]
@@ -224,7 +238,7 @@ def _check_whole(call: Call, status: Any) -> None:
         )
 
 
-OPERATIONS: dict[str, Callable[["MPIGroup", Call], Steps]] = {
+OPERATIONS: dict[str, Callable[[GroupOfRanks, Call], Steps]] = {
     "all_reduce": _all_reduce,
     "reduce": _reduce,
     "broadcast": _broadcast,

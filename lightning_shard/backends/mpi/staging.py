@@ -4,18 +4,14 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lightning_shard.backends.calls import Call
+from lightning_shard.backends.mpi.operations import GroupOfRanks, Steps
 from lightning_shard.backends.mpi.runtime import is_cuda_aware, mpi
 from lightning_shard.backends.packing import raw, write
-
-if TYPE_CHECKING:
-    from lightning_shard.backends.mpi.operations import Steps
-    from lightning_shard.backends.mpi.process_group import MPIGroup
 
 
 def must_stage(tensors: Sequence[Tensor]) -> bool:
@@ -27,8 +23,8 @@ def must_stage(tensors: Sequence[Tensor]) -> bool:
 
 
 def staged(
-    operation: "Callable[[MPIGroup, Call], Steps]", group: "MPIGroup", call: Call
-) -> "Steps":
+    operation: Callable[[GroupOfRanks, Call], Steps], group: GroupOfRanks, call: Call
+) -> Steps:
     """Carry `call` out on copies in host memory, and copy what was written back."""
     with torch.inference_mode():
         host = replace(

@@ -13,7 +13,7 @@ kept from step to step (`memory.py`), which tensors anybody has values for.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,13 +24,29 @@ from lightning_shard.backends.traffic import ring_share
 from lightning_shard.data_parallel.compression import wire
 from lightning_shard.data_parallel.compression.buffer import FlatBuffer
 from lightning_shard.data_parallel.compression.compressor import Exchange, State, Turn, if_sound
-from lightning_shard.data_parallel.compression.memory import Memory
+from lightning_shard.data_parallel.compression.memory import Memory, MemoryRules
 from lightning_shard.errors import ConfigError
 
-if TYPE_CHECKING:  # a codec makes its exchange
-    from lightning_shard.data_parallel.compression.codec import Codec
-
 _SEED_FACTORS = (1_000_003, 8_191, 2_053, 257)  # primes, for mixing counters into a seed
+
+
+class SegmentCodec(MemoryRules, Protocol):
+    """What an exchange asks of its codec; see `Codec`, which makes the exchange."""
+
+    update_limit: float
+
+    @property
+    def freezes_variance(self) -> bool:
+        """Whether Adam's second moment is frozen after the warm-up."""
+
+    def encode(self, values: Tensor, turn: Turn) -> Sequence[Tensor]:
+        """Make the values of a segment smaller."""
+
+    def decode(self, fields: Sequence[Tensor], numel: int) -> Tensor:
+        """Make a segment's values of what `encode` returned."""
+
+    def is_dense(self, step: int) -> bool:
+        """Whether nothing is compressed in this step."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -70,7 +86,7 @@ class CodecExchange(Exchange):
         buffer: The buffer.
     """
 
-    def __init__(self, codec: "Codec", buffer: FlatBuffer) -> None:
+    def __init__(self, codec: SegmentCodec, buffer: FlatBuffer) -> None:
         super().__init__(buffer)
         self.codec = codec
         self._shape = (buffer.ranks.size, buffer.segment_numel)

@@ -12,7 +12,7 @@ two-sided error compensation, arXiv:1905.05957.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,8 +21,14 @@ from lightning_shard.backends.traffic import ring_share
 from lightning_shard.data_parallel.compression.buffer import FlatBuffer
 from lightning_shard.data_parallel.compression.compressor import State, if_sound
 
-if TYPE_CHECKING:  # a codec makes an exchange, which makes this
-    from lightning_shard.data_parallel.compression.codec import Codec
+
+class MemoryRules(Protocol):
+    """What a codec says about what is kept; see `Codec`."""
+
+    error_feedback: bool
+    momentum: float
+    sends_momentum: bool
+    is_sparse: bool
 
 
 class Memory:
@@ -34,7 +40,7 @@ class Memory:
         factors: Of momentum, by tensor of the buffer; the same while a message travels.
     """
 
-    def __init__(self, codec: "Codec", buffer: FlatBuffer, factors: Sequence[float]) -> None:
+    def __init__(self, codec: MemoryRules, buffer: FlatBuffer, factors: Sequence[float]) -> None:
         self._codec = codec
         self._buffer = buffer
         self._factors = factors

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_shard.data_parallel.host_copies import host_copy
 from lightning_shard.data_parallel.local_sgd.packing import wide
 
 OuterFactory = Callable[[list[Tensor]], Optimizer]
@@ -121,7 +122,7 @@ class OuterOptimization:
     def state(self) -> dict[str, Any]:
         """See `SyncRule`: the outer optimizer's class, and its state by parameter name."""
         state = {
-            name: {key: _plain(value) for key, value in self._optimizer.state[tensor].items()}
+            name: {key: host_copy(value) for key, value in self._optimizer.state[tensor].items()}
             for name, tensor in self.common.items()
             if tensor in self._optimizer.state
         }
@@ -149,7 +150,3 @@ def _kept(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         name: value.detach().to(wide(value.dtype), copy=True).requires_grad_()
         for name, value in values.items()
     }
-
-
-def _plain(value: Any) -> Any:
-    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value

@@ -28,7 +28,7 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.errors import ConfigError
-from lightning_shard.strategies.averaging_trial import why_not_elementwise
+from lightning_shard.trainer.averaging_trial import why_not_elementwise
 
 Averaging = WeightAveraging | StochasticWeightAveraging
 

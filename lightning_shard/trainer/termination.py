@@ -24,7 +24,7 @@ from lightning_shard.backends.in_process.termination import RanksTermination
 from lightning_shard.backends.in_process.world import current_world
 from lightning_shard.errors import RankFailedError
 from lightning_shard.launchers._lightning import mark_terminated
-from lightning_shard.strategies._lightning import forget_sigterm_handler, handle_sigterm
+from lightning_shard.trainer._lightning import forget_sigterm_handler, handle_sigterm
 
 
 class TerminationHandler:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
+from lightning_shard.data_parallel.host_copies import host_copy
 from lightning_shard.errors import CheckpointError
 
 
@@ -159,7 +160,7 @@ def _agree_on_keys(
         if is_elsewhere(*piece):
             continue  # never stepped here: its counters are stale
         mine[index] = {
-            key: ("piece", value.dtype) if is_piece(value, *piece) else ("common", _plain(value))
+            key: ("piece", value.dtype) if is_piece(value, *piece) else ("common", host_copy(value))
             for key, value in entries.items()
         }
     for group in (engine.groups.shard, *engine.split.groups):
@@ -180,10 +181,6 @@ def _agree_on_keys(
 def params_of(optimizer: Optimizer) -> list[nn.Parameter]:
     """Every parameter of every group, in order."""
     return [param for group in optimizer.param_groups for param in group["params"]]
-
-
-def _plain(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, Tensor) else value
 
 
 def _own_part(value: Any, param: nn.Parameter, engine: DataParallelEngine) -> Any:

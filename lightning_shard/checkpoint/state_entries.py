@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_shard.checkpoint.optimizer_state import is_elsewhere, is_piece, params_of
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
-from lightning_shard.optim.state import is_elsewhere, is_piece, params_of
 
 
 class PieceMark(NamedTuple):

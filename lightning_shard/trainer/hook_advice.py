@@ -4,12 +4,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.model_helpers import is_overridden
-
-from lightning_shard.strategies.replaced import replaced
 
 _HOOKS = sorted(
     {name for name in (*dir(pl.LightningModule), *dir(Callback)) if name.startswith("on_")}
@@ -43,7 +42,7 @@ def hooks_inside(
 
 def _inside(
     around: Callable[[], AbstractContextManager[None]], owner: object, name: str
-) -> AbstractContextManager[None]:
+) -> AbstractContextManager[Any]:
     hook = getattr(owner, name)
 
     @wraps(hook)
@@ -51,4 +50,4 @@ def _inside(
         with around():
             return hook(*args, **kwargs)
 
-    return replaced(owner, name, called)
+    return patch.object(owner, name, called)

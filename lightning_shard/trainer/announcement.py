@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.held_bytes import HeldBytes, expected, format_bytes
 from lightning_shard.optim.state_bytes import expected_state_bytes
-from lightning_shard.strategies.names import strategy_name
 
 _LAUNCHERS = {
     "ElasticEnvironment": "started by an elastic job",
@@ -34,11 +33,12 @@ def count_parameters(model: nn.Module) -> int:
     return sum(param.numel() for param in model.parameters() if not is_lazy(param))
 
 
-def announce(strategy: Any, num_parameters: int) -> None:
+def announce(strategy: Any, name: str, num_parameters: int) -> None:
     """Log the line on rank 0, as Lightning does its own; each rank must call.
 
     Args:
         strategy: A `DataParallelStrategy` whose engine and optimizers are there.
+        name: By which a Trainer makes such a strategy.
         num_parameters: Of the whole model.
     """
     mine, unknown = what_is_held(strategy.engine, strategy.optimizers)
@@ -48,7 +48,7 @@ def announce(strategy: Any, num_parameters: int) -> None:
     unit = "rank" if strategy.world_size == 1 else "ranks"
     rank_zero_info(
         announcement(
-            f"{strategy_name(strategy)} on {strategy.world_size} {unit}",
+            f"{name} on {strategy.world_size} {unit}",
             f"{strategy.backend.name}, {launcher_of(strategy.cluster_environment)}",
             num_parameters,
             held,

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_shard.checkpoint.host_buffers import HostBuffers, SnapshotBuffers
+from lightning_shard.checkpoint.optimizer_state import params_of
+from lightning_shard.checkpoint.state_entries import Entries, PieceMark, describe
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
-from lightning_shard.elastic.buffers import HostBuffers, SnapshotBuffers
-from lightning_shard.elastic.state_entries import Entries, PieceMark, describe
 from lightning_shard.errors import CheckpointError
-from lightning_shard.optim.state import params_of
 
 PARAMETERS = -1  # in the place of an optimizer's number
 _ALIGN_BYTES = 64

@@ -15,6 +15,7 @@ compute may be a stand-in.
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -24,8 +25,7 @@ from torchmetrics import Metric, MetricCollection
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.elsewhere import Elsewhere
 from lightning_shard.errors import ConfigError
-from lightning_shard.strategies import _torchmetrics
-from lightning_shard.strategies.replaced import replaced
+from lightning_shard.trainer import _torchmetrics
 
 
 class MetricSources:
@@ -115,9 +115,9 @@ class MetricSources:
 
     def _silence(self, stack: ExitStack) -> None:
         for part in self._parts:
-            stack.enter_context(replaced(part, "update", _nothing))
-            stack.enter_context(replaced(part, "forward", _no_value(part)))
-            stack.enter_context(replaced(part, "compute", _no_value(part)))
+            stack.enter_context(patch.object(part, "update", _nothing))
+            stack.enter_context(patch.object(part, "forward", _no_value(part)))
+            stack.enter_context(patch.object(part, "compute", _no_value(part)))
 
 
 def _state_of(metric: Metric) -> Any:

@@ -1,4 +1,4 @@
-"""The private names of Lightning that the strategies touch.
+"""The private names of Lightning that this room and the strategies touch.
 
 Checked with lightning 2.6; `tests/strategies/test_tensor_parallel_batches.py`,
 `tests/strategies/test_measured_stages.py`, `tests/strategies/test_lightning_loops.py` and
@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn as seed_workers
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.plugins.layer_sync import LayerSync
+from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from lightning.pytorch.trainer import trainer as trainer_module
 from lightning.pytorch.trainer.connectors.data_connector import (
-    _request_dataloader as request_dataloader,
+    _request_dataloader,
 )
-
-from lightning_shard.strategies.replaced import replaced
 
 __all__ = [
     "accept_compiled_modules",
@@ -29,12 +29,29 @@ __all__ = [
     "forget_sigterm_handler",
     "handle_sigterm",
     "is_dealt_by_trainer",
+    "layer_sync",
     "prepare_dataloader",
-    "request_dataloader",
+    "runners_of",
     "seed_workers",
+    "training_data",
     "without_samplers_of_ranks",
     "without_sigterm_broadcast",
 ]
+
+
+def training_data(trainer: "pl.Trainer") -> Any:
+    """Return the loaders of a fit, made anew."""
+    return _request_dataloader(trainer.fit_loop._data_source)
+
+
+def layer_sync(strategy: ParallelStrategy) -> LayerSync | None:
+    """Return how a strategy's batch norms are to be synchronized, where the user asks for it."""
+    return strategy._layer_sync
+
+
+def runners_of(module: "pl.LightningModule") -> tuple[Any, ...]:
+    """Return the Trainer, or the Fabric, that a module is attached to."""
+    return tuple(one for one in (module._trainer, module._fabric) if one is not None)
 
 
 def prepare_dataloader(trainer: "pl.Trainer") -> tuple[Any, str, Callable[..., Any]]:
@@ -56,7 +73,7 @@ def is_dealt_by_trainer(trainer: "pl.Trainer", dataloader: Any) -> bool:
 def without_samplers_of_ranks(trainer: "pl.Trainer") -> Iterator[None]:
     """Let the trainer prepare loaders as on one device."""
     connector = trainer._data_connector
-    with replaced(connector, "_requires_distributed_sampler", lambda _: False):
+    with patch.object(connector, "_requires_distributed_sampler", lambda _: False):
         yield
 
 
@@ -94,7 +111,7 @@ def accept_compiled_modules(strategies: type[Strategy]) -> None:
 def without_sigterm_broadcast(trainer: "pl.Trainer") -> Iterator[None]:
     """Let a fit's ranks not ask rank 0 before each batch whether it has received SIGTERM."""
     loop = trainer.fit_loop.epoch_loop
-    with replaced(loop, "_broadcast_sigterm_tensor", lambda: None):
+    with patch.object(loop, "_broadcast_sigterm_tensor", lambda: None):
         yield
 
 
@@ -110,7 +127,7 @@ def around_validation(
         with inside():
             return run()
 
-    with replaced(loop, "run", run_inside):
+    with patch.object(loop, "run", run_inside):
         yield
 
 
@@ -124,7 +141,7 @@ def after_training_epochs(trainer: "pl.Trainer", then: Callable[[], None]) -> It
         run(data_fetcher)
         then()
 
-    with replaced(loop, "run", run_then):
+    with patch.object(loop, "run", run_then):
         yield
 
 
@@ -138,7 +155,7 @@ def before_training_ends(trainer: "pl.Trainer", first: Callable[[], None]) -> It
         first()
         on_run_end()
 
-    with replaced(loop, "on_run_end", first_then):
+    with patch.object(loop, "on_run_end", first_then):
         yield
 
 

@@ -6,6 +6,7 @@ the module's step on it without arithmetic; the random streams and the logs know
 
 import inspect
 from typing import Any, Literal
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
@@ -17,8 +18,7 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.blocks import BlockList
 from lightning_shard.pipeline_parallel.costs import measure_blocks
 from lightning_shard.pipeline_parallel.partition import BlockCosts
-from lightning_shard.strategies._lightning import request_dataloader
-from lightning_shard.strategies.replaced import replaced
+from lightning_shard.trainer._lightning import training_data
 
 
 def measured_costs(
@@ -48,7 +48,7 @@ def _measure(
 ) -> BlockCosts:
     batch = _first_batch(module.trainer)
     takes = len(inspect.signature(module.training_step).parameters)
-    with replaced(module, "log", lambda *args, **kwargs: None):
+    with patch.object(module, "log", lambda *args, **kwargs: None):
         return measure_blocks(
             module, blocks, lambda: module.training_step(*(batch, 0)[:takes]), what=what
         )
@@ -56,7 +56,7 @@ def _measure(
 
 def _first_batch(trainer: "pl.Trainer") -> Any:
     with isolate_rng():
-        loader = request_dataloader(trainer.fit_loop._data_source)
+        loader = training_data(trainer)
         if not isinstance(loader, CombinedLoader):
             loader = CombinedLoader(loader, "min_size")
         batch, *_ = next(iter(loader))

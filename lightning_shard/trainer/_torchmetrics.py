@@ -1,4 +1,4 @@
-"""The private names of torchmetrics that the strategies touch.
+"""The private names of torchmetrics that are touched here.
 
 Checked with torchmetrics 1.9; `tests/strategies/test_metric_sources.py` fails when one changes.
 """

@@ -14,8 +14,8 @@ from lightning.pytorch.callbacks import Callback, ModelPruning, ModelSummary
 
 from lightning_shard.errors import ConfigError
 from lightning_shard.on_pytorch_lightning.mirror import PACKAGE, mirrored, original
-from lightning_shard.strategies.finetuning import compare_by_identity
-from lightning_shard.strategies.weight_averaging import averaging_callbacks, check_elementwise
+from lightning_shard.trainer.finetuning import compare_by_identity
+from lightning_shard.trainer.weight_averaging import averaging_callbacks, check_elementwise
 
 _LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
 

@@ -6,11 +6,11 @@ has a shape only, for which nothing is synchronised.
 
 from lightning.pytorch.plugins.layer_sync import LayerSync
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.sync_batch_norm import sync_batch_norm
+from lightning_shard.data_parallel.torch_private import BatchNorm
 from lightning_shard.elsewhere import is_elsewhere
 
 
@@ -30,7 +30,7 @@ class SyncBatchNormOnCpu(LayerSync):
             module.forward = self._forward_of(module)  # type: ignore[assignment, method-assign]
         return model
 
-    def _forward_of(self, module: _BatchNorm) -> "_Forward":
+    def _forward_of(self, module: BatchNorm) -> "_Forward":
         return _Forward(module, self._collectives)
 
     @override
@@ -43,7 +43,7 @@ class SyncBatchNormOnCpu(LayerSync):
 class _Forward:
     """The forward of one batch norm while ranks are synchronised."""
 
-    def __init__(self, module: _BatchNorm, collectives: Collectives) -> None:
+    def __init__(self, module: BatchNorm, collectives: Collectives) -> None:
         self._module = module
         self._collectives = collectives
 
@@ -54,6 +54,6 @@ class _Forward:
         return sync_batch_norm(self._module, batch, self._collectives)
 
 
-def batch_norms(model: nn.Module) -> list[_BatchNorm]:
+def batch_norms(model: nn.Module) -> list[BatchNorm]:
     """Return the batch norms of a model."""
-    return [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    return [module for module in model.modules() if isinstance(module, BatchNorm)]

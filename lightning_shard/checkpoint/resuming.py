@@ -12,7 +12,6 @@ Weights come first since hooks of the module may change it by what they find in 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -97,6 +96,7 @@ def run_misfits(
     *,
     kept: Mapping[str, Any],
     scaler: GradScaler | None,
+    scaler_state: Any,
     engine: DataParallelEngine | None,
 ) -> list[str]:
     """Say what does not fit of all but the weights, once there are optimizers.
@@ -107,6 +107,7 @@ def run_misfits(
         optimizers: Those of the model.
         kept: What the checkpoint has of this package's strategies.
         scaler: The loss scaler, if one is used.
+        scaler_state: What the checkpoint has of one; None if nothing.
         engine: What has the parameters in shards; None before that.
     """
     shapes = {
@@ -116,7 +117,7 @@ def run_misfits(
     return [
         *_states_misfits(checkpoint["optimizer_states"], optimizers, shapes),
         *_kept_misfits(kept, dict(shapes.values())),
-        *_scaler_misfits(checkpoint.get(MixedPrecision.__qualname__), scaler),
+        *_scaler_misfits(scaler_state, scaler),
     ]
 
 

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import RunningStage
@@ -23,13 +24,12 @@ from torch.utils.data import DistributedSampler
 
 from lightning_shard.elastic.data_loaders import has_own_batches, replace_samplers
 from lightning_shard.errors import ConfigError
-from lightning_shard.strategies._lightning import (
+from lightning_shard.trainer._lightning import (
     deal_under_indices,
     is_dealt_by_trainer,
     prepare_dataloader,
     without_samplers_of_ranks,
 )
-from lightning_shard.strategies.replaced import replaced
 
 _OF_RANKS = ("num_replicas", "rank", "world_size")  # attributes of one that knows its rank
 
@@ -114,7 +114,7 @@ def deals_batch_samplers(
             replace_samplers(loader, loader.sampler, deal(own, repeats=True))
         return loader
 
-    with replaced(connector, name, prepare_or_deal):
+    with patch.object(connector, name, prepare_or_deal):
         yield
 
 

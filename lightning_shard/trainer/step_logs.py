@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Number
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch
@@ -24,11 +25,10 @@ from torchmetrics import Metric
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.elsewhere import OtherStageError, is_elsewhere
 from lightning_shard.errors import ConfigError
-from lightning_shard.strategies import _torchmetrics
-from lightning_shard.strategies.metric_sources import MetricSources
-from lightning_shard.strategies.replaced import replaced
-from lightning_shard.strategies.shared_values import SharedValues
-from lightning_shard.strategies.step_attributes import StepAttributes
+from lightning_shard.trainer import _torchmetrics
+from lightning_shard.trainer.metric_sources import MetricSources
+from lightning_shard.trainer.shared_values import SharedValues
+from lightning_shard.trainer.step_attributes import StepAttributes
 
 _OPTIONS = tuple(inspect.signature(pl.LightningModule.log).parameters)[3:]  # self, name, value
 _REDUCTIONS = {"sum": torch.sum, "min": torch.min, "max": torch.max}  # all others: the mean
@@ -99,7 +99,7 @@ class StepLogs:
                 records.append(self._record(name, value, size, options))
 
         with (
-            replaced(self._module, "log", record),
+            patch.object(self._module, "log", record),
             self._metrics.step(counts=counts),
             self._attributes.step(size, counts=counts, completed=completed),
         ):
