@@ -15,7 +15,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 # A file's tests stay together, in their order; half as long on two cores.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
-.PHONY: demo test test-all lint types bench clean
+.PHONY: demo test test-all lint types docs bench clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/train_gpt.py --config configs/gpt_demo.yaml
@@ -34,6 +34,10 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
+# A warning is an error; the variable silences an advertisement.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file .mkdocs.yml
+
 bench: $(STAMP)
 	$(BIN)/python -m tests.benchmarks
 
@@ -49,4 +53,4 @@ $(ZOO)/.installed: $(STAMP)
 	touch $(ZOO)/.installed
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis

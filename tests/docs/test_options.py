@@ -1,0 +1,87 @@
+"""The tables of options have every option of a strategy, with its default, and no other."""
+
+import ast
+import inspect
+import re
+from typing import Any
+
+import pytest
+
+import lightning_shard
+from lightning_shard.data_parallel import compression
+from lightning_shard.data_parallel.compression import COMPRESSORS
+from lightning_shard.strategies.registry import SCHEMES
+from lightning_shard.tensor_parallel.styles import STYLES
+from tests.docs.pages import quotes, tables, text_of
+
+LIGHTNINGS = {
+    "self",
+    "accelerator",
+    "parallel_devices",
+    "cluster_environment",
+    "checkpoint_io",
+    "precision_plugin",
+}
+PAGES = {
+    "docs/tensor_parallel.md": lightning_shard.TensorParallelStrategy,
+    "docs/pipeline_parallel.md": lightning_shard.PipelineParallelStrategy,
+    "docs/hybrid_parallel.md": lightning_shard.HybridParallelStrategy,
+    "docs/local_sgd.md": lightning_shard.LocalSGDStrategy,
+    "docs/async_sgd.md": lightning_shard.AsyncSGDStrategy,
+    "docs/elastic.md": lightning_shard.ElasticStrategy,
+    "docs/strategies.md": lightning_shard.ZeRO2Strategy,
+}
+_NO_DEFAULT = object()  # in a table whose text says it
+
+
+def options_of(name: str) -> dict[str, Any]:
+    """Return the options that a page's tables list, with the defaults that they show."""
+    found: dict[str, Any] = {}
+    for table in tables(name):
+        if table.head[0] == "option":
+            for row in table.rows:
+                for quote in quotes(row[0]):
+                    option, is_shown, default = quote.partition("=")
+                    found[option] = ast.literal_eval(default) if is_shown else _NO_DEFAULT
+    return found
+
+
+def parameters_of(kind: type) -> dict[str, Any]:
+    return {
+        name: parameter.default
+        for name, parameter in inspect.signature(kind.__init__).parameters.items()
+        if name not in LIGHTNINGS
+    }
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_options_of_a_page_are_those_of_its_strategy(name: str) -> None:
+    listed, parameters = options_of(name), parameters_of(PAGES[name])
+    assert listed.keys() <= parameters.keys()
+    assert parameters.keys() <= listed.keys() | options_of("docs/strategies.md").keys()
+    for option, default in listed.items():
+        assert default is _NO_DEFAULT or default == parameters[option], option
+
+
+def test_the_settings_of_compressors_are_those_of_their_classes() -> None:
+    (table,) = [one for one in tables("docs/compression.md") if one.head[0] == "class"]
+    assert len(table.rows) == len(COMPRESSORS)
+    for row in table.rows:
+        (name,) = quotes(row[0])
+        shown = dict(setting.split("=") for setting in quotes(row[1]))
+        parameters = parameters_of(getattr(compression, name))
+        parameters = {key: value for key, value in parameters.items() if key in shown or shown}
+        assert {key: ast.literal_eval(value) for key, value in shown.items()} == (
+            parameters if shown else {}
+        )
+
+
+def test_every_scheme_is_in_the_readme_and_has_its_traffic() -> None:
+    for scheme in SCHEMES:
+        assert f"`{scheme}`" in text_of("README.md")
+        assert f"`{scheme}`" in text_of("docs/strategies.md")
+
+
+def test_every_style_is_listed() -> None:
+    page = text_of("docs/tensor_parallel.md")
+    assert all(re.search(rf"^\| `{re.escape(style)}` \|", page, re.MULTILINE) for style in STYLES)
