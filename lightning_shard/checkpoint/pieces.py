@@ -14,6 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.data_parallel.parameter_shard import ParameterShard, ShardView
+from lightning_shard.errors import ConfigError
 
 _Path = tuple[Any, ...]
 
@@ -25,11 +27,13 @@ def join_pieces(checkpoint: dict[str, Any], engine: DataParallelEngine) -> None:
         checkpoint: Nested mappings and lists; changed in place on the rank that saves.
         engine: Of stage 3.
     """
+    _join_shards(checkpoint, engine)
     known = engine.pieces()
     own = {
         path: known[place]
         for path, value in _tensors(checkpoint, ())
-        if (place := (value.data_ptr(), value.numel())) in known and value.ndim == 1
+        if not isinstance(value, (ParameterShard, ShardView))
+        and (place := (value.data_ptr(), value.numel())) in known and value.ndim == 1
     }
     found: dict[_Path, Any] = {}
     for theirs in engine.collectives.all_gather_object(own):
@@ -38,6 +42,31 @@ def join_pieces(checkpoint: dict[str, Any], engine: DataParallelEngine) -> None:
         whole = engine.whole_piece(piece)
         if engine.is_first:
             _put(checkpoint, path, whole.to("cpu", copy=True))
+
+
+def _join_shards(checkpoint: dict[str, Any], engine: DataParallelEngine) -> None:
+    """Put full tensors in the place of what was read of sharded parameters.
+
+    Raises:
+        ConfigError: Some ranks have not put it there.
+    """
+    own = {
+        repr(path): (path, value)
+        for path, value in _tensors(checkpoint, ())
+        if isinstance(value, (ParameterShard, ShardView))
+    }
+    every = engine.collectives.all_gather_object(sorted(own))
+    for place in sorted(set().union(*every)):
+        lacking = [rank for rank, theirs in enumerate(every) if place not in theirs]
+        if lacking:
+            raise ConfigError(
+                f"The checkpoint's entry {place} was read of a sharded parameter, and rank "
+                f"{lacking[0]} has not put it there, expected every rank to do so: its elements "
+                f"lie on all of them."
+            )
+        path, value = own[place]
+        whole = value.full_tensor()
+        _put(checkpoint, path, whole.cpu() if engine.is_first else whole.flatten()[:0])
 
 
 def _tensors(value: Any, path: _Path) -> Iterator[tuple[_Path, Tensor]]:

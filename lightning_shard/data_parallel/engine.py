@@ -32,9 +32,12 @@ from lightning_shard.data_parallel.gradient_shards import AbsentGradients, Gradi
 from lightning_shard.data_parallel.model_split import ModelSplit, Unsplit
 from lightning_shard.data_parallel.optimizer_view import OptimizerView
 from lightning_shard.data_parallel.options import EngineOptions
+from lightning_shard.data_parallel.parameter_shard import ParameterShard
 from lightning_shard.data_parallel.piece_advice import explaining_gradients, explaining_pieces
 from lightning_shard.data_parallel.piece_loading import cut_loaded
+from lightning_shard.data_parallel.reduced_gradient import GradientNote
 from lightning_shard.data_parallel.reducer import Reducer
+from lightning_shard.data_parallel.sharded_parameter import ParameterHome, UserCode
 from lightning_shard.data_parallel.torch_private import gradient_hooks
 from lightning_shard.data_parallel.unit import Unit
 from lightning_shard.data_parallel.usage import UsageAgreement
@@ -120,8 +123,29 @@ class DataParallelEngine:
         )
         for flat in self.flats:
             flat.on_assigned = self._adopt_data
+        self.user_code = UserCode()
+        self._settle_in()
         self.around_backward: Callable[[], AbstractContextManager[None]] = nullcontext
         self.hook_trainable()
+
+    def _settle_in(self) -> None:
+        """Let parameters in shards look full to user code, where ranks share the model's batches."""
+        if self.options.stage == 0 or self.split.groups:
+            return
+
+        def home(unit: Unit, param: nn.Parameter, note: GradientNote) -> ParameterHome:
+            def bring() -> bool:
+                return self._gatherer is not None and self._gatherer.bring(unit)
+
+            return ParameterHome(self.shards.spread_of(param), note, self.user_code, bring)
+
+        for unit in self.units:
+            for flat in unit.flats:
+                flat.settle_in(
+                    lambda index, unit=unit, flat=flat: home(
+                        unit, flat.params[index], flat.note(index)
+                    )
+                )
 
     @property
     def is_first(self) -> bool:
@@ -188,7 +212,8 @@ class DataParallelEngine:
     def _adopt_replaced(self, param: nn.Parameter, value: Tensor) -> None:
         if param in self._homes:
             flat, index = self._homes[param]
-            flat.adopt({index: value.to(flat.full.device, copy=True)})
+            full = value.full_tensor() if isinstance(value, ParameterShard) else value
+            flat.adopt({index: full.to(flat.full.device, copy=True)})
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -201,8 +226,13 @@ class DataParallelEngine:
             yield
 
     def explaining_pieces(self) -> AbstractContextManager[None]:
-        """Explain errors of user code inside that is about the sizes of pieces."""
-        return nullcontext() if self._gatherer is None else explaining_pieces(self._homes)
+        """Run user code inside: sharded parameters look full, errors about sizes are explained."""
+        return nullcontext() if self._gatherer is None else self._running_user_code()
+
+    @contextmanager
+    def _running_user_code(self) -> Iterator[None]:
+        with explaining_pieces(self._homes), self.user_code.running():
+            yield
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -266,9 +296,11 @@ class DataParallelEngine:
         finally:
             self.view.leave()
 
-    def lent_view(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def lent_view(self) -> Iterator[None]:
         """Run hooks of user code before a step inside; see `OptimizerView.lent`."""
-        return self.view.lent()
+        with self.view.lent(), self.user_code.running():
+            yield
 
     def publish(self, params: Iterable[nn.Parameter]) -> None:
         """After an update of `params`, bring everybody's full parameters up to date."""
@@ -330,6 +362,8 @@ class DataParallelEngine:
             missing: Names of those that keep their value; read at the end.
         """
         self.adopt_assigned()
+        for flat in self.flats:
+            flat.present_shards(sharded=False)
         shown = [(param, param.data, param.grad) for param in self.model.parameters()]
         for param, value, _ in shown:
             param.grad = None
@@ -343,6 +377,9 @@ class DataParallelEngine:
         finally:
             for param, value, grad in shown:
                 param.data, param.grad = value, grad
+            for unit in self.units:
+                for flat in unit.flats if unit.is_freed else ():
+                    flat.present_shards(sharded=True)
 
     def whole_shape(self, param: nn.Parameter) -> Sequence[int]:
         """The shape of the whole of `param`, however it shows itself now."""
@@ -415,6 +452,8 @@ class DataParallelEngine:
                 setattr(param, _LEFTOVER, True)
 
     def _remove_hooks(self) -> None:
+        for flat in self.flats:
+            flat.move_out()
         for handle in (*self._hooks.values(), *self._loading):
             handle.remove()
         self._hooks.clear()

@@ -32,6 +32,13 @@ from lightning_shard.data_parallel.assigned import (
 from lightning_shard.data_parallel.blanks import is_blank
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.reduced_gradient import GradientNote, ReducedGradient
+from lightning_shard.data_parallel.sharded_parameter import (
+    ParameterHome,
+    as_they_are,
+    move_out,
+    present,
+    settle_in,
+)
 from lightning_shard.layout.flat import FlatLayout, build_layout
 
 _ALIGN_BYTES = 16  # vectorised kernels want it
@@ -82,6 +89,7 @@ class FlatParameters:
         self._notes = [GradientNote(name) for name, _ in named_params]
         self._stand_ins: dict[tuple[int, torch.Size, torch.dtype], ReducedGradient] = {}
         self._shown = ShownViews(self.params)
+        self._presented: list[nn.Parameter] = []  # to user code, while they are in shards
         self.on_assigned: Callable[[], None] = lambda: self.adopt(self.assigned())
         self.present_full()
 
@@ -124,9 +132,11 @@ class FlatParameters:
         pieces = self.layout.pieces(self.shard_index)
         return [shard[piece.shard_offset : piece.shard_stop] for piece in pieces]
 
+    @as_they_are
     @torch.no_grad()
     def present_full(self) -> None:
         """Let every parameter show its full shape; `full` must be gathered."""
+        self.present_shards(sharded=False)
         self.see_assigned()  # the views are others after it
         self._present(self.full_views)
 
@@ -145,17 +155,40 @@ class FlatParameters:
         else:
             param.data = view
 
+    def settle_in(self, home_of: Callable[[int], ParameterHome]) -> None:
+        """Let parameters look full to user code while they are in shards.
+
+        Args:
+            home_of: Returns what a parameter must know, by index.
+        """
+        homes = {param: home_of(index) for index, param in enumerate(self.params)}
+        self._presented = [param for param, home in homes.items() if settle_in(param, home)]
+
+    def move_out(self) -> None:
+        """End `settle_in`."""
+        for param in self._presented:
+            move_out(param)
+        self._presented = []
+
+    def present_shards(self, *, sharded: bool) -> None:
+        """Let parameters that are in shards look full to user code, or as they are."""
+        for param in self._presented:
+            present(param, sharded=sharded)
+
+    @as_they_are
     def see_assigned(self) -> None:
         """Take over what user code has assigned to the parameters, if it has, by a quick look."""
         if not self._shown.stand:
             self.on_assigned()
 
+    @as_they_are
     def refuse_assigned(self) -> None:
         """Raise ConfigError if user code has assigned a value, as between forward and backward."""
         if not self._shown.stand:
             names = [self.layout.slots[index].name for index in self._shown.assigned()]
             raise refuse_moved(names, self._groups.everyone.rank)
 
+    @as_they_are
     def assigned(self) -> dict[int, Tensor]:
         """Return copies of what user code has assigned, by the parameter's index.
 
@@ -172,6 +205,7 @@ class FlatParameters:
             raise refuse_freed(self.layout.slots[index].name, self._groups.everyone.rank)
         return value.to(self.full.device, copy=True)
 
+    @as_they_are
     @torch.no_grad()
     def adopt(self, values: Mapping[int, Tensor]) -> None:
         """Let the buffers have values, as if they had been written into what is shown.
@@ -226,7 +260,10 @@ class FlatParameters:
             self.full_views[index].copy_(value)
 
     def as_shown(self, index: int, value: Tensor) -> Tensor:
-        """Return a tensor of a parameter's own shape as it shows itself; any other as is."""
+        """Return a tensor of a parameter's own shape as it shows itself; any other as is.
+
+        To user code a sharded parameter shows its own shape.
+        """
         shape = self.layout.slots[index].shape
         is_whole = value.shape == shape and self.params[index].shape != shape
         return self._own_part(index, value) if is_whole else value
@@ -242,6 +279,7 @@ class FlatParameters:
         """What the stand-ins of a parameter share."""
         return self._notes[index]
 
+    @as_they_are
     def stand_in(self, index: int) -> ReducedGradient:
         """What stands in the `.grad` of a parameter, as it shows itself now, once it is reduced."""
         param = self.params[index]
@@ -250,6 +288,7 @@ class FlatParameters:
             self._stand_ins[key] = ReducedGradient(param, self._notes[index])
         return self._stand_ins[key]
 
+    @as_they_are
     @torch.no_grad()
     def present_local(self) -> None:
         """Let every parameter show this rank's piece, in the optimizer's format."""
@@ -301,9 +340,11 @@ class FlatParameters:
             _overwrite(self.full_views[index], value)
         _overwrite(self.local_views[index], self._own_part(index, value))
 
+    @as_they_are
     def free(self) -> None:
         """Point the parameters at their pieces and give the full memory back."""
         self.present_local()
+        self.present_shards(sharded=True)
         self.full.untyped_storage().resize_(0)
 
     def whole_values(self) -> list[Tensor]:

@@ -216,6 +216,17 @@ class Gatherer:
             for unit in freed:
                 unit.free()
 
+    def bring(self, unit: Unit) -> bool:
+        """Have a unit here until the step ends, for a graph; each rank must call.
+
+        Returns:
+            False outside of a step, of which there is no backward.
+        """
+        if self._in_step:
+            unit.ensure_full()
+            unit.kept = True
+        return self._in_step
+
     def gather_residents(self) -> None:
         """Gather what any module may use at any time; all of it at once."""
         for unit in self._residents:

@@ -22,6 +22,7 @@ from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.data_parallel.reduced_gradient import GradientNote, ReducedGradient
 from lightning_shard.data_parallel.sharded_reductions import combine_norms, partial_norm
 from lightning_shard.data_parallel.sharded_tensor import ShardedTensor
+from lightning_shard.layout.flat import Piece
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,6 +38,7 @@ class ParameterSpread:
         device: This rank's.
         own_shape: Of what the ranks of `shard_groups` have together; None of what is not here.
         bounds: This rank's elements of it, flattened; None of all.
+        cuts: The bounds of every rank of `shard_groups`.
     """
 
     name: str
@@ -47,6 +49,7 @@ class ParameterSpread:
     device: torch.device
     own_shape: torch.Size | None
     bounds: tuple[int, int] | None
+    cuts: Sequence[tuple[int, int]] = ()
 
     @property
     def groups(self) -> Sequence[Collectives]:
@@ -76,6 +79,12 @@ class ParameterSpread:
         elif tensor.shape != self.own_shape:
             return None
         return tensor if self.bounds is None else tensor.reshape(-1)[slice(*self.bounds)]
+
+    def own(self, tensor: Tensor) -> Tensor:
+        """Return this rank's part of the model of a whole tensor."""
+        if self.own_shape is None:
+            return tensor.new_empty(self.param.shape)
+        return self.split.local(self.param, tensor)
 
     def _is_ambiguous(self, local: Tensor) -> bool:
         """Whether a tensor of the piece's shape may be meant as a row for every row."""
@@ -135,15 +144,15 @@ class GradientShards:
     def _source(
         self, number: int, name: str, param: nn.Parameter, place: tuple[FlatGradients, int] | None
     ) -> "_Source":
-        note, own_shape, bounds = GradientNote(name), None, None
+        note, own_shape, bounds, cuts = GradientNote(name), None, None, []
         if place is not None:
             gradients, index = place
             flat = gradients.flat
             note, slot = flat.note(index), flat.layout.slots[index]
             own_shape = torch.Size(slot.shape)
             if flat.stage > 0:
-                piece = flat.layout.piece(slot, flat.shard_index)
-                bounds = piece.param_offset, piece.param_stop
+                cuts = [_bounds(flat.layout.piece(slot, i)) for i in range(flat.layout.num_shards)]
+                bounds = cuts[flat.shard_index]
         shape = self._split.full_shapes.get(param, own_shape or param.shape)
         spread = ParameterSpread(
             name=name,
@@ -154,9 +163,14 @@ class GradientShards:
             device=self._device,
             own_shape=own_shape,
             bounds=bounds,
+            cuts=cuts,
         )
         note.source = _Source(self, number, note, spread, place)
         return note.source
+
+    def spread_of(self, param: nn.Parameter) -> ParameterSpread:
+        """Where the elements of a parameter lie while it is in shards, as those of its gradient."""
+        return self._sources[param].spread
 
     def changed(self) -> None:
         """Forget what is known: gradients have changed, on all ranks alike."""
@@ -208,6 +222,10 @@ class GradientShards:
         for group in (*self._shard_groups(), *self._split.groups):
             group.all_reduce(tensor, op).wait()
         return tensor
+
+
+def _bounds(piece: Piece) -> tuple[int, int]:
+    return piece.param_offset, piece.param_stop
 
 
 @dataclass(frozen=True, eq=False)

@@ -70,6 +70,7 @@ class OptimizerView:
         self._outer = [self._show_pieces(gradients) for gradients in self._gradients]
 
     def _show_pieces(self, gradients: FlatGradients) -> list[Tensor | None]:
+        gradients.flat.present_shards(sharded=False)
         params = gradients.flat.params
         outer = [param.grad for param in params]
         for index, grad in enumerate(outer):
@@ -119,6 +120,7 @@ class OptimizerView:
 
     def _lend_stand_ins(self) -> None:
         for gradients in self._gradients:
+            gradients.flat.present_shards(sharded=True)
             for index, param in enumerate(gradients.flat.params):
                 gradients.take_back(index, None)  # what was made of it meanwhile
                 if gradients.is_there(index):
@@ -129,6 +131,7 @@ class OptimizerView:
     def _take_back_stand_ins(self) -> None:
         """Show pieces again; what user code has zeroed or set in `.grad` stays so."""
         for gradients in self._gradients:
+            gradients.flat.present_shards(sharded=False)
             for index, param in enumerate(gradients.flat.params):
                 gradients.observe(index)
                 if isinstance(param.grad, ReducedGradient):
@@ -156,6 +159,7 @@ class OptimizerView:
                 gradients.flat.present_full()
             for index, grad in enumerate(kept):
                 gradients.restore(index, grad)
+            gradients.flat.present_shards(sharded=self._gatherer is not None)
         self._outer = []
         if self._gatherer is not None:
             self._gatherer.after_update()

@@ -18,6 +18,13 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
+from lightning_shard.data_parallel.sharded_parameter import (
+    ShardedParameter,
+    as_they_are,
+    copy_home,
+    move_out,
+    present,
+)
 from lightning_shard.errors import ConfigError
 
 _Home = tuple[FlatParameters, int]
@@ -48,9 +55,10 @@ class PieceCopies:
         flat, index = home
         param = flat.params[index]
         if whole:
-            return type(param)(param.data.clone(), param.requires_grad)
+            return nn.Parameter(param.data.clone(), param.requires_grad)
         flat.see_assigned()
-        made = type(param)(flat.local_views[index].clone(), param.requires_grad)
+        made = nn.Parameter(flat.local_views[index].clone(), param.requires_grad)
+        copy_home(param, made)
         self._homes[made] = (home, self._made)
         self._made += 1
         return made
@@ -86,6 +94,7 @@ class PieceCopies:
         if torch.is_grad_enabled() and any(param.requires_grad for param in params):
             self._depth -= 1
             self._refuse(module)
+        self._present(params, sharded=False)
         self._pieces = [(param, param.data) for param in params]
         self._gather(params)
 
@@ -95,7 +104,12 @@ class PieceCopies:
         if self._depth == 0:
             for param, piece in self._pieces:
                 param.data = piece
+            self._present([param for param, _ in self._pieces], sharded=True)
             self._pieces = []
+
+    def _present(self, params: Iterable[nn.Parameter], *, sharded: bool) -> None:
+        for param in params:
+            present(param, sharded=sharded)
 
     def _refuse(self, module: nn.Module) -> NoReturn:
         raise ConfigError(
@@ -106,6 +120,7 @@ class PieceCopies:
             f"the module."
         )
 
+    @as_they_are
     @torch.no_grad()
     def _gather(self, params: Iterable[nn.Parameter]) -> None:
         """Make copies whole, buffer by buffer."""
@@ -125,6 +140,7 @@ class PieceCopies:
             for index, param in copies.items():
                 param.data = whole[index].to(param.dtype, copy=True)
 
+    @as_they_are
     def pieces(self) -> dict[tuple[int, int], int]:
         """Return a number for each piece here by address and size, the same on every rank."""
         views = [flat.local_views[index] for flat, index in self._originals]
@@ -133,6 +149,7 @@ class PieceCopies:
             numbered[len(views) + made] = copy.data
         return {(view.data_ptr(), view.numel()): number for number, view in numbered.items()}
 
+    @as_they_are
     def whole(self, number: int) -> Tensor:
         """Gather what has this number; each rank must call, and hold it."""
         if number < len(self._originals):
@@ -154,9 +171,11 @@ class PieceCopies:
         """
         for param in self._params:
             vars(param).pop("__deepcopy__", None)
+        alive = self._alive()
+        for copy, _ in alive.values():
+            move_out(copy)
         if agree is None:
             return
-        alive = self._alive()
         self._gather([alive[number][0] for number in sorted(agree(set(alive)))])
         self._homes = WeakTensorKeyDictionary()
 
@@ -169,7 +188,9 @@ class _Copier:
 
     def __call__(self, memo: dict[int, Any]) -> nn.Parameter:
         flat, index = self._home
-        is_whole = flat.params[index].shape == flat.layout.slots[index].shape
+        is_whole = type(flat.params[index]) is not ShardedParameter and (
+            flat.params[index].shape == flat.layout.slots[index].shape
+        )
         return self._copies.copy(self._home, whole=is_whole and self._shows_whole())
 
     def __reduce__(self) -> NoReturn:

@@ -146,6 +146,8 @@ class ReducedGradient(Tensor):
             ConfigError: That needs more than what goes element by element, or a single number.
         """
         given = tuple(args), dict(kwargs or {})
+        if not all(issubclass(one, ReducedGradient) for one in types):
+            return NotImplemented  # together with a sharded parameter, which knows what to do
         with torch._C.DisableTorchFunctionSubclass():
             if func in _OF_STAND_IN or is_traced():
                 return func(*given[0], **given[1])
@@ -194,9 +196,11 @@ def _computed(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             found[id(gradient)] = gradient.sharded(), gradient
         return found[id(gradient)][0]
 
+    name = getattr(func, "__name__", "")
+    if _is_written_to_full(name, args):  # as in an update by hand
+        return func(*_in_full(args), **_in_full(kwargs))
     args, kwargs = tree_map_only(ReducedGradient, sharded, (args, kwargs))
     first, like = next(iter(found.values()))
-    name = getattr(func, "__name__", "")
     if func is Tensor.data.__set__:  # type: ignore[attr-defined]
         return args[0].copy_(args[1]) and None
     if name == "__deepcopy__":
@@ -208,6 +212,18 @@ def _computed(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     except (RuntimeError, NotImplementedError) as error:
         refuse(f"{name or func}", first, str(error))
     return tree_map_only(ShardedTensor, lambda one: _shown(one, found, like), result)
+
+
+def _is_written_to_full(name: str, args: Sequence[Any]) -> bool:
+    """Whether what changes is full tensors, not a gradient: an operation in place on the first."""
+    in_place = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+    targets = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
+    return in_place and not any(isinstance(one, ReducedGradient) for one in targets)
+
+
+def _in_full(given: Any) -> Any:
+    """Bring gradients together; each rank must call."""
+    return tree_map_only(ReducedGradient, lambda one: one.sharded().own_full(), given)
 
 
 def _shown(

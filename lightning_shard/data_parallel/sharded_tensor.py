@@ -44,11 +44,22 @@ class Spread(Protocol):
     def device(self) -> torch.device:
         """Return where partial results are to lie."""
 
+    @property
+    def cuts(self) -> Sequence[tuple[int, int]]:
+        """Return where the elements of every rank lie; equal for tensors that are cut alike."""
+
     def cut(self, tensor: Tensor, local: Tensor) -> Tensor | None:
         """Return this rank's part of a tensor that lies whole or in part; None if of neither."""
 
     def join(self, local: Tensor) -> Tensor:
         """Return the whole of parts; each rank must call."""
+
+    def own(self, tensor: Tensor) -> Tensor:
+        """Return this rank's part of the model of a whole tensor."""
+
+
+class NotInPartsError(ConfigError):
+    """An operation cannot be computed from parts; no rank has sent anything for it."""
 
 
 REDUCTIONS: dict[str, Callable[..., Any]] = {}
@@ -59,12 +70,14 @@ class ShardedTensor(Tensor):
     """Looks like the whole of a tensor of which this rank has `local`.
 
     Attributes:
+        gathers: Whether what cannot be computed from parts is computed of full copies.
         local: This rank's elements, in whatever shape they lie.
         spread: Where the others are.
         norm_of_all: Gives the whole's norm of an order faster than by asking for it alone; or None.
         on_change: Called when the elements have been changed in place; or None.
     """
 
+    gathers = False
     local: Tensor
     spread: Spread
     norm_of_all: Callable[[float], Tensor] | None
@@ -91,9 +104,13 @@ class ShardedTensor(Tensor):
         """Return the whole on every rank; each rank must call."""
         return self.spread.join(self.local).view(self.shape)
 
+    def own_full(self) -> Tensor:
+        """Return what this rank has of the model of it, as parameters show it; each must call."""
+        return self.spread.own(self.full_tensor())
+
     def beside(self, local: Tensor) -> "ShardedTensor":
         """Return a tensor that is spread and looks as this one, of other elements."""
-        return ShardedTensor(local, self.spread, self.shape)
+        return type(self)(local, self.spread, self.shape)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -164,7 +181,7 @@ def refuse(func: Any, tensor: ShardedTensor, reason: str = "") -> NoReturn:
 
 def refusal(func: Any, tensor: ShardedTensor, reason: str = "") -> ConfigError:
     """Say that an operation cannot be computed from parts, and what to do."""
-    return ConfigError(
+    return NotInPartsError(
         f"The gradient of {tensor.spread.name!r} lies in parts on the ranks, so {func} cannot be "
         f"computed from .grad here{reason and ' (' + reason + ')'}. Expected what goes element by "
         f"element, or what makes one number of all (norm, sum, mean, max ...), which every rank "
@@ -175,7 +192,7 @@ def refusal(func: Any, tensor: ShardedTensor, reason: str = "") -> ConfigError:
 
 
 def _first(given: Any) -> ShardedTensor:
-    return next(_sharded(given))
+    return max(_sharded(given), key=lambda one: one.gathers)  # the first of those
 
 
 def _sharded(given: Any) -> Iterator[ShardedTensor]:
@@ -189,15 +206,15 @@ def _viewed(func: Any, tensor: ShardedTensor, shape: Sequence[int], *_: Any) -> 
     wanted = [tensor.numel() if size == -1 and len(shape) == 1 else size for size in shape]
     if wanted not in ([tensor.numel()], list(tensor.shape)):
         refuse(func, tensor, f"to shape {tuple(shape)}, expected it flat or as it is")
-    seen = ShardedTensor(tensor.local, tensor.spread, wanted)
+    seen = type(tensor)(tensor.local, tensor.spread, wanted)
     seen.norm_of_all, seen.on_change = tensor.norm_of_all, tensor.on_change
     return seen
 
 
 def _by_element(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Compute on this rank's elements."""
-    like = _first((args, kwargs))
     target = kwargs.get("out", args[0] if func._schema.is_mutable else None)
+    like = target if isinstance(target, ShardedTensor) else _first((args, kwargs))
 
     def part(tensor: Tensor) -> Tensor:
         return part_of(func, tensor, like, is_written=tensor is target)
@@ -258,6 +275,8 @@ def part_of(func: Any, tensor: Tensor, like: ShardedTensor, *, is_written: bool 
         return tensor.local
     if tensor.numel() == 1 and not is_written and like.numel() != 1:
         return tensor.reshape((1,) * min(tensor.ndim, like.local.ndim))
+    if like.gathers and not is_written:
+        tensor = _broadcast(tensor, like)
     if tensor.shape == like.shape and not is_written and tensor.shape != like.local.shape:
         tensor = tensor.reshape(like.spread.shape)
     part = like.spread.cut(tensor, like.local)
@@ -272,6 +291,28 @@ def part_of(func: Any, tensor: Tensor, like: ShardedTensor, *, is_written: bool 
     return part
 
 
+def _broadcast(tensor: Tensor, like: ShardedTensor) -> Tensor:
+    """Return a tensor in the full shape of another one, if it goes with it and is no part of it.
+
+    Raises:
+        ConfigError: It may be either; on other ranks there is perhaps no doubt.
+    """
+    if tensor.shape == like.local.shape and tensor.shape != like.shape:
+        if like.spread.cut(tensor, like.local) is None:
+            raise ConfigError(
+                f"A tensor of shape {tuple(tensor.shape)} meets {like.spread.name!r} of shape "
+                f"{tuple(like.shape)}, of which this rank has as many elements; expected one that "
+                f"cannot be taken for them. Expand it to the parameter's shape."
+            )
+        return tensor
+    sizes = zip(reversed(tensor.shape), reversed(like.shape), strict=False)
+    fits = tensor.ndim <= like.ndim and all(own in (1, size) for own, size in sizes)
+    return tensor.expand(like.shape) if fits else tensor
+
+
 def is_alike(tensor: ShardedTensor, other: ShardedTensor) -> bool:
     """Whether the elements of two lie on the same ranks, in the same order."""
-    return tensor.spread is other.spread and tensor.shape == other.shape
+    if tensor.shape != other.shape:
+        return False
+    gathers = tensor.gathers or other.gathers
+    return tensor.spread is other.spread or (gathers and tensor.spread.cuts == other.spread.cuts)

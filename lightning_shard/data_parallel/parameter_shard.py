@@ -1,0 +1,279 @@
+"""What user code reads of a parameter that lies in shards: it looks full, and what it does is right.
+
+    shard.mul_(2), shard + other      element by element, on each rank's elements; nothing is sent
+    shard.norm(), shard.max()         combined over the ranks: one number, the same on every rank
+    shard[0], shard.T                 a `ShardView`, which reads and writes the elements it shows
+    shard[0].zero_(), shard @ x       on a full copy; what is changed in it goes back to the shards
+
+Where a gradient refuses what cannot be computed from its shards, a parameter is brought together:
+for the one operation, tensor by tensor. Each rank must do the same, in the same order.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from lightning_shard.data_parallel.reduced_gradient import ReducedGradient
+from lightning_shard.data_parallel.sharded_tensor import NotInPartsError, ShardedTensor
+from lightning_shard.errors import ConfigError
+
+_Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
+
+class ParameterShard(ShardedTensor):
+    """Looks like a full parameter, or what was computed of one, of which this rank has `local`."""
+
+    gathers = True
+
+    def full_tensor(self) -> Tensor:
+        """Return the full tensor on every rank; each rank must call."""
+        full = self.spread.join(self.local.to(self.spread.device))
+        return full.view(self.shape).to(self.device)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """See to what never reaches `__torch_dispatch__`, and to graphs."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return computed(func, tuple(args), dict(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Compute in shards, over the ranks, or on full copies."""
+        kwargs = dict(kwargs or {})
+        if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+            return func.decompose(*args, **kwargs)  # as under inference mode
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            try:
+                return super().__torch_dispatch__(func, types, args, kwargs)
+            except NotInPartsError:
+                pass  # decided by what is alike on all ranks, before anything was sent
+        if func.is_view and isinstance(args[0], ParameterShard):
+            return _views(args[0], (), func, args, kwargs)
+        return on_full_copies(func, args, kwargs)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One operation of a view, and which of its results."""
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    index: int | None
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        result = self.func(tensor, *self.args, **self.kwargs)
+        chosen: Tensor = result if self.index is None else result[self.index]
+        return chosen
+
+
+class ShardView(Tensor):
+    """Some of the elements of a `ParameterShard`, brought together whenever they are used.
+
+    Attributes:
+        base: Whose elements they are.
+        steps: What takes them from the full tensor.
+    """
+
+    base: ParameterShard
+    steps: tuple[_Step, ...]
+
+    @staticmethod
+    def __new__(cls, like: Tensor, base: ParameterShard, steps: tuple[_Step, ...]) -> "ShardView":
+        """Make one of the shape and strides of `like`."""
+        view: ShardView = Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=base.dtype, device=base.device
+        )
+        view.base, view.steps = base, steps
+        return view
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"ShardView(of={self.base.spread.name!r}, shape={tuple(self.shape)})"
+
+    def taken_from(self, full: Tensor) -> Tensor:
+        """Return the elements as a view of the full tensor."""
+        for step in self.steps:
+            full = step(full)
+        return full
+
+    def full_tensor(self) -> Tensor:
+        """Return a copy of the elements; each rank must call."""
+        return self.taken_from(self.base.full_tensor()).clone()
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """See to what never reaches `__torch_dispatch__`, and to graphs."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return computed(func, tuple(args), dict(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Look at other elements, or compute on full copies."""
+        kwargs = dict(kwargs or {})
+        if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+            return func.decompose(*args, **kwargs)
+        if func.is_view and isinstance(args[0], ShardView):
+            return _views(args[0].base, args[0].steps, func, args, kwargs)
+        return on_full_copies(func, args, kwargs)
+
+
+_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_AS_FULL = ("numpy", "__array__", "tolist", "__dlpack__")
+_PICKLING = ("__reduce_ex__", "__reduce__")
+
+
+def computed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute what user code asks for with shards among the arguments.
+
+    Raises:
+        ConfigError: A shard is to be pickled.
+    """
+    name = getattr(func, "__name__", "")
+    gradients: dict[int, ReducedGradient] = {}
+
+    def sharded(gradient: ReducedGradient) -> ShardedTensor:
+        tensor = gradient.sharded()
+        gradients[id(tensor)] = gradient
+        return tensor
+
+    args, kwargs = tree_map_only(ReducedGradient, sharded, (args, kwargs))
+    if func == _DATA:
+        return args[0].detach()
+    if func == _SET_DATA:
+        return args[0].copy_(args[1]) and None
+    if name == "__deepcopy__":
+        return args[0].clone()
+    if name in _PICKLING:
+        raise pickling_refused(_name_of(args[0]))
+    if name in _AS_FULL or _is_in_graph(args, kwargs):
+        args, kwargs = tree_map_only(Tensor, _full, (args, kwargs))
+    result = func(*args, **kwargs)
+    return tree_map_only(ShardedTensor, lambda one: gradients.get(id(one), one), result)
+
+
+def pickling_refused(name: str) -> ConfigError:
+    """The error for a shard that is to be written to a file."""
+    return ConfigError(
+        f"What was read of the parameter {name!r} lies in shards on the ranks and is to be pickled, "
+        f"expected full tensors. Take them on every rank with .full_tensor(), save with "
+        f"trainer.save_checkpoint, or put it into the checkpoint in on_save_checkpoint."
+    )
+
+
+def _name_of(tensor: Tensor) -> str:
+    base = tensor.base if isinstance(tensor, ShardView) else tensor
+    assert isinstance(base, ShardedTensor)
+    return base.spread.name
+
+
+def _full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, (ShardedTensor, ShardView)) else tensor
+
+
+def _is_in_graph(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether autograd would record the operation, for which shards are no use."""
+    if not torch.is_grad_enabled():
+        return False
+    leaves, _ = tree_flatten((args, kwargs))
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+
+
+def _views(
+    base: ParameterShard, before: tuple[_Step, ...], func: Any, args: Any, kwargs: Any
+) -> Any:
+    """Look at elements without bringing them together."""
+    seen = args[0]
+    like = torch.empty_strided(seen.shape, seen.stride(), dtype=seen.dtype, device="meta")
+    results = func(like, *args[1:], **kwargs)
+
+    def view(one: Tensor, index: int | None) -> ShardView:
+        return ShardView(one, base, (*before, _Step(func, tuple(args[1:]), kwargs, index)))
+
+    if isinstance(results, Tensor):
+        return view(results, None)
+    return [view(one, index) for index, one in enumerate(results)]
+
+
+def on_full_copies(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Compute on full copies, and carry what is changed in them over to the shards.
+
+    Each rank must call. Random values are drawn for all elements, as on a single device.
+    """
+    written = _written(func, args, kwargs)
+    overwrites = torch.Tag.nondeterministic_seeded in func.tags and func._schema.is_mutable
+    fulls: dict[int, Tensor] = {}
+    values: dict[int, Tensor] = {}
+
+    def full(base: ShardedTensor) -> Tensor:
+        if id(base) not in fulls:
+            unread = overwrites and base is args[0]
+            fulls[id(base)] = (
+                base.local.new_empty(base.shape) if unread else base.full_tensor().clone()
+            )
+        return fulls[id(base)]
+
+    def value(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, ShardView):
+            taken = tensor.taken_from(full(tensor.base))
+        elif isinstance(tensor, ShardedTensor):
+            taken = full(tensor)
+        else:
+            return tensor
+        values[id(taken)] = tensor
+        return taken
+
+    full_args, full_kwargs = tree_map_only(Tensor, value, (tuple(args), kwargs))
+    result = func(*full_args, **full_kwargs)
+    for tensor in written:
+        base = tensor.base if isinstance(tensor, ShardView) else tensor
+        if isinstance(base, ShardedTensor):
+            _put_back(base, fulls[id(base)])
+    return tree_map_only(Tensor, lambda one: values.get(id(one), one), result)
+
+
+def _put_back(base: ShardedTensor, full: Tensor) -> None:
+    """Let the shards have the elements of a full copy."""
+    own = base.spread.cut(full.reshape(base.spread.shape), base.local)
+    assert own is not None
+    base.local.copy_(own.reshape(base.local.shape))
+    if base.on_change is not None:
+        base.on_change()
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The arguments that an operation writes to."""
+    found: list[Tensor] = []
+    for index, place in enumerate(func._schema.arguments):
+        if place.alias_info is not None and place.alias_info.is_write:
+            given = args[index] if index < len(args) else kwargs.get(place.name)
+            tree_map_only(Tensor, found.append, given)
+    return found

@@ -1,0 +1,286 @@
+"""A parameter that is in shards now: to user code it looks full, to the engine it is its shard.
+
+    unit.free()          param.__class__ = ShardedParameter    param.data: this rank's elements
+    hooks, steps         p.norm(), p[0].zero_() ...            computed as of a `ParameterShard`
+    unit.ensure_full()   param.__class__ = nn.Parameter        param.data: the full tensor
+
+Blocks, compiled code and the optimizer's step meet plain parameters only, which cost nothing. While
+the class is changed, whoever asks is the engine or Lightning unless `UserCode` says that a hook or a
+step of the user's runs; the engine's own functions look at parameters `as_they_are` even then.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from lightning_shard.data_parallel.parameter_shard import (
+    ParameterShard,
+    computed,
+    pickling_refused,
+)
+from lightning_shard.data_parallel.reduced_gradient import GradientNote, ReducedGradient
+from lightning_shard.data_parallel.sharded_tensor import ShardedTensor, Spread, is_alike
+from lightning_shard.data_parallel.torch_private import is_traced
+from lightning_shard.errors import ConfigError
+
+_HOME = "_lightning_shard_home"  # set on parameters that can be in shards
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def as_they_are(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Let a function of the engine see of parameters what is here, whoever calls it."""
+
+    @wraps(function)
+    def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+
+    return called
+
+
+class UserCode:
+    """Whether hooks or steps of the user's run on this rank.
+
+    Attributes:
+        runs: Whether they do.
+    """
+
+    def __init__(self) -> None:
+        self.runs = False
+
+    @contextmanager
+    def running(self, runs: bool = True) -> Iterator[None]:
+        """Let it be so inside."""
+        before, self.runs = self.runs, runs
+        try:
+            yield
+        finally:
+            self.runs = before
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterHome:
+    """What a sharded parameter must know.
+
+    Attributes:
+        spread: Where its elements lie.
+        note: Of its gradient; None of a copy, which has none.
+        user_code: Whether any runs.
+        bring: Makes the parameter full until the step ends, for autograd; False outside of a step.
+            Each rank must call.
+    """
+
+    spread: Spread
+    note: GradientNote | None
+    user_code: UserCode
+    bring: Callable[[], bool]
+
+
+def settle_in(param: nn.Parameter, home: ParameterHome) -> bool:
+    """Tell a parameter where it lives; False for those of another class, which stay as they are."""
+    if type(param) is nn.Parameter:
+        vars(param)[_HOME] = home
+    return type(param) is nn.Parameter
+
+
+def copy_home(param: nn.Parameter, made: nn.Parameter) -> None:
+    """Let a copy of a shard live where the parameter does."""
+    home: ParameterHome | None = vars(param).get(_HOME)
+    if home is not None:
+        vars(made)[_HOME] = replace(home, note=None, bring=lambda: False)
+        present(made, sharded=True)
+
+
+def move_out(param: nn.Parameter) -> None:
+    """End `settle_in`."""
+    present(param, sharded=False)
+    vars(param).pop(_HOME, None)
+
+
+def present(param: nn.Parameter, *, sharded: bool) -> None:
+    """Let user code see a full parameter where there is a shard, or a plain one."""
+    wanted = ShardedParameter if sharded and _HOME in vars(param) else nn.Parameter
+    if type(param) in (ShardedParameter, nn.Parameter) and type(param) is not wanted:
+        param.__class__ = wanted
+
+
+class ShardedParameter(nn.Parameter):
+    """A parameter of which this rank has some elements; it is made by changing the class of one."""
+
+    def full_tensor(self) -> Tensor:
+        """Return the full parameter; each rank must call."""
+        return _shard_of(self).full_tensor()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        spread = _home_of(self).spread
+        return f"ShardedParameter(name={spread.name!r}, shape={tuple(spread.shape)})"
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Compute what user code asks for, of the full parameter."""
+        with torch._C.DisableTorchFunctionSubclass():
+            given = tuple(args), dict(kwargs or {})
+            if func in _AS_IT_IS or is_traced():
+                return func(*given[0], **given[1])
+            params = [one for one in tree_flatten(given)[0] if type(one) is ShardedParameter]
+            if not _home_of(params[0]).user_code.runs:
+                return func(*given[0], **given[1])
+            return _of_user(func, params, *given)
+
+
+_AS_IT_IS = frozenset(
+    {
+        Tensor.__hash__,
+        Tensor.backward,
+        Tensor.data_ptr,
+        Tensor.register_hook,
+        Tensor.register_post_accumulate_grad_hook,
+        Tensor.requires_grad_,
+        Tensor.retain_grad,
+        Tensor.untyped_storage,
+        Tensor.device.__get__,  # type: ignore[attr-defined]
+        Tensor.dtype.__get__,  # type: ignore[attr-defined]
+        Tensor.grad.__get__,  # type: ignore[attr-defined]
+        Tensor.grad.__delete__,  # type: ignore[attr-defined]
+        Tensor.grad_fn.__get__,  # type: ignore[attr-defined]
+        Tensor.is_leaf.__get__,  # type: ignore[attr-defined]
+        Tensor._backward_hooks.__get__,  # type: ignore[attr-defined]
+        Tensor._backward_hooks.__set__,  # type: ignore[attr-defined]
+        Tensor._version.__get__,  # type: ignore[attr-defined]
+        Tensor.name.__get__,  # type: ignore[attr-defined]
+        Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+        Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+    }
+)
+_NOT_RECORDED = frozenset(
+    {
+        Tensor.data.__get__,  # type: ignore[attr-defined]
+        Tensor.data.__set__,  # type: ignore[attr-defined]
+        Tensor.grad.__set__,  # type: ignore[attr-defined]
+        Tensor.shape.__get__,  # type: ignore[attr-defined]
+        Tensor.ndim.__get__,  # type: ignore[attr-defined]
+        Tensor.layout.__get__,  # type: ignore[attr-defined]
+        Tensor.detach,
+        torch.detach,
+        Tensor.dim,
+        Tensor.numel,
+        torch.numel,
+        Tensor.nelement,
+        Tensor.size,
+        Tensor.stride,
+        Tensor.element_size,
+        Tensor.is_contiguous,
+        Tensor.is_floating_point,
+        torch.is_floating_point,
+        Tensor.is_complex,
+        torch.is_complex,
+        Tensor.get_device,
+        Tensor.__len__,
+        torch.zeros_like,
+        torch.ones_like,
+        torch.empty_like,
+    }
+)
+
+
+def _home_of(param: nn.Parameter) -> ParameterHome:
+    home: ParameterHome = vars(param)[_HOME]
+    return home
+
+
+def _shard_of(param: nn.Parameter) -> ParameterShard:
+    with torch._C.DisableTorchFunctionSubclass():
+        return ParameterShard(param.data, _home_of(param).spread)
+
+
+def _of_user(
+    func: Callable[..., Any],
+    params: Sequence[ShardedParameter],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Compute with what the sharded parameters are shards of.
+
+    Raises:
+        ConfigError: A parameter is to be pickled, or cannot have the gradient that is set.
+    """
+    if func == Tensor.data.__set__ or func == Tensor.set_:  # type: ignore[attr-defined]
+        return _assign(args[0], args[1]) and None
+    if func == Tensor.grad.__set__:  # type: ignore[attr-defined]
+        return _set_gradient(args[0], args[1])
+    if getattr(func, "__name__", "") in ("__reduce_ex__", "__reduce__"):
+        raise pickling_refused(_home_of(params[0]).spread.name)
+    recorded = torch.is_grad_enabled() and func not in _NOT_RECORDED
+    trained = [param for param in params if recorded and param.requires_grad]
+    if trained and all([_home_of(param).bring() for param in trained]):
+        return func(*args, **kwargs)  # on full parameters; some of the arguments may be sharded
+    if trained and _is_in_place(func) and type(args[0]) is ShardedParameter:
+        raise RuntimeError(
+            "a leaf Variable that requires grad is being used in an in-place operation."
+        )
+    shards: dict[int, tuple[ParameterShard, nn.Parameter]] = {}
+
+    def shard(param: nn.Parameter) -> Tensor:
+        if type(param) is not ShardedParameter:
+            return param
+        if id(param) not in shards:
+            shards[id(param)] = _shard_of(param), param
+        return shards[id(param)][0]
+
+    args, kwargs = tree_map_only(nn.Parameter, shard, (args, kwargs))
+    result = computed(func, args, kwargs)
+    back = {id(one): param for one, param in shards.values()}
+    return tree_map_only(ParameterShard, lambda one: back.get(id(one), one), result)
+
+
+def _is_in_place(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    return name in ("__setitem__",) or (name.endswith("_") and not name.endswith("__"))
+
+
+def _assign(param: nn.Parameter, value: Tensor) -> nn.Parameter:
+    """Point a parameter at its elements of a value, which the engine takes over later."""
+    shard = _shard_of(param)
+    if isinstance(value, ReducedGradient):
+        value = value.sharded()
+    if isinstance(value, ShardedTensor):
+        local = value.local if is_alike(shard, value) else _cut(shard, value.full_tensor())
+    elif value.shape == shard.shape:
+        local = _cut(shard, value)
+    else:
+        local = value
+    with torch.no_grad():
+        param.data = local.detach()
+    return param
+
+
+def _cut(shard: ParameterShard, full: Tensor) -> Tensor:
+    local = shard.spread.cut(full, shard.local)
+    return full if local is None else local
+
+
+def _set_gradient(param: nn.Parameter, value: Tensor | None) -> None:
+    """Let a gradient be what user code has computed; the engine takes it over later."""
+    home = _home_of(param)
+    if not isinstance(value, ParameterShard):
+        param.grad = value
+        return
+    if home.note is None or not is_alike(_shard_of(param), value):
+        raise ConfigError(
+            f".grad of {home.spread.name!r} was set to a tensor like {value.spread.name!r} of "
+            f"shape {tuple(value.shape)}, expected one of its own shape {tuple(home.spread.shape)}."
+        )
+    param.grad = ReducedGradient(param, home.note, ShardedTensor(value.local, home.spread))
