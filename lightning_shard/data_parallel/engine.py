@@ -187,7 +187,8 @@ class DataParallelEngine:
     def _adopt_replaced(self, param: nn.Parameter, value: Tensor) -> None:
         if param in self._homes:
             flat, index = self._homes[param]
-            flat.adopt({index: value.to(flat.full.device, copy=True)})
+            own = self.split.local(param, value)
+            flat.adopt({index: own.to(flat.full.device, copy=True)})
 
     @contextmanager
     def step(self) -> Iterator[None]:

@@ -43,6 +43,12 @@ class ModelSplit(Protocol):
     def is_here(self, param: nn.Parameter) -> bool:
         """Whether this rank has `param`, or a part of it."""
 
+    def is_spread(self, param: nn.Parameter) -> bool:
+        """Whether other ranks of the split have other elements of `param` than this one."""
+
+    def is_shared(self, param: nn.Parameter) -> bool:
+        """Whether several ranks of the split have the same elements of `param`, and not all."""
+
     def counts(self, param: nn.Parameter) -> bool:
         """Whether a norm over `groups_of` counts this rank's elements of `param`."""
 
@@ -74,6 +80,14 @@ class Unsplit:
     def is_here(self, param: nn.Parameter) -> bool:
         """Return True."""
         return True
+
+    def is_spread(self, param: nn.Parameter) -> bool:
+        """Return False."""
+        return False
+
+    def is_shared(self, param: nn.Parameter) -> bool:
+        """Return False."""
+        return False
 
     def counts(self, param: nn.Parameter) -> bool:
         """Return True."""

@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch.autograd import Variable
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -39,3 +40,9 @@ def saving_hook() -> Callable[..., object] | None:
 def queue_after_backward(callback: Callable[[], None]) -> None:
     """Call `callback` when the running backward has finished; only from inside one."""
     Variable._execution_engine.queue_callback(callback)
+
+
+def innermost_function_mode() -> TorchFunctionMode | None:
+    """Which mode sees this thread's next operation on tensors first; None without any."""
+    mode: TorchFunctionMode | None = _get_current_function_mode()  # type: ignore[no-untyped-call]
+    return mode

@@ -301,6 +301,14 @@ class SplitModel:
         """Return True: each rank has a part of every parameter, or all of it."""
         return True
 
+    def is_spread(self, param: nn.Parameter) -> bool:
+        """Whether a parameter is split."""
+        return param in self.shardings
+
+    def is_shared(self, param: nn.Parameter) -> bool:
+        """Return False: each rank has elements of its own, or all."""
+        return False
+
     def counts(self, param: nn.Parameter) -> bool:
         """Return True: parts count on each rank, and what is whole is not summed over ranks."""
         return True
