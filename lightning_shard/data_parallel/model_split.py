@@ -43,6 +43,9 @@ class ModelSplit(Protocol):
     def is_here(self, param: nn.Parameter) -> bool:
         """Whether this rank has `param`, or a part of it."""
 
+    def full_shape(self, param: nn.Parameter) -> torch.Size:
+        """Return the whole shape of a parameter, or of a copy of one."""
+
     def is_spread(self, param: nn.Parameter) -> bool:
         """Whether other ranks of the split have other elements of `param` than this one."""
 
@@ -80,6 +83,10 @@ class Unsplit:
     def is_here(self, param: nn.Parameter) -> bool:
         """Return True."""
         return True
+
+    def full_shape(self, param: nn.Parameter) -> torch.Size:
+        """Return the parameter's shape."""
+        return param.shape
 
     def is_spread(self, param: nn.Parameter) -> bool:
         """Return False."""

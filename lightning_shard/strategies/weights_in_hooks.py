@@ -57,10 +57,16 @@ class WeightsInHooks:
     Args:
         engine: Of the model, which is split over other ranks.
         rank: For messages.
+        finish_copies: Called after each hook, which may have copied modules with full weights.
     """
 
-    def __init__(self, engine: DataParallelEngine, rank: int) -> None:
-        self._engine, self._rank = engine, rank
+    def __init__(
+        self,
+        engine: DataParallelEngine,
+        rank: int,
+        finish_copies: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._engine, self._rank, self._finish_copies = engine, rank, finish_copies
         self._mode = _Substituting(self)
         self._is_on = False
         self._kept: dict[nn.Parameter, _Full] = {}
@@ -75,6 +81,7 @@ class WeightsInHooks:
             yield
         self._settle_all()
         self._engine.adopt_assigned()
+        self._finish_copies()
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
@@ -187,7 +194,7 @@ class WeightsInHooks:
         return split.local(param, grad) if split.is_here(param) else grad.new_empty(param.shape)
 
     def _shape(self, param: nn.Parameter) -> torch.Size:
-        return torch.Size(self._engine.split.full_shapes.get(param, param.shape))
+        return torch.Size(self._engine.split.full_shape(param))
 
     def _name(self, param: nn.Parameter) -> str:
         names: Mapping[nn.Parameter, str] = {
