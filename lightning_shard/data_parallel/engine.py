@@ -115,7 +115,7 @@ class DataParallelEngine:
         self.view = OptimizerView(self.gradients, self.reducer, self._gatherer, self.absent)
         self._loading = cut_loaded(model, self._homes) if options.stage == 3 else []
         self._places = ParameterPlaces(
-            model, self.collectives.rank, fixed_modules=options.stage == 3
+            model, self.collectives.rank, fixed_modules=options.stage == 3 or split is not None
         )
         for flat in self.flats:
             flat.on_assigned = self._adopt_data

@@ -52,11 +52,6 @@ class OptimizerView:
         """Whether inside and outside differ at all: not under stage 0 without master copies."""
         return bool(self._gradients)
 
-    @property
-    def shows_pieces(self) -> bool:
-        """Whether parameters show pieces now."""
-        return bool(self._outer)
-
     def enter(self) -> None:
         """Show pieces; each rank must call."""
         self._depth += 1

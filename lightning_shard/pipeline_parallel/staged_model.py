@@ -150,6 +150,17 @@ class StagedModel:
         """Yield the model's buffers."""
         return self._model.buffers()
 
+    def own_buffers(self) -> dict[str, tuple[nn.Module, str, int]]:
+        """Return the buffers that count on this rank: module, name there, and stage, by name."""
+        owners = buffer_stages(self._model, self.partition)
+        found = {}
+        for path, module in self._model.named_modules():
+            for name, buffer in module._buffers.items():
+                stage = None if buffer is None else owners[buffer][0]
+                if stage is not None and stage in self._rank_stages:
+                    found[f"{path}.{name}" if path else name] = module, name, stage
+        return found
+
     @contextmanager
     def batch(self) -> Iterator[None]:
         """Put every parameter back in its place at the end of the runs inside."""

@@ -33,6 +33,7 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.tensor_parallel.parted_tensor import writes
 
 _PACKAGE = __name__.partition(".")[0]
+_LAYERS = f"{_PACKAGE}.tensor_parallel."
 _PASSED_THROUGH = ("torch.", f"{_PACKAGE}.pipeline_parallel.staged_model", __name__)
 
 
@@ -109,11 +110,16 @@ class WeightsInHooks:
 
     def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Do one operation of a hook."""
+        if func == _SET_DATA and isinstance(args[1], _SHARDED):
+            args = (args[0], args[1].full_tensor())
         given = tree_leaves((args, kwargs))
         params = [one for one in given if self._is_spread(one)]
         if not params:
             return _with_full_gradients(func, args, kwargs, given)
-        if func in _OF_THE_OBJECT or _is_called_by_us():
+        caller = _caller()
+        if func in _OF_THE_OBJECT or caller.startswith(_PACKAGE + "."):
+            if caller.startswith(_LAYERS) and self._engine.split.groups_of_layers:
+                args, kwargs = tree_map_only(nn.Parameter, self._shard, (tuple(args), kwargs))
             return func(*args, **kwargs)
         if func == _SET_GRADIENT:
             return func(args[0], self._local(args[0], args[1]))
@@ -126,9 +132,7 @@ class WeightsInHooks:
 
     def _is_spread(self, value: Any) -> bool:
         """Whether this is a parameter whose elements are on several ranks, or on another one."""
-        if not isinstance(value, nn.Parameter) or self._engine.view.shows_pieces:
-            return False
-        return self._engine.split.is_spread(value)
+        return isinstance(value, nn.Parameter) and self._engine.split.is_spread(value)
 
     def _on_full(
         self, func: Callable[..., Any], args: Any, kwargs: Any, params: Sequence[nn.Parameter]
@@ -154,12 +158,18 @@ class WeightsInHooks:
     def _full(self, param: nn.Parameter) -> _Full:
         if param in self._kept:
             return self._kept[param]
-        shard = param.data
-        with torch.inference_mode(False), torch.no_grad():
+        with self._engine.view.suspended(), torch.inference_mode(False), torch.no_grad():
+            shard = param.data
             tensor = self._engine.split.whole(param, shard)
             if tensor.data_ptr() == shard.data_ptr():
                 tensor = tensor.clone()
         return _Full(param, shard, tensor)
+
+    def _shard(self, param: nn.Parameter) -> Tensor:
+        """Return the shard of a layer's parameter, also where another stage has it."""
+        if not self._is_spread(param):
+            return param
+        return self._engine.split.local(param, self._full(param).tensor)
 
     def _settle_all(self) -> None:
         kept, self._kept = self._kept, {}
@@ -177,13 +187,13 @@ class WeightsInHooks:
                 f"tensors of the parameter's shape, or change the model in configure_model, "
                 f"before the fit."
             )
-        if split.is_here(full.param):
-            own = split.local(full.param, full.tensor.detach())
-            full.shard.copy_(own)
-        if split.is_shared(full.param):  # the ranks that have it may have drawn other values
-            agreed = split.whole(full.param, full.shard)
+        with self._engine.view.suspended():
             if split.is_here(full.param):
-                full.shard.copy_(split.local(full.param, agreed))
+                full.shard.copy_(split.local(full.param, full.tensor.detach()))
+            if split.is_shared(full.param):  # the ranks that have it may have drawn other values
+                agreed = split.whole(full.param, full.shard)
+                if split.is_here(full.param):
+                    full.shard.copy_(split.local(full.param, agreed))
 
     def _local(self, param: nn.Parameter, grad: Any) -> Any:
         """Return this rank's shard of a gradient that a hook sets."""
@@ -244,15 +254,15 @@ def _shaped(param: Tensor, shape: torch.Size) -> Tensor:
     return torch.empty(shape, dtype=param.dtype, device="meta")
 
 
-def _is_called_by_us() -> bool:
-    """Whether code of this package calls, and not user code, be it through torch's functions."""
+def _caller() -> str:
+    """Return the module whose code calls, be it through torch's functions."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = f"{frame.f_globals.get('__name__', '')}."
         if not module.startswith(_PASSED_THROUGH):
-            return module.startswith(f"{_PACKAGE}.")
+            return module
         frame = frame.f_back
-    return False
+    return ""
 
 
 def _getters(names: str) -> set[Any]:
