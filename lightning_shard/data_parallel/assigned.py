@@ -155,8 +155,8 @@ class ParameterPlaces:
         if self._fixed_modules and modules[place.path] is not place.module:
             raise ConfigError(
                 f"Rank {self._rank}: the module that held the parameter {place.full_name!r} was "
-                f"replaced by another one during the run, expected the module that ZeRO stage 3 "
-                f"gathers parameters for. Load the new values into it: "
+                f"replaced by another one during the run, expected the module whose parameters are "
+                f"shared out over the ranks. Load the new values into it: "
                 f"module.load_state_dict(other.state_dict())."
             )
         same = all(one.shape == first.shape and torch.equal(one, first) for one in news.values())

@@ -119,7 +119,7 @@ class DataParallelEngine:
         self.view = OptimizerView(self.gradients, self.reducer, self._gatherer, self.absent)
         self._loading = cut_loaded(model, self._homes) if options.stage == 3 else []
         self._places = ParameterPlaces(
-            model, self.collectives.rank, fixed_modules=options.stage == 3
+            model, self.collectives.rank, fixed_modules=options.stage == 3 or split is not None
         )
         for flat in self.flats:
             flat.on_assigned = self._adopt_data
@@ -129,7 +129,7 @@ class DataParallelEngine:
         self.hook_trainable()
 
     def _settle_in(self) -> None:
-        """Let parameters in shards look full to user code, where ranks share the model's batches."""
+        """Let parameters in shards look full to user code, where ranks share batches."""
         if self.options.stage == 0 or self.split.groups:
             return
 
@@ -213,7 +213,8 @@ class DataParallelEngine:
         if param in self._homes:
             flat, index = self._homes[param]
             full = value.full_tensor() if isinstance(value, ParameterShard) else value
-            flat.adopt({index: full.to(flat.full.device, copy=True)})
+            own = self.split.local(param, full)
+            flat.adopt({index: own.to(flat.full.device, copy=True)})
 
     @contextmanager
     def step(self) -> Iterator[None]:

@@ -43,6 +43,15 @@ class ModelSplit(Protocol):
     def is_here(self, param: nn.Parameter) -> bool:
         """Whether this rank has `param`, or a part of it."""
 
+    def full_shape(self, param: nn.Parameter) -> torch.Size:
+        """Return the whole shape of a parameter, or of a copy of one."""
+
+    def is_spread(self, param: nn.Parameter) -> bool:
+        """Whether other ranks of the split have other elements of `param` than this one."""
+
+    def is_shared(self, param: nn.Parameter) -> bool:
+        """Whether several ranks of the split have the same elements of `param`, and not all."""
+
     def counts(self, param: nn.Parameter) -> bool:
         """Whether a norm over `groups_of` counts this rank's elements of `param`."""
 
@@ -74,6 +83,18 @@ class Unsplit:
     def is_here(self, param: nn.Parameter) -> bool:
         """Return True."""
         return True
+
+    def full_shape(self, param: nn.Parameter) -> torch.Size:
+        """Return the parameter's shape."""
+        return param.shape
+
+    def is_spread(self, param: nn.Parameter) -> bool:
+        """Return False."""
+        return False
+
+    def is_shared(self, param: nn.Parameter) -> bool:
+        """Return False."""
+        return False
 
     def counts(self, param: nn.Parameter) -> bool:
         """Return True."""

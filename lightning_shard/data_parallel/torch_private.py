@@ -12,6 +12,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Variable
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 __all__ = [
     "COMPILED_MODULE",
@@ -106,3 +107,9 @@ def pass_for_parameter(tensor: Any) -> None:
 def storage_key(tensor: Tensor) -> int:
     """Return a number that tensors share which lie in one memory, even one without elements."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def innermost_function_mode() -> TorchFunctionMode | None:
+    """Which mode sees this thread's next operation on tensors first; None without any."""
+    mode: TorchFunctionMode | None = _get_current_function_mode()  # type: ignore[no-untyped-call]
+    return mode

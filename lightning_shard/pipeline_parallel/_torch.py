@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.pipelining.schedules import (
@@ -23,12 +24,15 @@ from torch.distributed.pipelining.schedules import (
     _ComputationType,
     _PipelineScheduleRuntime,
 )
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils import checkpoint
 
 __all__ = [
     "Step",
     "add_messages",
     "computations",
+    "iterates_powers",
     "stage_backward_input",
     "stage_backward_weight",
     "without_reentrance",
@@ -37,6 +41,15 @@ __all__ = [
 Step = tuple[int, str, int]
 _is_in_stage: ContextVar[bool] = ContextVar("is_in_stage", default=False)
 _Reentrant: Any = checkpoint.CheckpointFunction
+
+
+def iterates_powers(module: nn.Module, buffer: str) -> bool:
+    """Whether a buffer is a vector that `spectral_norm`, the old or the new, iterates."""
+    if isinstance(module, _SpectralNorm):
+        return True
+    hooks = module._forward_pre_hooks.values()
+    names = [hook.name for hook in hooks if isinstance(hook, SpectralNorm)]
+    return buffer in [f"{name}_{vector}" for name in names for vector in "uv"]
 
 
 class _CheckpointFunction(_Reentrant):  # type: ignore[misc]

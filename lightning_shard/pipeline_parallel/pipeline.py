@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.elsewhere import OtherStageError
+from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.backward import (
     AtHand,
     always_at_hand,
@@ -41,6 +42,7 @@ from lightning_shard.pipeline_parallel.randomness import StageRandomness
 from lightning_shard.pipeline_parallel.schedules import Action, Kind, Schedule, forward_schedule
 from lightning_shard.pipeline_parallel.stage_run import StageRun
 from lightning_shard.pipeline_parallel.staged_model import StagedModel
+from lightning_shard.pipeline_parallel.step_buffers import StepBuffers
 
 LossOf = Callable[[Any], Tensor | None]
 Observer = Callable[[Action], AbstractContextManager[object]]
@@ -113,6 +115,7 @@ class Pipeline:
         )
         self._device = device
         self._messages = Messages(group, device)
+        self._buffers = StepBuffers(model, group)
         self._lending = Lending(model, group, self._stage_ranks)
         self._rehearsed: set[str] = set()
         self._wanted: dict[int, frozenset[str]] | None = None  # in a rehearsal
@@ -193,7 +196,8 @@ class Pipeline:
         """Do what this rank has to; return whether the step uses the network."""
         self._batch = batch
         self._randomness.next_batch()
-        with self._model.batch():
+        training = batch.stash is not None
+        with self._model.batch(), self._buffers.batch(len(batch.microbatches), training=training):
             self._lending.lend(self.at_hand)
             uses = self._learn(batch)
             is_begun = uses and self._rehearse(batch)
@@ -208,15 +212,21 @@ class Pipeline:
 
     def _learn(self, batch: _Batch) -> bool:
         """See what the stages need in a kind of step; return whether it uses the network."""
-        uses = True
         for _ in range(_MAX_ATTEMPTS):
             uses = self._needs.learn(
                 batch.kind, batch.microbatches, batch.step, must_use=batch.stash is not None
             )
             if not self._needs.wanted:
-                break
-            self._borrow(batch, self._needs.wanted)
-        return uses
+                return uses
+            wanted = self._needs.wanted
+            self._borrow(batch, wanted)
+        raise ConfigError(
+            f"The {batch.kind} step uses parameters of other stages of the pipeline one after the "
+            f"other, and still asks for {_named(wanted)} after {_MAX_ATTEMPTS} "
+            f"attempts; expected it to use what the blocks return. Move what it does with the "
+            f"weights alone, such as a teacher's update, to on_train_batch_end, or use "
+            f"strategy='zero3'."
+        )
 
     def _borrow(self, batch: _Batch, wanted: Sequence[Wanted]) -> None:
         """Let stages have parameters of others from now on."""
@@ -347,7 +357,8 @@ class Pipeline:
         )
         run.is_skipped = self._wanted is not None and self._is_sender_skipped
         self._randomness.begin(index)
-        self._run_step(run, batch, microbatch)
+        with self._buffers.forward(stage):
+            self._run_step(run, batch, microbatch)
         if stage == self.num_stages - 1:
             self._keep_loss(run, microbatch)
             batch.results[index] = map_tensors(run.result, Tensor.detach)
@@ -398,6 +409,7 @@ class Pipeline:
         stage, _, index = action
         roots, grads = self._roots(stage, index)
         run, params, stash = self._batch.runs.pop((stage, index)), self._params(stage), self._stash
+        self._buffers.before_backward(stage)
         with self._model.running(run, stage):
             input_grads, param_grads = full_backward(
                 roots, grads, _followed(run.inputs), params, reformatted=self.reformats
@@ -410,6 +422,7 @@ class Pipeline:
         roots, grads = self._roots(stage, index)
         run, params, stash = self._batch.runs[stage, index], self._params(stage), self._stash
         inputs = _followed(run.inputs)
+        self._buffers.before_backward(stage)
         with self._model.running(run, stage):
             input_grads, rest = input_backward(roots, grads, inputs, params, self.at_hand)
 
@@ -429,6 +442,11 @@ class Pipeline:
     def _stash(self) -> GradientStash:
         assert self._batch.stash is not None
         return self._batch.stash
+
+
+def _named(wanted: Sequence[Wanted]) -> str:
+    names = {name: None for one in wanted for own in one.values() for name in sorted(own)}
+    return ", ".join(map(repr, list(names)[:3]))
 
 
 def _as_published(schedule: Schedule) -> Schedule:

@@ -115,6 +115,18 @@ class PipelineSplit:
         """Whether a stage of this rank has a parameter."""
         return self.group.rank in self._ranks[param]
 
+    def full_shape(self, param: nn.Parameter) -> torch.Size:
+        """Return the whole shape of a parameter."""
+        return self.shapes.get(param, param.shape)
+
+    def is_spread(self, param: nn.Parameter) -> bool:
+        """Whether a parameter is one of the model's, of which stages have their own."""
+        return param in self._ranks
+
+    def is_shared(self, param: nn.Parameter) -> bool:
+        """Whether several ranks of the pipeline have a parameter."""
+        return len(self._ranks[param]) > 1
+
     def counts(self, param: nn.Parameter) -> bool:
         """Whether this rank is the first that has a parameter."""
         return self._ranks[param][0] == self.group.rank

@@ -5,6 +5,7 @@ Each block's class becomes a subclass made here, and its own again in the end; s
 as activation checkpointing.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
@@ -82,6 +83,7 @@ class StagedModel:
         self._param_stages, self._full_shapes = param_stages, full_shapes
         self._absent: dict[int, list[_StandIn]] = {}
         self._shown: int | None = None  # the stage whose stand-ins are in their places now
+        self._copies: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         for index, block in enumerate(partition.blocks.modules):
             setattr(block, _PLACE, _Place(self, index, SkippedBlock(block)))
             own: Any = type(block)
@@ -147,6 +149,17 @@ class StagedModel:
     def buffers(self) -> Iterator[Tensor]:
         """Yield the model's buffers."""
         return self._model.buffers()
+
+    def own_buffers(self) -> dict[str, tuple[nn.Module, str, int]]:
+        """Return the buffers that count on this rank: module, name there, and stage, by name."""
+        owners = buffer_stages(self._model, self.partition)
+        found = {}
+        for path, module in self._model.named_modules():
+            for name, buffer in module._buffers.items():
+                stage = None if buffer is None else owners[buffer][0]
+                if stage is not None and stage in self._rank_stages:
+                    found[f"{path}.{name}" if path else name] = module, name, stage
+        return found
 
     @contextmanager
     def batch(self) -> Iterator[None]:
@@ -215,14 +228,31 @@ class StagedModel:
             if type(block) is type(first):
                 getattr(block, _PLACE).skipped.hint = hint
 
+    def note_copy(self, index: int, memo: dict[int, Any]) -> None:
+        """Take note that a block is being copied: see `copy.deepcopy`."""
+        made = memo.get(id(self.partition.blocks.modules[index]))
+        if isinstance(made, nn.Module):
+            self._copies.add(made)
+
+    def restore_copies(self) -> None:
+        """Make plain blocks of the copies, which are no stages of the pipeline."""
+        for block in list(self._copies):
+            _make_plain(block)
+        self._copies.clear()
+
     def restore(self) -> None:
         """Give every block its own class back."""
         self._show(None)
+        self.restore_copies()
         for block in self.partition.blocks.modules:
-            if _PLACE in block.__dict__:
-                delattr(block, _PLACE)
-                block.__class__ = type(block).__mro__[2]
+            _make_plain(block)
         self._absent, self._homes = {}, []
+
+
+def _make_plain(block: nn.Module) -> None:
+    if _PLACE in block.__dict__:
+        delattr(block, _PLACE)
+        block.__class__ = type(block).__mro__[2]
 
 
 def _nothing() -> None:
@@ -252,7 +282,8 @@ class _Place:
         self.model, self.index, self.skipped = model, index, skipped
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Place":
-        """Return this place: a copy of a block works in no pipeline of its own."""
+        """Return this place, which the copy of the block has until it is made plain."""
+        self.model.note_copy(self.index, memo)
         return self
 
 

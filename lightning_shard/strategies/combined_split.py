@@ -63,6 +63,18 @@ class CombinedSplit:
         """Whether a stage of this rank has `param`."""
         return self._pipeline.is_here(param)
 
+    def full_shape(self, param: nn.Parameter) -> torch.Size:
+        """Return the whole shape of a parameter."""
+        return self.full_shapes.get(param, param.shape)
+
+    def is_spread(self, param: nn.Parameter) -> bool:
+        """Whether a parameter is on other ranks, or in part."""
+        return self._pipeline.is_spread(param) or self._tensor.is_spread(param)
+
+    def is_shared(self, param: nn.Parameter) -> bool:
+        """Whether several ranks of the pipeline have a parameter."""
+        return self._pipeline.is_shared(param)
+
     def counts(self, param: nn.Parameter) -> bool:
         """Whether this rank's stage is the first that has `param`."""
         return self._pipeline.counts(param)

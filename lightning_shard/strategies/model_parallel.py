@@ -4,18 +4,20 @@ The ranks of one model are given the same batch; the ranks that differ in nothin
 data parallel to each other.
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.data_groups import DataGroups
+from lightning_shard.data_parallel.model_split import Unsplit
 from lightning_shard.errors import ConfigError
 from lightning_shard.mesh import Axis, ParallelMesh, Placement
 from lightning_shard.planner.report import DryRun
@@ -24,8 +26,13 @@ from lightning_shard.strategies.hybrid_sharding import replicate_ranks, shard_ra
 from lightning_shard.tensor_parallel.randomness import drawn_apart
 from lightning_shard.trainer._lightning import seed_workers
 from lightning_shard.trainer.batch_counts import check_same_lengths
+from lightning_shard.trainer.hook_advice import hooks_inside
 from lightning_shard.trainer.metric_groups import MetricGroups
 from lightning_shard.trainer.same_batches import SameBatches
+from lightning_shard.trainer.weight_averaging import averaging_callbacks
+from lightning_shard.trainer.weights_in_hooks import WeightsInHooks
+
+_OF_FAILURES = ("on_exception",)  # hooks in which the other ranks may be elsewhere
 
 
 def checked_ranks(option: str, size: int) -> int:
@@ -48,6 +55,7 @@ class ModelParallelStrategy(DataParallelStrategy):
     _along: dict[Axis, Collectives]  # its axes, one by one
     _metrics: MetricGroups | None = None
     _same_batches: SameBatches | None = None
+    _weights: WeightsInHooks | None = None  # as hooks see them, where they are split
 
     @property
     def mesh(self) -> ParallelMesh:
@@ -140,6 +148,53 @@ class ModelParallelStrategy(DataParallelStrategy):
         assert self.model is not None
         self._metrics = MetricGroups(self.model, self.data_collectives.group)
         self._same_batches = SameBatches(self.model_collectives, self.model_ranks, self.root_device)
+        self._show_weights(trainer)
+
+    def _show_weights(self, trainer: "pl.Trainer") -> None:
+        """Let hooks see full weights."""
+        if isinstance(self.engine.split, Unsplit) or self._options.stage == 3:
+            return
+        assert self.lightning_module is not None
+        owner: Any = trainer
+        averages = averaging_callbacks(owner.callbacks, fitting=True)  # which know of shards
+        callbacks = [one for one in owner.callbacks if one not in averages]
+        self._weights = weights = WeightsInHooks(self.engine, self.global_rank, self._finish_copies)
+        self._in_hooks = self._in_hooks or ExitStack()
+        self._in_hooks.enter_context(
+            hooks_inside(weights.shown, self.lightning_module, callbacks, without=_OF_FAILURES)
+        )
+
+    def _finish_copies(self) -> None:
+        """Make plain modules of the copies that a hook has made of modules with full weights."""
+
+    def _hidden(self) -> AbstractContextManager[None]:
+        """Inside, weights are the shards that are here, also within a hook."""
+        return nullcontext() if self._weights is None else self._weights.hidden()
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._hidden():
+            return super().optimizer_step(*args, **kwargs)
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        with self._hidden():
+            return super().lightning_module_state_dict()
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        with self._hidden():
+            super().load_model_state_dict(checkpoint, strict)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        with self._hidden():
+            return super().optimizer_state(optimizer)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        with self._hidden():
+            super().load_optimizer_state_dict(checkpoint)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -218,4 +273,4 @@ class ModelParallelStrategy(DataParallelStrategy):
         self._unsplit_model(whole=False)  # where the set-up has failed
         if self._metrics is not None:
             self._metrics.restore()
-        self._metrics = self._same_batches = None
+        self._metrics = self._same_batches = self._weights = None

@@ -276,6 +276,12 @@ class PipelineParallelStrategy(ModelParallelStrategy):
         )
 
     @override
+    def _finish_copies(self) -> None:
+        super()._finish_copies()
+        if self._staged is not None:
+            self._staged.restore_copies()
+
+    @override
     def _unsplit_model(self, *, whole: bool) -> None:
         if self._logs is not None:
             self._logs.restore()

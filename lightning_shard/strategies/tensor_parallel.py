@@ -176,7 +176,15 @@ class TensorParallelStrategy(ModelParallelStrategy):
     @override
     def _start_engine(self) -> None:
         super()._start_engine()
-        self.engine.around_backward = self._in_step  # not around hooks, which see parts
+        self.engine.around_backward = self._in_step  # not around hooks
+        if self._layers_split is not None and self.engine.split is self._layers_split:
+            self._layers_split.copy_in_parts()
+
+    @override
+    def _finish_copies(self) -> None:
+        super()._finish_copies()
+        if self._layers_split is not None and self.engine.split is not self._layers_split:
+            self._layers_split.unsplit_copies()
 
     def _in_step(self) -> AbstractContextManager[None]:
         """Inside, weights of split layers look whole to all code but the layers' own."""

@@ -41,6 +41,17 @@ class Attributes:
             self._before.append((module, name, module.__dict__[name]))
             setattr(module, name, value)
 
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules whose attributes are set."""
+        return [module for module, *_ in self._before]
+
+    def restore_copy(self, made: nn.Module, of: nn.Module) -> None:
+        """Set the attributes of a copy to what those of its original were."""
+        for module, name, value in reversed(self._before):
+            if module is of:
+                setattr(made, name, value)
+
     def restore(self) -> None:
         """Set all to what they were."""
         while self._before:

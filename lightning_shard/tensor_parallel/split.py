@@ -16,6 +16,7 @@ from lightning_shard.elsewhere import Elsewhere, is_elsewhere
 from lightning_shard.errors import ConfigError, LayoutError
 from lightning_shard.tensor_parallel.attention import attention_cuts, fast_paths
 from lightning_shard.tensor_parallel.candidates import check_heads
+from lightning_shard.tensor_parallel.copies import Copies
 from lightning_shard.tensor_parallel.head_counts import Attributes, count_heads
 from lightning_shard.tensor_parallel.layers import (
     Crossing,
@@ -95,6 +96,21 @@ class SplitModel:
             self._split(layer)
         for module, name, value in fast_paths(model):
             self._attributes.set(module, name, value)
+        self._copies = Copies()
+        self._copies.watch([*(one.module for one in self._layers), *self._attributes.modules])
+
+    def copy_in_parts(self) -> None:
+        """Let copies of the model that are made from now on be in parts as it is.
+
+        Without it copies have full parameters where they look full, and have to be `unsplit`.
+        """
+        self._copies.copy_shards(self.shardings)
+
+    def unsplit_copies(self) -> None:
+        """Give the layers of copies their own forwards."""
+        for made, original in self._copies.take_modules().items():
+            unsplit_layer(made)
+            self._attributes.restore_copy(made, original)
 
     def _decide(self, layer: PlannedLayer) -> None:
         """Say how a layer's parameters are cut."""
@@ -295,11 +311,19 @@ class SplitModel:
 
     def groups_of(self, param: nn.Parameter) -> Sequence[Collectives]:
         """Return the groups that a parameter is split over."""
-        return (self.group,) if param in self.shardings else ()
+        return (self.group,) if self.is_spread(param) else ()
 
     def is_here(self, param: nn.Parameter) -> bool:
         """Return True: each rank has a part of every parameter, or all of it."""
         return True
+
+    def is_spread(self, param: nn.Parameter) -> bool:
+        """Whether a parameter is split."""
+        return self._copies.original(param) in self.shardings
+
+    def is_shared(self, param: nn.Parameter) -> bool:
+        """Return False: each rank has elements of its own, or all."""
+        return False
 
     def counts(self, param: nn.Parameter) -> bool:
         """Return True: parts count on each rank, and what is whole is not summed over ranks."""
@@ -307,6 +331,7 @@ class SplitModel:
 
     def local(self, param: nn.Parameter, whole: Tensor) -> Tensor:
         """Return this rank's shard of a tensor shaped as the whole of `param`; others as is."""
+        param = self._copies.original(param)
         sharding = self.shardings.get(param)
         if sharding is None or whole.shape != self.full_shapes[param]:
             return whole
@@ -315,6 +340,7 @@ class SplitModel:
     @torch.no_grad()
     def whole(self, param: nn.Parameter, local: Tensor) -> Tensor:
         """Return a whole tensor from shards that lie as `param`'s; each rank must call."""
+        param = self._copies.original(param)
         if param not in self.shardings:
             return local
         own = local.contiguous().view(-1)
@@ -322,6 +348,20 @@ class SplitModel:
         self.group.all_gather(flat, own).wait()
         shards = flat.view(self.group.size, *local.shape).unbind()
         return self.shardings[param].assemble(shards)
+
+    def full_shape(self, param: nn.Parameter) -> torch.Size:
+        """Return the whole shape of a parameter, be it split, a copy of a split one, or neither."""
+        return self.full_shapes.get(self._copies.original(param), param.shape)
+
+    def _join_copies(self) -> None:
+        """Make the copies whole that all ranks still have."""
+        copies = self._copies.params()
+        everywhere = set.intersection(*self.group.all_gather_object(set(copies)))
+        for number in sorted(everywhere):
+            made = copies[number]
+            local = self.shardings[self._copies.original(made)].local_shape(self.full_shape(made))
+            if made.shape == local:
+                made.data = self.whole(made, made.data)
 
     def restore(self, *, whole: bool = True) -> None:
         """Give every layer its own class back, and with `whole` its whole parameters.
@@ -331,6 +371,10 @@ class SplitModel:
         """
         for param in self.shardings if whole else ():
             param.data = self.whole(param, param.data)
+        if whole:
+            self._join_copies()
+        self.unsplit_copies()
+        self._copies.forget()
         for layer in self._layers:
             unsplit_layer(layer.module)
         self._attributes.restore()

@@ -1,6 +1,6 @@
 """The user's hooks, in which parameters are pieces or on other stages: errors that say so."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
 from typing import Any
@@ -21,6 +21,7 @@ def hooks_inside(
     around: Callable[[], AbstractContextManager[None]],
     module: "pl.LightningModule",
     callbacks: Sequence[Callback],
+    without: Collection[str] = (),
 ) -> Iterator[None]:
     """Let the overridden hooks of a module and of callbacks run inside a context each.
 
@@ -28,13 +29,14 @@ def hooks_inside(
         around: Makes the context.
         module: Of the user.
         callbacks: Of the Trainer.
+        without: Names of hooks that are left as they are.
     """
     with ExitStack() as stack:
         for owner, parent in [
             (module, pl.LightningModule),
             *((one, Callback) for one in callbacks),
         ]:
-            for name in _HOOKS:
+            for name in (one for one in _HOOKS if one not in without):
                 if callable(getattr(parent, name, None)) and is_overridden(name, owner, parent):
                     stack.enter_context(_inside(around, owner, name))
         yield

@@ -1,0 +1,117 @@
+"""Buffers that a training step changes, which runs once for each microbatch.
+
+    spectral_norm's vectors    each microbatch starts from those of before the batch, and so they
+                               are iterated once per batch, as on a single device
+    any other                  changed once per microbatch; the first batch tells which, by name
+
+The vectors of a power iteration depend on the weights alone, so that every microbatch makes the
+same of them. Statistics and queues depend on the samples, and go from one microbatch to the next.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.pipeline_parallel._torch import iterates_powers
+from lightning_shard.pipeline_parallel.staged_model import StagedModel
+
+_MOST_NAMED = 3  # layers in a warning
+
+
+class StepBuffers:
+    """Follows the buffers of a pipeline's own stages through its batches.
+
+    Args:
+        model: Its stages.
+        group: The pipeline's ranks; each must call `batch` alike.
+    """
+
+    def __init__(self, model: StagedModel, group: Collectives) -> None:
+        self._model, self._group = model, group
+        self._before: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by stage, with their values
+        self._after: dict[int, list[Tensor]] = {}
+        self._is_known = False
+
+    @contextmanager
+    def batch(self, num_microbatches: int, *, training: bool) -> Iterator[None]:
+        """Run one batch inside."""
+        is_in_parts = training and num_microbatches > 1
+        self._before, self._after = self._iterated() if is_in_parts else {}, {}
+        watched = self._watched() if is_in_parts and not self._is_known else None
+        yield
+        self._before = {}
+        if watched is not None:
+            self._is_known = True
+            self._tell(watched, num_microbatches)
+
+    @contextmanager
+    def forward(self, stage: int) -> Iterator[None]:
+        """Run a stage's forward of one microbatch inside."""
+        _write((buffer, value) for buffer, value in self._before.get(stage, ()))
+        yield
+        if stage in self._before and stage not in self._after:
+            self._after[stage] = [buffer.clone() for buffer, _ in self._before[stage]]
+
+    def before_backward(self, stage: int) -> None:
+        """A checkpoint of activations computes again, and iterates from where its forward ended."""
+        if stage in self._after:
+            buffers = [buffer for buffer, _ in self._before[stage]]
+            _write(zip(buffers, self._after[stage], strict=True))
+
+    def _iterated(self) -> dict[int, list[tuple[Tensor, Tensor]]]:
+        found: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        for module, name, stage in self._model.own_buffers().values():
+            buffer = module._buffers[name]
+            if iterates_powers(module, name) and buffer is not None:
+                found.setdefault(stage, []).append((buffer, buffer.clone()))
+        return found
+
+    def _watched(self) -> dict[str, tuple[nn.Module, str, Tensor | None]]:
+        """Return the other buffers, with copies of what they are."""
+        return {
+            path: (module, name, _cloned(module._buffers[name]))
+            for path, (module, name, _) in self._model.own_buffers().items()
+            if not iterates_powers(module, name)
+        }
+
+    def _tell(
+        self, watched: dict[str, tuple[nn.Module, str, Tensor | None]], num_microbatches: int
+    ) -> None:
+        """Say once which buffers the first batch has changed; each rank must call."""
+        own = [
+            (path.rpartition(".")[0] or path, type(module).__name__, name)
+            for path, (module, name, before) in watched.items()
+            if not _is_same(module._buffers.get(name), before)
+        ]
+        changed = sorted({one for ranks in self._group.all_gather_object(own) for one in ranks})
+        layers = {path: kind for path, kind, _ in changed}
+        if not layers:
+            return
+        names = ", ".join(f"{path!r} ({kind})" for path, kind in list(layers.items())[:_MOST_NAMED])
+        rank_zero_warn(
+            f"A training step changes buffers of {len(layers)} layers ({names}"
+            f"{' ...' * (len(layers) > _MOST_NAMED)}: "
+            f"{', '.join(sorted({name for *_, name in changed}))}), and a pipeline runs it for each "
+            f"of {num_microbatches} microbatches: they are updated as often, each time with what "
+            f"one microbatch gives. Set num_microbatches=1 for those of a single device."
+        )
+
+
+def _cloned(buffer: Tensor | None) -> Tensor | None:
+    return None if buffer is None else buffer.detach().clone()
+
+
+def _is_same(buffer: Tensor | None, before: Tensor | None) -> bool:
+    if buffer is None or before is None:
+        return buffer is before
+    return buffer.shape == before.shape and torch.equal(buffer, before)
+
+
+@torch.no_grad()
+def _write(pairs: Iterator[tuple[Tensor, Tensor]]) -> None:
+    for buffer, value in pairs:
+        buffer.copy_(value)

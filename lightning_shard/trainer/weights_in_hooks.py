@@ -1,0 +1,288 @@
+"""Weights that the ranks of one model share look whole to the user's hooks.
+
+    hook ──> weight.norm(), nn.init.eye_(weight), weight[0].zero_(), load_state_dict(full) ...
+                │ the full tensor, gathered for this one operation
+                └──> what was written is cut, and each rank keeps its shard
+
+Between the steps of tensor and pipeline parallel a parameter is a shard, or on another rank. What
+a hook computes of it would be another number on every rank, and what it writes by rows or by shape
+(an initialisation) another weight than a single device's. So operations on such a parameter get
+the full tensor in its place. It stays as long as the hook keeps a view of it, at most until the
+hook ends. Questions about shapes need no gathering. Gathering is collective: each rank must ask.
+
+Code of this package sees what is there, and so do the layers' own forwards.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.data_parallel.reduced_gradient import ReducedGradient
+from lightning_shard.data_parallel.sharded_tensor import ShardedTensor
+from lightning_shard.data_parallel.torch_private import innermost_function_mode
+from lightning_shard.errors import ConfigError
+from lightning_shard.tensor_parallel.parted_tensor import writes
+
+_PACKAGE = __name__.partition(".")[0]
+_LAYERS = f"{_PACKAGE}.tensor_parallel."
+_PASSED_THROUGH = ("torch.", f"{_PACKAGE}.pipeline_parallel.staged_model", __name__)
+
+
+@dataclass(eq=False)
+class _Full:
+    """A parameter as a hook sees it.
+
+    Attributes:
+        param: The parameter itself, a shard or without elements.
+        shard: What it shows.
+        tensor: The full tensor, without a graph.
+    """
+
+    param: nn.Parameter
+    shard: Tensor
+    tensor: Tensor
+
+
+class WeightsInHooks:
+    """Gives hooks full tensors in place of the parameters of a split model.
+
+    Args:
+        engine: Of the model, which is split over other ranks.
+        rank: For messages.
+        finish_copies: Called after each hook, which may have copied modules with full weights.
+    """
+
+    def __init__(
+        self,
+        engine: DataParallelEngine,
+        rank: int,
+        finish_copies: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._engine, self._rank, self._finish_copies = engine, rank, finish_copies
+        self._mode = _Substituting(self)
+        self._is_on = False
+        self._kept: dict[nn.Parameter, _Full] = {}
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Run a hook of the user's inside; each rank must."""
+        if self._is_on:
+            yield
+            return
+        with self._turned(on=True):
+            yield
+        self._settle_all()
+        self._engine.adopt_assigned()
+        self._finish_copies()
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Run code inside that a hook has called and that works with the shards."""
+        if not self._is_on or innermost_function_mode() is not self._mode:
+            yield
+            return
+        with self._turned(on=False):
+            self._settle_all()
+            yield
+
+    @contextmanager
+    def _turned(self, *, on: bool) -> Iterator[None]:
+        enter, leave = self._mode.__enter__, lambda: self._mode.__exit__(None, None, None)
+        before, self._is_on = self._is_on, on
+        (enter if on else leave)()
+        try:
+            yield
+        except BaseException:
+            self._kept.clear()  # the other ranks may be elsewhere
+            raise
+        finally:
+            (leave if on else enter)()
+            self._is_on = before
+
+    def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Do one operation of a hook."""
+        if func == _SET_DATA and isinstance(args[1], _SHARDED):
+            args = (args[0], args[1].full_tensor())
+        given = tree_leaves((args, kwargs))
+        params = [one for one in given if self._is_spread(one)]
+        if not params:
+            return _with_full_gradients(func, args, kwargs, given)
+        caller = _caller()
+        if func in _OF_THE_OBJECT or caller.startswith(_PACKAGE + "."):
+            if caller.startswith(_LAYERS) and self._engine.split.groups_of_layers:
+                args, kwargs = tree_map_only(nn.Parameter, self._shard, (tuple(args), kwargs))
+            return func(*args, **kwargs)
+        if func == _SET_GRADIENT:
+            return func(args[0], self._local(args[0], args[1]))
+        if func in _OF_THE_SHAPE:
+            return func(_shaped(args[0], self._shape(args[0])), *args[1:], **kwargs)
+        if any(isinstance(one, (ReducedGradient, ShardedTensor)) for one in given):
+            self._settle_all()  # goes element by element, where the elements are
+            return func(*args, **kwargs)
+        return self._on_full(func, args, kwargs, params)
+
+    def _is_spread(self, value: Any) -> bool:
+        """Whether this is a parameter whose elements are on several ranks, or on another one."""
+        return isinstance(value, nn.Parameter) and self._engine.split.is_spread(value)
+
+    def _on_full(
+        self, func: Callable[..., Any], args: Any, kwargs: Any, params: Sequence[nn.Parameter]
+    ) -> Any:
+        fulls = {param: self._full(param) for param in params}
+        own = {id(full.tensor): full for full in fulls.values()}
+
+        def full(value: Tensor) -> Tensor:
+            return fulls[value].tensor if value in fulls else value  # type: ignore[index]
+
+        full_args, full_kwargs = tree_map_only(nn.Parameter, full, (tuple(args), kwargs))
+        result = func(*full_args, **full_kwargs)
+        is_written = writes(func) or func in _SETTERS or "out" in kwargs
+        for param, one in fulls.items():
+            if param not in self._kept and is_written:
+                self._settle(one)
+            if _shows(result, one.tensor) or func == _SET_DATA:
+                self._kept[param] = one
+        return tree_map_only(
+            Tensor, lambda one: own[id(one)].param if id(one) in own else one, result
+        )
+
+    def _full(self, param: nn.Parameter) -> _Full:
+        if param in self._kept:
+            return self._kept[param]
+        with self._engine.view.suspended(), torch.inference_mode(False), torch.no_grad():
+            shard = param.data
+            tensor = self._engine.split.whole(param, shard)
+            if tensor.data_ptr() == shard.data_ptr():
+                tensor = tensor.clone()
+        return _Full(param, shard, tensor)
+
+    def _shard(self, param: nn.Parameter) -> Tensor:
+        """Return the shard of a layer's parameter, also where another stage has it."""
+        if not self._is_spread(param):
+            return param
+        return self._engine.split.local(param, self._full(param).tensor)
+
+    def _settle_all(self) -> None:
+        kept, self._kept = self._kept, {}
+        for full in kept.values():
+            self._settle(full)
+
+    @torch.no_grad()
+    def _settle(self, full: _Full) -> None:
+        """Let each rank keep its shard of what a hook has written."""
+        split, expected = self._engine.split, self._shape(full.param)
+        if full.tensor.shape != expected:
+            raise ConfigError(
+                f"Rank {self._rank}: a tensor of shape {tuple(full.tensor.shape)} was assigned to "
+                f"the parameter {self._name(full.param)!r}, expected {tuple(expected)}. Assign "
+                f"tensors of the parameter's shape, or change the model in configure_model, "
+                f"before the fit."
+            )
+        with self._engine.view.suspended():
+            if split.is_here(full.param):
+                full.shard.copy_(split.local(full.param, full.tensor.detach()))
+            if split.is_shared(full.param):  # the ranks that have it may have drawn other values
+                agreed = split.whole(full.param, full.shard)
+                if split.is_here(full.param):
+                    full.shard.copy_(split.local(full.param, agreed))
+
+    def _local(self, param: nn.Parameter, grad: Any) -> Any:
+        """Return this rank's shard of a gradient that a hook sets."""
+        is_full = isinstance(grad, Tensor) and grad.shape == self._shape(param)
+        if not is_full or isinstance(grad, ReducedGradient):
+            return grad
+        split = self._engine.split
+        return split.local(param, grad) if split.is_here(param) else grad.new_empty(param.shape)
+
+    def _shape(self, param: nn.Parameter) -> torch.Size:
+        return torch.Size(self._engine.split.full_shape(param))
+
+    def _name(self, param: nn.Parameter) -> str:
+        names: Mapping[nn.Parameter, str] = {
+            one: name for name, one in self._engine.model.named_parameters()
+        }
+        return names.get(param, "of a copy")
+
+
+class _Substituting(TorchFunctionMode):
+    """Shows every operation to the weights."""
+
+    def __init__(self, weights: WeightsInHooks) -> None:
+        super().__init__()
+        self._weights = weights
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        return self._weights.call(func, args, dict(kwargs or {}))
+
+
+def _with_full_gradients(
+    func: Callable[..., Any], args: Any, kwargs: dict[str, Any], given: Sequence[Any]
+) -> Any:
+    """Where a plain tensor is changed by a gradient in shards, take the full gradient."""
+    target = args[0] if args and writes(func) else None
+    is_plain = isinstance(target, Tensor) and not isinstance(target, _SHARDED)
+    if is_plain and any(isinstance(one, _SHARDED) for one in given):
+        args, kwargs = tree_map_only(_SHARDED, lambda one: one.full_tensor(), (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _shows(result: Any, tensor: Tensor) -> bool:
+    """Whether a result may show a tensor's memory."""
+    for one in tree_leaves(result):
+        if isinstance(one, Tensor):
+            if one is not tensor and one.device.type != "meta":
+                if one.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+                    return True
+        elif not isinstance(one, (type(None), bool, int, float, complex, str)):
+            return True
+    return False
+
+
+def _shaped(param: Tensor, shape: torch.Size) -> Tensor:
+    """Return a tensor of a shape, without memory."""
+    return torch.empty(shape, dtype=param.dtype, device="meta")
+
+
+def _caller() -> str:
+    """Return the module whose code calls, be it through torch's functions."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = f"{frame.f_globals.get('__name__', '')}."
+        if not module.startswith(_PASSED_THROUGH):
+            return module
+        frame = frame.f_back
+    return ""
+
+
+def _getters(names: str) -> set[Any]:
+    return {getattr(Tensor, name).__get__ for name in names.split()}
+
+
+_SHARDED = (ReducedGradient, ShardedTensor)
+_SET_GRADIENT = Tensor.grad.__set__  # type: ignore[attr-defined]
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_SETTERS = (_SET_DATA,)
+_OF_THE_SHAPE = {
+    *_getters("shape ndim nbytes"),
+    *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, torch.numel),
+    *(Tensor.__len__, Tensor.stride, Tensor.is_contiguous),
+}
+_OF_THE_OBJECT = {
+    *_getters("dtype device layout is_cuda is_cpu is_meta itemsize is_sparse grad grad_fn is_leaf"),
+    *_getters("requires_grad retains_grad _version output_nr _backward_hooks"),
+    *(Tensor.requires_grad.__set__, Tensor.requires_grad_),  # type: ignore[attr-defined]
+    *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad),
+    *(Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex),
+    *(Tensor.get_device, Tensor.element_size, Tensor.__hash__),
+}
