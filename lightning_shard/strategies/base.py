@@ -33,7 +33,7 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.launchers.in_process import InProcessLauncher
 from lightning_shard.launchers.processes import ProcessLauncher
 from lightning_shard.precision.plugins import sharded_twin
-from lightning_shard.strategies._lightning import accept_compiled_modules
+from lightning_shard.strategies._lightning import accept_compiled_modules, share_class_wrapping
 from lightning_shard.strategies.batch_samplers import deals_batch_samplers
 from lightning_shard.strategies.gathered_tensors import gathered
 from lightning_shard.strategies.names import check_interactive
@@ -380,3 +380,4 @@ def _as_timedelta(timeout: float | timedelta) -> timedelta:
 
 
 accept_compiled_modules(ShardStrategy)
+share_class_wrapping()
