@@ -16,6 +16,7 @@ with elements of its own.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -39,6 +40,9 @@ class GradientSource(Protocol):
 
     def changed(self) -> None:
         """Take note that its elements have changed."""
+
+    def operand(self, tensor: Tensor, operation: str) -> Tensor:
+        """Return what to compute with in the place of a tensor that is no gradient."""
 
 
 @dataclass
@@ -197,6 +201,9 @@ def _computed(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     args, kwargs = tree_map_only(ReducedGradient, sharded, (args, kwargs))
     first, like = next(iter(found.values()))
     name = getattr(func, "__name__", "")
+    if like.note.source is not None:
+        operand = partial(_operand, like.note.source, name)
+        args, kwargs = tree_map_only(Tensor, operand, (args, kwargs))
     if func is Tensor.data.__set__:  # type: ignore[attr-defined]
         return args[0].copy_(args[1]) and None
     if name == "__deepcopy__":
@@ -208,6 +215,10 @@ def _computed(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     except (RuntimeError, NotImplementedError) as error:
         refuse(f"{name or func}", first, str(error))
     return tree_map_only(ShardedTensor, lambda one: _shown(one, found, like), result)
+
+
+def _operand(source: GradientSource, name: str, tensor: Tensor) -> Tensor:
+    return tensor if isinstance(tensor, ShardedTensor) else source.operand(tensor, name)
 
 
 def _shown(
