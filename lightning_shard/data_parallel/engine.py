@@ -29,6 +29,7 @@ from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.gathering import Gatherer
 from lightning_shard.data_parallel.gradient_shards import AbsentGradients, GradientShards
+from lightning_shard.data_parallel.hand_edits import HandEdits
 from lightning_shard.data_parallel.model_split import ModelSplit, Unsplit
 from lightning_shard.data_parallel.optimizer_view import OptimizerView
 from lightning_shard.data_parallel.options import EngineOptions
@@ -64,6 +65,7 @@ class DataParallelEngine:
         collectives: All of them.
         shards: Gradients as user code sees them.
         absent: Those of parameters that only other ranks have.
+        edits: What user code makes of gradients.
         around_backward: Makes what each backward, which may compute forwards again, runs in.
 
     Raises:
@@ -112,11 +114,15 @@ class DataParallelEngine:
             self.device,
             lambda: self.groups_of_gradients,
             lambda: self.reducer.reduce_owed(),
+            self.collectives,
         )
         self.absent = AbsentGradients(
             self.shards, list(model.parameters()), self.split, self.device
         )
-        self.view = OptimizerView(self.gradients, self.reducer, self._gatherer, self.absent)
+        self.edits = HandEdits(self.gradients, self.device)
+        self.view = OptimizerView(
+            self.gradients, self.reducer, self._gatherer, self.absent, self.edits
+        )
         self._loading = cut_loaded(model, self._homes) if options.stage == 3 else []
         self._places = ParameterPlaces(
             model, self.collectives.rank, fixed_modules=options.stage == 3 or split is not None

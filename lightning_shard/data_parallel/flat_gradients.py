@@ -18,16 +18,20 @@ tells of `zero_grad`, and looks as the whole gradient does.
 """
 
 from collections.abc import Sequence
+from sys import getrefcount
 
 import torch
 from torch import Tensor
 
+from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.pending import Pending
 from lightning_shard.data_parallel.compression.compressor import Exchange
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.flat_parameters import FlatParameters, full_views
 from lightning_shard.data_parallel.reduced_gradient import ReducedGradient
 from lightning_shard.errors import ConfigError
+
+_OWN_REFERENCES = 2  # to a view that nobody else holds: that of the list, and getrefcount's own
 
 
 class FlatGradients:
@@ -74,6 +78,7 @@ class FlatGradients:
         self._copies_differ = False  # pending is the average over one copy's ranks
         self.was_reduced = False  # in this backward
         self.is_closed = False  # backward has left its modules: nothing more will come
+        self._version = 0  # of full, once it was reduced
 
     def reduce_over(self, groups: DataGroups) -> None:
         """Average over other ranks from now on; nothing may be in flight."""
@@ -111,9 +116,10 @@ class FlatGradients:
         if param.grad is view:
             view.add_(grad)
         else:
+            del view
             self.observe(index)
-            self._store(view, grad, index)
-            param.grad = view if self.shows_sums else self.flat.stand_in(index)
+            self._store(self._views[index], grad, index)
+            param.grad = self._views[index] if self.shows_sums else self.flat.stand_in(index)
         self._note(index)
 
     def _note(self, index: int) -> None:
@@ -136,8 +142,10 @@ class FlatGradients:
         if self.was_reduced and self.accumulates:
             raise self._came_twice(index)
         if grad is not view:
-            self._store(view, self._arrived(index, grad), index)
-            param.grad = view if self.shows_sums else self.flat.stand_in(index)
+            del view
+            arrived = self._arrived(index, grad)
+            self._store(self._views[index], arrived, index)
+            param.grad = self._views[index] if self.shows_sums else self.flat.stand_in(index)
         self._note(index)
 
     def _arrived(self, index: int, grad: Tensor) -> Tensor:
@@ -184,8 +192,17 @@ class FlatGradients:
         return self._kept(index)
 
     def _forget(self, index: int) -> None:
+        if self.shows_sums and self._views and getrefcount(self._views[index]) > _OWN_REFERENCES:
+            self._leave_to_user(index)
         self._held[index] = self.used[index] = self.valid[index] = self._fresh[index] = False
         self.flat.note(index).zeroed = False  # of a gradient that is gone
+
+    def _leave_to_user(self, index: int) -> None:
+        """Let a gradient that user code has kept stay what it is, in memory of its own."""
+        kept, slot = self._views[index], self.flat.layout.slots[index]
+        assert self._full is not None
+        self._views[index] = self._full[slot.offset : slot.stop].view(slot.shape)
+        kept.data = kept.data.clone()
 
     def _store(self, view: Tensor, grad: Tensor, index: int) -> None:
         if self._fresh[index]:  # an earlier micro-batch, or reentrant checkpointing
@@ -238,6 +255,8 @@ class FlatGradients:
         assert self._full is not None
         for index in range(len(self._views)):
             self.observe(index)
+        if self._is_plain:
+            self.take_in_own()
         used = [self._has_contribution(index) for index in range(len(self._views))]
         twice = any(new and held for new, held in zip(used, self._held, strict=True))
         for index, view in enumerate(self._views):
@@ -342,6 +361,7 @@ class FlatGradients:
         self._averages.clear()
         self._held = [True] * len(self._held)
         self._release_grads()
+        self.know_content()
 
     def _merge(self, pieces: list[Tensor]) -> None:
         """Add new pieces to those held; where nothing is held (or it was set aside) start anew."""
@@ -387,6 +407,117 @@ class FlatGradients:
         local = self.local_views[index]
         return local if local.numel() or self.flat.stage == 0 else None
 
+    @property
+    def ranks(self) -> Collectives:
+        """All ranks over which gradients are averaged."""
+        return self._groups.everyone
+
+    @property
+    def num_params(self) -> int:
+        """How many parameters there are."""
+        return len(self.flat.params)
+
+    def name(self, index: int) -> str:
+        """The name of a parameter in the model."""
+        return self.flat.layout.slots[index].name
+
+    def know_content(self) -> None:
+        """Take what lies in the buffer now for what all ranks have."""
+        if self.flat.stage == 0 and self._full is not None:
+            self._version = self._full._version
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether user code has changed gradients since, by a quick look at this rank."""
+        if any(self._is_own(index) for index in range(self.num_params)):
+            return True
+        return (
+            self.flat.stage == 0 and self._full is not None and self._full._version != self._version
+        )
+
+    def _is_own(self, index: int) -> bool:
+        """Whether a tensor of the user's stands in `.grad`."""
+        grad = self.flat.params[index].grad
+        if grad is None or isinstance(grad, ReducedGradient):
+            return False
+        return not self._views or grad is not self._views[index]
+
+    def kind(self, index: int) -> tuple[bool, bool]:
+        """Whether a tensor of the user's stands in `.grad`, and whether one of ours does."""
+        is_own = self._is_own(index)
+        if is_own and self.flat.params[index].grad.shape != self.flat.layout.slots[index].shape:  # type: ignore[union-attr]
+            raise self._set_by_hand(index)
+        return is_own, not is_own and self.flat.params[index].grad is not None
+
+    @property
+    def held_everywhere(self) -> Tensor | None:
+        """Under stage 0, the memory of all gradients; where there is none it is zero."""
+        if self.flat.stage > 0 or self._full is None:
+            return None
+        for index, param in enumerate(self.flat.params):
+            self.observe(index)
+            if param.grad is None:
+                self._views[index].zero_()
+        return self._full
+
+    @torch.no_grad()
+    def take_in_own(self) -> None:
+        """Under stage 0, let our memory hold what user code has put into `.grad`."""
+        for index, param in enumerate(self.flat.params):
+            if not self._is_own(index):
+                continue
+            grad, param.grad = param.grad, None
+            assert grad is not None
+            if self._full is None:
+                self._allocate()
+            self._views[index].copy_(grad.to_dense() if grad.is_sparse else grad)
+            self._fresh[index] = self.used[index] = True
+            self._show_held(index)
+
+    def _show_held(self, index: int) -> None:
+        self._held[index] = self.valid[index] = True
+        stand_in = None if self._is_plain else self.flat.stand_in(index)
+        self.flat.params[index].grad = self._views[index] if stand_in is None else stand_in
+
+    @torch.no_grad()
+    def average_again(self, there: Sequence[bool]) -> None:
+        """Under stage 0, average what lies here once more; each rank must call.
+
+        Args:
+            there: Which parameters have a gradient on any rank.
+        """
+        if self._full is None:
+            self._allocate()
+            self._full.zero_()  # type: ignore[union-attr]
+        assert self._full is not None
+        self.ranks.all_reduce(self._full, "avg").wait()
+        for index, is_there in enumerate(there):
+            if is_there:
+                self._show_held(index)
+        self._fresh = [False] * len(self._fresh)
+        self.know_content()
+
+    @torch.no_grad()
+    def reduce_own(self, own: Sequence[bool]) -> None:
+        """From stage 1 on, reduce what user code has put into `.grad`; each rank must call.
+
+        Args:
+            own: Which parameters have such a gradient on any rank.
+        """
+        for index, is_own in enumerate(own):
+            if not is_own:
+                continue
+            grad, self.flat.params[index].grad = self.flat.params[index].grad, None
+            self._forget(index)
+            if grad is not None:
+                grad = grad.detach()
+                self.take(index, grad.to_dense() if grad.is_sparse else grad)
+        self.begin_reduce()
+        self.finish_reduce()
+        self.end_backward()
+        self.valid = [a or b for a, b in zip(self.valid, own, strict=True)]
+        self.settle()
+
     def check_outer(self, index: int, outer: Tensor | None) -> None:
         """See to what stands in `.grad` before the optimizer's view of it.
 
@@ -397,10 +528,14 @@ class FlatGradients:
         view = self._views[index] if self._views else None
         if outer is None or outer is view or isinstance(outer, ReducedGradient):
             return
-        raise ConfigError(
-            f"Rank {self._groups.everyone.rank}: .grad of {self.flat.layout.slots[index].name!r} "
-            f"was set by hand, expected gradients to come from backward, which averages them over "
-            f"the ranks. Call self.manual_backward(loss), or use strategy='shard_ddp'."
+        raise self._set_by_hand(index)
+
+    def _set_by_hand(self, index: int) -> ConfigError:
+        return ConfigError(
+            f"Rank {self.ranks.rank}: .grad of {self.name(index)!r} was set by hand to what has "
+            f"not the parameter's own shape, expected gradients to come from backward, which "
+            f"averages them over the ranks. Call self.manual_backward(loss), or use "
+            f"strategy='shard_ddp'."
         )
 
     def take_back(self, index: int, outer: Tensor | None) -> Tensor | None:

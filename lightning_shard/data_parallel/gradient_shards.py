@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.reduction import ReduceOpName
+from lightning_shard.data_parallel.content import agreed
 from lightning_shard.data_parallel.flat_gradients import FlatGradients
 from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.data_parallel.reduced_gradient import GradientNote, ReducedGradient
@@ -118,6 +119,7 @@ class GradientShards:
         device: This rank's.
         shard_groups: Over which the elements of gradients lie now.
         reduce_owed: Averages what has only been accumulated; each rank must call.
+        all_ranks: Over which gradients are averaged.
     """
 
     def __init__(
@@ -128,8 +130,10 @@ class GradientShards:
         device: torch.device,
         shard_groups: Callable[[], Sequence[Collectives]],
         reduce_owed: Callable[[], None],
+        all_ranks: Collectives,
     ) -> None:
         self._split, self._device = split, device
+        self._all_ranks = all_ranks
         self._shard_groups, self._reduce_owed = shard_groups, reduce_owed
         self._num_changes = 0
         self._known: tuple[int, dict[float, Tensor]] = (-1, {})
@@ -180,6 +184,11 @@ class GradientShards:
         """Let go of the notes, at the end of a run."""
         for source in self._sources.values():
             source.note.source = None
+
+    def ranks_of_operands(self) -> Collectives | None:
+        """The ranks that must compute with the same; None where each has all of the gradient."""
+        is_cut = bool(self._shard_groups()) and self._all_ranks.size > 1
+        return self._all_ranks if is_cut else None
 
     def absent(self) -> list[nn.Parameter]:
         """The parameters that only other ranks of the model have."""
@@ -256,6 +265,26 @@ class _Source:
     def changed(self) -> None:
         """Forget norms."""
         self.shards.changed()
+
+    def operand(self, tensor: Tensor, operation: str) -> Tensor:
+        """Return a tensor that is computed with, the same on all ranks that share the gradient.
+
+        Each rank must call. What `torch.autograd.grad` gives is a rank's own: it is averaged where
+        it is added, as the gradient was.
+
+        Raises:
+            ConfigError: Ranks have different ones for an operation that is not linear.
+        """
+        ranks, own_shape = self.shards.ranks_of_operands(), self.spread.own_shape
+        if ranks is None or own_shape is None:
+            return tensor
+        is_full = tensor.shape in (self.spread.shape, own_shape)
+        # a rank's piece may be all of a parameter of one dimension: ranks agree what is meant
+        if not is_full and (len(own_shape) != 1 or tensor.shape != self.local().shape):
+            return tensor
+        return agreed(
+            tensor, ranks, is_full=is_full, operation=operation, name=self.note.param_name
+        )
 
 
 class AbsentGradients:

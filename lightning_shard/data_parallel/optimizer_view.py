@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_shard.data_parallel.flat_gradients import FlatGradients
 from lightning_shard.data_parallel.gathering import Gatherer
 from lightning_shard.data_parallel.gradient_shards import AbsentGradients
+from lightning_shard.data_parallel.hand_edits import HandEdits
 from lightning_shard.data_parallel.reduced_gradient import ReducedGradient
 from lightning_shard.data_parallel.reducer import Reducer
 
@@ -30,6 +31,7 @@ class OptimizerView:
         reducer: Asked to reduce what was only accumulated.
         gatherer: Under stage 3, frees the units first.
         absent: The gradients of parameters that are not here; hidden inside.
+        edits: Averages what user code has put into `.grad`.
     """
 
     def __init__(
@@ -38,7 +40,10 @@ class OptimizerView:
         reducer: Reducer,
         gatherer: Gatherer | None,
         absent: AbsentGradients | None = None,
+        edits: HandEdits | None = None,
     ) -> None:
+        self._all = gradients
+        self._edits = edits
         self._gradients = [g for g in gradients if g.flat.has_local_form]
         self._reducer = reducer
         self._gatherer = gatherer
@@ -61,6 +66,8 @@ class OptimizerView:
             self._take_back_stand_ins()
             return
         self._reducer.reduce_owed()
+        if self._edits is not None:
+            self._edits.average()
         if self._absent is not None:
             self._absent.hide()
         if not self.differs:
@@ -149,6 +156,11 @@ class OptimizerView:
             return
         if self._absent is not None:
             self._absent.show()
+        self._leave_pieces()
+        for gradients in self._all:
+            gradients.know_content()
+
+    def _leave_pieces(self) -> None:
         if not self._outer:
             return
         for gradients, outer in zip(self._gradients, self._outer, strict=True):

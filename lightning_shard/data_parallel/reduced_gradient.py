@@ -16,6 +16,7 @@ with elements of its own.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -39,6 +40,9 @@ class GradientSource(Protocol):
 
     def changed(self) -> None:
         """Take note that its elements have changed."""
+
+    def operand(self, tensor: Tensor, operation: str) -> Tensor:
+        """Return what to compute with in the place of a tensor that is no gradient."""
 
 
 @dataclass
@@ -201,6 +205,9 @@ def _computed(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return func(*_in_full(args), **_in_full(kwargs))
     args, kwargs = tree_map_only(ReducedGradient, sharded, (args, kwargs))
     first, like = next(iter(found.values()))
+    if like.note.source is not None:
+        operand = partial(_operand, like.note.source, name)
+        args, kwargs = tree_map_only(Tensor, operand, (args, kwargs))
     if func is Tensor.data.__set__:  # type: ignore[attr-defined]
         return args[0].copy_(args[1]) and None
     if name == "__deepcopy__":
@@ -224,6 +231,10 @@ def _is_written_to_full(name: str, args: Sequence[Any]) -> bool:
 def _in_full(given: Any) -> Any:
     """Bring gradients together; each rank must call."""
     return tree_map_only(ReducedGradient, lambda one: one.sharded().own_full(), given)
+
+
+def _operand(source: GradientSource, name: str, tensor: Tensor) -> Tensor:
+    return tensor if isinstance(tensor, ShardedTensor) else source.operand(tensor, name)
 
 
 def _shown(

@@ -35,7 +35,7 @@ from lightning_shard.launchers.processes import ProcessLauncher
 from lightning_shard.precision.plugins import sharded_twin
 from lightning_shard.strategies.names import check_interactive
 from lightning_shard.strategies.option_names import OptionNames
-from lightning_shard.trainer._lightning import accept_compiled_modules
+from lightning_shard.trainer._lightning import accept_compiled_modules, share_class_wrapping
 from lightning_shard.trainer.batch_samplers import deals_batch_samplers
 from lightning_shard.trainer.gathered_tensors import gathered
 from lightning_shard.trainer.logged_reductions import reduce_op_name, reduced
@@ -380,3 +380,4 @@ def _as_timedelta(timeout: float | timedelta) -> timedelta:
 
 
 accept_compiled_modules(ShardStrategy)
+share_class_wrapping()

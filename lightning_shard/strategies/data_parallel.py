@@ -37,7 +37,7 @@ from lightning_shard.trainer._lightning import layer_sync
 from lightning_shard.trainer.announcement import announce, count_parameters
 from lightning_shard.trainer.batch_counts import agree_on_batches, lengths_on_ranks
 from lightning_shard.trainer.callbacks import prepare_callbacks
-from lightning_shard.trainer.hook_advice import hooks_inside
+from lightning_shard.trainer.hook_advice import hooks_inside, may_edit_gradients
 from lightning_shard.trainer.layer_sync import SyncBatchNormOnCpu
 from lightning_shard.trainer.model_graphs import draw_graphs
 from lightning_shard.trainer.step_bytes import StepBytes, total_bytes
@@ -224,6 +224,10 @@ class DataParallelStrategy(CheckpointingStrategy):
         self._engine = self.engine_type(
             self.model, self.data_groups, options, self._reducing, self._split_model()
         )
+        if self._is_fitting():
+            assert self.lightning_module is not None
+            callbacks = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
+            self._engine.edits.are_expected = may_edit_gradients(self.lightning_module, callbacks)
         plugin.attach(self._engine)
         if isinstance(plugin, ShardedMixedPrecision) and plugin.scaler is not None:
             for exchange in self._engine.exchanges:

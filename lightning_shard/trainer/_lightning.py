@@ -6,19 +6,22 @@ Checked with lightning 2.6; `tests/strategies/test_tensor_parallel_batches.py`,
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn as seed_workers
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper as with_indices
 from lightning.pytorch.plugins.layer_sync import LayerSync
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from lightning.pytorch.trainer import trainer as trainer_module
+from lightning.pytorch.trainer.connectors import data_connector as data_connector_module
 from lightning.pytorch.trainer.connectors.data_connector import (
-    _request_dataloader,
+    _request_dataloader as request_dataloader,
 )
+from lightning.pytorch.trainer.states import RunningStage
 
 __all__ = [
     "accept_compiled_modules",
@@ -31,9 +34,13 @@ __all__ = [
     "is_dealt_by_trainer",
     "layer_sync",
     "prepare_dataloader",
+    "request_dataloader",
     "runners_of",
+    "sampler_of_rank",
     "seed_workers",
+    "share_class_wrapping",
     "training_data",
+    "with_indices",
     "without_samplers_of_ranks",
     "without_sigterm_broadcast",
 ]
@@ -41,7 +48,7 @@ __all__ = [
 
 def training_data(trainer: "pl.Trainer") -> Any:
     """Return the loaders of a fit, made anew."""
-    return _request_dataloader(trainer.fit_loop._data_source)
+    return request_dataloader(trainer.fit_loop._data_source)
 
 
 def layer_sync(strategy: ParallelStrategy) -> LayerSync | None:
@@ -67,6 +74,13 @@ def is_dealt_by_trainer(trainer: "pl.Trainer", dataloader: Any) -> bool:
     """Whether the trainer would give this loader a sampler of a rank."""
     needs_sampler: bool = trainer._data_connector._requires_distributed_sampler(dataloader)
     return needs_sampler
+
+
+def sampler_of_rank(
+    trainer: "pl.Trainer", dataloader: Any, *, shuffle: bool, mode: RunningStage
+) -> Any:
+    """Return the sampler with which the trainer would make this loader anew."""
+    return trainer._data_connector._resolve_sampler(dataloader, shuffle=shuffle, mode=mode)
 
 
 @contextmanager
@@ -105,6 +119,43 @@ def accept_compiled_modules(strategies: type[Strategy]) -> None:
             check(model, strategy)
 
     owner._verify_strategy_supports_compile = check_others
+
+
+class _SharedContexts:
+    """Contexts that stay open from the first entry to the last exit, whoever entered first.
+
+    Args:
+        make: Makes the context of some arguments.
+    """
+
+    def __init__(self, make: Callable[..., AbstractContextManager[None]]) -> None:
+        self._make = make
+        self._open: dict[tuple[Any, ...], tuple[int, ExitStack]] = {}
+
+    @contextmanager
+    def __call__(self, *args: Any) -> Iterator[None]:
+        num_inside, stack = self._open.get(args) or (0, ExitStack())
+        if num_inside == 0:
+            stack.enter_context(self._make(*args))
+        self._open[args] = num_inside + 1, stack
+        try:
+            yield
+        finally:
+            num_inside, stack = self._open.pop(args)
+            if num_inside > 1:
+                self._open[args] = num_inside - 1, stack
+            else:
+                stack.close()
+
+
+def share_class_wrapping() -> None:
+    """Let ranks of one process be inside their hooks for loaders at the same time.
+
+    There Lightning wraps constructors of torch's classes, and each rank would keep what another has
+    put there as what was there before.
+    """
+    owner: Any = data_connector_module
+    owner._replace_dunder_methods = _SharedContexts(owner._replace_dunder_methods)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A batch sampler of the user's own is dealt to the ranks, batch by batch.
+"""A loader gets this rank's samples; a batch sampler of the user's own is dealt batch by batch.
 
     the user's      b0  b1  b2  b3  b4
     rank 0 of 2     b0      b2      b4
@@ -7,6 +7,10 @@
 The batches are those of one device. Lightning would make a batch sampler anew with a sampler for
 each rank in place of the user's, or leave it out together with its batch size. All ranks deal what
 rank 0 has drawn, so that one that draws at random gives each batch to one rank.
+
+Of other loaders Lightning makes a new one with a sampler for each rank, by the arguments of the
+user's constructor. Where it cannot (arguments by position, a subclass with a constructor of its
+own) a copy of the user's loader gets that sampler.
 """
 
 import copy
@@ -20,14 +24,21 @@ from unittest.mock import patch
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import rank_zero_info
-from torch.utils.data import DistributedSampler
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
-from lightning_shard.elastic.data_loaders import has_own_batches, replace_samplers
+from lightning_shard.elastic.data_loaders import (
+    batches_asked_for,
+    has_own_batches,
+    replace_samplers,
+)
 from lightning_shard.errors import ConfigError
 from lightning_shard.trainer._lightning import (
     deal_under_indices,
     is_dealt_by_trainer,
     prepare_dataloader,
+    sampler_of_rank,
+    with_indices,
     without_samplers_of_ranks,
 )
 
@@ -105,7 +116,7 @@ def deals_batch_samplers(
 
     def prepare_or_deal(dataloader: Any, shuffle: bool, mode: RunningStage) -> Any:
         if not (has_own_batches(dataloader) and is_dealt_by_trainer(trainer, dataloader)):
-            return prepare(dataloader, shuffle, mode)
+            return _prepared(trainer, dataloader, partial(prepare, dataloader), shuffle, mode)
         if mode == RunningStage.PREDICTING:
             with without_samplers_of_ranks(trainer):
                 return _deal_predictions(dataloader, partial(prepare, shuffle=shuffle), deal)
@@ -118,15 +129,48 @@ def deals_batch_samplers(
         yield
 
 
+def _prepared(
+    trainer: "pl.Trainer",
+    dataloader: Any,
+    prepare: Callable[[bool, RunningStage], Any],
+    shuffle: bool,
+    mode: RunningStage,
+) -> Any:
+    """Return what Lightning makes of a loader, or a copy where it cannot call its constructor."""
+    try:
+        return prepare(shuffle, mode)
+    except (MisconfigurationException, TypeError):
+        if not isinstance(dataloader, DataLoader):
+            raise
+    loader, batches = copy.copy(dataloader), dataloader.batch_sampler
+    if isinstance(dataloader.dataset, IterableDataset):
+        return loader
+    sampler: Any = dataloader.sampler
+    if not has_own_batches(dataloader):
+        sampler = sampler_of_rank(trainer, dataloader, shuffle=shuffle, mode=mode)
+        batches = None if batches is None else _batches_of(dataloader, sampler, mode)
+    if mode == RunningStage.PREDICTING and batches is not None:
+        batches = with_indices(batches)
+    replace_samplers(loader, sampler, batches)
+    return loader
+
+
+def _batches_of(dataloader: DataLoader[Any], sampler: Any, mode: RunningStage) -> BatchSampler:
+    size, drop_last = batches_asked_for(dataloader)
+    return BatchSampler(sampler, size, drop_last and mode != RunningStage.PREDICTING)
+
+
 def _deal_predictions(
     dataloader: Any, prepare: Callable[..., Any], deal: Callable[..., Any]
 ) -> Any:
     """Deal the batches that Lightning predicts on one device, whose indices it takes note of."""
     try:
         loader = prepare(dataloader, mode=RunningStage.PREDICTING)
-    except TypeError:  # not even for one device can Lightning make it anew
+    except (MisconfigurationException, TypeError):  # not even one device's can be made anew
         loader, batches = copy.copy(dataloader), dataloader.batch_sampler
-        replace_samplers(loader, loader.sampler, deal(batches, repeats=False))
+        if type(batches) is BatchSampler:  # predictions leave no sample out
+            batches = BatchSampler(batches.sampler, batches.batch_size, drop_last=False)
+        replace_samplers(loader, loader.sampler, with_indices(deal(batches, repeats=False)))
         return loader
     deal_under_indices(loader.batch_sampler, _knows_ranks, partial(deal, repeats=False))
     return loader

@@ -15,6 +15,26 @@ _HOOKS = sorted(
     | {"configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad"}
 )
 
+_MEETING_GRADIENTS = (
+    "backward",
+    "configure_gradient_clipping",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "optimizer_step",
+)
+
+
+def may_edit_gradients(module: "pl.LightningModule", callbacks: Sequence[Callback]) -> bool:
+    """Whether user code has a place where it could write to gradients before an update."""
+    if not module.automatic_optimization:
+        return True
+    owners = [(module, pl.LightningModule), *((one, Callback) for one in callbacks)]
+    return any(
+        hasattr(parent, name) and is_overridden(name, owner, parent)
+        for owner, parent in owners
+        for name in _MEETING_GRADIENTS
+    )
+
 
 @contextmanager
 def hooks_inside(

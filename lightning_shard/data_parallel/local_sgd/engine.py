@@ -51,7 +51,7 @@ class LocalEngine(DataParallelEngine):
             gradients.reduce_over(groups)
         usage = UsageAgreement(self.gradients, groups.everyone, self.device)
         self.reducer = Reducer(self.gradients, groups.everyone, usage)
-        self.view = OptimizerView(self.gradients, self.reducer, None, self.absent)
+        self.view = OptimizerView(self.gradients, self.reducer, None, self.absent, self.edits)
         self.is_alone = alone
 
     @property

@@ -1,0 +1,98 @@
+"""Do ranks hold the same values? Compared by numbers made of the bits, not by the values.
+
+    value   [x0 x1 x2 | x3 x4 x5 | ...]     bits as whole numbers
+    rows     -> sums,  columns -> sums      each times an odd number of its own, added up mod 2^64
+
+Two marginal sums tell values apart that lie elsewhere; one sum alone would not.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.errors import ConfigError
+
+_WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_COLUMNS = 1024
+_ODD = 0x9E3779B97F4A7C15 - 2**64  # 2^64 over the golden ratio, as a signed number
+
+
+@torch.no_grad()
+def content(tensor: Tensor) -> Tensor:
+    """Return a number that nearly always differs where values or their places do.
+
+    Returns:
+        Shape (), int64, on the tensor's device.
+    """
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    flat = real.detach().reshape(-1)
+    bits = flat.view(_WHOLE_NUMBERS[flat.element_size()])
+    end = bits.numel() - bits.numel() % _COLUMNS
+    body, rest = bits[:end].view(-1, _COLUMNS), bits[end:]
+    sums = [body.sum(0, dtype=torch.int64), body.sum(1, dtype=torch.int64), rest.to(torch.int64)]
+    return _weighted(torch.cat(sums))
+
+
+def contents(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Return such a number of several tensors in their order: shape (), int64, on `device`."""
+    numbers = [content(tensor).to(device) for tensor in tensors]
+    return _weighted(torch.stack([torch.zeros((), dtype=torch.int64, device=device), *numbers]))
+
+
+def _weighted(numbers: Tensor) -> Tensor:
+    places = torch.arange(1, len(numbers) + 1, device=numbers.device)
+    return ((numbers + places) * (places * _ODD | 1)).sum()
+
+
+def differ(numbers: Tensor, ranks: Collectives) -> list[bool]:
+    """Say of each number whether any rank has another one; each rank must call.
+
+    Args:
+        numbers: Shape (N,), int64.
+        ranks: Over which.
+    """
+    most = torch.cat([numbers, ~numbers])  # the least is the complement of the most complement
+    ranks.all_reduce(most, "max").wait()
+    greatest, least = most.chunk(2)
+    return (greatest != ~least).tolist()
+
+
+_LINEAR = {"add", "radd", "iadd", "sub", "rsub", "isub", "subtract", "copy", "set"}
+
+
+@torch.no_grad()
+def agreed(
+    tensor: Tensor, ranks: Collectives, *, is_full: bool, operation: str, name: str
+) -> Tensor:
+    """Return what all ranks compute with: their tensor where they have the same, or the average.
+
+    Args:
+        tensor: This rank's, of the shape of the gradient or of this rank's piece.
+        ranks: Each must call.
+        is_full: Whether it has the gradient's shape here; where some rank's has not, each keeps
+            its own.
+        operation: For which; only in a linear one the average of operands gives that of results.
+        name: Of the parameter.
+
+    Raises:
+        ConfigError: On every rank, where they differ for an operation that is not linear.
+    """
+    number = content(tensor)
+    states = torch.stack([number, ~number, number.new_tensor(not is_full)])
+    ranks.all_reduce(states, "max").wait()
+    greatest, least, some_have_pieces = states.tolist()
+    if some_have_pieces or greatest == ~least:
+        return tensor
+    kind = operation.strip("_").removeprefix("foreach_")
+    if kind not in _LINEAR or not (tensor.is_floating_point() or tensor.is_complex()):
+        raise ConfigError(
+            f"Rank {ranks.rank}: {operation} of the gradient of {name!r} and a tensor that "
+            f"differs between the ranks, expected the same on all: each has a part of the "
+            f"gradient. Average the tensor first, self.all_gather(tensor).mean(0), or draw it from "
+            f"a generator that is seeded alike on all ranks."
+        )
+    average = tensor.detach().clone(memory_format=torch.contiguous_format)
+    ranks.all_reduce(average, "avg").wait()
+    return average

@@ -1,0 +1,104 @@
+"""Gradients that user code has made or edited itself are averages when an optimizer uses them.
+
+    .grad is                          stage 0                        stages 1 to 3
+    what a reduction has left         used as it is                  used as it is
+    a tensor of the user's            copied into the buffer         reduced as a backward's
+    the buffer, edited in place       averaged where ranks differ    (see `reduced_gradient`)
+
+What `torch.autograd.grad` gives is a rank's own. The average of equal values changes nothing, so
+edits of averages stay as they are; a sum of averages and a rank's own becomes the average of the
+whole. Ranks compare the content of their buffers, and only where it differs do values travel.
+
+Ranks compare at every update of a module that may edit (manual optimization, or hooks that meet
+gradients), since one of them may have had nothing to edit; otherwise where they notice an edit.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.data_parallel.content import content
+from lightning_shard.data_parallel.flat_gradients import FlatGradients
+from lightning_shard.errors import ConfigError
+
+
+class HandEdits:
+    """Averages what user code has put into `.grad`.
+
+    Args:
+        gradients: Every buffer, in registration order.
+        device: For messages.
+
+    Attributes:
+        are_expected: Whether ranks compare at every update; the same on all ranks.
+    """
+
+    def __init__(self, gradients: Sequence[FlatGradients], device: torch.device) -> None:
+        self._gradients = gradients
+        self._device = device
+        self.are_expected = False
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Make averages of all that the optimizer is about to see; each rank must call."""
+        if not self._gradients or self._ranks.size == 1:
+            return
+        if not (self.are_expected or any(one.is_edited for one in self._gradients)):
+            return
+        for gradients in self._gradients:
+            if gradients.flat.stage == 0:
+                gradients.take_in_own()
+        own, others = self._differences()
+        for gradients, kinds in zip(self._gradients, own, strict=True):
+            if gradients.flat.stage > 0 and any(mine for mine, _ in kinds):
+                self._reduce(gradients, kinds)
+        for gradients, kinds, differs in zip(self._gradients, own, others, strict=True):
+            if gradients.flat.stage == 0 and differs:
+                gradients.average_again([any(kind) for kind in kinds])
+
+    @property
+    def _ranks(self) -> Collectives:
+        return self._gradients[0].ranks
+
+    def _differences(self) -> tuple[list[list[tuple[bool, bool]]], list[bool]]:
+        """Ask all ranks what stands in `.grad`.
+
+        Returns:
+            Of each parameter whether on any rank something of the user's stands there, and whether
+            something of ours; of each buffer whether ranks have different gradients.
+        """
+        kinds = [one.kind(index) for one in self._gradients for index in range(one.num_params)]
+        there = torch.tensor(kinds, dtype=torch.int64, device=self._device).view(-1)
+        hashes = torch.stack([self._content(one) for one in self._gradients])
+        least = torch.cat([~there, ~hashes])
+        most = torch.cat([there, hashes, least])
+        self._ranks.all_reduce(most, "max").wait()
+        greatest, least = most.chunk(2)
+        anywhere = greatest[: len(there)].bool().view(-1, 2).tolist()
+        unequal = (greatest != ~least).tolist()
+        own, others, start = [], [], 0
+        for number, gradients in enumerate(self._gradients):
+            stop = start + gradients.num_params
+            own.append([(bool(mine), bool(ours)) for mine, ours in anywhere[start:stop]])
+            others.append(any(unequal[2 * start : 2 * stop]) or unequal[len(there) + number])
+            start = stop
+        return own, others
+
+    def _content(self, gradients: FlatGradients) -> Tensor:
+        held = gradients.held_everywhere
+        if held is None:
+            return torch.zeros((), dtype=torch.int64, device=self._device)
+        return content(held).to(self._device)
+
+    def _reduce(self, gradients: FlatGradients, kinds: Sequence[tuple[bool, bool]]) -> None:
+        for index, (is_mine, is_ours) in enumerate(kinds):
+            if is_mine and is_ours:
+                raise ConfigError(
+                    f"Rank {self._ranks.rank}: .grad of {gradients.name(index)!r} was set by hand "
+                    f"on some ranks and comes from backward on others, expected the same on all: "
+                    f"the one is a rank's own and the other an average. Set it on every rank, or "
+                    f"call self.manual_backward(loss)."
+                )
+        gradients.reduce_own([is_mine for is_mine, _ in kinds])
