@@ -1,5 +1,6 @@
-"""What holds for every test: one thread, and no group may be skipped as a whole."""
+"""What holds for every test: one thread, an environment of its own, no group skipped as a whole."""
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 
@@ -17,6 +18,16 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def own_environment() -> Iterator[None]:
+    """Put `os.environ` back: launchers leave WORLD_SIZE there, and processes inherit it."""
+    before = dict(os.environ)
+    yield
+    if dict(os.environ) != before:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
