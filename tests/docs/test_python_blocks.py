@@ -5,7 +5,7 @@ pages run here: on threads of this process, quietly; that is all that is changed
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L  # noqa: N812
@@ -39,7 +39,7 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True)
-def trainers_of_this_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def trainers_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `L.Trainer` train in this process, whatever the page's own devices are."""
     trainer = L.Trainer
 
@@ -52,7 +52,6 @@ def trainers_of_this_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return trainer(strategy=strategy, **{**options, **QUIET})
 
     monkeypatch.setattr(L, "Trainer", here)
-    return
 
 
 def run(block: Block, name: str, names: dict[str, Any]) -> None:
