@@ -6,6 +6,7 @@ data parallel to each other.
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -20,12 +21,15 @@ from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.model_split import Unsplit
 from lightning_shard.errors import ConfigError
 from lightning_shard.mesh import Axis, ParallelMesh, Placement
+from lightning_shard.planner.description import Description, Measure
 from lightning_shard.planner.report import DryRun
+from lightning_shard.precision.policy import dtype_policy
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from lightning_shard.strategies.hybrid_sharding import replicate_ranks, shard_ranks
 from lightning_shard.tensor_parallel.randomness import drawn_apart
 from lightning_shard.trainer._lightning import seed_workers
 from lightning_shard.trainer.batch_counts import check_same_lengths
+from lightning_shard.trainer.dry_run import dry_run_of
 from lightning_shard.trainer.hook_advice import hooks_inside
 from lightning_shard.trainer.metric_groups import MetricGroups
 from lightning_shard.trainer.same_batches import SameBatches
@@ -250,9 +254,6 @@ class ModelParallelStrategy(DataParallelStrategy):
             ConfigError: Options that do not fit the world or the module, or a `training_step` that
                 asks for elements.
         """
-        # It knows the strategies that are made of this one.
-        from lightning_shard.strategies.dry_run import dry_run_of
-
         return dry_run_of(
             self,
             module,
@@ -262,6 +263,20 @@ class ModelParallelStrategy(DataParallelStrategy):
             ranks_per_node=ranks_per_node,
             state_values=state_values,
         )
+
+    def described(
+        self, module: "pl.LightningModule", precision: str, measure: Measure
+    ) -> Description:
+        """Say what the ranks of a world have and do, for a dry run; nothing is set up.
+
+        Args:
+            module: As for `dry_run`.
+            precision: As for the Trainer.
+            measure: Measures the blocks of the module.
+        """
+        dtypes = dtype_policy(precision, self._reduce_dtype)
+        engine = replace(self._options, dtypes=dtypes)
+        return Description(mesh=self.mesh, engine=engine, shard_size=self.shard_size)
 
     @override
     def __getstate__(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar, get_args
 
@@ -24,7 +25,7 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.mesh import Axis, ParallelMesh
 from lightning_shard.option_checks import checked_options
 from lightning_shard.pipeline_parallel.absent_advice import explaining_absent
-from lightning_shard.pipeline_parallel.blocks import check_calls, find_blocks
+from lightning_shard.pipeline_parallel.blocks import BlockList, check_calls, find_blocks
 from lightning_shard.pipeline_parallel.gradients import GradientStash
 from lightning_shard.pipeline_parallel.microbatches import (
     Microbatch,
@@ -32,7 +33,12 @@ from lightning_shard.pipeline_parallel.microbatches import (
     merge_outputs,
     split_batch,
 )
-from lightning_shard.pipeline_parallel.partition import Partition, Split, partition_blocks
+from lightning_shard.pipeline_parallel.partition import (
+    BlockCosts,
+    Partition,
+    Split,
+    partition_blocks,
+)
 from lightning_shard.pipeline_parallel.pipeline import Pipeline
 from lightning_shard.pipeline_parallel.schedules import (
     Schedule,
@@ -43,6 +49,7 @@ from lightning_shard.pipeline_parallel.schedules import (
 )
 from lightning_shard.pipeline_parallel.split import PipelineSplit
 from lightning_shard.pipeline_parallel.staged_model import StagedModel
+from lightning_shard.planner.description import Description, Measure
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from lightning_shard.strategies.model_parallel import ModelParallelStrategy, checked_ranks
 from lightning_shard.trainer._lightning import layer_sync
@@ -267,6 +274,11 @@ class PipelineParallelStrategy(ModelParallelStrategy):
                 self._balance,  # type: ignore[arg-type]
                 self.along("pp"),
             )
+        return self._cut(model, blocks, measured)
+
+    def _cut(
+        self, model: torch.nn.Module, blocks: BlockList, measured: BlockCosts | None
+    ) -> Partition:
         return partition_blocks(
             model,
             blocks,
@@ -280,6 +292,24 @@ class PipelineParallelStrategy(ModelParallelStrategy):
         super()._finish_copies()
         if self._staged is not None:
             self._staged.restore_copies()
+
+    @override
+    def described(
+        self, module: "pl.LightningModule", precision: str, measure: Measure
+    ) -> Description:
+        described = super().described(module, precision, measure)
+        if self.mesh.pp == 1:
+            return described
+        measured: BlockCosts | None = None
+        if self._balance in ("flops", "memory"):
+            measured = measure(find_blocks(module, self._blocks), self._balance)  # type: ignore[arg-type]
+        return replace(
+            described,
+            cut=lambda model: self._cut(model, find_blocks(model, self._blocks), measured),
+            stage_ranks=place_stages(self._schedule, self.mesh.pp, self.num_stages),
+            schedule=self.schedule,
+            num_microbatches=self.num_microbatches,
+        )
 
     @override
     def _unsplit_model(self, *, whole: bool) -> None:

@@ -1,7 +1,8 @@
 """Tensor parallelism as a Lightning strategy: layers split over ranks, the rest data parallel."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -20,6 +21,7 @@ from lightning_shard.data_parallel.options import STAGES
 from lightning_shard.errors import ConfigError
 from lightning_shard.mesh import Axis, ParallelMesh
 from lightning_shard.option_checks import checked_options
+from lightning_shard.planner.description import Description, Measure
 from lightning_shard.strategies.model_parallel import ModelParallelStrategy, checked_ranks
 from lightning_shard.tensor_parallel.automatic import automatic_plan
 from lightning_shard.tensor_parallel.fused_layouts import check_layouts
@@ -202,6 +204,29 @@ class TensorParallelStrategy(ModelParallelStrategy):
             check_layouts(model, layers, self.mesh.tp)
             return layers
         return automatic_plan(model, self.mesh.tp).layers
+
+    @override
+    def described(
+        self, module: "pl.LightningModule", precision: str, measure: Measure
+    ) -> Description:
+        return replace(
+            super().described(module, precision, measure),
+            layers=() if self.mesh.tp == 1 else self._described_layers(module),
+            sequence_parallel=self._sequence_parallel,
+        )
+
+    def _described_layers(self, module: torch.nn.Module) -> Sequence[PlannedLayer]:
+        """Return what a plan splits; a given one is believed, without trying it out."""
+        if isinstance(self._plan, dict):
+            return match_plan(module, self._plan)
+        if any(param.is_meta for param in module.parameters()):
+            raise ConfigError(
+                f"plan='auto' tries layers of {type(module).__name__} out, but its parameters are "
+                f"on meta; expected ones with values, or a plan such as "
+                f"plan={{'blocks.*.up': 'colwise', 'blocks.*.down': 'rowwise'}}. The plan that is "
+                f"found for a small model of the same class says the patterns."
+            )
+        return self._planned_layers(module)
 
     @override
     def _split_model(self) -> ModelSplit | None:

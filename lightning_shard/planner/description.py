@@ -1,0 +1,44 @@
+"""What a strategy says of itself for a dry run: who has what, and where a model is cut."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from lightning_shard.data_parallel.options import EngineOptions
+from lightning_shard.mesh import ParallelMesh
+from lightning_shard.pipeline_parallel.blocks import BlockList
+from lightning_shard.pipeline_parallel.partition import BlockCosts, Partition
+from lightning_shard.pipeline_parallel.schedules import Schedule
+from lightning_shard.tensor_parallel.plan import PlannedLayer
+
+Measure = Callable[[BlockList, Literal["flops", "memory"]], BlockCosts]
+"""Returns what the blocks of the module that is simulated cost in a training step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """A strategy's options on a world that is not there.
+
+    Attributes:
+        mesh: The ranks.
+        engine: Options of the data-parallel engine.
+        shard_size: Data-parallel ranks that share out one copy of the state.
+        layers: What tensor parallelism splits.
+        sequence_parallel: Whether activations between split layers are in slices.
+        cut: Cuts a model, whose layers are split, into stages; None without a pipeline.
+        stage_ranks: The rank of each stage.
+        schedule: What the ranks of a pipeline do with so many microbatches.
+        num_microbatches: Parts of a batch.
+    """
+
+    mesh: ParallelMesh
+    engine: EngineOptions
+    shard_size: int
+    layers: Sequence[PlannedLayer] = ()
+    sequence_parallel: bool = False
+    cut: Callable[[nn.Module], Partition] | None = None
+    stage_ranks: tuple[int, ...] = (0,)
+    schedule: Callable[[int], Schedule] | None = None
+    num_microbatches: int = 1

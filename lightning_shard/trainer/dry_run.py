@@ -1,0 +1,134 @@
+"""A dry run of a strategy: its own options on a world that is not there."""
+
+import copy
+import inspect
+from typing import Any, Literal, Protocol
+from unittest.mock import patch
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.precision import (
+    DoublePrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+)
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from lightning_shard.environments import InProcessEnvironment
+from lightning_shard.mesh import Placement
+from lightning_shard.pipeline_parallel.blocks import BlockList
+from lightning_shard.pipeline_parallel.costs import measure_blocks
+from lightning_shard.pipeline_parallel.partition import BlockCosts
+from lightning_shard.planner.description import Description, Measure
+from lightning_shard.planner.dry_run import dry_run
+from lightning_shard.planner.report import DryRun
+from lightning_shard.planner.simulated_model import WorldOptions
+from lightning_shard.trainer._lightning import runners_of
+
+_DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
+
+
+class Describable(Protocol):
+    """What a dry run asks of a strategy."""
+
+    cluster_environment: Any
+
+    def described(
+        self, module: "pl.LightningModule", precision: str, measure: Measure
+    ) -> Description:
+        """Say what the ranks of the world that is simulated have and do."""
+
+    def placement(self, ranks_per_node: int) -> Placement:
+        """Say which groups reach over nodes of so many neighbouring ranks, and what is slow."""
+
+
+def dry_run_of(
+    strategy: Describable,
+    module: "pl.LightningModule",
+    batch: Any,
+    *,
+    world_size: int,
+    precision: str,
+    ranks_per_node: int,
+    state_values: int,
+) -> DryRun:
+    """Count a training step of a strategy; see `ModelParallelStrategy.dry_run`."""
+    simulated = copy.copy(strategy)
+    simulated.cluster_environment = InProcessEnvironment(world_size)
+    step = _Step(module, precision)
+    described = simulated.described(
+        module, precision, lambda blocks, what: _measured(module, batch, step, blocks, what)
+    )
+    options = WorldOptions(
+        mesh=described.mesh,
+        engine=described.engine,
+        shard_size=described.shard_size,
+        layers=described.layers,
+        sequence_parallel=described.sequence_parallel,
+        cut=described.cut,
+        stage_ranks=described.stage_ranks,
+        step=step,
+        state_values=state_values,
+    )
+    return dry_run(
+        module,
+        step.converted(batch),
+        options,
+        schedule=described.schedule,
+        num_microbatches=described.num_microbatches,
+        placement=simulated.placement(ranks_per_node),
+        dtype=_DTYPES.get(precision),
+        left_out=runners_of(module),
+    )
+
+
+class _Step:
+    """A module's training step in a precision, without a trainer."""
+
+    def __init__(self, module: "pl.LightningModule", precision: str) -> None:
+        self._plugin = _plugin(precision)
+        self._num_arguments = len(inspect.signature(module.training_step).parameters)
+
+    def __call__(self, module: Any, batch: Any) -> Any:
+        with (
+            patch.object(module, "log", _ignored),
+            patch.object(module, "log_dict", _ignored),
+            self._plugin.train_step_context(),
+        ):
+            return module.training_step(*(batch, 0)[: self._num_arguments])
+
+    def converted(self, batch: Any) -> Any:
+        """Convert a batch."""
+        return self._plugin.convert_input(batch)
+
+
+def _ignored(*_: Any, **__: Any) -> None:
+    """Log nothing."""
+
+
+def _plugin(precision: str) -> Precision:
+    """Return Lightning's plugin of a precision that `dtype_policy` knows."""
+    name: Any = precision
+    if precision == "64-true":
+        return DoublePrecision()
+    if precision.endswith("-mixed"):
+        return MixedPrecision(name, "cpu")  # where tensors without elements are
+    return Precision() if precision == "32-true" else HalfPrecision(name)
+
+
+def _measured(
+    module: "pl.LightningModule",
+    batch: Any,
+    step: _Step,
+    blocks: BlockList,
+    what: Literal["flops", "memory"],
+) -> BlockCosts:
+    """Return the costs of the whole module's blocks."""
+
+    def run() -> object:  # in which tensors are made without elements
+        here = apply_to_collection(batch, Tensor, lambda one: torch.zeros_like(one, device="cpu"))
+        return step(module, here)
+
+    return measure_blocks(module, blocks, run, what=what, device=torch.device("cpu"))
