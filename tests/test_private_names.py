@@ -57,7 +57,7 @@ EXTENSION_POINTS = {
     "torch._C.DisableTorchFunctionSubclass",
     "torch._C._disabled_torch_function_impl",
     "torch.Tensor._make_wrapper_subclass",
-    *(f"torch.utils._pytree.{name}" for name in ("tree_leaves", "tree_map_only")),
+    *(f"torch.utils._pytree.{name}" for name in ("tree_flatten", "tree_leaves", "tree_map_only")),
     # Names of operators are what programs save.
     *(f"torch._foreach_{name}_" for name in ("add", "zero")),
     "torch.ops.aten._foreach_zero_.default",
@@ -71,10 +71,10 @@ EXTENSION_POINTS = {
     *("_after_closure", "_call_children_scripts", "_clip_gradients", "_configure_launcher"),
 }
 STRINGS_OF_OUR_OWN = {
-    *("_lightning_shard_piece", "_lightning_shard_pytest", "_parted", "_pipeline_place"),
+    *("_parted", "_pytest"),
     "_proj_weight",  # the end of a name
-    "_pytest",
 }
+OUR_PREFIXES = ("_lightning_shard_", "_pipeline_", "_tensor_parallel_")
 ALSO_OURS = {"_computed", "_launcher", "_optimizer", "_results", "_sampler", "_trainer"}
 PRIVATE = re.compile(r"_[A-Za-z]\w*(?<!__)")
 
@@ -190,7 +190,9 @@ def of_attributes(node: ast.AST, names: dict[str, str], ours: set[str]) -> Itera
 
 def in_strings(text: object, ours: set[str]) -> Iterator[str]:
     """Yield a name that is written as a string, for `getattr`, `patch.object`, `vars`."""
-    if isinstance(text, str) and PRIVATE.fullmatch(text) and text not in ours:
+    if not isinstance(text, str) or text in ours or text.startswith(OUR_PREFIXES):
+        return
+    if PRIVATE.fullmatch(text):
         yield text
 
 
