@@ -241,12 +241,17 @@ def _shows(result: Any, tensor: Tensor) -> bool:
     """Whether a result may show a tensor's memory."""
     for one in tree_leaves(result):
         if isinstance(one, Tensor):
-            if one is not tensor and one.device.type != "meta":
-                if one.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
-                    return True
+            if one is not tensor and _share_memory(one, tensor):
+                return True
         elif not isinstance(one, (type(None), bool, int, float, complex, str)):
             return True
     return False
+
+
+def _share_memory(tensor: Tensor, other: Tensor) -> bool:
+    if tensor.device != other.device:
+        return False
+    return tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _shaped(param: Tensor, shape: torch.Size) -> Tensor:
