@@ -1,10 +1,14 @@
 """Fails when torch changes what we use of its insides."""
 
+from typing import Any
+
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_shard.data_parallel.torch_private import (
     in_backward,
+    innermost_function_mode,
     is_traced,
     queue_after_backward,
     saving_hook,
@@ -88,3 +92,15 @@ def test_compilers_look_at_tensors_before_their_code_runs() -> None:
     torch.compile(lambda: leaf * 2, backend="eager")()
     assert any(seen)
     assert not is_traced()
+
+
+def test_the_innermost_function_mode_is_the_one_entered_last() -> None:
+    class Mode(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    with Mode() as outer, Mode() as inner:
+        assert innermost_function_mode() is inner is not outer
+    assert innermost_function_mode() is None
