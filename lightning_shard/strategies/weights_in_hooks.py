@@ -96,7 +96,8 @@ class WeightsInHooks:
 
     @contextmanager
     def _turned(self, *, on: bool) -> Iterator[None]:
-        enter, leave = self._mode.__enter__, lambda: self._mode.__exit__(None, None, None)
+        mode: Any = self._mode
+        enter, leave = mode.__enter__, lambda: mode.__exit__(None, None, None)
         before, self._is_on = self._is_on, on
         (enter if on else leave)()
         try:
@@ -275,7 +276,7 @@ def _getters(names: str) -> set[Any]:
 
 
 _SHARDED = (ReducedGradient, ShardedTensor)
-_SET_GRADIENT = Tensor.grad.__set__  # type: ignore[attr-defined]
+_SET_GRADIENT = Tensor.grad.__set__  # type: ignore[union-attr]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _SETTERS = (_SET_DATA,)
 _OF_THE_SHAPE = {

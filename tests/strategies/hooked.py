@@ -67,6 +67,11 @@ class Hooked(L.LightningModule):
     def build(self) -> None:
         """Change the network."""
 
+    @property
+    def blocks(self) -> list[Any]:
+        """The network's blocks."""
+        return list(self.net.blocks)
+
     def see(self, value: Any) -> None:
         self.seen.append(float(value.detach() if isinstance(value, Tensor) else value))
 
@@ -79,9 +84,9 @@ class Hooked(L.LightningModule):
 
     def train_dataloader(self) -> Any:
         generator = torch.Generator().manual_seed(1)
-        data = torch.randn(3 * GLOBAL_BATCH, 4, generator=generator, dtype=torch.float64)
+        data: Any = torch.randn(3 * GLOBAL_BATCH, 4, generator=generator, dtype=torch.float64)
         place = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
-        sampler: Any = DistributedSampler(data, **place, shuffle=False)  # type: ignore[arg-type]
+        sampler: Any = DistributedSampler(data, **place, shuffle=False)
         size = GLOBAL_BATCH // place["num_replicas"]
         return DataLoader(TensorDataset(data), size, sampler=sampler)
 
@@ -114,16 +119,16 @@ class Initialises(Hooked):
     def on_fit_start(self) -> None:
         torch.manual_seed(5)
         for module in self.net.modules():
-            if hasattr(module, "reset_parameters"):
+            if isinstance(module, nn.Linear | nn.LayerNorm):
                 module.reset_parameters()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        layers = [block.layer for block in self.net.blocks]  # type: ignore[union-attr]
+        layers = [block.layer for block in self.blocks]
         if batch_idx == 1:
             torch.manual_seed(6)
-            nn.init.eye_(layers[0].weight)  # type: ignore[arg-type]
-            nn.init.orthogonal_(layers[1].weight)  # type: ignore[arg-type]
-            nn.init.xavier_uniform_(layers[2].weight)  # type: ignore[arg-type]
+            nn.init.eye_(layers[0].weight)
+            nn.init.orthogonal_(layers[1].weight)
+            nn.init.xavier_uniform_(layers[2].weight)
             nn.init.constant_(self.net.head.weight, 0.1)
 
 
@@ -132,9 +137,9 @@ class Edits(Hooked):
 
     @torch.no_grad()
     def on_train_batch_end(self, *_: Any) -> None:
-        first, second, third = (block.layer for block in self.net.blocks)  # type: ignore[union-attr]
-        first.weight[0].zero_()  # type: ignore[index, operator]
-        second.weight.data[:, 0] = 0.5  # type: ignore[union-attr, index]
+        first, second, third = (block.layer for block in self.blocks)
+        first.weight[0].zero_()
+        second.weight.data[:, 0] = 0.5
         third.weight.data = torch.eye(8, dtype=torch.float64)
         self.net.head.weight.copy_(nn.functional.normalize(self.net.head.weight, dim=1))
         torch._foreach_mul_(list(self.net.blocks.parameters()), 0.9)
@@ -151,7 +156,7 @@ class Reads(Hooked):
             self.see(param.mean())
             self.see(param.numel())
             self.see(len(param) + param.shape[-1])
-        self.see(torch.linalg.matrix_norm(self.net.blocks[1].layer.weight, 2))  # type: ignore[union-attr, arg-type]
+        self.see(torch.linalg.matrix_norm(self.blocks[1].layer.weight, 2))
 
     def on_fit_start(self) -> None:
         self.numbers()
@@ -201,7 +206,7 @@ class Loads(Hooked):
             torch.manual_seed(8)
             self.net.load_state_dict(Net().double().state_dict())
         if batch_idx == 2:
-            self.net.blocks[1].load_state_dict(self.net.blocks[0].state_dict())  # type: ignore[union-attr]
+            self.blocks[1].load_state_dict(self.blocks[0].state_dict())
 
 
 class Teaches(Hooked):

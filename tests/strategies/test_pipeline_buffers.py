@@ -14,17 +14,17 @@ from tests.strategies.parity import UPSTREAM_WARNINGS
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
 
-alone = cache(fit)
+alone: Any = cache(fit)
 
 
 class Spectral(Hooked):
     """Of both kinds, in blocks of both stages and outside."""
 
     def build(self) -> None:
-        first, second, third = self.net.blocks
-        spectral_norm(first.layer, n_power_iterations=2)  # type: ignore[arg-type]
-        spectral_norm(second.layer)  # type: ignore[arg-type]
-        nn.utils.spectral_norm(third.layer)  # type: ignore[type-var]
+        first, second, third = self.blocks
+        spectral_norm(first.layer, n_power_iterations=2)
+        spectral_norm(second.layer)
+        nn.utils.spectral_norm(third.layer)
         nn.utils.spectral_norm(self.net.head)
 
 
@@ -44,6 +44,7 @@ def test_spectral_norms_were_iterated_once_per_microbatch(strategy: Any) -> None
 
 class Counter(nn.Module):
     steps: Tensor
+    mask: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,13 +53,13 @@ class Counter(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.steps += 1
-        return x * self.mask  # type: ignore[operator]
+        return x * self.mask
 
 
 class Counts(Hooked):
     def build(self) -> None:
-        for block in self.net.blocks:
-            block.norm = nn.Sequential(block.norm, Counter())  # type: ignore[arg-type]
+        for block in self.blocks:
+            block.norm = nn.Sequential(block.norm, Counter())
 
 
 def test_buffers_that_change_with_every_microbatch_were_not_told_of() -> None:

@@ -27,7 +27,7 @@ from tests.strategies.parity import UPSTREAM_WARNINGS
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
 
-alone = cache(fit)
+alone: Any = cache(fit)
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -68,12 +68,12 @@ def test_a_pipeline_that_is_asked_for_one_weight_after_the_other_raised_a_key_er
 
 class Replaces(Hooked):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.net.blocks[1].layer = nn.Linear(8, 8).double()
+        self.blocks[1].layer = nn.Linear(8, 8).double()
 
 
 class Misfits(Hooked):
     def on_train_batch_end(self, *_: Any) -> None:
-        self.net.blocks[1].layer.weight.data = torch.eye(4, dtype=torch.float64)  # type: ignore[union-attr]
+        self.blocks[1].layer.weight.data = torch.eye(4, dtype=torch.float64)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_what_cannot_be_cut_is_refused_by_name(
 class OnOneRank(Hooked):
     def on_train_batch_end(self, *_: Any) -> None:
         if self.global_rank == 0:
-            self.see(self.net.blocks[1].layer.weight.norm())  # type: ignore[union-attr, operator]
+            self.see(self.blocks[1].layer.weight.norm())
 
 
 @pytest.mark.parametrize("strategy", [tensor, pipeline])
@@ -108,7 +108,7 @@ class Saves(Hooked):
 
     @torch.no_grad()
     def on_train_batch_end(self, *_: Any) -> None:
-        weight: Any = self.net.blocks[1].layer.weight  # type: ignore[union-attr]
+        weight: Any = self.blocks[1].layer.weight
         view = weight.data
         view[0] = 0.25
         file = f"{self.trainer.default_root_dir}/own.ckpt"
