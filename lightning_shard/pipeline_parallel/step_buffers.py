@@ -91,13 +91,14 @@ class StepBuffers:
         layers = {path: kind for path, kind, _ in changed}
         if not layers:
             return
-        names = ", ".join(f"{path!r} ({kind})" for path, kind in list(layers.items())[:_MOST_NAMED])
+        names = [f"{path!r} ({kind})" for path, kind in layers.items()]
+        more = " ..." * (len(names) > _MOST_NAMED)
+        buffers = ", ".join(sorted({name for *_, name in changed}))
         rank_zero_warn(
-            f"A training step changes buffers of {len(layers)} layers ({names}"
-            f"{' ...' * (len(layers) > _MOST_NAMED)}: "
-            f"{', '.join(sorted({name for *_, name in changed}))}), and a pipeline runs it for each "
-            f"of {num_microbatches} microbatches: they are updated as often, each time with what "
-            f"one microbatch gives. Set num_microbatches=1 for those of a single device."
+            f"A training step changes buffers ({buffers}) of {', '.join(names[:_MOST_NAMED])}"
+            f"{more}, and a pipeline runs it for each of {num_microbatches} microbatches: they are "
+            f"updated as often, each time with what one microbatch gives. Set num_microbatches=1 "
+            f"for those of a single device."
         )
 
 

@@ -96,7 +96,8 @@ class WeightsInHooks:
 
     @contextmanager
     def _turned(self, *, on: bool) -> Iterator[None]:
-        enter, leave = self._mode.__enter__, lambda: self._mode.__exit__(None, None, None)
+        mode: Any = self._mode
+        enter, leave = mode.__enter__, lambda: mode.__exit__(None, None, None)
         before, self._is_on = self._is_on, on
         (enter if on else leave)()
         try:
@@ -241,12 +242,17 @@ def _shows(result: Any, tensor: Tensor) -> bool:
     """Whether a result may show a tensor's memory."""
     for one in tree_leaves(result):
         if isinstance(one, Tensor):
-            if one is not tensor and one.device.type != "meta":
-                if one.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
-                    return True
+            if one is not tensor and _share_memory(one, tensor):
+                return True
         elif not isinstance(one, (type(None), bool, int, float, complex, str)):
             return True
     return False
+
+
+def _share_memory(tensor: Tensor, other: Tensor) -> bool:
+    if tensor.device != other.device:
+        return False
+    return tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _shaped(param: Tensor, shape: torch.Size) -> Tensor:
@@ -270,7 +276,7 @@ def _getters(names: str) -> set[Any]:
 
 
 _SHARDED = (ReducedGradient, ShardedTensor)
-_SET_GRADIENT = Tensor.grad.__set__  # type: ignore[attr-defined]
+_SET_GRADIENT = Tensor.grad.__set__  # type: ignore[union-attr]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _SETTERS = (_SET_DATA,)
 _OF_THE_SHAPE = {

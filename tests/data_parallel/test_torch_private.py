@@ -1,8 +1,11 @@
 """Fails when torch changes what we use of its insides."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_shard.data_parallel.torch_private import (
@@ -13,6 +16,7 @@ from lightning_shard.data_parallel.torch_private import (
     gradient_hooks,
     has_compiled_call,
     in_backward,
+    innermost_function_mode,
     is_compiled_function,
     is_persistent,
     is_traced,
@@ -159,3 +163,15 @@ def test_a_memory_without_elements_has_a_key() -> None:
         one, other = torch.empty(4), torch.empty(4)
     assert storage_key(one) == storage_key(one[1:])
     assert storage_key(one) != storage_key(other)
+
+
+def test_the_innermost_function_mode_is_the_one_entered_last() -> None:
+    class Mode(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    with Mode() as outer, Mode() as inner:
+        assert innermost_function_mode() is inner is not outer
+    assert innermost_function_mode() is None

@@ -4,11 +4,13 @@ from typing import get_args
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.pipelining.schedules import _Action, _ComputationType
 
 from lightning_shard.pipeline_parallel._torch import (
     add_messages,
     computations,
+    iterates_powers,
     stage_backward_input,
     stage_backward_weight,
 )
@@ -62,3 +64,13 @@ def test_the_halves_of_a_backward_give_the_gradients_of_a_whole_one() -> None:
     stage_backward_weight(iter(parameters), groups)
     grads = [inputs[0], *(parameter.grad for parameter in parameters)]
     torch.testing.assert_close(grads, list(expected))
+
+
+def test_which_buffers_spectral_norms_iterate() -> None:
+    old = nn.utils.spectral_norm(nn.Linear(3, 3))
+    new = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3))
+    vectors = {name for name, _ in old.named_buffers() if iterates_powers(old, name)}
+    assert vectors == {"weight_u", "weight_v"}
+    (owner,) = (one for one in new.modules() if one._buffers)
+    assert all(iterates_powers(owner, name) for name in owner._buffers)
+    assert not iterates_powers(nn.BatchNorm1d(3), "running_mean")
