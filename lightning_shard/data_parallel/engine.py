@@ -449,6 +449,7 @@ class DataParallelEngine:
             param.grad = None
             if not restore and param in self.split.full_shapes:
                 setattr(param, _LEFTOVER, True)
+        self.shards.forget()
 
     def _remove_hooks(self) -> None:
         for flat in self.flats:
@@ -458,7 +459,6 @@ class DataParallelEngine:
         self._hooks.clear()
         if self._gatherer is not None:
             self._gatherer.remove()
-        self.shards.forget()
 
     def _on_all_ranks(self, numbers: set[int]) -> set[int]:
         return set.intersection(*self.collectives.all_gather_object(numbers))
@@ -471,6 +471,7 @@ class DataParallelEngine:
         no other engine takes it until `take_leftovers`.
         """
         self._remove_hooks()
+        self.shards.forget()
         if self._gatherer is not None:
             self._gatherer.copies.restore(None)
         for flat in self.flats:

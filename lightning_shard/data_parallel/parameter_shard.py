@@ -169,7 +169,8 @@ def computed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     if func == _DATA:
         return args[0].detach()
     if func == _SET_DATA:
-        return args[0].copy_(args[1]) and None
+        args[0].copy_(args[1])
+        return None
     if name == "__deepcopy__":
         return args[0].clone()
     if name in _PICKLING:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
+from types import FunctionType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -21,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from lightning_shard.data_parallel.parameter_shard import (
     ParameterShard,
+    ShardView,
     computed,
     pickling_refused,
 )
@@ -136,11 +138,13 @@ class ShardedParameter(nn.Parameter):
             if func in _AS_IT_IS or is_traced():
                 return func(*given[0], **given[1])
             params = [one for one in tree_flatten(given)[0] if type(one) is ShardedParameter]
-            if not _home_of(params[0]).user_code.runs:
+            meets_shards = any(issubclass(one, _SHARDS) for one in types)
+            if not (meets_shards or _home_of(params[0]).user_code.runs):
                 return func(*given[0], **given[1])
             return _of_user(func, params, *given)
 
 
+_SHARDS = (ParameterShard, ReducedGradient, ShardView)
 _AS_IT_IS = frozenset(
     {
         Tensor.__hash__,
@@ -217,8 +221,11 @@ def _of_user(
     Raises:
         ConfigError: A parameter is to be pickled, or cannot have the gradient that is set.
     """
-    if func == Tensor.data.__set__ or func == Tensor.set_:  # type: ignore[attr-defined]
-        return _assign(args[0], args[1]) and None
+    if func == Tensor.data.__set__:  # type: ignore[attr-defined]
+        return _assign(args[0], args[1])
+    if func == Tensor.set_ and type(args[0]) is ShardedParameter:
+        _assign(args[0], *args[1:])
+        return args[0]
     if func == Tensor.grad.__set__:  # type: ignore[attr-defined]
         return _set_gradient(args[0], args[1])
     if getattr(func, "__name__", "") in ("__reduce_ex__", "__reduce__"):
@@ -227,7 +234,7 @@ def _of_user(
     trained = [param for param in params if recorded and param.requires_grad]
     if trained and all([_home_of(param).bring() for param in trained]):
         return func(*args, **kwargs)  # on full parameters; some of the arguments may be sharded
-    if trained and _is_in_place(func) and type(args[0]) is ShardedParameter:
+    if trained and _is_in_place(func) and args and type(args[0]) is ShardedParameter:
         raise RuntimeError(
             "a leaf Variable that requires grad is being used in an in-place operation."
         )
@@ -248,10 +255,11 @@ def _of_user(
 
 def _is_in_place(func: Callable[..., Any]) -> bool:
     name = getattr(func, "__name__", "")
-    return name in ("__setitem__",) or (name.endswith("_") and not name.endswith("__"))
+    in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    return in_place and not isinstance(func, FunctionType)  # nn.init's need no grad, too, and see to it
 
 
-def _assign(param: nn.Parameter, value: Tensor) -> nn.Parameter:
+def _assign(param: nn.Parameter, value: Tensor) -> None:
     """Point a parameter at its elements of a value, which the engine takes over later."""
     shard = _shard_of(param)
     if isinstance(value, ReducedGradient):
@@ -264,7 +272,6 @@ def _assign(param: nn.Parameter, value: Tensor) -> nn.Parameter:
         local = value
     with torch.no_grad():
         param.data = local.detach()
-    return param
 
 
 def _cut(shard: ParameterShard, full: Tensor) -> Tensor:
