@@ -233,7 +233,7 @@ def _of_user(
     recorded = torch.is_grad_enabled() and func not in _NOT_RECORDED
     trained = [param for param in params if recorded and param.requires_grad]
     if trained and all([_home_of(param).bring() for param in trained]):
-        return func(*args, **kwargs)  # on full parameters; some of the arguments may be sharded
+        return computed(func, args, kwargs)  # they are full now; what else is in shards comes too
     if trained and _is_in_place(func) and args and type(args[0]) is ShardedParameter:
         raise RuntimeError(
             "a leaf Variable that requires grad is being used in an in-place operation."
