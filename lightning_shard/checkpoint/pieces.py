@@ -33,7 +33,8 @@ def join_pieces(checkpoint: dict[str, Any], engine: DataParallelEngine) -> None:
         path: known[place]
         for path, value in _tensors(checkpoint, ())
         if not isinstance(value, (ParameterShard, ShardView))
-        and (place := (value.data_ptr(), value.numel())) in known and value.ndim == 1
+        and (place := (value.data_ptr(), value.numel())) in known
+        and value.ndim == 1
     }
     found: dict[_Path, Any] = {}
     for theirs in engine.collectives.all_gather_object(own):

@@ -13,6 +13,7 @@ The module keeps its own parameters, the optimizer keeps its own object; the eng
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -30,12 +31,11 @@ from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.gathering import Gatherer
 from lightning_shard.data_parallel.gradient_shards import AbsentGradients, GradientShards
 from lightning_shard.data_parallel.model_split import ModelSplit, Unsplit
-from lightning_shard.data_parallel.parameter_shard import ParameterShard
 from lightning_shard.data_parallel.optimizer_view import OptimizerView
 from lightning_shard.data_parallel.options import EngineOptions
+from lightning_shard.data_parallel.parameter_shard import ParameterShard
 from lightning_shard.data_parallel.piece_advice import explaining_gradients, explaining_pieces
 from lightning_shard.data_parallel.piece_loading import cut_loaded
-from lightning_shard.data_parallel.reduced_gradient import GradientNote
 from lightning_shard.data_parallel.reducer import Reducer
 from lightning_shard.data_parallel.sharded_parameter import ParameterHome, UserCode
 from lightning_shard.data_parallel.unit import Unit
@@ -132,19 +132,16 @@ class DataParallelEngine:
         if self.options.stage == 0 or self.split.groups:
             return
 
-        def home(unit: Unit, param: nn.Parameter, note: GradientNote) -> ParameterHome:
-            def bring() -> bool:
-                return self._gatherer is not None and self._gatherer.bring(unit)
-
-            return ParameterHome(self.shards.spread_of(param), note, self.user_code, bring)
-
         for unit in self.units:
             for flat in unit.flats:
-                flat.settle_in(
-                    lambda index, unit=unit, flat=flat: home(
-                        unit, flat.params[index], flat.note(index)
-                    )
-                )
+                flat.settle_in(partial(self._home, unit, flat))
+
+    def _home(self, unit: Unit, flat: FlatParameters, index: int) -> ParameterHome:
+        def bring() -> bool:
+            return self._gatherer is not None and self._gatherer.bring(unit)
+
+        spread = self.shards.spread_of(flat.params[index])
+        return ParameterHome(spread, flat.note(index), self.user_code, bring)
 
     @property
     def is_first(self) -> bool:
@@ -295,9 +292,12 @@ class DataParallelEngine:
         finally:
             self.view.leave()
 
-    @contextmanager
-    def lent_view(self) -> Iterator[None]:
+    def lent_view(self) -> AbstractContextManager[None]:
         """Run hooks of user code before a step inside; see `OptimizerView.lent`."""
+        return self._lending()
+
+    @contextmanager
+    def _lending(self) -> Iterator[None]:
         with self.view.lent(), self.user_code.running():
             yield
 

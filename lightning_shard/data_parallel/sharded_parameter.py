@@ -34,6 +34,7 @@ from lightning_shard.errors import ConfigError
 _HOME = "_lightning_shard_home"  # set on parameters that can be in shards
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_TENSOR: Any = Tensor  # whose properties are descriptors, which type checkers do not know
 
 
 def as_they_are(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -155,28 +156,28 @@ _AS_IT_IS = frozenset(
         Tensor.requires_grad_,
         Tensor.retain_grad,
         Tensor.untyped_storage,
-        Tensor.device.__get__,  # type: ignore[attr-defined]
-        Tensor.dtype.__get__,  # type: ignore[attr-defined]
-        Tensor.grad.__get__,  # type: ignore[attr-defined]
-        Tensor.grad.__delete__,  # type: ignore[attr-defined]
-        Tensor.grad_fn.__get__,  # type: ignore[attr-defined]
-        Tensor.is_leaf.__get__,  # type: ignore[attr-defined]
-        Tensor._backward_hooks.__get__,  # type: ignore[attr-defined]
-        Tensor._backward_hooks.__set__,  # type: ignore[attr-defined]
-        Tensor._version.__get__,  # type: ignore[attr-defined]
-        Tensor.name.__get__,  # type: ignore[attr-defined]
-        Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
-        Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+        _TENSOR.device.__get__,
+        _TENSOR.dtype.__get__,
+        _TENSOR.grad.__get__,
+        _TENSOR.grad.__delete__,
+        _TENSOR.grad_fn.__get__,
+        _TENSOR.is_leaf.__get__,
+        _TENSOR._backward_hooks.__get__,
+        _TENSOR._backward_hooks.__set__,
+        _TENSOR._version.__get__,
+        _TENSOR.name.__get__,
+        _TENSOR.requires_grad.__get__,
+        _TENSOR.requires_grad.__set__,
     }
 )
 _NOT_RECORDED = frozenset(
     {
-        Tensor.data.__get__,  # type: ignore[attr-defined]
-        Tensor.data.__set__,  # type: ignore[attr-defined]
-        Tensor.grad.__set__,  # type: ignore[attr-defined]
-        Tensor.shape.__get__,  # type: ignore[attr-defined]
-        Tensor.ndim.__get__,  # type: ignore[attr-defined]
-        Tensor.layout.__get__,  # type: ignore[attr-defined]
+        _TENSOR.data.__get__,
+        _TENSOR.data.__set__,
+        _TENSOR.grad.__set__,
+        _TENSOR.shape.__get__,
+        _TENSOR.ndim.__get__,
+        _TENSOR.layout.__get__,
         Tensor.detach,
         torch.detach,
         Tensor.dim,
@@ -221,18 +222,18 @@ def _of_user(
     Raises:
         ConfigError: A parameter is to be pickled, or cannot have the gradient that is set.
     """
-    if func == Tensor.data.__set__:  # type: ignore[attr-defined]
+    if func == _TENSOR.data.__set__:
         return _assign(args[0], args[1])
     if func == Tensor.set_ and type(args[0]) is ShardedParameter:
         _assign(args[0], *args[1:])
         return args[0]
-    if func == Tensor.grad.__set__:  # type: ignore[attr-defined]
+    if func == _TENSOR.grad.__set__:
         return _set_gradient(args[0], args[1])
     if getattr(func, "__name__", "") in ("__reduce_ex__", "__reduce__"):
         raise pickling_refused(_home_of(params[0]).spread.name)
     recorded = torch.is_grad_enabled() and func not in _NOT_RECORDED
     trained = [param for param in params if recorded and param.requires_grad]
-    if trained and all([_home_of(param).bring() for param in trained]):
+    if trained and all(_home_of(param).bring() for param in trained):
         return computed(func, args, kwargs)  # they are full now; what else is in shards comes too
     if trained and _is_in_place(func) and args and type(args[0]) is ShardedParameter:
         raise RuntimeError(
@@ -256,7 +257,9 @@ def _of_user(
 def _is_in_place(func: Callable[..., Any]) -> bool:
     name = getattr(func, "__name__", "")
     in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-    return in_place and not isinstance(func, FunctionType)  # nn.init's need no grad, too, and see to it
+    return in_place and not isinstance(
+        func, FunctionType
+    )  # nn.init's need no grad, too, and see to it
 
 
 def _assign(param: nn.Parameter, value: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What user code reads and writes through a parameter that is in shards is what a single device's is.
+"""Parameters that are in shards are read and written as a single device's are.
 
 One fit does everything at once in every hook: what it sees and what it ends with are compared.
 """
@@ -97,7 +97,9 @@ class Reads(Taught):
 
     def on_train_end(self) -> None:
         collectives = getattr(self.trainer.strategy, "collectives", None)
-        self.ranks = [self.seen] if collectives is None else collectives.all_gather_object(self.seen)
+        self.ranks = (
+            [self.seen] if collectives is None else collectives.all_gather_object(self.seen)
+        )
 
 
 def what_is_read(**options: Any) -> list[list[dict[str, Any]]]:
