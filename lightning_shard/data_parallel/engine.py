@@ -13,7 +13,6 @@ The module keeps its own parameters, the optimizer keeps its own object; the eng
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +35,8 @@ from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.data_parallel.parameter_shard import ParameterShard
 from lightning_shard.data_parallel.piece_advice import explaining_gradients, explaining_pieces
 from lightning_shard.data_parallel.piece_loading import cut_loaded
+from lightning_shard.data_parallel.presenting import look_full
 from lightning_shard.data_parallel.reducer import Reducer
-from lightning_shard.data_parallel.sharded_parameter import ParameterHome, UserCode
 from lightning_shard.data_parallel.unit import Unit
 from lightning_shard.data_parallel.usage import UsageAgreement
 from lightning_shard.errors import ConfigError
@@ -122,26 +121,10 @@ class DataParallelEngine:
         )
         for flat in self.flats:
             flat.on_assigned = self._adopt_data
-        self.user_code = UserCode()
-        self._settle_in()
+        presents = options.stage > 0 and not self.split.groups
+        self.user_code = look_full(self.units if presents else (), self.shards, self._gatherer)
         self.around_backward: Callable[[], AbstractContextManager[None]] = nullcontext
         self.hook_trainable()
-
-    def _settle_in(self) -> None:
-        """Let parameters in shards look full to user code, where ranks share the model's batches."""
-        if self.options.stage == 0 or self.split.groups:
-            return
-
-        for unit in self.units:
-            for flat in unit.flats:
-                flat.settle_in(partial(self._home, unit, flat))
-
-    def _home(self, unit: Unit, flat: FlatParameters, index: int) -> ParameterHome:
-        def bring() -> bool:
-            return self._gatherer is not None and self._gatherer.bring(unit)
-
-        spread = self.shards.spread_of(flat.params[index])
-        return ParameterHome(spread, flat.note(index), self.user_code, bring)
 
     @property
     def is_first(self) -> bool:

@@ -5,7 +5,7 @@
     unit.ensure_full()   param.__class__ = nn.Parameter        param.data: the full tensor
 
 Blocks, compiled code and the optimizer's step meet plain parameters only, which cost nothing. While
-the class is changed, whoever asks is the engine or Lightning unless `UserCode` says that a hook or a
+the class is changed, whoever asks is the engine or Lightning unless `UserCode` says that a hook or
 step of the user's runs; the engine's own functions look at parameters `as_they_are` even then.
 """
 
