@@ -36,9 +36,8 @@ from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.data_parallel.parameter_shard import ParameterShard
 from lightning_shard.data_parallel.piece_advice import explaining_gradients, explaining_pieces
 from lightning_shard.data_parallel.piece_loading import cut_loaded
-from lightning_shard.data_parallel.reduced_gradient import GradientNote
+from lightning_shard.data_parallel.presenting import look_full
 from lightning_shard.data_parallel.reducer import Reducer
-from lightning_shard.data_parallel.sharded_parameter import ParameterHome, UserCode
 from lightning_shard.data_parallel.torch_private import gradient_hooks
 from lightning_shard.data_parallel.unit import Unit
 from lightning_shard.data_parallel.usage import UsageAgreement
@@ -129,29 +128,10 @@ class DataParallelEngine:
         )
         for flat in self.flats:
             flat.on_assigned = self._adopt_data
-        self.user_code = UserCode()
-        self._settle_in()
+        presents = options.stage > 0 and not self.split.groups
+        self.user_code = look_full(self.units if presents else (), self.shards, self._gatherer)
         self.around_backward: Callable[[], AbstractContextManager[None]] = nullcontext
         self.hook_trainable()
-
-    def _settle_in(self) -> None:
-        """Let parameters in shards look full to user code, where ranks share batches."""
-        if self.options.stage == 0 or self.split.groups:
-            return
-
-        def home(unit: Unit, param: nn.Parameter, note: GradientNote) -> ParameterHome:
-            def bring() -> bool:
-                return self._gatherer is not None and self._gatherer.bring(unit)
-
-            return ParameterHome(self.shards.spread_of(param), note, self.user_code, bring)
-
-        for unit in self.units:
-            for flat in unit.flats:
-                flat.settle_in(
-                    lambda index, unit=unit, flat=flat: home(
-                        unit, flat.params[index], flat.note(index)
-                    )
-                )
 
     @property
     def is_first(self) -> bool:
@@ -303,9 +283,12 @@ class DataParallelEngine:
         finally:
             self.view.leave()
 
-    @contextmanager
-    def lent_view(self) -> Iterator[None]:
+    def lent_view(self) -> AbstractContextManager[None]:
         """Run hooks of user code before a step inside; see `OptimizerView.lent`."""
+        return self._lending()
+
+    @contextmanager
+    def _lending(self) -> Iterator[None]:
         with self.view.lent(), self.user_code.running():
             yield
 
@@ -457,6 +440,7 @@ class DataParallelEngine:
             param.grad = None
             if not restore and param in self.split.full_shapes:
                 setattr(param, _LEFTOVER, True)
+        self.shards.forget()
 
     def _remove_hooks(self) -> None:
         for flat in self.flats:
@@ -466,7 +450,6 @@ class DataParallelEngine:
         self._hooks.clear()
         if self._gatherer is not None:
             self._gatherer.remove()
-        self.shards.forget()
 
     def _on_all_ranks(self, numbers: set[int]) -> set[int]:
         return set.intersection(*self.collectives.all_gather_object(numbers))
@@ -479,6 +462,7 @@ class DataParallelEngine:
         no other engine takes it until `take_leftovers`.
         """
         self._remove_hooks()
+        self.shards.forget()
         if self._gatherer is not None:
             self._gatherer.copies.restore(None)
         for flat in self.flats:

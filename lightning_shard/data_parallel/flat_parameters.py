@@ -345,6 +345,9 @@ class FlatParameters:
         """Point the parameters at their pieces and give the full memory back."""
         self.present_local()
         self.present_shards(sharded=True)
+        if not self.full.untyped_storage().resizable():  # user code has an array of numpy's on it
+            self.full = torch.empty_like(self.full)
+            self.full_views = full_views(self.full, self.layout)
         self.full.untyped_storage().resize_(0)
 
     def whole_values(self) -> list[Tensor]:

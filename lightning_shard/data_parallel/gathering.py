@@ -224,7 +224,7 @@ class Gatherer:
         """
         if self._in_step:
             unit.ensure_full()
-            unit.kept = True
+            unit.kept = unit.brought = True
         return self._in_step
 
     def gather_residents(self) -> None:

@@ -23,6 +23,7 @@ from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.data_parallel.reduced_gradient import GradientNote, ReducedGradient
 from lightning_shard.data_parallel.sharded_reductions import combine_norms, partial_norm
 from lightning_shard.data_parallel.sharded_tensor import ShardedTensor
+from lightning_shard.errors import ConfigError
 from lightning_shard.layout.flat import Piece
 
 
@@ -136,6 +137,7 @@ class GradientShards:
         self._all_ranks = all_ranks
         self._shard_groups, self._reduce_owed = shard_groups, reduce_owed
         self._num_changes = 0
+        self._has_ended = False
         self._known: tuple[int, dict[float, Tensor]] = (-1, {})
         places = {
             param: (one, index) for one in gradients for index, param in enumerate(one.flat.params)
@@ -163,7 +165,7 @@ class GradientShards:
             shape=shape,
             param=param,
             split=self._split,
-            shard_groups=self._shard_groups,
+            shard_groups=self._groups_now,
             device=self._device,
             own_shape=own_shape,
             bounds=bounds,
@@ -182,6 +184,7 @@ class GradientShards:
 
     def forget(self) -> None:
         """Let go of the notes, at the end of a run."""
+        self._has_ended = True
         for source in self._sources.values():
             source.note.source = None
 
@@ -189,6 +192,19 @@ class GradientShards:
         """The ranks that must compute with the same; None where each has all of the gradient."""
         is_cut = bool(self._shard_groups()) and self._all_ranks.size > 1
         return self._all_ranks if is_cut else None
+    def _groups_now(self) -> Sequence[Collectives]:
+        """Over which the elements lie now.
+
+        Raises:
+            ConfigError: The run has ended.
+        """
+        if self._has_ended:
+            raise ConfigError(
+                "What was read of a parameter or a gradient in shards is used after its run, whose "
+                "ranks have the rest of it; expected full tensors. Take them in a hook of the run, "
+                "on_train_end say, with .full_tensor() on every rank."
+            )
+        return self._shard_groups()
 
     def absent(self) -> list[nn.Parameter]:
         """The parameters that only other ranks of the model have."""

@@ -1,4 +1,4 @@
-"""What user code reads of a parameter that lies in shards: it looks full, and what it does is right.
+"""What user code reads of a parameter that lies in shards: it looks full, and is right.
 
     shard.mul_(2), shard + other      element by element, on each rank's elements; nothing is sent
     shard.norm(), shard.max()         combined over the ranks: one number, the same on every rank
@@ -35,7 +35,7 @@ class ParameterShard(ShardedTensor):
         return full.view(self.shape).to(self.device)
 
     @classmethod
-    def __torch_function__(
+    def __torch_function__(  # type: ignore[override]
         cls,
         func: Callable[..., Any],
         types: Sequence[type],
@@ -169,7 +169,8 @@ def computed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     if func == _DATA:
         return args[0].detach()
     if func == _SET_DATA:
-        return args[0].copy_(args[1]) and None
+        args[0].copy_(args[1])
+        return None
     if name == "__deepcopy__":
         return args[0].clone()
     if name in _PICKLING:
@@ -183,8 +184,8 @@ def computed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 def pickling_refused(name: str) -> ConfigError:
     """The error for a shard that is to be written to a file."""
     return ConfigError(
-        f"What was read of the parameter {name!r} lies in shards on the ranks and is to be pickled, "
-        f"expected full tensors. Take them on every rank with .full_tensor(), save with "
+        f"What was read of the parameter {name!r} lies in shards on the ranks and is to be "
+        f"pickled, expected full tensors. Take them on every rank with .full_tensor(), save with "
         f"trainer.save_checkpoint, or put it into the checkpoint in on_save_checkpoint."
     )
 

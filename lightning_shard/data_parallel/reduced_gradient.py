@@ -202,7 +202,8 @@ def _computed(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
     name = getattr(func, "__name__", "")
     if _is_written_to_full(name, args):  # as in an update by hand
-        return func(*_in_full(args), **_in_full(kwargs))
+        args, kwargs = tree_map_only(ReducedGradient, _brought, (args, kwargs))
+        return func(*args, **kwargs)
     args, kwargs = tree_map_only(ReducedGradient, sharded, (args, kwargs))
     first, like = next(iter(found.values()))
     if like.note.source is not None:
@@ -228,9 +229,9 @@ def _is_written_to_full(name: str, args: Sequence[Any]) -> bool:
     return in_place and not any(isinstance(one, ReducedGradient) for one in targets)
 
 
-def _in_full(given: Any) -> Any:
-    """Bring gradients together; each rank must call."""
-    return tree_map_only(ReducedGradient, lambda one: one.sharded().own_full(), given)
+def _brought(gradient: ReducedGradient) -> Tensor:
+    """Return the gradient of what this rank has of the model; each rank must call."""
+    return gradient.sharded().own_full()
 
 
 def _operand(source: GradientSource, name: str, tensor: Tensor) -> Tensor:

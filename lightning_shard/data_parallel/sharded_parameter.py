@@ -5,7 +5,7 @@
     unit.ensure_full()   param.__class__ = nn.Parameter        param.data: the full tensor
 
 Blocks, compiled code and the optimizer's step meet plain parameters only, which cost nothing. While
-the class is changed, whoever asks is the engine or Lightning unless `UserCode` says that a hook or a
+the class is changed, whoever asks is the engine or Lightning unless `UserCode` says that a hook or
 step of the user's runs; the engine's own functions look at parameters `as_they_are` even then.
 """
 
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
+from types import FunctionType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -21,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from lightning_shard.data_parallel.parameter_shard import (
     ParameterShard,
+    ShardView,
     computed,
     pickling_refused,
 )
@@ -32,6 +34,7 @@ from lightning_shard.errors import ConfigError
 _HOME = "_lightning_shard_home"  # set on parameters that can be in shards
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_TENSOR: Any = Tensor  # whose properties are descriptors, which type checkers do not know
 
 
 def as_they_are(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -136,11 +139,13 @@ class ShardedParameter(nn.Parameter):
             if func in _AS_IT_IS or is_traced():
                 return func(*given[0], **given[1])
             params = [one for one in tree_flatten(given)[0] if type(one) is ShardedParameter]
-            if not _home_of(params[0]).user_code.runs:
+            meets_shards = any(issubclass(one, _SHARDS) for one in types)
+            if not (meets_shards or _home_of(params[0]).user_code.runs):
                 return func(*given[0], **given[1])
             return _of_user(func, params, *given)
 
 
+_SHARDS = (ParameterShard, ReducedGradient, ShardView)
 _AS_IT_IS = frozenset(
     {
         Tensor.__hash__,
@@ -151,28 +156,28 @@ _AS_IT_IS = frozenset(
         Tensor.requires_grad_,
         Tensor.retain_grad,
         Tensor.untyped_storage,
-        Tensor.device.__get__,  # type: ignore[attr-defined]
-        Tensor.dtype.__get__,  # type: ignore[attr-defined]
-        Tensor.grad.__get__,  # type: ignore[attr-defined]
-        Tensor.grad.__delete__,  # type: ignore[attr-defined]
-        Tensor.grad_fn.__get__,  # type: ignore[attr-defined]
-        Tensor.is_leaf.__get__,  # type: ignore[attr-defined]
-        Tensor._backward_hooks.__get__,  # type: ignore[attr-defined]
-        Tensor._backward_hooks.__set__,  # type: ignore[attr-defined]
-        Tensor._version.__get__,  # type: ignore[attr-defined]
-        Tensor.name.__get__,  # type: ignore[attr-defined]
-        Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
-        Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+        _TENSOR.device.__get__,
+        _TENSOR.dtype.__get__,
+        _TENSOR.grad.__get__,
+        _TENSOR.grad.__delete__,
+        _TENSOR.grad_fn.__get__,
+        _TENSOR.is_leaf.__get__,
+        _TENSOR._backward_hooks.__get__,
+        _TENSOR._backward_hooks.__set__,
+        _TENSOR._version.__get__,
+        _TENSOR.name.__get__,
+        _TENSOR.requires_grad.__get__,
+        _TENSOR.requires_grad.__set__,
     }
 )
 _NOT_RECORDED = frozenset(
     {
-        Tensor.data.__get__,  # type: ignore[attr-defined]
-        Tensor.data.__set__,  # type: ignore[attr-defined]
-        Tensor.grad.__set__,  # type: ignore[attr-defined]
-        Tensor.shape.__get__,  # type: ignore[attr-defined]
-        Tensor.ndim.__get__,  # type: ignore[attr-defined]
-        Tensor.layout.__get__,  # type: ignore[attr-defined]
+        _TENSOR.data.__get__,
+        _TENSOR.data.__set__,
+        _TENSOR.grad.__set__,
+        _TENSOR.shape.__get__,
+        _TENSOR.ndim.__get__,
+        _TENSOR.layout.__get__,
         Tensor.detach,
         torch.detach,
         Tensor.dim,
@@ -217,17 +222,20 @@ def _of_user(
     Raises:
         ConfigError: A parameter is to be pickled, or cannot have the gradient that is set.
     """
-    if func == Tensor.data.__set__ or func == Tensor.set_:  # type: ignore[attr-defined]
-        return _assign(args[0], args[1]) and None
-    if func == Tensor.grad.__set__:  # type: ignore[attr-defined]
+    if func == _TENSOR.data.__set__:
+        return _assign(args[0], args[1])
+    if func == Tensor.set_ and type(args[0]) is ShardedParameter:
+        _assign(args[0], *args[1:])
+        return args[0]
+    if func == _TENSOR.grad.__set__:
         return _set_gradient(args[0], args[1])
     if getattr(func, "__name__", "") in ("__reduce_ex__", "__reduce__"):
         raise pickling_refused(_home_of(params[0]).spread.name)
     recorded = torch.is_grad_enabled() and func not in _NOT_RECORDED
     trained = [param for param in params if recorded and param.requires_grad]
-    if trained and all([_home_of(param).bring() for param in trained]):
-        return func(*args, **kwargs)  # on full parameters; some of the arguments may be sharded
-    if trained and _is_in_place(func) and type(args[0]) is ShardedParameter:
+    if trained and all(_home_of(param).bring() for param in trained):
+        return computed(func, args, kwargs)  # they are full now; what else is in shards comes too
+    if trained and _is_in_place(func) and args and type(args[0]) is ShardedParameter:
         raise RuntimeError(
             "a leaf Variable that requires grad is being used in an in-place operation."
         )
@@ -248,10 +256,13 @@ def _of_user(
 
 def _is_in_place(func: Callable[..., Any]) -> bool:
     name = getattr(func, "__name__", "")
-    return name in ("__setitem__",) or (name.endswith("_") and not name.endswith("__"))
+    in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    return in_place and not isinstance(
+        func, FunctionType
+    )  # nn.init's need no grad, too, and see to it
 
 
-def _assign(param: nn.Parameter, value: Tensor) -> nn.Parameter:
+def _assign(param: nn.Parameter, value: Tensor) -> None:
     """Point a parameter at its elements of a value, which the engine takes over later."""
     shard = _shard_of(param)
     if isinstance(value, ReducedGradient):
@@ -264,7 +275,6 @@ def _assign(param: nn.Parameter, value: Tensor) -> nn.Parameter:
         local = value
     with torch.no_grad():
         param.data = local.detach()
-    return param
 
 
 def _cut(shard: ParameterShard, full: Tensor) -> Tensor:

@@ -280,6 +280,8 @@ def part_of(func: Any, tensor: Tensor, like: ShardedTensor, *, is_written: bool 
     if tensor.shape == like.shape and not is_written and tensor.shape != like.local.shape:
         tensor = tensor.reshape(like.spread.shape)
     part = like.spread.cut(tensor, like.local)
+    if like.gathers and is_written and tensor.shape == like.shape:
+        part = None  # full, though on this rank the part is perhaps as large
     if part is None or (is_written and part is not tensor):
         written = "written to " if is_written else ""
         refuse(

@@ -25,6 +25,7 @@ class Unit:
             second backward through a retained graph has no open call.
         on_gather: Called when a gather begins.
         kept: Not to be freed before the step ends: its backward may need it unannounced.
+        brought: Gathered for user code, which may change it until it is freed.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class Unit:
         self.flats = tuple(flats)
         self.open_calls = 0
         self.open_backwards = 0
-        self.kept = False
+        self.kept = self.brought = False
         self._forwarded: set[nn.Module] = set()
         self._pending: list[Pending] | None = None
         self.is_full = True
@@ -93,13 +94,13 @@ class Unit:
         """
         for handle in self._pending or ():
             handle.wait()
-        if edited and self.is_full:
+        if (edited or self.brought) and self.is_full:
             for flat in self.flats:
                 flat.take_in_edits()
         if self.is_full or self._pending is not None:
             for flat in self.flats:
                 flat.free()
-        self._pending, self.is_full = None, False
+        self._pending, self.is_full, self.brought = None, False, False
         self._forwarded.clear()
 
     def forget_calls(self) -> None:

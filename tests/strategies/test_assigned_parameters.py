@@ -320,6 +320,8 @@ def test_weights_kept_by_reference_are_not_what_copies_are(strategy: str, precis
 def test_initialising_a_piece_is_an_error_of_torchs() -> None:
     def then(model: Hooked) -> None:
         nn.init.eye_(model.neck.weight)
+        torch.manual_seed(5)
+        model.net.blocks[1].up.reset_parameters()
 
-    with pytest.raises(ConfigError, match=r"weight' .* was to be initialised .*load_state_dict"):
-        train(partial(Hooked, then), strategy="zero3_in_process", devices=2)
+    result = train(partial(Hooked, then), strategy="zero3_in_process", devices=2)
+    assert_same(result, train(partial(Hooked, then)))

@@ -188,7 +188,6 @@ REFUSED: dict[str, Callable[[nn.Parameter, Tensor], Any]] = {
     "flat list": lambda param, grad: torch.cat([grad.flatten(), grad.flatten()]),
     "other shape": lambda param, grad: grad * torch.ones(7),
     "other gradient": lambda param, grad: grad + OTHER[0].grad,
-    "into a plain tensor": lambda param, grad: torch.zeros(grad.shape).add_(grad),
     "truth": lambda param, grad: bool(grad),
 }
 OTHER: list[nn.Parameter] = []

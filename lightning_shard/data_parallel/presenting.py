@@ -1,0 +1,36 @@
+"""Where the parameters of an engine come to look full to user code while they are in shards."""
+
+from collections.abc import Iterable
+from functools import partial
+
+from lightning_shard.data_parallel.flat_parameters import FlatParameters
+from lightning_shard.data_parallel.gathering import Gatherer
+from lightning_shard.data_parallel.gradient_shards import GradientShards
+from lightning_shard.data_parallel.sharded_parameter import ParameterHome, UserCode
+from lightning_shard.data_parallel.unit import Unit
+
+
+def look_full(units: Iterable[Unit], shards: GradientShards, gatherer: Gatherer | None) -> UserCode:
+    """Let parameters look full whenever they are in shards and user code runs.
+
+    Args:
+        units: Of a model that is split over no other ranks, from stage 1 on.
+        shards: Know where the elements lie.
+        gatherer: Brings units for autograd; None below stage 3.
+
+    Returns:
+        To be told when user code runs.
+    """
+    user_code = UserCode()
+
+    def home(unit: Unit, flat: FlatParameters, index: int) -> ParameterHome:
+        def bring() -> bool:
+            return gatherer is not None and gatherer.bring(unit)
+
+        spread = shards.spread_of(flat.params[index])
+        return ParameterHome(spread, flat.note(index), user_code, bring)
+
+    for unit in units:
+        for flat in unit.flats:
+            flat.settle_in(partial(home, unit, flat))
+    return user_code
