@@ -194,6 +194,7 @@ class FlatGradients:
     def _forget(self, index: int) -> None:
         if self.shows_sums and self._views and getrefcount(self._views[index]) > _OWN_REFERENCES:
             self._leave_to_user(index)
+        self.flat.leave_stand_ins(index)
         self._held[index] = self.used[index] = self.valid[index] = self._fresh[index] = False
         self.flat.note(index).zeroed = False  # of a gradient that is gone
 
@@ -431,7 +432,9 @@ class FlatGradients:
         """Whether user code has changed gradients since, by a quick look at this rank."""
         if any(self._is_own(index) for index in range(self.num_params)):
             return True
-        return self.flat.stage == 0 and self._full is not None and self._full._version != self._version
+        return (
+            self.flat.stage == 0 and self._full is not None and self._full._version != self._version
+        )
 
     def _is_own(self, index: int) -> bool:
         """Whether a tensor of the user's stands in `.grad`."""

@@ -264,7 +264,9 @@ class _Source:
         # a rank's piece may be all of a parameter of one dimension: ranks agree what is meant
         if not is_full and (len(own_shape) != 1 or tensor.shape != self.local().shape):
             return tensor
-        return agreed(tensor, ranks, is_full=is_full, operation=operation, name=self.note.param_name)
+        return agreed(
+            tensor, ranks, is_full=is_full, operation=operation, name=self.note.param_name
+        )
 
 
 class AbsentGradients:
