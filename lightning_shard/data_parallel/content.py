@@ -14,7 +14,8 @@ from torch import Tensor
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.errors import ConfigError
 
-_WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# none of 64 bits: signs of such would be the highest bit, of which a sum keeps a parity only
+_WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 _COLUMNS = 1024
 _ODD = 0x9E3779B97F4A7C15 - 2**64  # 2^64 over the golden ratio, as a signed number
 
@@ -44,19 +45,6 @@ def contents(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 def _weighted(numbers: Tensor) -> Tensor:
     places = torch.arange(1, len(numbers) + 1, device=numbers.device)
     return ((numbers + places) * (places * _ODD | 1)).sum()
-
-
-def differ(numbers: Tensor, ranks: Collectives) -> list[bool]:
-    """Say of each number whether any rank has another one; each rank must call.
-
-    Args:
-        numbers: Shape (N,), int64.
-        ranks: Over which.
-    """
-    most = torch.cat([numbers, ~numbers])  # the least is the complement of the most complement
-    ranks.all_reduce(most, "max").wait()
-    greatest, least = most.chunk(2)
-    return (greatest != ~least).tolist()
 
 
 _LINEAR = {"add", "radd", "iadd", "sub", "rsub", "isub", "subtract", "copy", "set"}

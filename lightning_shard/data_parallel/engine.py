@@ -118,7 +118,7 @@ class DataParallelEngine:
         self.absent = AbsentGradients(
             self.shards, list(model.parameters()), self.split, self.device
         )
-        self.edits = HandEdits(self.gradients, self.device)
+        self.edits = HandEdits(self.gradients, self.device, self.collectives)
         self.view = OptimizerView(
             self.gradients, self.reducer, self._gatherer, self.absent, self.edits
         )

@@ -194,6 +194,7 @@ class FlatGradients:
     def _forget(self, index: int) -> None:
         if self.shows_sums and self._views and getrefcount(self._views[index]) > _OWN_REFERENCES:
             self._leave_to_user(index)
+        self.flat.leave_stand_ins(index)
         self._held[index] = self.used[index] = self.valid[index] = self._fresh[index] = False
         self.flat.note(index).zeroed = False  # of a gradient that is gone
 
@@ -429,11 +430,21 @@ class FlatGradients:
     @property
     def is_edited(self) -> bool:
         """Whether user code has changed gradients since, by a quick look at this rank."""
-        if any(self._is_own(index) for index in range(self.num_params)):
+        if self.has_own:
             return True
         return (
             self.flat.stage == 0 and self._full is not None and self._full._version != self._version
         )
+
+    @property
+    def has_own(self) -> bool:
+        """Whether a tensor of the user's stands in some `.grad`."""
+        return any(self._is_own(index) for index in range(self.num_params))
+
+    @property
+    def which_are_there(self) -> list[bool]:
+        """Under stage 0, which parameters have a gradient here; later stages have agreed."""
+        return [param.grad is not None for param in self.flat.params if self.flat.stage == 0]
 
     def _is_own(self, index: int) -> bool:
         """Whether a tensor of the user's stands in `.grad`."""

@@ -18,6 +18,7 @@ before anything reads the buffers, that value is taken over.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from sys import getrefcount
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +42,7 @@ from lightning_shard.data_parallel.sharded_parameter import (
 )
 from lightning_shard.layout.flat import FlatLayout, build_layout
 
+_OWN_REFERENCES = 2  # to a stand-in that nobody else holds: that of the dict, and getrefcount's own
 _ALIGN_BYTES = 16  # vectorised kernels want it
 _WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -287,6 +289,12 @@ class FlatParameters:
         if key not in self._stand_ins:
             self._stand_ins[key] = ReducedGradient(param, self._notes[index])
         return self._stand_ins[key]
+
+    def leave_stand_ins(self, index: int) -> None:
+        """The gradient of a parameter is gone, also for user code that has kept its `.grad`."""
+        for key in [key for key in self._stand_ins if key[0] == index]:
+            if getrefcount(self._stand_ins[key]) > _OWN_REFERENCES:
+                self._stand_ins.pop(key).lose()
 
     @as_they_are
     @torch.no_grad()

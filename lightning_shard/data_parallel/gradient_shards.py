@@ -192,6 +192,7 @@ class GradientShards:
         """The ranks that must compute with the same; None where each has all of the gradient."""
         is_cut = bool(self._shard_groups()) and self._all_ranks.size > 1
         return self._all_ranks if is_cut else None
+
     def _groups_now(self) -> Sequence[Collectives]:
         """Over which the elements lie now.
 

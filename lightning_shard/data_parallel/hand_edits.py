@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.data_parallel.content import content
+from lightning_shard.data_parallel.content import content, contents
 from lightning_shard.data_parallel.flat_gradients import FlatGradients
 from lightning_shard.errors import ConfigError
 
@@ -30,12 +30,16 @@ class HandEdits:
     Args:
         gradients: Every buffer, in registration order.
         device: For messages.
+        collectives: Of all ranks that hold the model, for messages.
 
     Attributes:
         are_expected: Whether ranks compare at every update; the same on all ranks.
     """
 
-    def __init__(self, gradients: Sequence[FlatGradients], device: torch.device) -> None:
+    def __init__(
+        self, gradients: Sequence[FlatGradients], device: torch.device, collectives: Collectives
+    ) -> None:
+        self._collectives = collectives
         self._gradients = gradients
         self._device = device
         self.are_expected = False
@@ -50,6 +54,8 @@ class HandEdits:
         for gradients in self._gradients:
             if gradients.flat.stage == 0:
                 gradients.take_in_own()
+        if not self._any_differ():
+            return
         own, others = self._differences()
         for gradients, kinds in zip(self._gradients, own, strict=True):
             if gradients.flat.stage > 0 and any(mine for mine, _ in kinds):
@@ -60,7 +66,22 @@ class HandEdits:
 
     @property
     def _ranks(self) -> Collectives:
-        return self._gradients[0].ranks
+        averaging = self._gradients[0].ranks
+        return self._collectives if averaging.size == self._collectives.size else averaging
+
+    def _any_differ(self) -> bool:
+        """Ask all ranks, in a few bytes, whether there is anything to do."""
+        own = any(one.has_own for one in self._gradients)
+        there = [grad for one in self._gradients for grad in one.which_are_there]
+        flags = torch.tensor(there, dtype=torch.int64, device=self._device)
+        hashes = torch.stack([flags.new_zeros(()), *map(self._content, self._gradients)])
+        number = contents([flags, hashes], self._device)
+        digest = number.view(1).view(torch.uint8)
+        most = torch.cat([digest, 255 - digest, digest.new_tensor([own])])
+        self._ranks.all_reduce(most, "max").wait()
+        *both, own = most.tolist()
+        greatest, complement = both[:8], both[8:]
+        return bool(own) or greatest != [255 - byte for byte in complement]
 
     def _differences(self) -> tuple[list[list[tuple[bool, bool]]], list[bool]]:
         """Ask all ranks what stands in `.grad`.

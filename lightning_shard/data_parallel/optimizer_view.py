@@ -59,15 +59,16 @@ class OptimizerView:
 
     def enter(self) -> None:
         """Show pieces; each rank must call."""
+        if self._depth == 0 and not self._lends:
+            self._reducer.reduce_owed()
+            if self._edits is not None:
+                self._edits.average()
         self._depth += 1
         if self._depth > 1:
             return
         if self._lends:
             self._take_back_stand_ins()
             return
-        self._reducer.reduce_owed()
-        if self._edits is not None:
-            self._edits.average()
         if self._absent is not None:
             self._absent.hide()
         if not self.differs:
@@ -121,6 +122,8 @@ class OptimizerView:
         self._lend_stand_ins()
 
     def _end_lending(self) -> None:
+        if not self._lends:  # what began it has failed
+            return
         self._take_back_stand_ins()
         self._depth, self._lends = 1, False
         self.leave()

@@ -16,7 +16,6 @@ with elements of its own.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -54,12 +53,14 @@ class GradientNote:
         arrival: What autograd has added since the last `take_arrival`.
         zeroed: Whether `zero_` was called.
         source: The gradient; there once an engine has it.
+        is_gone: Whether there is another gradient by now, or none.
     """
 
     param_name: str
     arrival: Tensor | None = None
     zeroed: bool = False
     source: GradientSource | None = None
+    is_gone: bool = False
 
     def take_arrival(self) -> Tensor:
         """The gradient that autograd has just added."""
@@ -104,6 +105,8 @@ class ReducedGradient(Tensor):
         """The gradient, of which this rank has some elements."""
         if self.own is not None:
             return self.own
+        if self.note.is_gone:
+            raise self._gone()
         if self.note.source is None:
             raise ConfigError(
                 f"The gradient of {self.note.param_name!r} is gone: its run has ended. Compute "
@@ -111,9 +114,20 @@ class ReducedGradient(Tensor):
             )
         return self.note.source.sharded()
 
+    def lose(self) -> None:
+        """Stand for a gradient that is gone: whoever has kept this is told so."""
+        if self.own is None:
+            self.note = GradientNote(self.note.param_name, is_gone=True)
+
     def full_tensor(self) -> Tensor:
         """Bring the whole gradient together; each rank must call."""
         return self.sharded().full_tensor()
+
+    def _gone(self) -> ConfigError:
+        return ConfigError(
+            f"What stood in .grad of {self.note.param_name!r} before it was set to None is used, "
+            f"but its elements are gone; expected a copy. Keep p.grad.clone()."
+        )
 
     def settle(self, note: GradientNote) -> None:
         """Where user code has put a result of its own into `.grad`, let the gradient be that.
@@ -124,6 +138,8 @@ class ReducedGradient(Tensor):
         Raises:
             ConfigError: It is that of another parameter.
         """
+        if self.note.is_gone:
+            raise self._gone()
         is_of_other = self.own is not None or self.note.param_name != note.param_name
         if self.note is not note and is_of_other:  # else an engine before this one has left it
             raise ConfigError(
@@ -191,9 +207,12 @@ _ITSELF = (Tensor.detach, Tensor.detach_, torch.detach, torch.detach_, Tensor.da
 _ELEMENTS = ("numpy", "__array__", "tolist", "data_ptr", "untyped_storage", "__reduce_ex__")
 
 
+_Found = dict[int, tuple[ShardedTensor, ReducedGradient]]
+
+
 def _computed(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Compute with the sharded tensors that the gradients among the arguments are."""
-    found: dict[int, tuple[ShardedTensor, ReducedGradient]] = {}
+    found: _Found = {}
 
     def sharded(gradient: ReducedGradient) -> ShardedTensor:
         if id(gradient) not in found:
@@ -206,9 +225,7 @@ def _computed(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
     args, kwargs = tree_map_only(ReducedGradient, sharded, (args, kwargs))
     first, like = next(iter(found.values()))
-    if like.note.source is not None:
-        operand = partial(_operand, like.note.source, name)
-        args, kwargs = tree_map_only(Tensor, operand, (args, kwargs))
+    args, kwargs = _with_operands((args, kwargs), name, found, like)
     if func is Tensor.data.__set__:  # type: ignore[attr-defined]
         return args[0].copy_(args[1]) and None
     if name == "__deepcopy__":
@@ -234,13 +251,30 @@ def _brought(gradient: ReducedGradient) -> Tensor:
     return gradient.sharded().own_full()
 
 
-def _operand(source: GradientSource, name: str, tensor: Tensor) -> Tensor:
-    return tensor if isinstance(tensor, ShardedTensor) else source.operand(tensor, name)
+def _with_operands(
+    given: Any, name: str, found: "_Found", like: ReducedGradient
+) -> tuple[Any, Any]:
+    """Exchange tensors among arguments for those with which all ranks compute."""
+    known = {id(sharded): gradient for sharded, gradient in found.values()}
+    lists = [arg for arg in given[0] if isinstance(arg, (list, tuple))]
+    gradients: dict[int, ReducedGradient] = {}
+    for row in zip(*lists, strict=False) if lists else ():  # of `_foreach_add_` and its like
+        of_row = next((known[id(one)] for one in row if id(one) in known), like)
+        gradients |= {id(one): of_row for one in row}
+
+    def exchanged(tensor: Tensor) -> Tensor:
+        source = gradients.get(id(tensor), like).note.source
+        if isinstance(tensor, ShardedTensor) or source is None:
+            return tensor
+        return source.operand(tensor, name)
+
+    args, kwargs = tree_map_only(Tensor, exchanged, given)
+    return args, kwargs
 
 
 def _shown(
     result: ShardedTensor,
-    found: dict[int, tuple[ShardedTensor, ReducedGradient]],
+    found: _Found,
     like: ReducedGradient,
 ) -> Tensor:
     """Return what user code gets: what it has changed in place, or something new."""

@@ -463,19 +463,24 @@ def test_torch_clipping_is_right_or_refused(stage: int) -> None:
         check(Case(model=Net, update=torch_clipping), stage, num_ranks=2)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])  # stage 0 leaves .grad to the user, as torch DDP
-def test_gradients_set_by_hand_are_refused(stage: int) -> None:
-    def by_hand(session: Session, loss: Loss, batch: Tensor) -> Tensor:
-        with session.step():
-            value = loss(session.model, batch)
-            params = list(session.model.parameters())
-            for param, grad in zip(params, torch.autograd.grad(value, params), strict=True):
-                param.grad = grad
-            session.optimizer.step()
-        return value
+def by_hand(session: Session, loss: Loss, batch: Tensor) -> Tensor:
+    with session.step():
+        value = loss(session.model, batch)
+        params = list(session.model.parameters())
+        for param, grad in zip(params, torch.autograd.grad(value, params), strict=True):
+            param.grad = grad
+        session.optimizer.step()
+    return value
 
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_gradients_set_by_hand_are_averaged(stage: int) -> None:
+    check(Case(model=Net, update=by_hand), stage, num_ranks=2)
+
+
+def test_gradients_set_by_hand_are_refused_where_parameters_are_pieces() -> None:
     with pytest.raises(ConfigError, match="was set by hand"):
-        check(Case(model=Net, update=by_hand), stage, num_ranks=2)
+        check(Case(model=Net, update=by_hand), 3, num_ranks=2)
 
 
 @pytest.mark.parametrize("stage", range(4))
