@@ -27,6 +27,7 @@ from lightning_shard.data_parallel.compression.compressor import Exchange
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.flat_parameters import FlatParameters, full_views
 from lightning_shard.data_parallel.reduced_gradient import ReducedGradient
+from lightning_shard.data_parallel.sharded_parameter import as_they_are
 from lightning_shard.errors import ConfigError
 
 
@@ -150,6 +151,7 @@ class FlatGradients:
         grad = grad.detach()  # it is in a graph where backward creates one
         return grad.to_dense() if grad.is_sparse else grad
 
+    @as_they_are
     def observe(self, index: int) -> None:
         """Learn from `.grad` whether user code has zeroed the gradient."""
         grad = self.flat.params[index].grad
@@ -353,6 +355,7 @@ class FlatGradients:
             if held:
                 local.add_(piece)
 
+    @as_they_are
     def _release_grads(self) -> None:
         """After a reduction, `.grad` stands for what lies in pieces."""
         if self._is_plain:
@@ -361,6 +364,7 @@ class FlatGradients:
             if not isinstance(param.grad, ReducedGradient):
                 param.grad = self.flat.stand_in(index)
 
+    @as_they_are
     def settle(self) -> None:
         """Once ranks agree on what was used, let `.grad` be there or not, the same on all."""
         for index, param in enumerate(self.flat.params):
@@ -387,6 +391,7 @@ class FlatGradients:
         local = self.local_views[index]
         return local if local.numel() or self.flat.stage == 0 else None
 
+    @as_they_are
     def check_outer(self, index: int, outer: Tensor | None) -> None:
         """See to what stands in `.grad` before the optimizer's view of it.
 
@@ -403,6 +408,7 @@ class FlatGradients:
             f"the ranks. Call self.manual_backward(loss), or use strategy='shard_ddp'."
         )
 
+    @as_they_are
     def take_back(self, index: int, outer: Tensor | None) -> Tensor | None:
         """End the optimizer's view of one gradient: keep what user code made of it.
 
@@ -420,6 +426,7 @@ class FlatGradients:
             presented.copy_(grad)
         return outer if self._held[index] or not isinstance(outer, ReducedGradient) else None
 
+    @as_they_are
     def restore(self, index: int, outer: Tensor | None) -> None:
         """Put back what `take_back` returned; the parameter may have another shape by now."""
         stand_in = isinstance(outer, ReducedGradient)
