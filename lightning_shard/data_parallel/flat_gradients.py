@@ -29,6 +29,7 @@ from lightning_shard.data_parallel.compression.compressor import Exchange
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.flat_parameters import FlatParameters, full_views
 from lightning_shard.data_parallel.reduced_gradient import ReducedGradient
+from lightning_shard.data_parallel.sharded_parameter import as_they_are
 from lightning_shard.errors import ConfigError
 
 _OWN_REFERENCES = 2  # to a view that nobody else holds: that of the list, and getrefcount's own
@@ -158,6 +159,7 @@ class FlatGradients:
         grad = grad.detach()  # it is in a graph where backward creates one
         return grad.to_dense() if grad.is_sparse else grad
 
+    @as_they_are
     def observe(self, index: int) -> None:
         """Learn from `.grad` whether user code has zeroed the gradient."""
         grad = self.flat.params[index].grad
@@ -374,6 +376,7 @@ class FlatGradients:
             if held:
                 local.add_(piece)
 
+    @as_they_are
     def _release_grads(self) -> None:
         """After a reduction, `.grad` stands for what lies in pieces."""
         if self._is_plain:
@@ -382,6 +385,7 @@ class FlatGradients:
             if not isinstance(param.grad, ReducedGradient):
                 param.grad = self.flat.stand_in(index)
 
+    @as_they_are
     def settle(self) -> None:
         """Once ranks agree on what was used, let `.grad` be there or not, the same on all."""
         for index, param in enumerate(self.flat.params):
@@ -499,8 +503,8 @@ class FlatGradients:
         """
         if self._full is None:
             self._allocate()
-            self._full.zero_()  # type: ignore[union-attr]
-        assert self._full is not None
+            assert self._full is not None
+            self._full.zero_()
         self.ranks.all_reduce(self._full, "avg").wait()
         for index, is_there in enumerate(there):
             if is_there:
@@ -529,6 +533,7 @@ class FlatGradients:
         self.valid = [a or b for a, b in zip(self.valid, own, strict=True)]
         self.settle()
 
+    @as_they_are
     def check_outer(self, index: int, outer: Tensor | None) -> None:
         """See to what stands in `.grad` before the optimizer's view of it.
 
@@ -549,6 +554,7 @@ class FlatGradients:
             f"strategy='shard_ddp'."
         )
 
+    @as_they_are
     def take_back(self, index: int, outer: Tensor | None) -> Tensor | None:
         """End the optimizer's view of one gradient: keep what user code made of it.
 
@@ -566,6 +572,7 @@ class FlatGradients:
             presented.copy_(grad)
         return outer if self._held[index] or not isinstance(outer, ReducedGradient) else None
 
+    @as_they_are
     def restore(self, index: int, outer: Tensor | None) -> None:
         """Put back what `take_back` returned; the parameter may have another shape by now."""
         stand_in = isinstance(outer, ReducedGradient)

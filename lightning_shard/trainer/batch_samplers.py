@@ -22,9 +22,9 @@ from typing import Any
 from unittest.mock import patch
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import rank_zero_info
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from lightning_shard.elastic.data_loaders import (
@@ -150,7 +150,7 @@ def _prepared(
         sampler = sampler_of_rank(trainer, dataloader, shuffle=shuffle, mode=mode)
         batches = None if batches is None else _batches_of(dataloader, sampler, mode)
     if mode == RunningStage.PREDICTING and batches is not None:
-        batches = with_indices(batches)
+        batches = with_indices(batches)  # type: ignore[arg-type]  (any with a length)
     replace_samplers(loader, sampler, batches)
     return loader
 
