@@ -150,7 +150,7 @@ def _prepared(
         sampler = sampler_of_rank(trainer, dataloader, shuffle=shuffle, mode=mode)
         batches = None if batches is None else _batches_of(dataloader, sampler, mode)
     if mode == RunningStage.PREDICTING and batches is not None:
-        batches = with_indices(batches)  # type: ignore[arg-type]  (any with a length)
+        batches = with_indices(batches)  # type: ignore[arg-type]
     replace_samplers(loader, sampler, batches)
     return loader
 
