@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from lightning_shard.data_parallel.reduced_gradient import ReducedGradient
 from lightning_shard.data_parallel.sharded_tensor import NotInPartsError, ShardedTensor
+from lightning_shard.data_parallel.torch_private import is_composite
 from lightning_shard.errors import ConfigError
 
 _Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -56,7 +57,7 @@ class ParameterShard(ShardedTensor):
     ) -> Any:
         """Compute in shards, over the ranks, or on full copies."""
         kwargs = dict(kwargs or {})
-        if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+        if is_composite(func):
             return func.decompose(*args, **kwargs)  # as under inference mode
         if torch.Tag.nondeterministic_seeded not in func.tags:
             try:
@@ -138,7 +139,7 @@ class ShardView(Tensor):
     ) -> Any:
         """Look at other elements, or compute on full copies."""
         kwargs = dict(kwargs or {})
-        if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+        if is_composite(func):
             return func.decompose(*args, **kwargs)
         if func.is_view and isinstance(args[0], ShardView):
             return _views(args[0].base, args[0].steps, func, args, kwargs)

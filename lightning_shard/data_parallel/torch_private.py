@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 __all__ = [
+    "ACCESS_TO_BACKWARD_HOOKS",
     "COMPILED_MODULE",
     "FAKE_TENSOR_LOGGER",
     "BatchNorm",
@@ -24,7 +25,9 @@ __all__ = [
     "gradient_hooks",
     "has_compiled_call",
     "in_backward",
+    "innermost_function_mode",
     "is_compiled_function",
+    "is_composite",
     "is_persistent",
     "is_traced",
     "pass_for_parameter",
@@ -36,6 +39,10 @@ __all__ = [
 
 COMPILED_MODULE = "_orig_mod"  # where the wrapper of `torch.compile` keeps the module
 FAKE_TENSOR_LOGGER = fake_tensor.__name__
+ACCESS_TO_BACKWARD_HOOKS = (
+    Tensor._backward_hooks.__get__,  # type: ignore[attr-defined]
+    Tensor._backward_hooks.__set__,  # type: ignore[attr-defined]
+)
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -107,6 +114,12 @@ def pass_for_parameter(tensor: Any) -> None:
 def storage_key(tensor: Tensor) -> int:
     """Return a number that tensors share which lie in one memory, even one without elements."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def is_composite(func: Any) -> bool:
+    """Whether an operation is made of others, into which autograd takes it apart."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return bool(func.has_kernel_for_dispatch_key(key))
 
 
 def innermost_function_mode() -> TorchFunctionMode | None:

@@ -9,6 +9,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_shard.data_parallel.torch_private import (
+    ACCESS_TO_BACKWARD_HOOKS,
     COMPILED_MODULE,
     FakeTensorMode,
     check_batch_norm_input,
@@ -18,6 +19,7 @@ from lightning_shard.data_parallel.torch_private import (
     in_backward,
     innermost_function_mode,
     is_compiled_function,
+    is_composite,
     is_persistent,
     is_traced,
     pass_for_parameter,
@@ -175,3 +177,15 @@ def test_the_innermost_function_mode_is_the_one_entered_last() -> None:
     with Mode() as outer, Mode() as inner:
         assert innermost_function_mode() is inner is not outer
     assert innermost_function_mode() is None
+
+
+def test_which_operations_are_made_of_others() -> None:
+    assert is_composite(torch.ops.aten.matmul.default)
+    assert not is_composite(torch.ops.aten.mm.default)
+
+
+def test_hooks_of_a_gradient_are_read_and_set_through_these() -> None:
+    read, write = ACCESS_TO_BACKWARD_HOOKS
+    leaf = torch.ones(2, requires_grad=True)
+    write(leaf, {})
+    assert read(leaf) == {}
