@@ -28,7 +28,7 @@ from lightning_shard.data_parallel.parameter_shard import (
 )
 from lightning_shard.data_parallel.reduced_gradient import GradientNote, ReducedGradient
 from lightning_shard.data_parallel.sharded_tensor import ShardedTensor, Spread, is_alike
-from lightning_shard.data_parallel.torch_private import is_traced
+from lightning_shard.data_parallel.torch_private import ACCESS_TO_BACKWARD_HOOKS, is_traced
 from lightning_shard.errors import ConfigError
 
 _HOME = "_lightning_shard_home"  # set on parameters that can be in shards
@@ -162,8 +162,7 @@ _AS_IT_IS = frozenset(
         _TENSOR.grad.__delete__,
         _TENSOR.grad_fn.__get__,
         _TENSOR.is_leaf.__get__,
-        _TENSOR._backward_hooks.__get__,
-        _TENSOR._backward_hooks.__set__,
+        *ACCESS_TO_BACKWARD_HOOKS,
         _TENSOR._version.__get__,
         _TENSOR.name.__get__,
         _TENSOR.requires_grad.__get__,
