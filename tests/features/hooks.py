@@ -211,7 +211,7 @@ MODULES: dict[str, tuple[type[Network], dict[str, Any]]] = {
     "a target without gradients": (_Restoring, {}),
     "a penalty over the parameters": (
         _Penalised,
-        {"refused": by(("tensor_parallel",), "penalt") | by(PIPELINES, "on another stage")},
+        {"refused": by(("tensor_parallel",), "penalt")},
     ),
     "activation checkpointing": (_Checkpointed, {}),
     "a mean over an epoch by hand": (_Epochs, {}),
