@@ -91,10 +91,10 @@ def find_units(
 def class_name(module: nn.Module) -> str:
     """Return the name of a module's class, as the model has it.
 
-    A class that stands for the model's own while it is split says so as `_stands_for`.
+    A class that stands for the model's own while it is split says so as `stands_for`.
     """
     kind = type(module)
-    return str(vars(kind).get("_stands_for", kind.__name__))
+    return str(vars(kind).get("stands_for", kind.__name__))
 
 
 def _named_blocks(

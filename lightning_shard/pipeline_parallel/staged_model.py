@@ -299,4 +299,4 @@ class _Caught:
 
 @cache
 def _caught_class(own: type[nn.Module], name: str) -> type[nn.Module]:
-    return type(f"Staged{own.__name__}", (_Caught, own), {"_stands_for": name})
+    return type(f"Staged{own.__name__}", (_Caught, own), {"stands_for": name})

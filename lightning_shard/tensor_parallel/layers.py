@@ -200,7 +200,7 @@ _FORMS: dict[str, type] = {
 @cache
 def _parallel_class(form: str, own: type[nn.Module], seen: tuple[str, ...]) -> type[nn.Module]:
     views: dict[str, Any] = {name: _seen_whole(name) for name in seen}
-    views["_stands_for"] = own.__name__  # of `units.class_name`
+    views["stands_for"] = own.__name__  # of `units.class_name`
     return type(f"{form.capitalize()}{own.__name__}", (_FORMS[form], own), views)
 
 
