@@ -1,4 +1,4 @@
-"""Ranks as points of a grid: pipeline, data and tensor parallel, one axis each.
+"""The mesh of a run's ranks: pipeline, data and tensor parallel, a named axis each.
 
     ParallelMesh(pp=2, dp=2, tp=2)       tp is the fastest axis: neighbours in rank, usually on
                                          one host, exchange the most; pp is the slowest, and
@@ -8,13 +8,13 @@
     pp 1  dp 0      4       5
           dp 1      6       7
 
-Pure arithmetic; `device_mesh` alone needs process groups. `print(mesh)` draws the grid.
+Which axes there are is data: `AXES`, from the slowest to the fastest by default. The arithmetic of
+any axes is in `rank_grid`; `device_mesh` alone needs process groups. `print(mesh)` draws the grid.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Literal, get_args
@@ -24,9 +24,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lightning_shard.errors import ConfigError
 from lightning_shard.mesh_picture import abbreviated, draw_mesh, save_mesh_png
 from lightning_shard.option_checks import check_fields, checked_options
+from lightning_shard.rank_grid import RankGrid, sizes_of
 
 Axis = Literal["pp", "dp", "tp"]
 AXES: tuple[Axis, ...] = get_args(Axis)
+_BY_TRAFFIC: tuple[Axis, ...] = ("tp", "pp", "dp")  # of equal proposals, the one that keeps tp
 _NUM_PROPOSALS = 3
 
 
@@ -130,9 +132,14 @@ class ParallelMesh:
         raise ConfigError(f"{problem} Sizes that fit: {_nearest_sizes(world_size, asked)}.")
 
     @property
+    def grid(self) -> RankGrid[Axis]:
+        """The axes with their sizes, in their order."""
+        return RankGrid({axis: self.size(axis) for axis in self.axis_order})
+
+    @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return prod(self.size(axis) for axis in AXES)
+        return self.grid.num_ranks
 
     def size(self, axis: Axis) -> int:
         """Number of ranks along an axis."""
@@ -145,19 +152,16 @@ class ParallelMesh:
         Raises:
             ConfigError: No such rank.
         """
+        self._check_rank(rank)
+        return self.grid.coordinates(rank)
+
+    def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.world_size:
             raise ConfigError(f"got rank {rank}, expected 0 to {self.world_size - 1} of {self!r}.")
-        found: dict[Axis, int] = {}
-        for axis in reversed(self.axis_order):
-            rank, found[axis] = divmod(rank, self.size(axis))
-        return found
 
-    def rank_at(self, coordinates: dict[Axis, int]) -> int:
+    def rank_at(self, coordinates: Mapping[Axis, int]) -> int:
         """Return the rank at an index on each axis; a missing axis counts as 0."""
-        rank = 0
-        for axis in self.axis_order:
-            rank = rank * self.size(axis) + coordinates.get(axis, 0)
-        return rank
+        return self.grid.rank_at(coordinates)
 
     def peers(self, axis: Axis | Sequence[Axis], rank: int) -> tuple[int, ...]:
         """Return the ranks that differ from `rank` on these axes only, ascending, itself too.
@@ -169,9 +173,8 @@ class ParallelMesh:
         Raises:
             ConfigError: No such rank or axis.
         """
-        axes = _axes(axis)
-        first = self.rank_at(self.coordinates(rank) | dict.fromkeys(axes, 0))
-        return tuple(first + offset for offset in self._corner(axes))
+        self._check_rank(rank)
+        return self.grid.peers(axis, rank)
 
     def groups(self, axis: Axis | Sequence[Axis]) -> list[tuple[int, ...]]:
         """Return every group of peers along these axes, in the order of their first ranks.
@@ -179,19 +182,7 @@ class ParallelMesh:
         Raises:
             ConfigError: No such axis.
         """
-        axes = _axes(axis)
-        offsets = self._corner(axes)
-        firsts = self._corner([other for other in AXES if other not in axes])
-        return [tuple(first + offset for offset in offsets) for first in firsts]
-
-    def _corner(self, axes: Sequence[Axis]) -> list[int]:
-        """Return the ranks at index 0 of every other axis, ascending."""
-        ranks = [0]
-        for axis in self.axis_order:
-            size = self.size(axis)
-            indices = range(size if axis in axes else 1)
-            ranks = [rank * size + index for rank in ranks for index in indices]
-        return ranks
+        return self.grid.groups(axis)
 
     def placement(self, ranks_per_node: int) -> Placement:
         """Say which axes reach over nodes that hold `ranks_per_node` neighbouring ranks each.
@@ -272,13 +263,6 @@ class ParallelMesh:
         return f"ParallelMesh({_named({axis: self.size(axis) for axis in AXES})}{order}{shard})"
 
 
-def _axes(axis: Axis | Sequence[Axis]) -> tuple[Axis, ...]:
-    axes = (axis,) if isinstance(axis, str) else tuple(axis)
-    if not set(axes) <= set(AXES):
-        raise ConfigError(f"got axis {axis!r}, expected one or several of {', '.join(AXES)}.")
-    return axes
-
-
 def _nodes(ranks: Sequence[int], ranks_per_node: int) -> set[int]:
     return {rank // ranks_per_node for rank in ranks}
 
@@ -291,18 +275,14 @@ def _nearest_sizes(
     world_size: int, asked: Mapping[Axis, int], allows_tp: Callable[[int], bool] = lambda _: True
 ) -> str:
     """Name the sizes that multiply to the world's and differ least, as factors, from `asked`."""
-    divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
-    fitting: list[dict[Axis, int]] = [
-        {"pp": pp, "dp": world_size // (pp * tp), "tp": tp}
-        for tp, pp in product(filter(allows_tp, divisors), divisors)
-        if world_size % (pp * tp) == 0
-    ]
+    fitting = [one for one in sizes_of(world_size, _BY_TRAFFIC) if allows_tp(one["tp"])]
 
     def distance(sizes: dict[Axis, int]) -> tuple[Fraction, ...]:
         factors = [
             max(ratio := Fraction(sizes[axis], asked.get(axis, sizes[axis])), 1 / ratio)
-            for axis in ("tp", "pp", "dp")
+            for axis in _BY_TRAFFIC
         ]
         return (prod(factors, start=Fraction(1)), *factors)  # of equals, the one that keeps tp
 
-    return "; ".join(map(_named, sorted(fitting, key=distance)[:_NUM_PROPOSALS]))
+    nearest = sorted(fitting, key=distance)[:_NUM_PROPOSALS]
+    return "; ".join(_named({axis: sizes[axis] for axis in AXES}) for sizes in nearest)

@@ -55,8 +55,9 @@ UNITS: dict[str, list[Any]] = {
     "bucket_mb": [*optional(NOT_REAL), 0, -1.0],
 }
 REDUCED: dict[str, list[Any]] = {"reduce_dtype": [*NOT_TEXT, "float8"]}
+SHARED = EVERYWHERE | UNITS | REDUCED
 COMPRESSED: dict[str, list[Any]] = {"compression": [1, True, 2.5, "gzip", object(), {"a": 1}]}
-DATA = EVERYWHERE | UNITS | REDUCED | COMPRESSED
+DATA = SHARED | COMPRESSED
 SIZE = optional(NOT_WHOLE)
 PLAN: dict[str, list[Any]] = {"plan": [1, True, "all", {}, ["a"]]}
 PIPELINE: dict[str, list[Any]] = {
@@ -71,15 +72,15 @@ TABLE: dict[Any, dict[str, list[Any]]] = {
     ZeRO1Strategy: DATA,
     ZeRO2Strategy: DATA,
     ZeRO3Strategy: DATA,
-    TensorParallelStrategy: EVERYWHERE
+    TensorParallelStrategy: SHARED
     | PLAN
     | {
         "tensor_parallel_size": SIZE,
         "zero_stage": [*NOT_WHOLE, 4, -1],
         "sequence_parallel": NOT_FLAG,
     },
-    PipelineParallelStrategy: EVERYWHERE | PIPELINE,
-    HybridParallelStrategy: EVERYWHERE
+    PipelineParallelStrategy: SHARED | PIPELINE,
+    HybridParallelStrategy: SHARED
     | PLAN
     | PIPELINE
     | {
@@ -104,9 +105,7 @@ TABLE: dict[Any, dict[str, list[Any]]] = {
         "staleness_lr": [*NOT_TEXT, "half"],
         "warmup_steps": [*NOT_WHOLE, *BELOW_ZERO],
     },
-    ElasticStrategy: EVERYWHERE
-    | UNITS
-    | REDUCED
+    ElasticStrategy: SHARED
     | {
         "scheme": [*NOT_TEXT, "tensor_parallel"],
         "min_ranks": [*NOT_WHOLE, *BELOW_ONE],

@@ -88,6 +88,15 @@ def find_units(
     return specs
 
 
+def class_name(module: nn.Module) -> str:
+    """Return the name of a module's class, as the model has it.
+
+    A class that stands for the model's own while it is split says so as `stands_for`.
+    """
+    kind = type(module)
+    return str(vars(kind).get("stands_for", kind.__name__))
+
+
 def _named_blocks(
     model: nn.Module, classes: Sequence[str] | None
 ) -> Iterator[tuple[str, nn.Module]]:
@@ -95,7 +104,7 @@ def _named_blocks(
     if classes is None:
         yield from _repeated_children("", model)
         return
-    present = {type(module).__name__ for module in model.modules()}
+    present = {class_name(module) for module in model.modules()}
     for wanted in classes:
         if wanted not in present:
             near = difflib.get_close_matches(wanted, present) or sorted(present)[:8]
@@ -120,7 +129,7 @@ def _instances(
     prefix: str, module: nn.Module, classes: frozenset[str]
 ) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_children():
-        if type(child).__name__ in classes and _has_params(child):
+        if class_name(child) in classes and _has_params(child):
             yield f"{prefix}{name}", child
         else:
             yield from _instances(f"{prefix}{name}.", child, classes)

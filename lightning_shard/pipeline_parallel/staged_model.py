@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from lightning_shard.data_parallel.units import class_name
 from lightning_shard.elsewhere import Elsewhere
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel._torch import without_reentrance
@@ -87,7 +88,7 @@ class StagedModel:
         for index, block in enumerate(partition.blocks.modules):
             setattr(block, _PLACE, _Place(self, index, SkippedBlock(block)))
             own: Any = type(block)
-            block.__class__ = _caught_class(own)
+            block.__class__ = _caught_class(own, class_name(block))
 
     @property
     def run(self) -> Run | None:
@@ -297,5 +298,5 @@ class _Caught:
 
 
 @cache
-def _caught_class(own: type[nn.Module]) -> type[nn.Module]:
-    return type(f"Staged{own.__name__}", (_Caught, own), {})
+def _caught_class(own: type[nn.Module], name: str) -> type[nn.Module]:
+    return type(f"Staged{own.__name__}", (_Caught, own), {"stands_for": name})

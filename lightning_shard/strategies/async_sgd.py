@@ -13,28 +13,22 @@ Source of the warm-up: warm starts of Downpour SGD, Dean et al., NeurIPS 2012.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_shard.backends.base import DEFAULT_TIMEOUT
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.registry import get_backend
 from lightning_shard.backends.traffic import Traffic
 from lightning_shard.data_parallel.async_sgd.async_sgd import (
     AsyncCounters,
     AsyncSGD,
-    StalenessRule,
     check_learning_rates,
 )
 from lightning_shard.data_parallel.async_sgd.engine import AsyncEngine
@@ -42,35 +36,16 @@ from lightning_shard.data_parallel.async_sgd.mailbox import mailbox_type
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.options import DTypePolicy
 from lightning_shard.errors import ConfigError
-from lightning_shard.option_checks import checked_options
 from lightning_shard.precision.plugins import ShardedMixedPrecision
+from lightning_shard.strategies.configs import AsyncSGDConfig, RunConfig, UnitConfig
+from lightning_shard.strategies.flat_options import part, takes
+from lightning_shard.strategies.options import AsyncSGDOptions, SharedOptions
 from lightning_shard.strategies.training_alone import TrainsAlone
 from lightning_shard.trainer._lightning import layer_sync
 
 
 class AsyncSGDStrategy(TrainsAlone):
     """Each rank owns a shard and applies gradients as they arrive. `strategy="async_sgd"`.
-
-    Args:
-        accelerator: See `ShardStrategy`, as for all up to `announce`.
-        parallel_devices: One device per local rank.
-        cluster_environment: Lightning's.
-        checkpoint_io: Lightning's.
-        precision_plugin: Lightning's.
-        backend: "auto" or a backend's name.
-        num_ranks: With backend "in_process": ranks to run here.
-        timeout: Seconds after which a silent peer is an error.
-        debug: Compare every collective call between the ranks before it is made; messages between
-            two ranks are not compared.
-        announce: Say in one line, when a fit starts, what runs and what each rank will hold.
-        units: See `DataParallelStrategy`, as for `bucket_mb`.
-        bucket_mb: With a bound of 0, what is communicated together.
-        staleness_bound: Steps that a rank may be ahead of the oldest part of the parameters that it
-            uses. 0 is synchronous training.
-        staleness_lr: Each gradient counts for 1 / N of the learning rate. "inverse": one that comes
-            k > 1 rounds of N gradients after its parameters counts for 1 / (k N). None: all alike.
-        warmup_steps: Synchronous steps at the beginning. The first ones suffer most from old
-            gradients, since parameters move fastest and Adam's averages begin.
 
     Raises:
         ConfigError: Options that cannot be.
@@ -79,42 +54,12 @@ class AsyncSGDStrategy(TrainsAlone):
     stage = 1
     engine_type: ClassVar[type[DataParallelEngine]] = AsyncEngine
 
-    @checked_options
-    def __init__(
-        self,
-        accelerator: "pl.accelerators.Accelerator | None" = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-        backend: str = "auto",
-        num_ranks: int | None = None,
-        timeout: float | timedelta = DEFAULT_TIMEOUT,
-        debug: bool = False,
-        announce: bool = True,
-        units: list[str] | None = None,
-        bucket_mb: float | None = None,
-        staleness_bound: int = 4,
-        staleness_lr: StalenessRule | None = "inverse",
-        warmup_steps: int = 0,
-    ) -> None:
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            backend=backend,
-            num_ranks=num_ranks,
-            timeout=timeout,
-            debug=debug,
-            announce=announce,
-            units=units,
-            bucket_mb=bucket_mb,
-        )
-        _check_options(staleness_bound, staleness_lr, warmup_steps)
-        self._bound, self._rule = staleness_bound, staleness_lr
-        self._warmup_steps = warmup_steps
+    @takes(RunConfig, UnitConfig, AsyncSGDConfig)
+    def __init__(self, **options: Unpack[AsyncSGDOptions]) -> None:
+        super().__init__(**part(SharedOptions, options))
+        steps = AsyncSGDConfig.of(options)
+        self._bound, self._rule = steps.staleness_bound, steps.staleness_lr
+        self._warmup_steps = steps.warmup_steps
         self._mail: Collectives | None = None  # over a group for messages alone
         self._async: AsyncSGD | None = None  # while ranks train by themselves
         self._counters = AsyncCounters()
@@ -283,17 +228,3 @@ class AsyncSGDStrategy(TrainsAlone):
             self._async.abandon()
             self._async = None
         super().teardown()
-
-
-def _check_options(bound: int, rule: StalenessRule | None, warmup_steps: int) -> None:
-    if not isinstance(bound, int) or bound < 0:
-        raise ConfigError(
-            f"staleness_bound must be a number of steps, 0 or more, got {bound!r}; 4 is usual, 0 "
-            f"trains synchronously."
-        )
-    if not isinstance(warmup_steps, int) or warmup_steps < 0:
-        raise ConfigError(
-            f"warmup_steps must be a number of synchronous steps, 0 or more, got {warmup_steps!r}."
-        )
-    if rule not in ("inverse", None):
-        raise ConfigError(f"staleness_lr must be 'inverse' or None, got {rule!r}.")

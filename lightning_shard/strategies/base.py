@@ -3,13 +3,12 @@
 import atexit
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins.precision import Precision
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -18,7 +17,7 @@ from typing_extensions import override
 
 from lightning_shard import settings
 from lightning_shard.backends import liveness
-from lightning_shard.backends.base import DEFAULT_TIMEOUT, Backend
+from lightning_shard.backends.base import Backend
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.in_process.termination import RanksTermination
 from lightning_shard.backends.registry import auto_backend, get_backend
@@ -33,8 +32,11 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.launchers.in_process import InProcessLauncher
 from lightning_shard.launchers.processes import ProcessLauncher
 from lightning_shard.precision.plugins import sharded_twin
+from lightning_shard.strategies.configs import RunConfig
+from lightning_shard.strategies.flat_options import part, takes
 from lightning_shard.strategies.names import check_interactive
 from lightning_shard.strategies.option_names import OptionNames
+from lightning_shard.strategies.options import LightningOptions, RunOptions
 from lightning_shard.trainer._lightning import accept_compiled_modules, share_class_wrapping
 from lightning_shard.trainer.batch_samplers import deals_batch_samplers
 from lightning_shard.trainer.gathered_tensors import gathered
@@ -44,26 +46,9 @@ from lightning_shard.trainer.termination import StopsTogether
 T = TypeVar("T")
 _OWN_KINDS = (Collectives, DataGroups, dist.ProcessGroup, liveness.Lifeline, RanksTermination)
 
-_LONGEST = timedelta(days=365)  # torch counts milliseconds
-
 
 class ShardStrategy(StopsTogether, metaclass=OptionNames):
     """Starts the ranks, makes the process group, and answers Lightning's questions about them.
-
-    Args:
-        accelerator: Lightning's.
-        parallel_devices: One device per local rank.
-        cluster_environment: Lightning's; found by the Trainer when left out.
-        checkpoint_io: Lightning's.
-        precision_plugin: Lightning's; exchanged for a twin that works on pieces.
-        backend: "auto" (NCCL on GPUs, Gloo on CPUs) or a backend's name.
-        num_ranks: Ranks to run inside this process, with backend "in_process" only; by default the
-            number of devices.
-        timeout: Seconds (or a timedelta) after which a silent peer is an error.
-        debug: Let ranks compare every collective call before they make it, so that a mistake is an
-            error that names both call sites. Slow. On as well when LIGHTNING_SHARD_DEBUG is 1, and
-            always within one process.
-        announce: Say in one line, when a fit starts, what runs and what each rank will hold.
 
     Raises:
         ConfigError: An unknown backend, or options that contradict each other.
@@ -71,43 +56,23 @@ class ShardStrategy(StopsTogether, metaclass=OptionNames):
 
     deals_samples = False  # whether it deals those of training itself
 
-    def __init__(
-        self,
-        accelerator: "pl.accelerators.Accelerator | None" = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-        backend: str = "auto",
-        num_ranks: int | None = None,
-        timeout: float | timedelta = DEFAULT_TIMEOUT,
-        debug: bool = False,
-        announce: bool = True,
-    ) -> None:
-        self._backend: Backend | None = None if backend == "auto" else get_backend(backend)
-        self._timeout = _as_timedelta(timeout)
-        self._debug = settings.debug() or debug
-        self._announces = announce
-        self._num_ranks = num_ranks
+    @takes(RunConfig)
+    def __init__(self, **options: Unpack[RunOptions]) -> None:
+        run = RunConfig.of(options)
+        self._backend: Backend | None = None if run.backend == "auto" else get_backend(run.backend)
+        self._timeout = run.longest_wait
+        self._debug = settings.debug() or run.debug
+        self._announces = run.announce
+        self._num_ranks = run.num_ranks
         self._num_nodes = 1
         self._collectives: Collectives | None = None
         self._reducing: DataGroups | None = None  # for gradients
         self._twin_of: dist.ProcessGroup | None = None  # the default group that it was made beside
         self._in_run = ExitStack()  # what is put into the trainer of a run
-        if num_ranks is not None and not self.is_in_process:
-            raise ConfigError(
-                f"num_ranks={num_ranks} sets the ranks of the backend 'in_process', but the "
-                f"backend is {backend!r}. Pass Trainer(devices={num_ranks}), or a strategy name "
-                f"that ends in '_in_process'."
-            )
-        if num_ranks is not None and num_ranks < 1:
-            raise ConfigError(f"num_ranks must be at least 1, got {num_ranks}.")
         if not self.is_in_process:
             # Lightning's environment converts these when the Trainer is made, and names none.
             settings.check_numbers(settings.SLURM)
-        super().__init__(
-            accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
-        )
+        super().__init__(**part(LightningOptions, options))
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process: its groups, and who watches over them."""
@@ -365,18 +330,6 @@ class ShardStrategy(StopsTogether, metaclass=OptionNames):
         if self._collectives is None or not dist.is_initialized():
             return obj
         return self._collectives.broadcast_object(obj, src=src)
-
-
-def _as_timedelta(timeout: float | timedelta) -> timedelta:
-    try:
-        value = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-    except OverflowError:
-        value = timedelta(0)
-    if value <= timedelta(0) or value > _LONGEST:
-        raise ConfigError(
-            f"timeout must be positive seconds, and at most {_LONGEST.days} days, got {timeout!r}."
-        )
-    return value
 
 
 accept_compiled_modules(ShardStrategy)

@@ -3,21 +3,16 @@
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from datetime import timedelta
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Unpack
 
 import lightning.pytorch as pl
-import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_shard.backends.base import DEFAULT_TIMEOUT
 from lightning_shard.checkpoint.optimizer_state import full_state_dict
 from lightning_shard.data_parallel.agreement import check_same_optimizers
 from lightning_shard.data_parallel.compression import Compressor, Tally, find_compressor
@@ -28,11 +23,13 @@ from lightning_shard.data_parallel.options import DTypePolicy, EngineOptions
 from lightning_shard.errors import ConfigError
 from lightning_shard.optim.clipping import global_grad_norm
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
-from lightning_shard.option_checks import checked_options
 from lightning_shard.precision.plugins import ShardedMixedPrecision, ShardedPrecision
 from lightning_shard.precision.policy import dtype_policy
 from lightning_shard.strategies.checkpoints import CheckpointingStrategy
+from lightning_shard.strategies.configs import DataParallelConfig, RunConfig
+from lightning_shard.strategies.flat_options import part, takes
 from lightning_shard.strategies.names import strategy_name
+from lightning_shard.strategies.options import DataParallelOptions, RunOptions
 from lightning_shard.trainer._lightning import layer_sync
 from lightning_shard.trainer.announcement import announce, count_parameters
 from lightning_shard.trainer.batch_counts import agree_on_batches, lengths_on_ranks
@@ -49,69 +46,23 @@ from lightning_shard.trainer.weight_averaging import (
 
 
 class DataParallelStrategy(CheckpointingStrategy):
-    """One model on every rank, each with its own part of the batch.
-
-    Args:
-        accelerator: See `ShardStrategy`, as for all up to `announce`.
-        parallel_devices: One device per local rank.
-        cluster_environment: Lightning's.
-        checkpoint_io: Lightning's.
-        precision_plugin: Lightning's.
-        backend: "auto" or a backend's name.
-        num_ranks: With backend "in_process": ranks to run here.
-        timeout: Seconds after which a silent peer is an error.
-        debug: Compare every collective call between the ranks before it is made.
-        announce: Say in one line, when a fit starts, what runs and what each rank will hold.
-        units: Class names of the modules that are communicated as one; found when left out.
-        bucket_mb: Neighbouring small blocks are joined up to this many MB; by default 25, under
-            stage 3 12.5.
-        reduce_dtype: Format in which gradients travel; that of backward when left out.
-        compression: "fp16", "bf16", "int8", "topk", "powersgd", "onebit", a `Compressor`, or a
-            mapping with `class_path` and `init_args`: what makes gradients smaller before they
-            travel. "none" or None sends them as they are. Stages 0 to 2.
-    """
+    """One model on every rank, each with its own part of the batch."""
 
     stage: ClassVar[int]
     engine_type: ClassVar[type[DataParallelEngine]] = DataParallelEngine
     _in_hooks: ExitStack | None = None  # around the user's, of a fit
 
-    @checked_options
-    def __init__(
-        self,
-        accelerator: "pl.accelerators.Accelerator | None" = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-        backend: str = "auto",
-        num_ranks: int | None = None,
-        timeout: float | timedelta = DEFAULT_TIMEOUT,
-        debug: bool = False,
-        announce: bool = True,
-        units: list[str] | None = None,
-        bucket_mb: float | None = None,
-        reduce_dtype: Literal["float32", "bfloat16", "float16"] | None = None,
-        compression: str | Compressor | dict[str, Any] | None = None,
-    ) -> None:
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            backend=backend,
-            num_ranks=num_ranks,
-            timeout=timeout,
-            debug=debug,
-            announce=announce,
-        )
-        self._reduce_dtype = reduce_dtype
+    @takes(RunConfig, DataParallelConfig)
+    def __init__(self, **options: Unpack[DataParallelOptions]) -> None:
+        super().__init__(**part(RunOptions, options))
+        data = DataParallelConfig.of(options)
+        self._reduce_dtype = data.reduce_dtype
         self._options = EngineOptions(
             stage=self.stage,
-            units=units,
-            bucket_mb=bucket_mb,
-            dtypes=dtype_policy("32-true", reduce_dtype),
-            compression=find_compressor(compression),
+            units=data.units,
+            bucket_mb=data.bucket_mb,
+            dtypes=dtype_policy("32-true", data.reduce_dtype),
+            compression=find_compressor(data.compression),
         )
         self._compression_state: dict[str, Any] = {}  # of the last fit, on rank 0
         self._step_bytes = StepBytes(self._bytes_so_far, self._tally_of_codecs)

@@ -9,59 +9,29 @@ What happens at a boundary and in a regrouping: see `regrouping`; who takes part
 """
 
 import time
-from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Unpack
 
 import lightning.pytorch as pl
-import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_shard.backends.base import DEFAULT_TIMEOUT
 from lightning_shard.elastic import _lightning
 from lightning_shard.elastic.feeding import Feeding
 from lightning_shard.elastic.loop import make_elastic
 from lightning_shard.elastic.memory import Memory
-from lightning_shard.option_checks import checked_options
 from lightning_shard.strategies.changing_ranks import Bounds
 from lightning_shard.strategies.checkpoints import CHECKPOINT_KEY
-from lightning_shard.strategies.elastic_checks import check_options, check_trainer, stage_of
+from lightning_shard.strategies.configs import ElasticConfig, GradientConfig, RunConfig
+from lightning_shard.strategies.elastic_checks import check_backend, check_trainer
+from lightning_shard.strategies.flat_options import part, takes
+from lightning_shard.strategies.options import ElasticOptions, SharedOptions
 from lightning_shard.strategies.regrouping import RegroupingStrategy
 
 
 class ElasticStrategy(RegroupingStrategy):
     """Data parallel over ranks that come and go.
-
-    Args:
-        accelerator: See `ShardStrategy`, as for all up to `announce`.
-        parallel_devices: One device per local rank.
-        cluster_environment: Lightning's.
-        checkpoint_io: Lightning's.
-        precision_plugin: Lightning's.
-        backend: "auto" or a backend's name; MPI ends all ranks with one and is refused.
-        num_ranks: With backend "in_process": ranks to begin with.
-        timeout: Seconds after which a silent peer is taken for lost.
-        debug: Compare every collective call between the ranks before it is made.
-        announce: Say in one line, when a fit starts, what runs and what each rank will hold.
-        units: See `DataParallelStrategy`, as for the next two.
-        bucket_mb: Size of what is communicated together.
-        reduce_dtype: Format in which gradients travel.
-        scheme: "shard_ddp", "zero1", "zero2" or "zero3".
-        min_ranks: With fewer, training waits for `patience` seconds, then saves and ends.
-        max_ranks: Further newcomers wait until there is room; None admits all.
-        snapshot_every: Optimizer steps between the boundaries that ranks remember: at most so many
-            are done again after a loss. "shard_ddp" loses none but between an update and the end of
-            its step.
-        global_batch_size: Samples of an optimizer step, whatever the number of ranks; None keeps
-            what the first ranks have together.
-        learning_rate_scaling: "linear" or "sqrt": let the batch of each rank stay as it is, and
-            scale the learning rate by the number of ranks; None holds the global batch instead.
-        max_failures: A rank that raises errors of its own more often is put out with the last.
-        patience: Seconds to wait below `min_ranks`.
 
     Raises:
         ConfigError: Options that contradict each other.
@@ -69,56 +39,20 @@ class ElasticStrategy(RegroupingStrategy):
 
     deals_samples = True
 
-    @checked_options
-    def __init__(
-        self,
-        accelerator: "pl.accelerators.Accelerator | None" = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-        backend: str = "auto",
-        num_ranks: int | None = None,
-        timeout: float | timedelta = DEFAULT_TIMEOUT,
-        debug: bool = False,
-        announce: bool = True,
-        units: list[str] | None = None,
-        bucket_mb: float | None = None,
-        reduce_dtype: Literal["float32", "bfloat16", "float16"] | None = None,
-        scheme: Literal["shard_ddp", "zero1", "zero2", "zero3"] = "zero2",
-        min_ranks: int = 1,
-        max_ranks: int | None = None,
-        snapshot_every: int = 10,
-        global_batch_size: int | None = None,
-        learning_rate_scaling: Literal["linear", "sqrt"] | None = None,
-        max_failures: int = 3,
-        patience: float = 60.0,
-    ) -> None:
-        self.stage = stage_of(scheme)  # type: ignore[misc]
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            backend=backend,
-            num_ranks=num_ranks,
-            timeout=timeout,
-            debug=debug,
-            announce=announce,
-            units=units,
-            bucket_mb=bucket_mb,
-            reduce_dtype=reduce_dtype,
-        )
+    @takes(RunConfig, GradientConfig, ElasticConfig)
+    def __init__(self, **options: Unpack[ElasticOptions]) -> None:
+        elastic = ElasticConfig.of(options)
+        check_backend(RunConfig.of(options).backend)
+        self.stage = elastic.stage  # type: ignore[misc]
+        super().__init__(**part(SharedOptions, options))
         self._bounds = Bounds(
-            min_ranks=min_ranks,
-            max_ranks=max_ranks,
-            patience_seconds=patience,
-            max_failures=max_failures,
+            min_ranks=elastic.min_ranks,
+            max_ranks=elastic.max_ranks,
+            patience_seconds=elastic.patience,
+            max_failures=elastic.max_failures,
         )
-        check_options(backend, snapshot_every, min_ranks, max_ranks, max_failures, patience)
-        self._snapshot_every = snapshot_every
-        self._feeding = Feeding(global_batch_size, learning_rate_scaling)
+        self._snapshot_every = elastic.snapshot_every
+        self._feeding = Feeding(elastic.global_batch_size, elastic.learning_rate_scaling)
         self._memory = Memory()
 
     @override

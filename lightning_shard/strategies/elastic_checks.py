@@ -14,52 +14,17 @@ from torch.optim import LBFGS
 from lightning_shard.errors import ConfigError
 from lightning_shard.trainer.weight_averaging import averaging_callbacks
 
-STAGES = {"shard_ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 
-
-def stage_of(scheme: str) -> int:
-    """The ZeRO stage of a scheme whose state can be cut anew.
+def check_backend(backend: str) -> None:
+    """Refuse a backend whose ranks cannot outlive each other.
 
     Raises:
-        ConfigError: It has none.
-    """
-    if scheme not in STAGES:
-        raise ConfigError(
-            f"scheme must be one of {', '.join(map(repr, STAGES))}, got {scheme!r}: the ranks of "
-            f"other schemes have parts of layers, without which the rest cannot go on."
-        )
-    return STAGES[scheme]
-
-
-def check_options(
-    backend: str,
-    snapshot_every: int,
-    min_ranks: int,
-    max_ranks: int | None,
-    max_failures: int,
-    patience: float,
-) -> None:
-    """Check what the strategy is made with.
-
-    Raises:
-        ConfigError: An option cannot be.
+        ConfigError: It is such a one.
     """
     if backend == "mpi":
         raise ConfigError(
             "The backend 'mpi' cannot be elastic: when a rank dies, its launchers end the others. "
             "Use backend='gloo' or 'nccl', started by the Trainer, srun --no-kill or torchrun."
-        )
-    if snapshot_every < 1:
-        raise ConfigError(f"snapshot_every must be at least 1 step, got {snapshot_every}.")
-    if max_failures < 0 or patience < 0:
-        raise ConfigError(
-            f"max_failures and patience (seconds) must be at least 0, got {max_failures} and "
-            f"{patience}."
-        )
-    if min_ranks < 1 or (max_ranks is not None and max_ranks < min_ranks):
-        raise ConfigError(
-            f"Expected 1 <= min_ranks <= max_ranks, got min_ranks={min_ranks} and "
-            f"max_ranks={max_ranks}."
         )
 
 

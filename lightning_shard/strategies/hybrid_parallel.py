@@ -1,27 +1,24 @@
 """Data, tensor and pipeline parallelism together: 3D, on one mesh."""
 
 from dataclasses import replace
-from datetime import timedelta
-from typing import Any
+from typing import Any, Unpack
 
-import lightning.pytorch as pl
-import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch.plugins.precision import Precision
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from lightning_shard.backends.base import DEFAULT_TIMEOUT
 from lightning_shard.data_parallel.model_split import ModelSplit
-from lightning_shard.mesh import AXES, Axis, ParallelMesh, Placement
-from lightning_shard.option_checks import checked_options
+from lightning_shard.mesh import ParallelMesh, Placement
 from lightning_shard.strategies.combined_split import CombinedSplit
-from lightning_shard.strategies.hybrid_sharding import (
-    checked_size,
-    shard_size,
-    warning_of_gathers,
+from lightning_shard.strategies.configs import (
+    GradientConfig,
+    HybridParallelConfig,
+    PlanConfig,
+    RunConfig,
+    ScheduleConfig,
 )
-from lightning_shard.strategies.model_parallel import checked_ranks
+from lightning_shard.strategies.flat_options import part, takes
+from lightning_shard.strategies.hybrid_sharding import shard_size, warning_of_gathers
+from lightning_shard.strategies.options import HybridParallelOptions, PlanOptions, SharedOptions
 from lightning_shard.strategies.pipeline_parallel import PipelineParallelStrategy
 from lightning_shard.strategies.tensor_parallel import TensorParallelStrategy
 from lightning_shard.tensor_parallel.parted_tensor import made_whole
@@ -30,80 +27,24 @@ from lightning_shard.tensor_parallel.parted_tensor import made_whole
 class HybridParallelStrategy(TensorParallelStrategy, PipelineParallelStrategy):
     """Stages of split layers, and copies of them on other data; `strategy="hybrid_parallel"`.
 
-    Args:
-        accelerator: See `ShardStrategy`, as for the next eight.
-        parallel_devices: One device per local rank.
-        cluster_environment: Lightning's.
-        checkpoint_io: Lightning's.
-        precision_plugin: Lightning's.
-        backend: "auto" or a backend's name.
-        num_ranks: With backend "in_process": ranks to run here.
-        timeout: Seconds after which a silent peer is an error.
-        debug: Compare every collective call.
-        announce: Say in one line, when a fit starts, what runs and what each rank will hold.
-        pipeline_parallel_size: Ranks of one pipeline.
-        tensor_parallel_size: Ranks that share each layer of a stage.
-        data_parallel_size: Models that train on different batches; -1 takes the remaining ranks. A
-            pair (replicate, shard) is so many copies of the state, each in pieces on so many
-            neighbouring ranks; choose those of a node, and gathers stay inside it.
-        zero_stage: How the data-parallel ranks keep their state, 0 to 3. Stage 3 gathers each layer
-            for every microbatch's forward and backward, each half of it where those are apart.
-        axis_order: The axes "pp", "dp" and "tp" from the slowest to the fastest.
-        plan: Of tensor parallel: see `TensorParallelStrategy`.
-        schedule: Of the pipeline: see `PipelineParallelStrategy`, as for the rest.
-        num_microbatches: Parts of each batch.
-        blocks: Path of the list of repeated blocks.
-        split: What the stages have alike, or where they begin.
-
     Raises:
         ConfigError: Sizes that do not fit the ranks, or what either of the two refuses.
     """
 
     model_axes = ("pp", "tp")
 
-    @checked_options
-    def __init__(
-        self,
-        accelerator: "pl.accelerators.Accelerator | None" = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-        backend: str = "auto",
-        num_ranks: int | None = None,
-        timeout: float | timedelta = DEFAULT_TIMEOUT,
-        debug: bool = False,
-        announce: bool = True,
-        pipeline_parallel_size: int = 1,
-        tensor_parallel_size: int = 1,
-        data_parallel_size: int | tuple[int, int] = -1,
-        zero_stage: int = 1,
-        axis_order: tuple[Axis, Axis, Axis] = AXES,  # type: ignore[assignment]
-        plan: dict[str, Any] | str | None = "auto",
-        schedule: str = "1f1b",
-        num_microbatches: int | None = None,
-        blocks: str | None = None,
-        split: str | list[int] = "parameters",
-    ) -> None:
+    @takes(RunConfig, HybridParallelConfig, PlanConfig, ScheduleConfig, GradientConfig)
+    def __init__(self, **options: Unpack[HybridParallelOptions]) -> None:
+        grid = HybridParallelConfig.of(options)
         super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            backend=backend,
-            num_ranks=num_ranks,
-            timeout=timeout,
-            debug=debug,
-            announce=announce,
-            tensor_parallel_size=checked_ranks("tensor_parallel_size", tensor_parallel_size),
-            plan=plan,
-            zero_stage=zero_stage,
+            **part(SharedOptions, options),
+            **part(PlanOptions, options),
+            tensor_parallel_size=grid.tensor_parallel_size,
+            zero_stage=grid.zero_stage,
         )
-        self._data_parallel_size = checked_size(data_parallel_size)
-        self._axis_order = ParallelMesh(axis_order=axis_order).axis_order  # refused now if need be
-        stages = checked_ranks("pipeline_parallel_size", pipeline_parallel_size)
-        self._set_pipeline(stages, schedule, num_microbatches, blocks, split)
+        self._data_parallel_size = grid.data_parallel_size
+        self._axis_order = grid.axis_order
+        self._set_pipeline(grid.pipeline_parallel_size, ScheduleConfig.of(options))
 
     @property
     @override

@@ -10,23 +10,18 @@ the same ones: one element per step. Nothing else is sent between two exchanges.
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from datetime import timedelta
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Unpack
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_shard.backends.base import DEFAULT_TIMEOUT
 from lightning_shard.checkpoint.optimizer_state import local_state_dict
 from lightning_shard.data_parallel.compression import Compressor, Tally, find_compressor
 from lightning_shard.data_parallel.data_groups import DataGroups
@@ -35,17 +30,14 @@ from lightning_shard.data_parallel.held_bytes import HeldBytes, storage_bytes
 from lightning_shard.data_parallel.local_sgd.engine import LocalEngine
 from lightning_shard.data_parallel.local_sgd.local_sgd import LocalSGD, check_model
 from lightning_shard.data_parallel.local_sgd.optimizer_state import averaged_state
-from lightning_shard.data_parallel.local_sgd.outer import (
-    OuterOptimizer,
-    outer_factory,
-    plain_average,
-)
+from lightning_shard.data_parallel.local_sgd.outer import outer_factory, plain_average
 from lightning_shard.data_parallel.local_sgd.rules import Averaging, OuterOptimization, SyncRule
-from lightning_shard.data_parallel.local_sgd.schedule import SyncSchedule
 from lightning_shard.data_parallel.local_sgd.sending import check_compressor
 from lightning_shard.errors import ConfigError
-from lightning_shard.option_checks import checked_options
 from lightning_shard.strategies.checkpoints import CHECKPOINT_KEY
+from lightning_shard.strategies.configs import GradientConfig, LocalSGDConfig, RunConfig
+from lightning_shard.strategies.flat_options import part, takes
+from lightning_shard.strategies.options import LocalSGDOptions, SharedOptions
 from lightning_shard.strategies.training_alone import TrainsAlone
 from lightning_shard.trainer._lightning import layer_sync
 
@@ -55,33 +47,6 @@ class LocalSGDStrategy(TrainsAlone):
 
     Steps are those of optimizers, as `trainer.global_step` counts them.
 
-    Args:
-        accelerator: See `ShardStrategy`, as for all up to `announce`.
-        parallel_devices: One device per local rank.
-        cluster_environment: Lightning's.
-        checkpoint_io: Lightning's.
-        precision_plugin: Lightning's.
-        backend: "auto" or a backend's name.
-        num_ranks: With backend "in_process": ranks to run here.
-        timeout: Seconds after which a silent peer is an error.
-        debug: Compare every collective call between the ranks before it is made.
-        announce: Say in one line, when a fit starts, what runs and what each rank will hold.
-        units: See `DataParallelStrategy`, as for `bucket_mb` and `reduce_dtype`; of the warm-up.
-        bucket_mb: Of the warm-up.
-        reduce_dtype: Of the warm-up.
-        sync_every: Steps between two exchanges of the same parameters.
-        warmup_steps: Steps at the beginning that average gradients, as "shard_ddp" does: post-local
-            SGD. Of a batch with several steps by hand, all belong to it if one does.
-        outer_optimizer: None averages parameters. "nesterov", {"class_path": ..., "init_args":
-            ...} or a function of a list of tensors is DiLoCo's outer optimizer, whose gradient is
-            the mean of what the ranks have changed.
-        fragments: Parts of the model that are exchanged in turns.
-        overlap_steps: Steps that training goes on while a fragment travels.
-        mixing: The share of its own parameters that a rank keeps when a fragment lands; by default
-            0, with `overlap_steps` 0.5.
-        compression: Of what the ranks have changed, when they meet: "fp16", "bf16", "int8", "topk",
-            "powersgd", a compressor, or {"class_path": ..., "init_args": ...}.
-
     Raises:
         ConfigError: Options that cannot be, by themselves or together.
     """
@@ -89,56 +54,13 @@ class LocalSGDStrategy(TrainsAlone):
     stage = 0
     engine_type: ClassVar[type[DataParallelEngine]] = LocalEngine
 
-    @checked_options
-    def __init__(
-        self,
-        accelerator: "pl.accelerators.Accelerator | None" = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-        backend: str = "auto",
-        num_ranks: int | None = None,
-        timeout: float | timedelta = DEFAULT_TIMEOUT,
-        debug: bool = False,
-        announce: bool = True,
-        units: list[str] | None = None,
-        bucket_mb: float | None = None,
-        reduce_dtype: Literal["float32", "bfloat16", "float16"] | None = None,
-        sync_every: int = 10,
-        warmup_steps: int = 0,
-        outer_optimizer: OuterOptimizer = None,
-        fragments: int = 1,
-        overlap_steps: int = 0,
-        mixing: float | None = None,
-        compression: str | dict[str, Any] | Compressor | None = None,
-    ) -> None:
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            backend=backend,
-            num_ranks=num_ranks,
-            timeout=timeout,
-            debug=debug,
-            announce=announce,
-            units=units,
-            bucket_mb=bucket_mb,
-            reduce_dtype=reduce_dtype,
-        )
-        if mixing is None:
-            mixing = 0.5 if overlap_steps else 0.0
-        self._schedule = SyncSchedule(
-            sync_every=sync_every,
-            warmup_steps=warmup_steps,
-            fragments=fragments,
-            overlap_steps=overlap_steps,
-            mixing=mixing,
-        )
-        self._outer = outer_factory(outer_optimizer)
-        self._compressor = find_compressor(compression)
+    @takes(RunConfig, GradientConfig, LocalSGDConfig)
+    def __init__(self, **options: Unpack[LocalSGDOptions]) -> None:
+        super().__init__(**part(SharedOptions, options))
+        local = LocalSGDConfig.of(options)
+        self._schedule = local.schedule
+        self._outer = outer_factory(local.outer_optimizer)
+        self._compressor = find_compressor(local.compression)
         check_compressor(self._compressor)
         if self._compressor is not None and self._outer is None:
             self._outer = plain_average  # of changes, which can be compressed

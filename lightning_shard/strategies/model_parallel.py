@@ -39,17 +39,6 @@ from lightning_shard.trainer.weights_in_hooks import WeightsInHooks
 _OF_FAILURES = ("on_exception",)  # hooks in which the other ranks may be elsewhere
 
 
-def checked_ranks(option: str, size: int) -> int:
-    """Return how many ranks an option asks for; whether they fit the run is seen there.
-
-    Raises:
-        ConfigError: It is no whole number.
-    """
-    if type(size) is not int:
-        raise ConfigError(f"{option} must be a number of ranks, got {size!r}.")
-    return size
-
-
 class ModelParallelStrategy(DataParallelStrategy):
     """One model over the ranks of a group; what they leave of the world is data parallel."""
 

@@ -6,24 +6,32 @@ still says what it was made as.
 """
 
 import difflib
-import inspect
 from abc import ABCMeta
 from typing import Any
 
 from lightning_shard.errors import ConfigError
 from lightning_shard.on_pytorch_lightning.mirror import original
+from lightning_shard.strategies.flat_options import explained, option_names, without_self
 
 
 class OptionNames(ABCMeta):
     """Checks keyword arguments against the constructor's signature before calling it.
 
-    An instance keeps what it was made with, as `given_options`.
+    An instance keeps what it was made with, as `given_options`. The signature of a class is its
+    constructor's, and its docstring says what the options mean.
     """
+
+    def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> Any:
+        """Make a strategy's class."""
+        constructor = namespace.get("__init__")
+        if constructor is not None:
+            doc = explained(namespace.get("__doc__"), constructor)
+            namespace = {**namespace, "__doc__": doc, "__signature__": without_self(constructor)}
+        return super().__new__(cls, name, bases, namespace)
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         """Construct, or raise ConfigError for an option that the class does not have."""
-        constructor = getattr(cls, "__init__")  # noqa: B009  (mypy sees an instance attribute)
-        known = [name for name in inspect.signature(constructor).parameters if name != "self"]
+        known = option_names(cls)
         for name in kwargs:
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1)

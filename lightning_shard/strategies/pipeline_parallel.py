@@ -4,26 +4,21 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from datetime import timedelta
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar, Unpack
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_shard.backends.base import DEFAULT_TIMEOUT
 from lightning_shard.data_parallel.agreement import check_same_model
 from lightning_shard.data_parallel.engine import refuse_leftover_pieces
 from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.errors import ConfigError
 from lightning_shard.mesh import Axis, ParallelMesh
-from lightning_shard.option_checks import checked_options
 from lightning_shard.pipeline_parallel.absent_advice import explaining_absent
 from lightning_shard.pipeline_parallel.blocks import BlockList, check_calls, find_blocks
 from lightning_shard.pipeline_parallel.gradients import GradientStash
@@ -36,13 +31,11 @@ from lightning_shard.pipeline_parallel.microbatches import (
 from lightning_shard.pipeline_parallel.partition import (
     BlockCosts,
     Partition,
-    Split,
     partition_blocks,
 )
 from lightning_shard.pipeline_parallel.pipeline import Pipeline
 from lightning_shard.pipeline_parallel.schedules import (
     Schedule,
-    check_name,
     default_stages_per_rank,
     make_schedule,
     place_stages,
@@ -50,8 +43,16 @@ from lightning_shard.pipeline_parallel.schedules import (
 from lightning_shard.pipeline_parallel.split import PipelineSplit
 from lightning_shard.pipeline_parallel.staged_model import StagedModel
 from lightning_shard.planner.description import Description, Measure
+from lightning_shard.strategies.configs import (
+    GradientConfig,
+    PipelineParallelConfig,
+    RunConfig,
+    ScheduleConfig,
+)
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
-from lightning_shard.strategies.model_parallel import ModelParallelStrategy, checked_ranks
+from lightning_shard.strategies.flat_options import part, takes
+from lightning_shard.strategies.model_parallel import ModelParallelStrategy
+from lightning_shard.strategies.options import PipelineParallelOptions, SharedOptions
 from lightning_shard.trainer._lightning import layer_sync
 from lightning_shard.trainer.hook_advice import hooks_inside
 from lightning_shard.trainer.layer_sync import batch_norms
@@ -62,26 +63,6 @@ from lightning_shard.trainer.step_logs import StepLogs
 class PipelineParallelStrategy(ModelParallelStrategy):
     """Consecutive layers on each rank, microbatches in flight; `strategy="pipeline_parallel"`.
 
-    Args:
-        accelerator: See `ShardStrategy`, as for the next eight.
-        parallel_devices: One device per local rank.
-        cluster_environment: Lightning's.
-        checkpoint_io: Lightning's.
-        precision_plugin: Lightning's.
-        backend: "auto" or a backend's name.
-        num_ranks: With backend "in_process": ranks to run here.
-        timeout: Seconds after which a silent peer is an error.
-        debug: Compare every collective call.
-        announce: Say in one line, when a fit starts, what runs and what each rank will hold.
-        pipeline_parallel_size: Ranks of one pipeline; by default all. What they leave of the world
-            is data parallel.
-        schedule: One of `pipeline_parallel.schedules.SCHEDULES`.
-        num_microbatches: Parts of each batch; by default twice the ranks of the pipeline. A batch
-            of fewer samples has one part for each.
-        blocks: Path of the list of repeated blocks; found where there is one.
-        split: What the stages have alike: "parameters", "flops" or "memory" (measured in the
-            first batch); or the first block of each stage but the first.
-
     Raises:
         ConfigError: A size, schedule or split that cannot be.
     """
@@ -89,63 +70,19 @@ class PipelineParallelStrategy(ModelParallelStrategy):
     stage = 0
     model_axes: ClassVar[tuple[Axis, ...]] = ("pp",)
 
-    @checked_options
-    def __init__(
-        self,
-        accelerator: "pl.accelerators.Accelerator | None" = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-        backend: str = "auto",
-        num_ranks: int | None = None,
-        timeout: float | timedelta = DEFAULT_TIMEOUT,
-        debug: bool = False,
-        announce: bool = True,
-        pipeline_parallel_size: int | None = None,
-        schedule: str = "1f1b",
-        num_microbatches: int | None = None,
-        blocks: str | None = None,
-        split: str | list[int] = "parameters",
-    ) -> None:
-        self._set_pipeline(pipeline_parallel_size, schedule, num_microbatches, blocks, split)
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            backend=backend,
-            num_ranks=num_ranks,
-            timeout=timeout,
-            debug=debug,
-            announce=announce,
-        )
+    @takes(RunConfig, PipelineParallelConfig, GradientConfig)
+    def __init__(self, **options: Unpack[PipelineParallelOptions]) -> None:
+        pipeline = PipelineParallelConfig.of(options)
+        self._set_pipeline(pipeline.pipeline_parallel_size, pipeline)
+        super().__init__(**part(SharedOptions, options))
 
-    def _set_pipeline(
-        self,
-        size: int | None,
-        schedule: str,
-        num_microbatches: int | None,
-        blocks: str | None,
-        split: str | list[int],
-    ) -> None:
+    def _set_pipeline(self, size: int | None, stages: ScheduleConfig) -> None:
         """Take the options of the pipeline."""
-        check_name(schedule)
-        if isinstance(split, str) and split not in get_args(Split):
-            raise ConfigError(
-                f"split must be one of {', '.join(map(repr, get_args(Split)))}, or the first block "
-                f"of each stage but the first, got {split!r}."
-            )
-        if num_microbatches is not None and num_microbatches < 1:
-            raise ConfigError(f"num_microbatches must be at least 1, got {num_microbatches}.")
-        if size is not None:
-            checked_ranks("pipeline_parallel_size", size)
         self._pipeline_parallel_size = size
-        self._schedule = schedule
-        self._num_microbatches = num_microbatches
-        self._blocks = blocks
-        self._balance = split
+        self._schedule = stages.schedule
+        self._num_microbatches = stages.num_microbatches
+        self._blocks = stages.blocks
+        self._balance = stages.split
         self._partition: Partition | None = None
         self._staged: StagedModel | None = None
         self._stage_split: PipelineSplit | None = None

@@ -3,26 +3,23 @@
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch.plugins.precision import Precision
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_shard.backends.base import DEFAULT_TIMEOUT
 from lightning_shard.data_parallel.agreement import check_same_model
 from lightning_shard.data_parallel.engine import refuse_leftover_pieces
 from lightning_shard.data_parallel.model_split import ModelSplit
-from lightning_shard.data_parallel.options import STAGES
 from lightning_shard.errors import ConfigError
 from lightning_shard.mesh import Axis, ParallelMesh
-from lightning_shard.option_checks import checked_options
 from lightning_shard.planner.description import Description, Measure
-from lightning_shard.strategies.model_parallel import ModelParallelStrategy, checked_ranks
+from lightning_shard.strategies.configs import GradientConfig, RunConfig, TensorParallelConfig
+from lightning_shard.strategies.flat_options import part, takes
+from lightning_shard.strategies.model_parallel import ModelParallelStrategy
+from lightning_shard.strategies.options import SharedOptions, TensorParallelOptions
 from lightning_shard.tensor_parallel.automatic import automatic_plan
 from lightning_shard.tensor_parallel.fused_layouts import check_layouts
 from lightning_shard.tensor_parallel.parted_tensor import made_whole
@@ -36,73 +33,20 @@ from lightning_shard.trainer.same_results import SameResults
 class TensorParallelStrategy(ModelParallelStrategy):
     """Wide layers in parts over the ranks of a group; `strategy="tensor_parallel"`.
 
-    Args:
-        accelerator: See `ShardStrategy`, as for the next eight.
-        parallel_devices: One device per local rank.
-        cluster_environment: Lightning's.
-        checkpoint_io: Lightning's.
-        precision_plugin: Lightning's.
-        backend: "auto" or a backend's name.
-        num_ranks: With backend "in_process": ranks to run here.
-        timeout: Seconds after which a silent peer is an error.
-        debug: Compare every collective call.
-        announce: Say in one line, when a fit starts, what runs and what each rank will hold.
-        tensor_parallel_size: Ranks that share each layer; by default all. What they leave of the
-            world is data parallel.
-        plan: Maps patterns of module paths to styles: see `tensor_parallel.styles`. Or "auto",
-            also as None: found by `tensor_parallel.automatic`.
-        zero_stage: How the data-parallel ranks keep their state, 0 to 3.
-        sequence_parallel: Whether the activations between the split layers' regions (norms,
-            dropout, residual sums) are in slices of the sequence.
-
     Raises:
         ConfigError: A size, stage or plan that cannot be.
     """
 
     model_axes: ClassVar[tuple[Axis, ...]] = ("tp",)
 
-    @checked_options
-    def __init__(
-        self,
-        accelerator: "pl.accelerators.Accelerator | None" = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-        backend: str = "auto",
-        num_ranks: int | None = None,
-        timeout: float | timedelta = DEFAULT_TIMEOUT,
-        debug: bool = False,
-        announce: bool = True,
-        tensor_parallel_size: int | None = None,
-        plan: dict[str, Any] | str | None = "auto",
-        zero_stage: int = 0,
-        sequence_parallel: bool = False,
-    ) -> None:
-        if isinstance(plan, str) and plan != "auto":
-            raise ConfigError(f"plan must be 'auto' or map patterns to styles, got {plan!r}.")
-        if plan == {}:
-            raise ConfigError("plan is empty, expected patterns and styles, or 'auto'.")
-        if zero_stage not in STAGES:
-            raise ConfigError(f"zero_stage must be one of {STAGES}, got {zero_stage!r}.")
-        self.stage = zero_stage  # type: ignore[misc]
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            backend=backend,
-            num_ranks=num_ranks,
-            timeout=timeout,
-            debug=debug,
-            announce=announce,
-        )
-        if tensor_parallel_size is not None:
-            checked_ranks("tensor_parallel_size", tensor_parallel_size)
-        self._tensor_parallel_size = tensor_parallel_size
-        self._plan = plan
-        self._sequence_parallel = sequence_parallel
+    @takes(RunConfig, TensorParallelConfig, GradientConfig)
+    def __init__(self, **options: Unpack[TensorParallelOptions]) -> None:
+        layers = TensorParallelConfig.of(options)
+        self.stage = layers.zero_stage  # type: ignore[misc]
+        super().__init__(**part(SharedOptions, options))
+        self._tensor_parallel_size = layers.tensor_parallel_size
+        self._plan = layers.plan
+        self._sequence_parallel = layers.sequence_parallel
         self._layers_split: SplitModel | None = None
         self._same_results: SameResults | None = None
 

@@ -199,7 +199,8 @@ _FORMS: dict[str, type] = {
 
 @cache
 def _parallel_class(form: str, own: type[nn.Module], seen: tuple[str, ...]) -> type[nn.Module]:
-    views = {name: _seen_whole(name) for name in seen}
+    views: dict[str, Any] = {name: _seen_whole(name) for name in seen}
+    views["stands_for"] = own.__name__  # of `units.class_name`
     return type(f"{form.capitalize()}{own.__name__}", (_FORMS[form], own), views)
 
 

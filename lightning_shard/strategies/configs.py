@@ -1,0 +1,287 @@
+"""The groups of options with their defaults, and what values cannot be, by themselves or together.
+
+What the options mean is said once, in `options`, where callers and their editors see them. Types
+are checked before a group is made, see `flat_options`; here is what a value of its type cannot be.
+"""
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, get_args
+
+from lightning_shard.backends.base import DEFAULT_TIMEOUT
+from lightning_shard.backends.registry import get_backend
+from lightning_shard.data_parallel.async_sgd.async_sgd import StalenessRule
+from lightning_shard.data_parallel.compression import Compressor
+from lightning_shard.data_parallel.local_sgd.outer import OuterOptimizer
+from lightning_shard.data_parallel.local_sgd.schedule import SyncSchedule
+from lightning_shard.data_parallel.options import STAGES
+from lightning_shard.errors import ConfigError
+from lightning_shard.mesh import AXES, Axis, ParallelMesh
+from lightning_shard.pipeline_parallel.partition import Split
+from lightning_shard.pipeline_parallel.schedules import check_name
+from lightning_shard.strategies.flat_options import OptionGroup
+from lightning_shard.strategies.hybrid_sharding import DataParallelSize, checked_size
+from lightning_shard.strategies.options import ElasticScheme, ReduceDType
+
+_LONGEST = timedelta(days=365)  # torch counts milliseconds
+_STAGES: dict[ElasticScheme, int] = {"shard_ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(OptionGroup):
+    """What every strategy takes; see `RunOptions`.
+
+    Raises:
+        ConfigError: An unknown backend, or options that contradict each other.
+    """
+
+    backend: str = "auto"
+    num_ranks: int | None = None
+    timeout: float | timedelta = DEFAULT_TIMEOUT
+    debug: bool = False
+    announce: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be."""
+        if self.backend != "auto":
+            get_backend(self.backend)
+        if not timedelta(0) < self.longest_wait <= _LONGEST:
+            raise ConfigError(
+                f"timeout must be positive seconds, and at most {_LONGEST.days} days, got "
+                f"{self.timeout!r}."
+            )
+        if self.num_ranks is not None and self.backend != "in_process":
+            raise ConfigError(
+                f"num_ranks={self.num_ranks} sets the ranks of the backend 'in_process', but the "
+                f"backend is {self.backend!r}. Pass Trainer(devices={self.num_ranks}), or a "
+                f"strategy name that ends in '_in_process'."
+            )
+        if self.num_ranks is not None and self.num_ranks < 1:
+            raise ConfigError(f"num_ranks must be at least 1, got {self.num_ranks}.")
+
+    @property
+    def longest_wait(self) -> timedelta:
+        """The timeout."""
+        if isinstance(self.timeout, timedelta):
+            return self.timeout
+        try:
+            return timedelta(seconds=self.timeout)
+        except OverflowError:
+            return timedelta(0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitConfig(OptionGroup):
+    """What ranks communicate as one; see `UnitOptions`."""
+
+    units: list[str] | None = None
+    bucket_mb: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientConfig(UnitConfig):
+    """How gradients travel; see `GradientOptions`."""
+
+    reduce_dtype: ReduceDType | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataParallelConfig(GradientConfig):
+    """Replicated data parallel and ZeRO; see `DataParallelOptions`."""
+
+    compression: str | Compressor | dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig(OptionGroup):
+    """How layers are split; see `PlanOptions`.
+
+    Raises:
+        ConfigError: It is no plan.
+    """
+
+    plan: dict[str, Any] | str | None = "auto"
+
+    def __post_init__(self) -> None:
+        """Refuse what is no plan."""
+        if isinstance(self.plan, str) and self.plan != "auto":
+            raise ConfigError(f"plan must be 'auto' or map patterns to styles, got {self.plan!r}.")
+        if self.plan == {}:
+            raise ConfigError("plan is empty, expected patterns and styles, or 'auto'.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorParallelConfig(PlanConfig):
+    """Tensor parallelism; see `TensorParallelOptions`.
+
+    Raises:
+        ConfigError: A stage or plan that cannot be.
+    """
+
+    tensor_parallel_size: int | None = None
+    zero_stage: int = 0
+    sequence_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be."""
+        super().__post_init__()
+        _check_stage(self.zero_stage)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig(OptionGroup):
+    """A pipeline's stages and schedule; see `ScheduleOptions`.
+
+    Raises:
+        ConfigError: A schedule or split that cannot be.
+    """
+
+    schedule: str = "1f1b"
+    num_microbatches: int | None = None
+    blocks: str | None = None
+    split: str | list[int] = "parameters"
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be."""
+        check_name(self.schedule)
+        if isinstance(self.split, str) and self.split not in get_args(Split):
+            raise ConfigError(
+                f"split must be one of {', '.join(map(repr, get_args(Split)))}, or the first block "
+                f"of each stage but the first, got {self.split!r}."
+            )
+        if self.num_microbatches is not None and self.num_microbatches < 1:
+            raise ConfigError(f"num_microbatches must be at least 1, got {self.num_microbatches}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineParallelConfig(ScheduleConfig):
+    """Pipeline parallelism; see `PipelineParallelOptions`."""
+
+    pipeline_parallel_size: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridParallelConfig(OptionGroup):
+    """The mesh of data, tensor and pipeline parallelism; see `HybridParallelOptions`.
+
+    Raises:
+        ConfigError: A pair of sizes, a stage or an order of axes that cannot be.
+    """
+
+    pipeline_parallel_size: int = 1
+    tensor_parallel_size: int = 1
+    data_parallel_size: DataParallelSize = -1
+    zero_stage: int = 1
+    axis_order: tuple[Axis, ...] = AXES
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be, and make tuples of the lists of YAML."""
+        object.__setattr__(self, "data_parallel_size", checked_size(self.data_parallel_size))
+        order = ParallelMesh(axis_order=self.axis_order).axis_order
+        object.__setattr__(self, "axis_order", order)
+        _check_stage(self.zero_stage)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSGDConfig(OptionGroup):
+    """Local SGD and DiLoCo; see `LocalSGDOptions`."""
+
+    sync_every: int = 10
+    warmup_steps: int = 0
+    outer_optimizer: OuterOptimizer = None
+    fragments: int = 1
+    overlap_steps: int = 0
+    mixing: float | None = None
+    compression: str | Compressor | dict[str, Any] | None = None
+
+    @property
+    def schedule(self) -> SyncSchedule:
+        """When what is exchanged.
+
+        Raises:
+            ConfigError: Numbers that make no schedule.
+        """
+        usual = 0.5 if self.overlap_steps else 0.0
+        return SyncSchedule(
+            sync_every=self.sync_every,
+            warmup_steps=self.warmup_steps,
+            fragments=self.fragments,
+            overlap_steps=self.overlap_steps,
+            mixing=usual if self.mixing is None else self.mixing,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AsyncSGDConfig(OptionGroup):
+    """Asynchronous SGD; see `AsyncSGDOptions`.
+
+    Raises:
+        ConfigError: A bound, a rule or a warm-up that cannot be.
+    """
+
+    staleness_bound: int = 4
+    staleness_lr: StalenessRule | None = "inverse"
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be."""
+        if self.staleness_bound < 0:
+            raise ConfigError(
+                f"staleness_bound must be a number of steps, 0 or more, got "
+                f"{self.staleness_bound!r}; 4 is usual, 0 trains synchronously."
+            )
+        if self.warmup_steps < 0:
+            raise ConfigError(
+                f"warmup_steps must be a number of synchronous steps, 0 or more, got "
+                f"{self.warmup_steps!r}."
+            )
+        if self.staleness_lr not in ("inverse", None):
+            raise ConfigError(f"staleness_lr must be 'inverse' or None, got {self.staleness_lr!r}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticConfig(OptionGroup):
+    """Elastic training; see `ElasticOptions`.
+
+    Raises:
+        ConfigError: Options that cannot be, or contradict each other.
+    """
+
+    scheme: ElasticScheme = "zero2"
+    min_ranks: int = 1
+    max_ranks: int | None = None
+    snapshot_every: int = 10
+    global_batch_size: int | None = None
+    learning_rate_scaling: Literal["linear", "sqrt"] | None = None
+    max_failures: int = 3
+    patience: float = 60.0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be."""
+        if self.scheme not in _STAGES:
+            raise ConfigError(
+                f"scheme must be one of {', '.join(map(repr, _STAGES))}, got {self.scheme!r}: the "
+                f"ranks of other schemes have parts of layers, without which the rest cannot go on."
+            )
+        if self.snapshot_every < 1:
+            raise ConfigError(f"snapshot_every must be at least 1 step, got {self.snapshot_every}.")
+        if self.max_failures < 0 or self.patience < 0:
+            raise ConfigError(
+                f"max_failures and patience (seconds) must be at least 0, got {self.max_failures} "
+                f"and {self.patience}."
+            )
+        if self.min_ranks < 1 or (self.max_ranks is not None and self.max_ranks < self.min_ranks):
+            raise ConfigError(
+                f"Expected 1 <= min_ranks <= max_ranks, got min_ranks={self.min_ranks} and "
+                f"max_ranks={self.max_ranks}."
+            )
+
+    @property
+    def stage(self) -> int:
+        """The scheme's ZeRO stage."""
+        return _STAGES[self.scheme]
+
+
+def _check_stage(stage: int) -> None:
+    if stage not in STAGES:
+        raise ConfigError(f"zero_stage must be one of {STAGES}, got {stage!r}.")

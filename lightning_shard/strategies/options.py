@@ -1,0 +1,254 @@
+"""The options of the strategies: each is declared and explained here, once.
+
+    class TensorParallelOptions(RunOptions, PlanOptions, GradientOptions, total=False): ...
+
+    def __init__(self, **options: Unpack[TensorParallelOptions]) -> None: ...
+
+A scheme takes the groups that make sense for it, and its own. Type checkers and editors read the
+names and types of a constructor here; defaults, and what values cannot be, are in `configs`.
+"""
+
+from datetime import timedelta
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.plugins.precision import Precision
+from typing_extensions import TypedDict
+
+from lightning_shard.data_parallel.async_sgd.async_sgd import StalenessRule
+from lightning_shard.data_parallel.compression import Compressor
+from lightning_shard.data_parallel.local_sgd.outer import OuterOptimizer
+from lightning_shard.mesh import Axis
+
+ReduceDType = Literal["float32", "bfloat16", "float16"]
+ElasticScheme = Literal["shard_ddp", "zero1", "zero2", "zero3"]
+
+
+class LightningOptions(TypedDict, total=False):
+    """What Lightning's own parallel strategies take.
+
+    Attributes:
+        accelerator: Lightning's; the Trainer sets it.
+        parallel_devices: One device per local rank; the Trainer sets them.
+        cluster_environment: Lightning's; the Trainer finds it when it is left out.
+        checkpoint_io: Lightning's; it writes and reads the files.
+        precision_plugin: Lightning's; it is exchanged for a twin that works on shards.
+    """
+
+    accelerator: pl.accelerators.Accelerator | None
+    parallel_devices: list[torch.device] | None
+    cluster_environment: ClusterEnvironment | None
+    checkpoint_io: CheckpointIO | None
+    precision_plugin: Precision | None
+
+
+class RunOptions(LightningOptions, total=False):
+    """What every strategy takes.
+
+    Attributes:
+        backend: "auto" (NCCL on GPUs, Gloo on CPUs) or a backend's name.
+        num_ranks: Ranks to run inside this process, with backend "in_process" only; by default the
+            number of devices.
+        timeout: Seconds (or a timedelta) after which a silent peer is an error.
+        debug: Let ranks compare every collective call before they make it, so that a mistake is an
+            error that names both call sites. Slow. On as well when LIGHTNING_SHARD_DEBUG is 1, and
+            always within one process.
+        announce: Say in one line, when a fit starts, what runs and what each rank will hold.
+    """
+
+    backend: str
+    num_ranks: int | None
+    timeout: float | timedelta
+    debug: bool
+    announce: bool
+
+
+class UnitOptions(TypedDict, total=False):
+    """What the ranks communicate as one.
+
+    Attributes:
+        units: Class names of the modules that are communicated as one; found when left out.
+        bucket_mb: Neighbouring small blocks are joined up to this many MB; by default 25, under
+            stage 3 12.5.
+    """
+
+    units: list[str] | None
+    bucket_mb: float | None
+
+
+class GradientOptions(UnitOptions, total=False):
+    """How the gradients of data-parallel ranks travel.
+
+    Attributes:
+        reduce_dtype: Format in which gradients travel between data-parallel ranks; that of
+            backward when left out.
+    """
+
+    reduce_dtype: ReduceDType | None
+
+
+class SharedOptions(RunOptions, GradientOptions, total=False):
+    """What all strategies share whose ranks average gradients."""
+
+
+class DataParallelOptions(SharedOptions, total=False):
+    """What replicated data parallel and ZeRO take.
+
+    Attributes:
+        compression: "fp16", "bf16", "int8", "topk", "powersgd", "onebit", a `Compressor`, or a
+            mapping with `class_path` and `init_args`: what makes gradients smaller before they
+            travel. "none" or None sends them as they are. Stages 0 to 2.
+    """
+
+    compression: str | Compressor | dict[str, Any] | None
+
+
+class PlanOptions(TypedDict, total=False):
+    """How layers are split.
+
+    Attributes:
+        plan: Maps patterns of module paths to styles: see `tensor_parallel.styles`. Or "auto",
+            also as None: found by `tensor_parallel.automatic`.
+    """
+
+    plan: dict[str, Any] | str | None
+
+
+class ScheduleOptions(TypedDict, total=False):
+    """How a pipeline is cut into stages, and what runs when.
+
+    Attributes:
+        schedule: One of `pipeline_parallel.schedules.SCHEDULES`.
+        num_microbatches: Parts of each batch; by default twice the ranks of the pipeline. A batch
+            of fewer samples has one part for each.
+        blocks: Path of the list of repeated blocks; found where there is one.
+        split: What the stages have alike: "parameters", "flops" or "memory" (measured in the
+            first batch); or the first block of each stage but the first.
+    """
+
+    schedule: str
+    num_microbatches: int | None
+    blocks: str | None
+    split: str | list[int]
+
+
+class TensorParallelOptions(SharedOptions, PlanOptions, total=False):
+    """What tensor parallelism takes.
+
+    Attributes:
+        tensor_parallel_size: Ranks that share each layer; by default all. What they leave of the
+            world is data parallel.
+        zero_stage: How the data-parallel ranks keep their state, 0 to 3.
+        sequence_parallel: Whether the activations between the split layers' regions (norms,
+            dropout, residual sums) are in slices of the sequence.
+    """
+
+    tensor_parallel_size: int | None
+    zero_stage: int
+    sequence_parallel: bool
+
+
+class PipelineParallelOptions(SharedOptions, ScheduleOptions, total=False):
+    """What pipeline parallelism takes.
+
+    Attributes:
+        pipeline_parallel_size: Ranks of one pipeline; by default all. What they leave of the world
+            is data parallel.
+    """
+
+    pipeline_parallel_size: int | None
+
+
+class HybridParallelOptions(SharedOptions, PlanOptions, ScheduleOptions, total=False):
+    """What data, tensor and pipeline parallelism together take.
+
+    Attributes:
+        pipeline_parallel_size: Ranks of one pipeline.
+        tensor_parallel_size: Ranks that share each layer of a stage.
+        data_parallel_size: Models that train on different batches; -1 takes the remaining ranks. A
+            pair (replicate, shard) is so many copies of the state, each in shards on so many
+            neighbouring ranks; choose those of a node, and gathers stay inside it.
+        zero_stage: How the data-parallel ranks keep their state, 0 to 3. Stage 3 gathers each layer
+            for every microbatch's forward and backward, each half of it where those are apart.
+        axis_order: The axes "pp", "dp" and "tp" from the slowest to the fastest.
+    """
+
+    pipeline_parallel_size: int
+    tensor_parallel_size: int
+    data_parallel_size: int | tuple[int, int]
+    zero_stage: int
+    axis_order: tuple[Axis, ...]
+
+
+class LocalSGDOptions(SharedOptions, total=False):
+    """What local SGD and DiLoCo take; units, buckets and `reduce_dtype` are those of the warm-up.
+
+    Attributes:
+        sync_every: Steps between two exchanges of the same parameters.
+        warmup_steps: Steps at the beginning that average gradients, as "shard_ddp" does: post-local
+            SGD. Of a batch with several steps by hand, all belong to it if one does.
+        outer_optimizer: None averages parameters. "nesterov", {"class_path": ..., "init_args":
+            ...} or a function of a list of tensors is DiLoCo's outer optimizer, whose gradient is
+            the mean of what the ranks have changed.
+        fragments: Parts of the model that are exchanged in turns.
+        overlap_steps: Steps that training goes on while a fragment travels.
+        mixing: The share of its own parameters that a rank keeps when a fragment lands; by default
+            0, with `overlap_steps` 0.5.
+        compression: Of what the ranks have changed, when they meet: "fp16", "bf16", "int8", "topk",
+            "powersgd", a compressor, or {"class_path": ..., "init_args": ...}.
+    """
+
+    sync_every: int
+    warmup_steps: int
+    outer_optimizer: OuterOptimizer
+    fragments: int
+    overlap_steps: int
+    mixing: float | None
+    compression: str | Compressor | dict[str, Any] | None
+
+
+class AsyncSGDOptions(RunOptions, UnitOptions, total=False):
+    """What asynchronous SGD takes; `bucket_mb` is of synchronous steps.
+
+    Attributes:
+        staleness_bound: Steps that a rank may be ahead of the oldest part of the parameters that it
+            uses. 0 is synchronous training.
+        staleness_lr: Each gradient counts for 1 / N of the learning rate. "inverse": one that comes
+            k > 1 rounds of N gradients after its parameters counts for 1 / (k N). None: all alike.
+        warmup_steps: Synchronous steps at the beginning. The first ones suffer most from old
+            gradients, since parameters move fastest and Adam's averages begin.
+    """
+
+    staleness_bound: int
+    staleness_lr: StalenessRule | None
+    warmup_steps: int
+
+
+class ElasticOptions(SharedOptions, total=False):
+    """What elastic training takes; a peer that is silent for `timeout` seconds is taken for lost.
+
+    Attributes:
+        scheme: "shard_ddp", "zero1", "zero2" or "zero3".
+        min_ranks: With fewer, training waits for `patience` seconds, then saves and ends.
+        max_ranks: Further newcomers wait until there is room; None admits all.
+        snapshot_every: Optimizer steps between the boundaries that ranks remember: at most so many
+            are done again after a loss. "shard_ddp" loses none but between an update and the end of
+            its step.
+        global_batch_size: Samples of an optimizer step, whatever the number of ranks; None keeps
+            what the first ranks have together.
+        learning_rate_scaling: "linear" or "sqrt": let the batch of each rank stay as it is, and
+            scale the learning rate by the number of ranks; None holds the global batch instead.
+        max_failures: A rank that raises errors of its own more often is put out with the last.
+        patience: Seconds to wait below `min_ranks`.
+    """
+
+    scheme: ElasticScheme
+    min_ranks: int
+    max_ranks: int | None
+    snapshot_every: int
+    global_batch_size: int | None
+    learning_rate_scaling: Literal["linear", "sqrt"] | None
+    max_failures: int
+    patience: float
