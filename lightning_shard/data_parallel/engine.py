@@ -38,6 +38,7 @@ from lightning_shard.data_parallel.piece_advice import explaining_gradients, exp
 from lightning_shard.data_parallel.piece_loading import cut_loaded
 from lightning_shard.data_parallel.presenting import look_full
 from lightning_shard.data_parallel.reducer import Reducer
+from lightning_shard.data_parallel.sharded_parameter import as_they_are
 from lightning_shard.data_parallel.torch_private import gradient_hooks
 from lightning_shard.data_parallel.unit import Unit
 from lightning_shard.data_parallel.usage import UsageAgreement
@@ -165,6 +166,7 @@ class DataParallelEngine:
     def _close(self, unit: Unit) -> None:
         self.reducer.close(g for g in self.gradients if g.flat in unit.flats)
 
+    @as_they_are
     def hook_trainable(self) -> None:
         """Watch parameters that have come to require gradients (unfrozen ones, too)."""
         for param, (position, index) in self._positions.items():
@@ -188,6 +190,7 @@ class DataParallelEngine:
         self._adopt_data()
         self._places.put_back(self._adopt_replaced)
 
+    @as_they_are
     def _adopt_data(self) -> None:
         """All values are copied before any is written: they may lie in the buffers themselves."""
         values = [flat.assigned() for flat in self.flats]

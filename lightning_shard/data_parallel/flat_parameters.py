@@ -92,6 +92,7 @@ class FlatParameters:
         self._stand_ins: dict[tuple[int, torch.Size, torch.dtype], ReducedGradient] = {}
         self._shown = ShownViews(self.params)
         self._presented: list[nn.Parameter] = []  # to user code, while they are in shards
+        self._are_sharded = False  # those, to user code
         self.on_assigned: Callable[[], None] = lambda: self.adopt(self.assigned())
         self.present_full()
 
@@ -165,6 +166,7 @@ class FlatParameters:
         """
         homes = {param: home_of(index) for index, param in enumerate(self.params)}
         self._presented = [param for param, home in homes.items() if settle_in(param, home)]
+        self._are_sharded = False
 
     def move_out(self) -> None:
         """End `settle_in`."""
@@ -174,8 +176,9 @@ class FlatParameters:
 
     def present_shards(self, *, sharded: bool) -> None:
         """Let parameters that are in shards look full to user code, or as they are."""
-        for param in self._presented:
-            present(param, sharded=sharded)
+        if sharded is not self._are_sharded:
+            present(self._presented, sharded=sharded)
+            self._are_sharded = sharded
 
     @as_they_are
     def see_assigned(self) -> None:

@@ -21,6 +21,7 @@ from lightning_shard.data_parallel.content import agreed
 from lightning_shard.data_parallel.flat_gradients import FlatGradients
 from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.data_parallel.reduced_gradient import GradientNote, ReducedGradient
+from lightning_shard.data_parallel.sharded_parameter import as_they_are
 from lightning_shard.data_parallel.sharded_reductions import combine_norms, partial_norm
 from lightning_shard.data_parallel.sharded_tensor import ShardedTensor
 from lightning_shard.errors import ConfigError
@@ -219,6 +220,7 @@ class GradientShards:
         """Have averages, where there are only sums; each rank must call."""
         self._reduce_owed()
 
+    @as_they_are
     @torch.no_grad()
     def norms(self, order: float) -> Tensor:
         """The norm of every parameter's gradient, shape (P,), float64; each rank must call."""
@@ -327,6 +329,7 @@ class AbsentGradients:
         self._absent = shards.absent() if split.groups_of_layers else []
         self._hidden: Mapping[nn.Parameter, Tensor | None] = {}
 
+    @as_they_are
     def agree(self) -> None:
         """After a backward, see which gradients there are; each rank of the split must call."""
         if not self._split.groups_of_layers:

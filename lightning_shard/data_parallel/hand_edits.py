@@ -21,6 +21,7 @@ from torch import Tensor
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.content import content, contents
 from lightning_shard.data_parallel.flat_gradients import FlatGradients
+from lightning_shard.data_parallel.sharded_parameter import as_they_are
 from lightning_shard.errors import ConfigError
 
 
@@ -44,6 +45,7 @@ class HandEdits:
         self._device = device
         self.are_expected = False
 
+    @as_they_are
     @torch.no_grad()
     def average(self) -> None:
         """Make averages of all that the optimizer is about to see; each rank must call."""

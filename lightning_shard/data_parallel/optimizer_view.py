@@ -21,6 +21,7 @@ from lightning_shard.data_parallel.gradient_shards import AbsentGradients
 from lightning_shard.data_parallel.hand_edits import HandEdits
 from lightning_shard.data_parallel.reduced_gradient import ReducedGradient
 from lightning_shard.data_parallel.reducer import Reducer
+from lightning_shard.data_parallel.sharded_parameter import as_they_are
 
 
 class OptimizerView:
@@ -57,6 +58,7 @@ class OptimizerView:
         """Whether inside and outside differ at all: not under stage 0 without master copies."""
         return bool(self._gradients)
 
+    @as_they_are
     def enter(self) -> None:
         """Show pieces; each rank must call."""
         if self._depth == 0 and not self._lends:
@@ -116,11 +118,13 @@ class OptimizerView:
         finally:
             self._begin_lending()
 
+    @as_they_are
     def _begin_lending(self) -> None:
         self.enter()
         self._depth, self._lends = 0, True
         self._lend_stand_ins()
 
+    @as_they_are
     def _end_lending(self) -> None:
         if not self._lends:  # what began it has failed
             return
@@ -149,6 +153,7 @@ class OptimizerView:
         if self._absent is not None:
             self._absent.hide()
 
+    @as_they_are
     def leave(self) -> None:
         """Show what was there before; each rank must call."""
         self._depth -= 1

@@ -94,7 +94,7 @@ class PieceCopies:
         if torch.is_grad_enabled() and any(param.requires_grad for param in params):
             self._depth -= 1
             self._refuse(module)
-        self._present(params, sharded=False)
+        present(params, sharded=False)
         self._pieces = [(param, param.data) for param in params]
         self._gather(params)
 
@@ -104,12 +104,8 @@ class PieceCopies:
         if self._depth == 0:
             for param, piece in self._pieces:
                 param.data = piece
-            self._present([param for param, _ in self._pieces], sharded=True)
+            present([param for param, _ in self._pieces], sharded=True)
             self._pieces = []
-
-    def _present(self, params: Iterable[nn.Parameter], *, sharded: bool) -> None:
-        for param in params:
-            present(param, sharded=sharded)
 
     def _refuse(self, module: nn.Module) -> NoReturn:
         raise ConfigError(

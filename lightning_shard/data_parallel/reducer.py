@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.flat_gradients import FlatGradients
+from lightning_shard.data_parallel.sharded_parameter import as_they_are
 from lightning_shard.data_parallel.torch_private import queue_after_backward
 from lightning_shard.data_parallel.usage import UsageAgreement
 
@@ -74,6 +75,7 @@ class Reducer:
             self._inside = before
         self.flush()
 
+    @as_they_are
     def arrive(self, position: int, index: int) -> None:
         """Note that autograd has put a gradient on parameter `index` of buffer `position`."""
         if not (self._inside or self._awaiting_end):
@@ -83,6 +85,7 @@ class Reducer:
         gradients.accept(index)
         self._arrived(position, gradients)
 
+    @as_they_are
     def take(self, position: int, index: int, grad: Tensor) -> None:
         """Take a gradient that has been computed aside, inside `backward`."""
         gradients = self._gradients[position]
@@ -94,6 +97,7 @@ class Reducer:
             self._completed.append(position)
             self._reduce_ready()
 
+    @as_they_are
     def close(self, closed: Iterable[FlatGradients]) -> None:
         """Backward has left these buffers' modules: what has not come will not come.
 
@@ -125,6 +129,7 @@ class Reducer:
         gradients.begin_reduce()
         self._in_flight.append(gradients)
 
+    @as_they_are
     def flush(self) -> None:
         """End a backward: reduce what is left, agree on usage, wait for everything."""
         for position in self._order:
@@ -159,6 +164,7 @@ class Reducer:
         self._order = self._collectives.broadcast_object([*self._completed, *rest], src=0)
         self._order_is_learned = True
 
+    @as_they_are
     def _reset(self) -> None:
         self._cursor, self._completed, self._awaiting_end = 0, [], False
         self._in_flight.clear()

@@ -9,7 +9,7 @@ the class is changed, whoever asks is the engine or Lightning unless `UserCode` 
 step of the user's runs; the engine's own functions look at parameters `as_they_are` even then.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -98,24 +98,42 @@ def copy_home(param: nn.Parameter, made: nn.Parameter) -> None:
     home: ParameterHome | None = vars(param).get(_HOME)
     if home is not None:
         vars(made)[_HOME] = replace(home, note=None, bring=lambda: False)
-        present(made, sharded=True)
+        present([made], sharded=True)
 
 
 def move_out(param: nn.Parameter) -> None:
     """End `settle_in`."""
-    present(param, sharded=False)
+    present([param], sharded=False)
     vars(param).pop(_HOME, None)
 
 
-def present(param: nn.Parameter, *, sharded: bool) -> None:
-    """Let user code see a full parameter where there is a shard, or a plain one."""
-    wanted = ShardedParameter if sharded and _HOME in vars(param) else nn.Parameter
-    if type(param) in (ShardedParameter, nn.Parameter) and type(param) is not wanted:
-        param.__class__ = wanted
+def present(params: Iterable[nn.Parameter], *, sharded: bool) -> None:
+    """Let user code see full parameters where there are shards, or plain ones."""
+    before, after = _CLASSES if sharded else reversed(_CLASSES)
+    for param in params:
+        if type(param) is before and _HOME in vars(param):
+            param.__class__ = after
 
 
 class ShardedParameter(nn.Parameter):
     """A parameter of which this rank has some elements; it is made by changing the class of one."""
+
+    @property
+    def grad(self) -> Tensor | None:  # quicker than `__torch_function__`
+        """The gradient, as it is here."""
+        with torch._C.DisableTorchFunctionSubclass():
+            grad: Tensor | None = _TENSOR.grad.__get__(self)
+            return grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            _set_gradient(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            _TENSOR.grad.__delete__(self)
 
     def full_tensor(self) -> Tensor:
         """Return the full parameter; each rank must call."""
@@ -135,8 +153,10 @@ class ShardedParameter(nn.Parameter):
     ) -> Any:
         """Compute what user code asks for, of the full parameter."""
         with torch._C.DisableTorchFunctionSubclass():
+            if func in _AS_IT_IS:
+                return func(*args, **(kwargs or {}))
             given = tuple(args), dict(kwargs or {})
-            if func in _AS_IT_IS or is_traced():
+            if is_traced():
                 return func(*given[0], **given[1])
             params = [one for one in tree_flatten(given)[0] if type(one) is ShardedParameter]
             meets_shards = any(issubclass(one, _SHARDS) for one in types)
@@ -145,6 +165,8 @@ class ShardedParameter(nn.Parameter):
             return _of_user(func, params, *given)
 
 
+_CLASSES: tuple[type[nn.Parameter], ...] = (nn.Parameter, ShardedParameter)
+_SET_GRAD = _TENSOR.grad.__set__
 _SHARDS = (ParameterShard, ReducedGradient, ShardView)
 _AS_IT_IS = frozenset(
     {
@@ -173,7 +195,7 @@ _NOT_RECORDED = frozenset(
     {
         _TENSOR.data.__get__,
         _TENSOR.data.__set__,
-        _TENSOR.grad.__set__,
+        _SET_GRAD,
         _TENSOR.shape.__get__,
         _TENSOR.ndim.__get__,
         _TENSOR.layout.__get__,
@@ -226,7 +248,7 @@ def _of_user(
     if func == Tensor.set_ and type(args[0]) is ShardedParameter:
         _assign(args[0], *args[1:])
         return args[0]
-    if func == _TENSOR.grad.__set__:
+    if func == _SET_GRAD:
         return _set_gradient(args[0], args[1])
     if getattr(func, "__name__", "") in ("__reduce_ex__", "__reduce__"):
         raise pickling_refused(_home_of(params[0]).spread.name)
@@ -283,13 +305,13 @@ def _cut(shard: ParameterShard, full: Tensor) -> Tensor:
 
 def _set_gradient(param: nn.Parameter, value: Tensor | None) -> None:
     """Let a gradient be what user code has computed; the engine takes it over later."""
-    home = _home_of(param)
     if not isinstance(value, ParameterShard):
-        param.grad = value
+        _SET_GRAD(param, value)
         return
+    home = _home_of(param)
     if home.note is None or not is_alike(_shard_of(param), value):
         raise ConfigError(
             f".grad of {home.spread.name!r} was set to a tensor like {value.spread.name!r} of "
             f"shape {tuple(value.shape)}, expected one of its own shape {tuple(home.spread.shape)}."
         )
-    param.grad = ReducedGradient(param, home.note, ShardedTensor(value.local, home.spread))
+    _SET_GRAD(param, ReducedGradient(param, home.note, ShardedTensor(value.local, home.spread)))
