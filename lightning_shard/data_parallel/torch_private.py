@@ -39,10 +39,8 @@ __all__ = [
 
 COMPILED_MODULE = "_orig_mod"  # where the wrapper of `torch.compile` keeps the module
 FAKE_TENSOR_LOGGER = fake_tensor.__name__
-ACCESS_TO_BACKWARD_HOOKS = (
-    Tensor._backward_hooks.__get__,  # type: ignore[attr-defined]
-    Tensor._backward_hooks.__set__,  # type: ignore[attr-defined]
-)
+_BACKWARD_HOOKS: Any = vars(torch._C.TensorBase)["_backward_hooks"]
+ACCESS_TO_BACKWARD_HOOKS = (_BACKWARD_HOOKS.__get__, _BACKWARD_HOOKS.__set__)
 F = TypeVar("F", bound=Callable[..., Any])
 
 
