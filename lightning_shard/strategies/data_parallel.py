@@ -1,6 +1,6 @@
 """Replicated data parallel and ZeRO stages 1 to 3 as Lightning strategies: the engine's adapter."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar, Unpack
@@ -198,6 +198,14 @@ class DataParallelStrategy(CheckpointingStrategy):
 
     def _unsplit_model(self, *, whole: bool) -> None:
         """Undo `_split_model`; with `whole` each rank must call."""
+
+    def _modules_step(self, kind: str) -> Callable[..., Any]:
+        """Return what runs the module's "training", "validation", "test" or "predict" step.
+
+        For strategies that run it several times within one step of the engine.
+        """
+        step: Callable[..., Any] = getattr(super(), f"{kind}_step")
+        return step
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

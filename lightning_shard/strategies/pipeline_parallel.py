@@ -49,7 +49,6 @@ from lightning_shard.strategies.configs import (
     RunConfig,
     ScheduleConfig,
 )
-from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from lightning_shard.strategies.flat_options import part, takes
 from lightning_shard.strategies.model_parallel import ModelParallelStrategy
 from lightning_shard.strategies.options import PipelineParallelOptions, SharedOptions
@@ -282,7 +281,7 @@ class PipelineParallelStrategy(ModelParallelStrategy):
         microbatches = self._microbatches(args[0])
         self._num_in_step = len(microbatches)
         self._warn_of_bubble(self._num_in_step)
-        step = self._step(super(DataParallelStrategy, self).training_step, args, kwargs)
+        step = self._step(self._modules_step("training"), args, kwargs)
         with self.engine.step(), isolate_rng():
             try:
                 results, stash = pipeline.train("training", microbatches, step, _loss, self._seed)
@@ -364,10 +363,8 @@ class PipelineParallelStrategy(ModelParallelStrategy):
         outputs, weight = self._logs.replay((outputs, weight))
         return outputs, float(weight)
 
-    def _evaluate(
-        self, kind: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        pipeline = self.pipeline
+    def _evaluate(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        pipeline, run = self.pipeline, self._modules_step(kind)
         microbatches = self._microbatches(args[0])
         loader = ", ".join(str(one) for one in args[2:])
         with self.engine.step(), isolate_rng():
@@ -381,22 +378,19 @@ class PipelineParallelStrategy(ModelParallelStrategy):
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._pipeline is None:
             return super().validation_step(*args, **kwargs)
-        run = super(DataParallelStrategy, self).validation_step
-        return self._evaluate("validation", run, args, kwargs)
+        return self._evaluate("validation", args, kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._pipeline is None:
             return super().test_step(*args, **kwargs)
-        run = super(DataParallelStrategy, self).test_step
-        return self._evaluate("test", run, args, kwargs)
+        return self._evaluate("test", args, kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._pipeline is None:
             return super().predict_step(*args, **kwargs)
-        run = super(DataParallelStrategy, self).predict_step
-        return self._evaluate("predict", run, args, kwargs)
+        return self._evaluate("predict", args, kwargs)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
