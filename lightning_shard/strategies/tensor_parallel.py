@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_shard.backends.base import DEFAULT_TIMEOUT
 from lightning_shard.data_parallel.agreement import check_same_model
-from lightning_shard.data_parallel.engine import refuse_leftover_pieces
+from lightning_shard.data_parallel.leftovers import refuse_leftover_pieces
 from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.data_parallel.options import STAGES
 from lightning_shard.errors import ConfigError
