@@ -26,10 +26,12 @@ from lightning_shard.data_parallel.buffers import BufferSync
 from lightning_shard.data_parallel.building import build_gradients, build_units
 from lightning_shard.data_parallel.compression.compressor import Exchange
 from lightning_shard.data_parallel.data_groups import DataGroups
+from lightning_shard.data_parallel.equal_weights import EqualWeights
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.gathering import Gatherer
 from lightning_shard.data_parallel.gradient_shards import AbsentGradients, GradientShards
 from lightning_shard.data_parallel.hand_edits import HandEdits
+from lightning_shard.data_parallel.leftovers import mark_leftover, refuse_leftover_pieces
 from lightning_shard.data_parallel.model_split import ModelSplit, Unsplit
 from lightning_shard.data_parallel.optimizer_view import OptimizerView
 from lightning_shard.data_parallel.options import EngineOptions
@@ -42,9 +44,6 @@ from lightning_shard.data_parallel.sharded_parameter import as_they_are
 from lightning_shard.data_parallel.torch_private import gradient_hooks
 from lightning_shard.data_parallel.unit import Unit
 from lightning_shard.data_parallel.usage import UsageAgreement
-from lightning_shard.errors import ConfigError
-
-_LEFTOVER = "_lightning_shard_piece"  # set on parameters that a failed run leaves cut
 
 
 class DataParallelEngine:
@@ -102,7 +101,10 @@ class DataParallelEngine:
         }
         self._gatherer = Gatherer(model, self.units, self._close) if options.stage == 3 else None
         record = None if self._gatherer is None else self._gatherer.record
-        usage = UsageAgreement(self.gradients, reducing.everyone, self.device, record)
+        self._weights = EqualWeights(self.flats, reducing.everyone, self.device)
+        usage = UsageAgreement(
+            self.gradients, reducing.everyone, self.device, record, self._weights
+        )
         self.reducer = Reducer(self.gradients, reducing.everyone, usage)
         self._hooks: dict[nn.Parameter, RemovableHandle] = {}
         self._buffers = BufferSync(model, self.collectives)
@@ -121,7 +123,12 @@ class DataParallelEngine:
         )
         self.edits = HandEdits(self.gradients, self.device, self.collectives)
         self.view = OptimizerView(
-            self.gradients, self.reducer, self._gatherer, self.absent, self.edits
+            self.gradients,
+            self.reducer,
+            self._gatherer,
+            self.absent,
+            self.edits,
+            self._weights,
         )
         self._loading = cut_loaded(model, self._homes) if options.stage == 3 else []
         self._places = ParameterPlaces(
@@ -197,6 +204,7 @@ class DataParallelEngine:
         for flat, assigned in zip(self.flats, values, strict=True):
             if assigned:
                 flat.adopt(assigned)
+                self._weights.note_assigned()
 
     def _adopt_replaced(self, param: nn.Parameter, value: Tensor) -> None:
         if param in self._homes:
@@ -204,6 +212,7 @@ class DataParallelEngine:
             full = value.full_tensor() if isinstance(value, ParameterShard) else value
             own = self.split.local(param, full)
             flat.adopt({index: own.to(flat.full.device, copy=True)})
+            self._weights.note_assigned()
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -286,12 +295,9 @@ class DataParallelEngine:
         finally:
             self.view.leave()
 
-    def lent_view(self) -> AbstractContextManager[None]:
-        """Run hooks of user code before a step inside; see `OptimizerView.lent`."""
-        return self._lending()
-
     @contextmanager
-    def _lending(self) -> Iterator[None]:
+    def lent_view(self) -> Iterator[None]:
+        """Run hooks of user code before a step inside; see `OptimizerView.lent`."""
         with self.view.lent(), self.user_code.running():
             yield
 
@@ -442,7 +448,7 @@ class DataParallelEngine:
         for param in self.model.parameters():
             param.grad = None
             if not restore and param in self.split.full_shapes:
-                setattr(param, _LEFTOVER, True)
+                mark_leftover(param)
         self.shards.forget()
 
     def _remove_hooks(self) -> None:
@@ -472,7 +478,7 @@ class DataParallelEngine:
             for param, slot in zip(flat.params, flat.layout.slots, strict=True):
                 param.grad = None
                 param.data = flat.shard.new_empty(slot.shape)
-                setattr(param, _LEFTOVER, True)
+                mark_leftover(param)
 
     def _leave_as_is(self, unit: Unit) -> None:
         """After a failure: whole parameters in their own format where they are here."""
@@ -482,7 +488,7 @@ class DataParallelEngine:
                     param.grad = None
                     param.data = view.to(flat.shard.dtype, copy=True)
                 if not unit.is_full:
-                    setattr(param, _LEFTOVER, True)
+                    mark_leftover(param)
 
 
 def _of_one_unit(
@@ -491,20 +497,3 @@ def _of_one_unit(
     """Return what has come of the unit that `flat` belongs to; the rest may go."""
     same = next(unit.flats for unit in units if flat in unit.flats)
     return {known: values for known, values in come.items() if known in same}
-
-
-def take_leftovers(model: nn.Module) -> None:
-    """Let a new engine take a model that another has abandoned; its values must come after that."""
-    for param in model.parameters():
-        vars(param).pop(_LEFTOVER, None)
-
-
-def refuse_leftover_pieces(model: nn.Module) -> None:
-    """Raise ConfigError for a model that a failed run has left in pieces."""
-    for name, param in model.named_parameters():
-        if hasattr(param, _LEFTOVER):
-            raise ConfigError(
-                f"The parameter {name!r} of {type(model).__name__} is only one rank's piece, left "
-                f"by a run of ZeRO stage 3, tensor or pipeline parallel that failed; expected a "
-                f"whole model. Build a new one, or load a checkpoint into a new one."
-            )

@@ -51,11 +51,11 @@ class HandEdits:
         """Make averages of all that the optimizer is about to see; each rank must call."""
         if not self._gradients or self._ranks.size == 1:
             return
-        if not (self.are_expected or any(one.is_edited for one in self._gradients)):
+        if not (self.are_expected or any(one.own.are_edited for one in self._gradients)):
             return
         for gradients in self._gradients:
             if gradients.flat.stage == 0:
-                gradients.take_in_own()
+                gradients.own.take_in()
         if not self._any_differ():
             return
         own, others = self._differences()
@@ -64,17 +64,17 @@ class HandEdits:
                 self._reduce(gradients, kinds)
         for gradients, kinds, differs in zip(self._gradients, own, others, strict=True):
             if gradients.flat.stage == 0 and differs:
-                gradients.average_again([any(kind) for kind in kinds])
+                gradients.own.average_again([any(kind) for kind in kinds])
 
     @property
     def _ranks(self) -> Collectives:
-        averaging = self._gradients[0].ranks
+        averaging = self._gradients[0].own.ranks
         return self._collectives if averaging.size == self._collectives.size else averaging
 
     def _any_differ(self) -> bool:
         """Ask all ranks, in a few bytes, whether there is anything to do."""
-        own = any(one.has_own for one in self._gradients)
-        there = [grad for one in self._gradients for grad in one.which_are_there]
+        own = any(one.own.are_there for one in self._gradients)
+        there = [grad for one in self._gradients for grad in one.own.which_are_there]
         flags = torch.tensor(there, dtype=torch.int64, device=self._device)
         hashes = torch.stack([flags.new_zeros(()), *map(self._content, self._gradients)])
         number = contents([flags, hashes], self._device)
@@ -92,7 +92,9 @@ class HandEdits:
             Of each parameter whether on any rank something of the user's stands there, and whether
             something of ours; of each buffer whether ranks have different gradients.
         """
-        kinds = [one.kind(index) for one in self._gradients for index in range(one.num_params)]
+        kinds = [
+            one.own.kind(index) for one in self._gradients for index in range(one.own.num_params)
+        ]
         there = torch.tensor(kinds, dtype=torch.int64, device=self._device).view(-1)
         hashes = torch.stack([self._content(one) for one in self._gradients])
         least = torch.cat([~there, ~hashes])
@@ -103,14 +105,14 @@ class HandEdits:
         unequal = (greatest != ~least).tolist()
         own, others, start = [], [], 0
         for number, gradients in enumerate(self._gradients):
-            stop = start + gradients.num_params
+            stop = start + gradients.own.num_params
             own.append([(bool(mine), bool(ours)) for mine, ours in anywhere[start:stop]])
             others.append(any(unequal[2 * start : 2 * stop]) or unequal[len(there) + number])
             start = stop
         return own, others
 
     def _content(self, gradients: FlatGradients) -> Tensor:
-        held = gradients.held_everywhere
+        held = gradients.own.held_everywhere
         if held is None:
             return torch.zeros((), dtype=torch.int64, device=self._device)
         return content(held).to(self._device)
@@ -119,9 +121,9 @@ class HandEdits:
         for index, (is_mine, is_ours) in enumerate(kinds):
             if is_mine and is_ours:
                 raise ConfigError(
-                    f"Rank {self._ranks.rank}: .grad of {gradients.name(index)!r} was set by hand "
-                    f"on some ranks and comes from backward on others, expected the same on all: "
-                    f"the one is a rank's own and the other an average. Set it on every rank, or "
-                    f"call self.manual_backward(loss)."
+                    f"Rank {self._ranks.rank}: .grad of {gradients.own.name(index)!r} was set by "
+                    f"hand on some ranks and comes from backward on others, expected the same on "
+                    f"all: the one is a rank's own and the other an average. Set it on every "
+                    f"rank, or call self.manual_backward(loss)."
                 )
-        gradients.reduce_own([is_mine for is_mine, _ in kinds])
+        gradients.reduce_given([is_mine for is_mine, _ in kinds])

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from lightning_shard.data_parallel.equal_weights import EqualWeights
 from lightning_shard.data_parallel.flat_gradients import FlatGradients
 from lightning_shard.data_parallel.gathering import Gatherer
 from lightning_shard.data_parallel.gradient_shards import AbsentGradients
@@ -33,6 +34,7 @@ class OptimizerView:
         gatherer: Under stage 3, frees the units first.
         absent: The gradients of parameters that are not here; hidden inside.
         edits: Averages what user code has put into `.grad`.
+        weights: Told that an update has written parameters.
     """
 
     def __init__(
@@ -42,9 +44,10 @@ class OptimizerView:
         gatherer: Gatherer | None,
         absent: AbsentGradients | None = None,
         edits: HandEdits | None = None,
+        weights: EqualWeights | None = None,
     ) -> None:
         self._all = gradients
-        self._edits = edits
+        self._edits, self._weights = edits, weights
         self._gradients = [g for g in gradients if g.flat.has_local_form]
         self._reducer = reducer
         self._gatherer = gatherer
@@ -84,14 +87,14 @@ class OptimizerView:
         params = gradients.flat.params
         outer = [param.grad for param in params]
         for index, grad in enumerate(outer):
-            gradients.check_outer(index, grad)
+            gradients.own.check(index, grad)
         if self._gatherer is None:
             gradients.flat.take_in_edits()
         for param in params:
             param.grad = None
         gradients.flat.present_local()
         for index, param in enumerate(params):
-            param.grad = gradients.present(index)
+            param.grad = gradients.buffer.present(index)
         return outer
 
     @contextmanager
@@ -136,8 +139,8 @@ class OptimizerView:
         for gradients in self._gradients:
             gradients.flat.present_shards(sharded=True)
             for index, param in enumerate(gradients.flat.params):
-                gradients.take_back(index, None)  # what was made of it meanwhile
-                if gradients.is_there(index):
+                gradients.buffer.take_back(index, None)  # what was made of it meanwhile
+                if gradients.buffer.is_there(index):
                     param.grad = gradients.flat.stand_in(index)
         if self._absent is not None:
             self._absent.show()
@@ -147,9 +150,9 @@ class OptimizerView:
         for gradients in self._gradients:
             gradients.flat.present_shards(sharded=False)
             for index, param in enumerate(gradients.flat.params):
-                gradients.observe(index)
+                gradients.buffer.observe(index)
                 if isinstance(param.grad, ReducedGradient):
-                    param.grad = gradients.present(index)
+                    param.grad = gradients.buffer.present(index)
         if self._absent is not None:
             self._absent.hide()
 
@@ -166,19 +169,21 @@ class OptimizerView:
             self._absent.show()
         self._leave_pieces()
         for gradients in self._all:
-            gradients.know_content()
+            gradients.own.know_content()
+        if self._weights is not None:
+            self._weights.know()
 
     def _leave_pieces(self) -> None:
         if not self._outer:
             return
         for gradients, outer in zip(self._gradients, self._outer, strict=True):
-            kept = [gradients.take_back(index, grad) for index, grad in enumerate(outer)]
+            kept = [gradients.buffer.take_back(index, grad) for index, grad in enumerate(outer)]
             for param in gradients.flat.params:
                 param.grad = None
             if self._gatherer is None:
                 gradients.flat.present_full()
             for index, grad in enumerate(kept):
-                gradients.restore(index, grad)
+                gradients.buffer.restore(index, grad)
             gradients.flat.present_shards(sharded=self._gatherer is not None)
         self._outer = []
         if self._gatherer is not None:

@@ -16,6 +16,7 @@ import torch
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.pending import Pending
+from lightning_shard.data_parallel.equal_weights import EqualWeights
 from lightning_shard.data_parallel.flat_gradients import FlatGradients
 from lightning_shard.data_parallel.gather_record import GatherRecord
 from lightning_shard.errors import ConfigError
@@ -29,6 +30,7 @@ class UsageAgreement:
         collectives: The data-parallel group.
         device: Where the messages lie.
         gathers: What has been gathered; None below stage 3.
+        weights: Compared where a rank's have moved; None where ranks train by themselves.
     """
 
     def __init__(
@@ -37,21 +39,24 @@ class UsageAgreement:
         collectives: Collectives,
         device: torch.device,
         gathers: GatherRecord | None = None,
+        weights: EqualWeights | None = None,
     ) -> None:
         self._gradients = gradients
         self._collectives = collectives
         self._device = device
         self._gathers = gathers
+        self._weights = weights if weights is not None and weights.compares else None
         self._digest = self._known_digest = b""
         self._pending: Pending | None = None
         self._flags = torch.empty(0)
 
     def begin(self) -> None:
         """Start the exchange; each rank must call, after its last reduction has started."""
-        used = [int(flag) for gradients in self._gradients for flag in gradients.used]
+        used = [int(state.is_used) for one in self._gradients for state in one.states]
         if self._gathers is not None:
             self._digest = self._gathers.digest()
-        message = [*used, *self._digest]
+        moved = [int(self._weights.have_moved)] if self._weights is not None else []
+        message = [*used, *moved, *self._digest]
         self._flags = torch.tensor(message, dtype=torch.uint8, device=self._device)
         self._pending = self._collectives.all_reduce(self._flags, "max", async_op=True)
 
@@ -62,19 +67,17 @@ class UsageAgreement:
         self._pending.wait()
         self._pending = None
         self._check_digest()
+        if self._weights is not None:
+            self._weights.agree(self._flags[-1])
         complete = all(
-            used or not param.requires_grad
+            state.is_used or not param.requires_grad
             for gradients in self._gradients
-            for used, param in zip(gradients.used, gradients.flat.params, strict=True)
+            for state, param in zip(gradients.states, gradients.flat.params, strict=True)
         )
-        used = [flag for gradients in self._gradients for flag in gradients.used]
-        flags = used if complete else self._flags.bool().tolist()
-        start = 0
-        for gradients in self._gradients:
-            stop = start + len(gradients.used)
-            new = flags[start:stop]
-            gradients.valid = [a or b for a, b in zip(gradients.valid, new, strict=True)]
-            start = stop
+        states = [state for gradients in self._gradients for state in gradients.states]
+        flags = [] if complete else self._flags.bool().tolist()
+        for number, state in enumerate(states):
+            state.is_valid = state.is_valid or (state.is_used if complete else flags[number])
 
     def _check_digest(self) -> None:
         names = [] if self._gathers is None else self._gathers.take()

@@ -22,7 +22,7 @@ from lightning_shard.backends.pending import is_about_a_peer
 from lightning_shard.backends.registry import get_backend
 from lightning_shard.backends.rendezvous import unless_a_rank_fails
 from lightning_shard.data_parallel.agreement import strangers
-from lightning_shard.data_parallel.engine import take_leftovers
+from lightning_shard.data_parallel.leftovers import take_leftovers
 from lightning_shard.elastic import _lightning
 from lightning_shard.elastic.feeding import Feeding
 from lightning_shard.elastic.generation import Generation, PutOutError

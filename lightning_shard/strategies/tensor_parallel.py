@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_shard.data_parallel.agreement import check_same_model
-from lightning_shard.data_parallel.engine import refuse_leftover_pieces
+from lightning_shard.data_parallel.leftovers import refuse_leftover_pieces
 from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.errors import ConfigError
 from lightning_shard.mesh import Axis, ParallelMesh

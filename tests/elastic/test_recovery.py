@@ -10,7 +10,8 @@ from torch import Tensor, nn, optim
 
 from lightning_shard.backends.registry import get_backend
 from lightning_shard.checkpoint.rank_snapshot import Snapshot, take
-from lightning_shard.data_parallel.engine import DataParallelEngine, take_leftovers
+from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.data_parallel.leftovers import take_leftovers
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.elastic.recovery import agree, restore
 from lightning_shard.errors import CheckpointError

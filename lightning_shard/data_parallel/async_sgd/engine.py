@@ -52,7 +52,7 @@ class AsyncEngine(DataParallelEngine):
     def _show_sums(self, shows: bool) -> None:
         """Let `.grad` be the rank's own gradient, or stand for the average."""
         for gradients in self.gradients:
-            gradients.shows_sums = shows and not gradients.flat.has_master
+            gradients.buffer.shows_sums = shows and not gradients.flat.has_master
 
     def _drop_gradients(self) -> None:
         for param in self.model.parameters():

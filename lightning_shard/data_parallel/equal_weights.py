@@ -1,0 +1,112 @@
+"""Under stage 0 each rank has every parameter, and nothing but equal edits keeps them equal.
+
+    optimizer's view ends ──> the parameters' version counters are known
+    a hook edits in place ──> a counter has moved: one byte of `UsageAgreement` says so
+    end of a backward     ──> where any rank says so, ranks compare what their parameters hold
+
+Gradients are averages, so ranks that once differ do so for good, without a word. Edits past the
+version counters, `weight.data.normal_()` say, are found when ranks compare now and then anyway.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.data_parallel.content import contents
+from lightning_shard.data_parallel.flat_parameters import FlatParameters
+from lightning_shard.errors import ConfigError
+
+_COMPARE_EVERY = 64  # agreements
+_RELATIVE, _ABSOLUTE = 1e-2, 1e-4  # ranks on other hardware round otherwise: that is no edit
+
+
+class EqualWeights:
+    """Compares the parameters of ranks that must have the same.
+
+    Args:
+        flats: All of an engine. Those of stage 0 are compared, if there are several ranks.
+        ranks: That must have the same.
+        device: Of messages.
+
+    Attributes:
+        compares: Whether there is anything to compare; the same on all ranks.
+    """
+
+    def __init__(
+        self, flats: Sequence[FlatParameters], ranks: Collectives, device: torch.device
+    ) -> None:
+        self._ranks, self._device = ranks, device
+        self._flats = [flat for flat in flats if flat.stage == 0 and ranks.size > 1]
+        self.compares = bool(self._flats)
+        self._num_agreements = 0
+        self._was_assigned = False
+        self.know()
+
+    def know(self) -> None:
+        """Take what parameters hold now for what all ranks have: an optimizer has written it."""
+        self._known = self._versions()
+
+    def note_assigned(self) -> None:
+        """Note that user code has assigned a value to a parameter."""
+        self._was_assigned = True
+
+    def _versions(self) -> int:
+        return sum(param._version for flat in self._flats for param in flat.params)
+
+    @property
+    def have_moved(self) -> bool:
+        """Whether user code has changed parameters here since, by a quick look."""
+        return self._was_assigned or self._versions() != self._known
+
+    def agree(self, message: Tensor) -> None:
+        """Compare if any rank has changed something, or now and then; each rank must call.
+
+        Args:
+            message: `have_moved` of any rank, shape (); read on the CPU alone, as elsewhere the
+                device would have to be waited for in every step.
+
+        Raises:
+            ConfigError: On every rank, where parameters differ.
+        """
+        self._num_agreements += 1
+        is_due = self._num_agreements % _COMPARE_EVERY == 0
+        if is_due or (message.device.type == "cpu" and bool(message)):
+            self._compare()
+            self._was_assigned = False
+            self.know()
+
+    @torch.no_grad()
+    def _compare(self) -> None:
+        number = contents([flat.full for flat in self._flats], self._device)
+        both = torch.stack([number, ~number])
+        self._ranks.all_reduce(both, "max").wait()
+        greatest, least = both.tolist()
+        if greatest == ~least:
+            return
+        names = self._differing()
+        if names:
+            raise ConfigError(
+                f"Rank {self._ranks.rank}: the ranks have different values of "
+                f"{', '.join(map(repr, names[:3]))}{', ...' if names[3:] else ''}, expected the "
+                f"same on all, each of which trains all of the model: a hook or step has changed "
+                f"parameters with what is one rank's own, random numbers for example. Draw them "
+                f"after torch.manual_seed(seed) with the same seed on every rank, or change the "
+                f"parameters on rank 0 and send them: "
+                f"param.data.copy_(self.trainer.strategy.broadcast(param.data))."
+            )
+
+    def _differing(self) -> list[str]:
+        """Return the names of parameters that are not rank 0's on some rank."""
+        names, differs = [], []
+        for flat in self._flats:
+            first = flat.full.clone()
+            self._ranks.broadcast(first, src=0).wait()
+            for slot in flat.layout.slots:
+                own, its = (one[slot.offset : slot.stop] for one in (flat.full, first))
+                names.append(slot.name)
+                differs.append(not torch.allclose(own, its, _RELATIVE, _ABSOLUTE, equal_nan=True))
+        flags = torch.tensor(differs, dtype=torch.uint8, device=self._device)
+        self._ranks.all_reduce(flags, "max").wait()
+        return [name for name, differ in zip(names, flags.tolist(), strict=True) if differ]

@@ -1,0 +1,223 @@
+"""The memory of the gradients of one flat buffer, and what stands in `.grad` for it.
+
+    full     each rank's own gradients, or where each rank keeps the whole average, that
+    local    this rank's shard of the averages
+    stash    what `local` held while `full`, of which it is a part, takes new gradients
+
+Where each rank keeps the whole average, the view of `full` is the parameter's `.grad`. Elsewhere a
+`ReducedGradient` stands in `.grad`: it takes later micro-batches, tells of `zero_grad`, and looks
+as the full gradient does. What user code has done to `.grad` is learnt when it is looked at.
+"""
+
+from sys import getrefcount
+
+import torch
+from torch import Tensor
+
+from lightning_shard.data_parallel.flat_parameters import FlatParameters, full_views
+from lightning_shard.data_parallel.gradient_state import GradientState
+from lightning_shard.data_parallel.reduced_gradient import ReducedGradient
+from lightning_shard.data_parallel.sharded_parameter import as_they_are
+
+_OWN_REFERENCES = 2  # to a view that nobody else holds: that of the list, and getrefcount's own
+
+
+class GradientBuffer:
+    """Gradient memory beside one `FlatParameters`.
+
+    Args:
+        flat: The parameters.
+
+    Attributes:
+        states: Of each parameter's gradient.
+        full: Each rank's own gradients; None while there is no memory.
+        views: Of each gradient in `full`.
+        local: This rank's shard of the averages.
+        local_views: Of each gradient's elements in `local`.
+        accumulates: Whether gradients stay in `full` until a backward that synchronises.
+        is_plain: Whether `.grad` stays a full gradient once it is an average.
+        shows_sums: Whether `.grad` is a view of `full` while this rank adds up.
+    """
+
+    def __init__(self, flat: FlatParameters) -> None:
+        self.flat = flat
+        self.states = [GradientState() for _ in flat.params]
+        self.full: Tensor | None = None
+        self.views: list[Tensor] = []
+        self.local: Tensor | None = None
+        self.local_views: list[Tensor] = []
+        self.accumulates = flat.stage < 2
+        self.is_plain = not flat.has_local_form
+        self.shows_sums = self.is_plain
+        self._stash: Tensor | None = None
+
+    @torch.no_grad()
+    def allocate(self) -> Tensor:
+        """Return `full`, which has memory from now on."""
+        if self.full is not None:
+            return self.full
+        kind = self.flat.shard.dtype if self.accumulates else self.flat.full.dtype
+        self.full = torch.empty_like(self.flat.full, dtype=kind)
+        self.views = full_views(self.full, self.flat.layout)
+        end = 0
+        for slot in self.flat.layout.slots:  # padding travels too: keep it zero
+            self.full[end : slot.offset].zero_()
+            end = slot.stop
+        self.full[end:].zero_()
+        if self.accumulates and self.local is None:
+            bounds = self.flat.layout.shard_bounds(self.flat.shard_index)
+            self.local = self.full[slice(*bounds)]
+            self.local_views = self.flat.shard_views(self.local)
+        return self.full
+
+    def give_up_full(self) -> None:
+        """Keep `full` no longer: it is on its way."""
+        self.full, self.views = None, []
+
+    def target(self, dtype: torch.dtype, *, travels_on: bool) -> Tensor:
+        """Return where an average is to go: `local`, or beside it when something is there.
+
+        Args:
+            dtype: Format in which gradients travel.
+            travels_on: Whether what comes is sent again, in that format.
+        """
+        if self.local is None:
+            self.local = torch.empty_like(self.flat.shard)
+            self.local_views = self.flat.shard_views(self.local)
+        fits = dtype == self.local.dtype or (self.local.dtype == torch.float32 and not travels_on)
+        is_taken = not self.accumulates and any(state.is_reduced for state in self.states)
+        if not fits or is_taken:
+            return torch.empty_like(self.local, dtype=None if fits else dtype)
+        return self.local
+
+    def store(self, index: int, grad: Tensor) -> None:
+        """Put a gradient into `full`, or add it to an earlier micro-batch's; show it."""
+        if self.states[index].is_local:  # or reentrant checkpointing
+            self.views[index].add_(grad)
+        else:
+            self.set_aside()
+            self.views[index].copy_(grad)
+        shown = self.views[index] if self.shows_sums else self.flat.stand_in(index)
+        self.flat.params[index].grad = shown
+
+    def set_aside(self) -> None:
+        """Before new gradients overwrite `full`, keep what was reduced into part of it."""
+        if not self.accumulates or self.is_plain or self._stash is not None:
+            return
+        if any(state.is_reduced for state in self.states):
+            for index in range(len(self.states)):  # zero_grad has perhaps let go of all
+                self.observe(index)
+        if any(state.is_reduced for state in self.states):
+            assert self.local is not None
+            self._stash = self.local.clone()
+
+    def merge(self, average: Tensor) -> None:
+        """Add new averages to those held; where none is (or it was set aside) start anew."""
+        if average is self.local:
+            return
+        if self.local is None:
+            self.target(average.dtype, travels_on=True)
+        pieces = self.flat.shard_views(average)
+        for state, local, piece in zip(self.states, self.local_views, pieces, strict=True):
+            adds = state.is_reduced and not self.accumulates
+            local.add_(piece) if adds else local.copy_(piece)
+
+    def add_what_was_set_aside(self) -> None:
+        """End `set_aside`, once new averages are there."""
+        if self._stash is None:
+            return
+        pieces = self.flat.shard_views(self._stash)
+        for state, local, piece in zip(self.states, self.local_views, pieces, strict=True):
+            if state.is_reduced:
+                local.add_(piece)
+        self._stash = None
+
+    def kept(self, index: int) -> Tensor:
+        """Return what has been reduced of a gradient, where it lies now."""
+        kept = None if self._stash is None else self.flat.shard_views(self._stash)
+        return (kept or self.local_views)[index]
+
+    @as_they_are
+    def observe(self, index: int) -> None:
+        """Learn from `.grad` whether user code has zeroed the gradient."""
+        grad = self.flat.params[index].grad
+        if grad is None:
+            self.forget(index)
+        elif isinstance(grad, ReducedGradient):
+            grad.settle(self.flat.note(index))
+            if grad.note.zeroed:
+                grad.note.zeroed = False
+                self.states[index].leave()
+                if self.states[index].is_reduced:
+                    self.kept(index).zero_()
+
+    def forget(self, index: int) -> None:
+        """Note that a gradient is gone; whoever has kept what stood in `.grad` is told so."""
+        if self.shows_sums and self.views and getrefcount(self.views[index]) > _OWN_REFERENCES:
+            self._leave_to_user(index)
+        self.flat.leave_stand_ins(index)
+        self.states[index].forget()
+        self.flat.note(index).zeroed = False  # of a gradient that is gone
+
+    def _leave_to_user(self, index: int) -> None:
+        """Let a gradient that user code has kept stay what it is, in memory of its own."""
+        kept, slot = self.views[index], self.flat.layout.slots[index]
+        assert self.full is not None
+        self.views[index] = self.full[slot.offset : slot.stop].view(slot.shape)
+        kept.data = kept.data.clone()
+
+    @as_they_are
+    def release(self) -> None:
+        """After a reduction, `.grad` stands for what lies in pieces."""
+        if self.is_plain:
+            return
+        for index, param in enumerate(self.flat.params):
+            if not isinstance(param.grad, ReducedGradient):
+                param.grad = self.flat.stand_in(index)
+
+    @as_they_are
+    def settle(self) -> None:
+        """Once ranks agree on what was used, let `.grad` be there or not, the same on all."""
+        for index, (param, state) in enumerate(zip(self.flat.params, self.states, strict=True)):
+            if not state.is_valid and isinstance(param.grad, ReducedGradient):
+                param.grad = None
+                self.forget(index)
+            elif state.is_valid and param.grad is None and self.is_plain:
+                param.grad = self.views[index]
+
+    def is_there(self, index: int) -> bool:
+        """Whether the average of any rank's gradient lies here, or in other ranks' pieces."""
+        state = self.states[index]
+        return state.is_reduced and state.is_valid and bool(self.local_views)
+
+    def present(self, index: int) -> Tensor | None:
+        """The local gradient that the optimizer sees, or None when no rank used the parameter."""
+        if not self.is_there(index):
+            return None
+        local = self.local_views[index]
+        return local if local.numel() or self.flat.stage == 0 else None
+
+    @as_they_are
+    def take_back(self, index: int, outer: Tensor | None) -> Tensor | None:
+        """End the optimizer's view of one gradient: keep what user code made of it.
+
+        Args:
+            index: The parameter; its `.grad` is what was presented, or what replaced it.
+            outer: What stood in `.grad` before.
+
+        Returns:
+            What is to stand there again.
+        """
+        presented, grad = self.present(index), self.flat.params[index].grad
+        if presented is not None and grad is None:
+            self.forget(index)
+        elif presented is not None and grad is not None and grad is not presented:
+            presented.copy_(grad)
+        is_kept = self.states[index].is_reduced or not isinstance(outer, ReducedGradient)
+        return outer if is_kept else None
+
+    @as_they_are
+    def restore(self, index: int, outer: Tensor | None) -> None:
+        """Put back what `take_back` returned; the parameter may have another shape by now."""
+        stand_in = isinstance(outer, ReducedGradient)
+        self.flat.params[index].grad = self.flat.stand_in(index) if stand_in else outer

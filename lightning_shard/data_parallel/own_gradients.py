@@ -1,0 +1,150 @@
+"""What user code has put into `.grad` itself, or changed there, in one buffer of gradients.
+
+It is a rank's own until it is averaged: `HandEdits` asks every buffer, compares ranks and says what
+is to be averaged again. Under stage 0 that is done in place; from stage 1 on such gradients are
+reduced as those of a backward are, see `FlatGradients.reduce_given`.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.data_parallel.gradient_buffer import GradientBuffer
+from lightning_shard.data_parallel.reduced_gradient import ReducedGradient
+from lightning_shard.data_parallel.sharded_parameter import as_they_are
+from lightning_shard.errors import ConfigError
+
+
+class OwnGradients:
+    """The gradients of one buffer that are the user's.
+
+    Args:
+        buffer: Where gradients lie.
+        ranks: Over which gradients are averaged.
+    """
+
+    def __init__(self, buffer: GradientBuffer, ranks: Collectives) -> None:
+        self.ranks = ranks
+        self._buffer = buffer
+        self._flat = buffer.flat
+        self._version = 0  # of the full buffer, once it was reduced
+
+    @property
+    def num_params(self) -> int:
+        """How many parameters there are."""
+        return len(self._flat.params)
+
+    def name(self, index: int) -> str:
+        """The name of a parameter in the model."""
+        return self._flat.layout.slots[index].name
+
+    def know_content(self) -> None:
+        """Take what lies in the buffer now for what all ranks have."""
+        if self._flat.stage == 0 and self._buffer.full is not None:
+            self._version = self._buffer.full._version
+
+    @property
+    def are_edited(self) -> bool:
+        """Whether user code has changed gradients since, by a quick look at this rank."""
+        if self.are_there:
+            return True
+        full = self._buffer.full
+        return self._flat.stage == 0 and full is not None and full._version != self._version
+
+    @property
+    def are_there(self) -> bool:
+        """Whether a tensor of the user's stands in some `.grad`."""
+        return any(self._is_own(index) for index in range(self.num_params))
+
+    @property
+    def which_are_there(self) -> list[bool]:
+        """Under stage 0, which parameters have a gradient here; later stages have agreed."""
+        return [param.grad is not None for param in self._flat.params if self._flat.stage == 0]
+
+    def _is_own(self, index: int) -> bool:
+        grad = self._flat.params[index].grad
+        if grad is None or isinstance(grad, ReducedGradient):
+            return False
+        return not self._buffer.views or grad is not self._buffer.views[index]
+
+    def kind(self, index: int) -> tuple[bool, bool]:
+        """Whether a tensor of the user's stands in `.grad`, and whether one of ours does.
+
+        Raises:
+            ConfigError: One of the user's has another shape than the parameter.
+        """
+        is_own, grad = self._is_own(index), self._flat.params[index].grad
+        if is_own and grad is not None and grad.shape != self._flat.layout.slots[index].shape:
+            raise self._set_by_hand(index)
+        return is_own, not is_own and grad is not None
+
+    @property
+    def held_everywhere(self) -> Tensor | None:
+        """Under stage 0, the memory of all gradients; where there is none it is zero."""
+        if self._flat.stage > 0 or self._buffer.full is None:
+            return None
+        for index, param in enumerate(self._flat.params):
+            self._buffer.observe(index)
+            if param.grad is None:
+                self._buffer.views[index].zero_()
+        return self._buffer.full
+
+    @torch.no_grad()
+    def take_in(self) -> None:
+        """Under stage 0, let our memory hold what user code has put into `.grad`."""
+        for index, param in enumerate(self._flat.params):
+            if not self._is_own(index):
+                continue
+            grad, param.grad = param.grad, None
+            assert grad is not None
+            self._buffer.allocate()
+            self._buffer.views[index].copy_(grad.to_dense() if grad.is_sparse else grad)
+            self._buffer.states[index].arrive()
+            self._show(index)
+
+    def _show(self, index: int) -> None:
+        buffer = self._buffer
+        buffer.states[index].show()
+        shown = buffer.views[index] if buffer.is_plain else self._flat.stand_in(index)
+        self._flat.params[index].grad = shown
+
+    @torch.no_grad()
+    def average_again(self, there: Sequence[bool]) -> None:
+        """Under stage 0, average what lies here once more; each rank must call.
+
+        Args:
+            there: Which parameters have a gradient on any rank.
+        """
+        if self._buffer.full is None:
+            self._buffer.allocate().zero_()
+        full = self._buffer.allocate()
+        self.ranks.all_reduce(full, "avg").wait()
+        for index, is_there in enumerate(there):
+            if is_there:
+                self._show(index)
+        for state in self._buffer.states:
+            state.leave()
+        self.know_content()
+
+    @as_they_are
+    def check(self, index: int, outer: Tensor | None) -> None:
+        """See to what stands in `.grad` before the optimizer's view of it.
+
+        Raises:
+            ConfigError: User code has put a gradient of its own there.
+        """
+        self._buffer.observe(index)
+        view = self._buffer.views[index] if self._buffer.views else None
+        if outer is None or outer is view or isinstance(outer, ReducedGradient):
+            return
+        raise self._set_by_hand(index)
+
+    def _set_by_hand(self, index: int) -> ConfigError:
+        return ConfigError(
+            f"Rank {self.ranks.rank}: .grad of {self.name(index)!r} was set by hand to what has "
+            f"not the parameter's own shape, expected gradients to come from backward, which "
+            f"averages them over the ranks. Call self.manual_backward(loss), or use "
+            f"strategy='shard_ddp'."
+        )
