@@ -9,7 +9,7 @@ updates it, and with which gradient, is the business of the view that is put in.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -85,9 +85,11 @@ class AsyncEngine(DataParallelEngine):
         with nullcontext() if self.is_alone else super().optimizer_view():
             yield
 
+    @contextmanager
     @override
-    def lent_view(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.is_alone else super().lent_view()
+    def lent_view(self) -> Iterator[None]:
+        with nullcontext() if self.is_alone else super().lent_view():
+            yield
 
     @override
     @contextmanager
