@@ -102,10 +102,9 @@ class DataParallelEngine:
         self._gatherer = Gatherer(model, self.units, self._close) if options.stage == 3 else None
         record = None if self._gatherer is None else self._gatherer.record
         self._weights = EqualWeights(self.flats, reducing.everyone, self.device)
-        usage = UsageAgreement(
-            self.gradients, reducing.everyone, self.device, record, self._weights
-        )
-        self.reducer = Reducer(self.gradients, reducing.everyone, usage)
+        ranks = reducing.everyone
+        usage = UsageAgreement(self.gradients, ranks, self.device, record, self._weights)
+        self.reducer = Reducer(self.gradients, ranks, usage)
         self._hooks: dict[nn.Parameter, RemovableHandle] = {}
         self._buffers = BufferSync(model, self.collectives)
         self._buffers.broadcast_all()
@@ -295,9 +294,12 @@ class DataParallelEngine:
         finally:
             self.view.leave()
 
-    @contextmanager
-    def lent_view(self) -> Iterator[None]:
+    def lent_view(self) -> AbstractContextManager[None]:
         """Run hooks of user code before a step inside; see `OptimizerView.lent`."""
+        return self._lending()
+
+    @contextmanager
+    def _lending(self) -> Iterator[None]:
         with self.view.lent(), self.user_code.running():
             yield
 
@@ -307,8 +309,7 @@ class DataParallelEngine:
             return
         touched = {self._positions[param][0] for param in params if param in self._positions}
         flats = [self.gradients[position].flat for position in sorted(touched)]
-        pending = [flat.begin_gather() for flat in flats]
-        for handle in pending:
+        for handle in [flat.begin_gather() for flat in flats]:
             if handle is not None:
                 handle.wait()
 

@@ -47,6 +47,9 @@ class Census(L.Callback):
     _held: HeldBytes | None = None
     _totals: list[dict[Axis, int]] = field(default_factory=list)
 
+    def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
+        trainer.strategy.engine.edits.are_expected = False  # the next hook only looks
+
     def on_before_optimizer_step(self, trainer: L.Trainer, *_: Any) -> None:
         self._held = trainer.strategy.held_bytes()
 
