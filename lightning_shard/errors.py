@@ -29,7 +29,7 @@ class RankFailedError(ShardError):
     """A peer raised, died or fell silent; names the rank and the operation that noticed."""
 
 
-class PutOutError(ShardError):
+class EvictedError(ShardError):
     """An elastic job goes on without this rank; says how often it failed, and its last error."""
 
 

@@ -33,7 +33,7 @@ _NUM_PROPOSALS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement:
+class NodePlacement:
     """Which groups of a mesh reach over several nodes.
 
     Attributes:
@@ -184,7 +184,7 @@ class ParallelMesh:
         """
         return self.grid.groups(axis)
 
-    def placement(self, ranks_per_node: int) -> Placement:
+    def placement(self, ranks_per_node: int) -> NodePlacement:
         """Say which axes reach over nodes that hold `ranks_per_node` neighbouring ranks each.
 
         tp exchanges the most and belongs inside a node; pp the least, and belongs across nodes.
@@ -205,7 +205,7 @@ class ParallelMesh:
                 "gradients are more than what passes between its stages; "
                 f"axis_order={AXES} puts pp across nodes."
             )
-        return Placement(
+        return NodePlacement(
             num_nodes=-(-self.world_size // ranks_per_node),
             ranks_per_node=ranks_per_node,
             nodes_per_group=nodes,

@@ -151,7 +151,7 @@ def _group_lines(stages: Stages, shard: int | None) -> list[str]:
         "  a copy of the state each:     ": [
             group[first : first + shard] for group in replicas for first in parts
         ],
-        "  equal pieces of the copies:   ": [
+        "  equal shards of the copies:   ": [
             group[first::shard] for group in replicas for first in range(shard if parts else 0)
         ],
         "tp groups, sharing each layer:  ": [tuple(group) for stage in stages for group in stage],

@@ -41,8 +41,8 @@ class Job:
     """Where an elastic job is to be reached.
 
     Attributes:
-        host: Of its keeper.
-        port: Of its keeper.
+        host: Of its rendezvous server.
+        port: Of its rendezvous server.
         token: What a process must know to take part.
     """
 
@@ -132,7 +132,7 @@ CRAY_PMI = LauncherVariables(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement:
+class ProcessRanks:
     """Where a process is among its peers; None is what the launcher did not tell."""
 
     rank: int
@@ -156,7 +156,7 @@ def mpi_variables() -> LauncherVariables | None:
     return None
 
 
-def placement(names: LauncherVariables) -> Placement:
+def placement(names: LauncherVariables) -> ProcessRanks:
     """Read where this process is.
 
     Raises:
@@ -170,7 +170,7 @@ def placement(names: LauncherVariables) -> Placement:
         local_rank = integer(names.local_rank, _as_set_by(names))
     if names.node_rank is not None and names.num_nodes is not None:
         node_rank, num_nodes = _number_below(names.node_rank, names.num_nodes, names)
-    return Placement(
+    return ProcessRanks(
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,

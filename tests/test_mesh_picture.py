@@ -71,7 +71,7 @@ dp 3  |  6 7  |
 
 dp groups, of equal parameters: 0 2 4 6 | 1 3 5 7
   a copy of the state each:     0 2 | 1 3 | 4 6 | 5 7
-  equal pieces of the copies:   0 4 | 1 5 | 2 6 | 3 7
+  equal shards of the copies:   0 4 | 1 5 | 2 6 | 3 7
 tp groups, sharing each layer:  0 1 | 2 3 | 4 5 | 6 7
 """
     )

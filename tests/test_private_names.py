@@ -32,7 +32,7 @@ FOREIGN = (
 )
 MAY_TOUCH_THEM = {
     "backends/_c10d.py",
-    "backends/checked/torch_groups.py",
+    "backends/debug_wrapper/torch_groups.py",
     "backends/in_process/rank_globals.py",
     "data_parallel/torch_private.py",
     "elastic/_lightning.py",

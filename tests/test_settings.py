@@ -89,11 +89,11 @@ def test_no_loopback_interface(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_where_a_launcher_says_that_a_process_is(monkeypatch: pytest.MonkeyPatch) -> None:
     set_only(monkeypatch, TORCHRUN)
-    assert settings.placement(settings.TORCHRUN) == settings.Placement(
+    assert settings.placement(settings.TORCHRUN) == settings.ProcessRanks(
         rank=1, world_size=4, local_rank=1, local_size=2, node_rank=0, num_nodes=2
     )
     set_only(monkeypatch, OPEN_MPI)
-    assert settings.placement(settings.OPEN_MPI) == settings.Placement(
+    assert settings.placement(settings.OPEN_MPI) == settings.ProcessRanks(
         rank=1, world_size=2, local_rank=1, local_size=2
     )
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_shard.backends._c10d import Store
-from lightning_shard.backends.checked import checked_name
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.backends.debug_wrapper import debug_name
 from lightning_shard.errors import BackendUnavailableError, ConfigError
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -27,7 +27,8 @@ class Backend(ABC):
     Attributes:
         matches_tags: Whether a receive finds the send of its tag in whatever order they are posted;
             else sends and receives of two ranks must be posted in the same order.
-        debug: Whether the ranks compare what they call before they call it; see `backends.checked`.
+        debug: Whether the ranks compare what they call before they call it; see
+            `backends.debug_wrapper`.
     """
 
     name: ClassVar[str]
@@ -44,7 +45,7 @@ class Backend(ABC):
     @property
     def c10d_name(self) -> str:
         """What c10d calls it, or its checked form."""
-        return checked_name(self.name) if self.debug else self.name
+        return debug_name(self.name) if self.debug else self.name
 
     @abstractmethod
     def unavailable_reason(self) -> str | None:

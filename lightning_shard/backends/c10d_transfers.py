@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_shard.backends.c10d_names import all_gather_flat, reduce_scatter_flat
-from lightning_shard.backends.pending import Transfer
-from lightning_shard.backends.reduction import C10D_OPS, ReduceOpName, is_narrow
+from lightning_shard.backends.pending import StartedTransfer
+from lightning_shard.backends.rank_order import C10D_OPS, ReduceOpName, is_narrow
 from lightning_shard.errors import ConfigError
 
 
@@ -46,18 +46,20 @@ class C10dTransfers:
         widen = output.dtype != source.dtype or (op == "avg" and is_narrow(source.dtype))
         return torch.float32 if widen else source.dtype
 
-    def _all_reduce(self, output: torch.Tensor, source: torch.Tensor, op: ReduceOpName) -> Transfer:
+    def _all_reduce(
+        self, output: torch.Tensor, source: torch.Tensor, op: ReduceOpName
+    ) -> StartedTransfer:
         if self._is_still(source):
             return copy_unless_same(output, source)
         dtype = self._all_reduce_dtype(source, op)
         wire = source.to(dtype) if source.dtype != dtype else output
         copy_unless_same(wire, source)
         work = dist.all_reduce(wire, C10D_OPS[op], group=self.group, async_op=True)
-        return Transfer(works=[work], finish=lambda: self._settle(output, wire, op))
+        return StartedTransfer(works=[work], finish=lambda: self._settle(output, wire, op))
 
     def _reduce_scatter(
         self, output: torch.Tensor, source: torch.Tensor, op: ReduceOpName
-    ) -> Transfer:
+    ) -> StartedTransfer:
         if self._is_still(output):
             return copy_unless_same(output, source)
         dtype = self._reduce_scatter_dtype(output, source, op)
@@ -65,12 +67,14 @@ class C10dTransfers:
         work = reduce_scatter_flat(
             wire, source.to(dtype), C10D_OPS[op], group=self.group, async_op=True
         )
-        return Transfer(works=[work], finish=lambda: self._settle(output, wire, op))
+        return StartedTransfer(works=[work], finish=lambda: self._settle(output, wire, op))
 
-    def _all_gather(self, output: torch.Tensor, source: torch.Tensor) -> Transfer:
+    def _all_gather(self, output: torch.Tensor, source: torch.Tensor) -> StartedTransfer:
         if self._is_still(output):
             return copy_unless_same(output, source)
-        return Transfer(works=[all_gather_flat(output, source, group=self.group, async_op=True)])
+        return StartedTransfer(
+            works=[all_gather_flat(output, source, group=self.group, async_op=True)]
+        )
 
     def _all_to_all(
         self,
@@ -78,19 +82,19 @@ class C10dTransfers:
         source: torch.Tensor,
         output_splits: list[int],
         input_splits: list[int],
-    ) -> Transfer:
+    ) -> StartedTransfer:
         if self.size == 1:
             return copy_unless_same(output, source)
         work = dist.all_to_all_single(
             output, source, output_splits, input_splits, group=self.group, async_op=True
         )
-        return Transfer(works=[work])
+        return StartedTransfer(works=[work])
 
-    def _broadcast(self, tensor: torch.Tensor, src: int) -> Transfer:
+    def _broadcast(self, tensor: torch.Tensor, src: int) -> StartedTransfer:
         if self._is_still(tensor):
-            return Transfer()
+            return StartedTransfer()
         work = dist.broadcast(tensor, group_src=src, group=self.group, async_op=True)
-        return Transfer(works=[work])
+        return StartedTransfer(works=[work])
 
     def _isend(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
         work = dist.isend(tensor, group=self.group, group_dst=peer, tag=tag)
@@ -112,8 +116,8 @@ class C10dTransfers:
             output.copy_(wire)
 
 
-def copy_unless_same(output: torch.Tensor, source: torch.Tensor) -> Transfer:
+def copy_unless_same(output: torch.Tensor, source: torch.Tensor) -> StartedTransfer:
     """Copy on a group of one rank, unless both are the same memory."""
     if output.data_ptr() != source.data_ptr() or output.dtype != source.dtype:
         output.copy_(source)
-    return Transfer()
+    return StartedTransfer()

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_shard.backends.c10d_transfers import C10dTransfers
-from lightning_shard.backends.pending import Pending, Place, Stretch, Transfer
-from lightning_shard.backends.reduction import ReduceOpName, check_op
+from lightning_shard.backends.pending import OperationContext, Pending, Span, StartedTransfer
+from lightning_shard.backends.rank_order import ReduceOpName, check_op
 from lightning_shard.backends.shapes import (
     check_contiguous,
     check_flat,
@@ -59,7 +59,7 @@ class Collectives(C10dTransfers):
         self.traffic = Traffic()
         self._alive[next(self._numbers_made)] = self
 
-    def twin(self, timeout: timedelta | None = None) -> Self:
+    def duplicate(self, timeout: timedelta | None = None) -> Self:
         """The same ranks over a group of their own: its operations keep an order of their own.
 
         Args:
@@ -70,9 +70,9 @@ class Collectives(C10dTransfers):
         """
         ranks = dist.get_process_group_ranks(self.group)
         group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
-        twin = type(self)(group)
-        twin.traffic = self.traffic
-        return twin
+        duplicate = type(self)(group)
+        duplicate.traffic = self.traffic
+        return duplicate
 
     def dtype_on_the_wire(self, dtype: torch.dtype, into: torch.dtype | None) -> torch.dtype:
         """Return the format in which an average of values of `dtype` travels.
@@ -233,7 +233,9 @@ class Collectives(C10dTransfers):
         check_message("send", self.rank, self.size, tensor, peer, tag)
         self.traffic.count("send", tensor.numel(), tensor.itemsize)
         flat = tensor.detach().view(-1)
-        return self._start("send", lambda: Transfer(works=[self._isend(flat, peer, tag)]), async_op)
+        return self._start(
+            "send", lambda: StartedTransfer(works=[self._isend(flat, peer, tag)]), async_op
+        )
 
     def recv(
         self, tensor: torch.Tensor, peer: int, tag: int = 0, *, async_op: bool = False
@@ -242,7 +244,9 @@ class Collectives(C10dTransfers):
         check_message("recv", self.rank, self.size, tensor, peer, tag)
         self.traffic.count("recv", 0, tensor.itemsize)
         flat = tensor.detach().view(-1)
-        return self._start("recv", lambda: Transfer(works=[self._irecv(flat, peer, tag)]), async_op)
+        return self._start(
+            "recv", lambda: StartedTransfer(works=[self._irecv(flat, peer, tag)]), async_op
+        )
 
     def barrier(self) -> None:
         """Return once every rank of the group has called."""
@@ -268,31 +272,33 @@ class Collectives(C10dTransfers):
         return box[0]
 
     def _start(
-        self, operation: str, begin: Callable[[], Transfer], async_op: bool = False
+        self, operation: str, begin: Callable[[], StartedTransfer], async_op: bool = False
     ) -> Pending:
         place = self._place(operation)
-        with Stretch(place):
+        with Span(place):
             transfer = begin()
         pending = Pending(transfer, place)
         if not async_op:
             pending.wait()
         return pending
 
-    def _place(self, operation: str) -> Place:
-        return Place(operation=operation, rank=self.rank, size=self.size, traffic=self.traffic)
+    def _place(self, operation: str) -> OperationContext:
+        return OperationContext(
+            operation=operation, rank=self.rank, size=self.size, traffic=self.traffic
+        )
 
     @contextmanager
     def _call(self, operation: str) -> Iterator[None]:
-        with Stretch(self._place(operation)) as stretch:
+        with Span(self._place(operation)) as span:
             yield
-            stretch.has_waited()
+            span.has_waited()
 
     @classmethod
     def traffic_by_group(cls) -> list[GroupTraffic]:
         """Return this rank's counters of each of its groups, in the order of their making.
 
         Every `Collectives` that lives is counted whose group c10d still has, under its group; a
-        `twin` counts where its original does. In an in-process world each rank sees its own.
+        `duplicate` counts where its original does. In an in-process world each rank sees its own.
         """
         groups: dict[dist.ProcessGroup, Traffic] = {}
         counted: set[int] = set()

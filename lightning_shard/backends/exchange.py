@@ -12,7 +12,7 @@ rank sends each peer just the slice that the peer needs:
 The messages move while the caller computes; the local sum, in rank order and in float32 for narrow
 types, is done by `Pending.wait`. Every operation is a single phase: a second round of messages that
 begins in `wait` would deadlock two ranks that wait for two operations in different order. So an
-all-reduce is either direct, the whole tensor to every peer, or the backend's own (Gloo's ring).
+all-reduce is either direct, the full tensor to every peer, or the backend's own (Gloo's ring).
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,12 +25,12 @@ import torch.distributed as dist
 
 from lightning_shard.backends.c10d_transfers import copy_unless_same
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.backends.pending import Transfer
-from lightning_shard.backends.reduction import ReduceOpName, combine_in_rank_order, is_narrow
+from lightning_shard.backends.pending import StartedTransfer
+from lightning_shard.backends.rank_order import ReduceOpName, combine_in_rank_order, is_narrow
 from lightning_shard.backends.scratch import ScratchPool
 from lightning_shard.backends.shapes import FIRST_RESERVED_TAG
 
-# An all-reduce that sends the whole tensor to every peer beats Gloo's ring up to here on any number
+# An all-reduce that sends the full tensor to every peer beats Gloo's ring up to here on any number
 # of ranks (latency) ...
 _DIRECT_BYTES = 64 << 10
 # ... and up to here on so few ranks that it sends less than the ring, or as much of a tensor of
@@ -64,7 +64,9 @@ class ExchangeCollectives(Collectives):
     ) -> torch.dtype:
         return source.dtype
 
-    def _all_reduce(self, output: torch.Tensor, source: torch.Tensor, op: ReduceOpName) -> Transfer:
+    def _all_reduce(
+        self, output: torch.Tensor, source: torch.Tensor, op: ReduceOpName
+    ) -> StartedTransfer:
         if self._is_still(source):
             return copy_unless_same(output, source)
         if self._is_direct(source, op):
@@ -75,18 +77,18 @@ class ExchangeCollectives(Collectives):
 
     def _reduce_scatter(
         self, output: torch.Tensor, source: torch.Tensor, op: ReduceOpName
-    ) -> Transfer:
+    ) -> StartedTransfer:
         if self._is_still(output):
             return copy_unless_same(output, source)
         return self._exchange_and_combine(output, source.view(self.size, -1).unbind(), op)
 
-    def _all_gather(self, output: torch.Tensor, source: torch.Tensor) -> Transfer:
+    def _all_gather(self, output: torch.Tensor, source: torch.Tensor) -> StartedTransfer:
         if self._is_still(output):
             return copy_unless_same(output, source)
         slices = output.view(self.size, -1).unbind()
         works = self._exchange([source] * self.size, slices)
         copy_unless_same(slices[self.rank], source)  # while the messages move
-        return Transfer(works=works)
+        return StartedTransfer(works=works)
 
     def _all_to_all(
         self,
@@ -94,16 +96,16 @@ class ExchangeCollectives(Collectives):
         source: torch.Tensor,
         output_splits: list[int],
         input_splits: list[int],
-    ) -> Transfer:
+    ) -> StartedTransfer:
         incoming = torch.split(output, output_splits)
         outgoing = torch.split(source, input_splits)
         works = self._exchange(outgoing, incoming)
         incoming[self.rank].copy_(outgoing[self.rank])  # while the messages move
-        return Transfer(works=works)
+        return StartedTransfer(works=works)
 
     def _all_reduce_in_float32(
         self, output: torch.Tensor, source: torch.Tensor, op: ReduceOpName
-    ) -> Transfer:
+    ) -> StartedTransfer:
         num_bytes = 4 * source.numel()
         buffer = self._lend(num_bytes, source)
         wire = buffer[:num_bytes].view(torch.float32).copy_(source)
@@ -113,28 +115,28 @@ class ExchangeCollectives(Collectives):
             self._settle(output, wire, op)
             self._give_back(buffer)
 
-        return Transfer(works=[cast("dist.Work", work)], finish=finish)
+        return StartedTransfer(works=[cast("dist.Work", work)], finish=finish)
 
     def _exchange_and_combine(
         self, output: torch.Tensor, outgoing: Sequence[torch.Tensor], op: ReduceOpName
-    ) -> Transfer:
+    ) -> StartedTransfer:
         """Send outgoing[i] to rank i and reduce what comes with outgoing[rank] into `output`."""
         own = outgoing[self.rank]
-        # What is read first may land where the result goes, unless the own piece lies there.
+        # What is read first may land where the result goes, unless the own shard lies there.
         lands = output.dtype == own.dtype and output.data_ptr() != own.data_ptr()
-        pieces = [output] if lands else []
-        num_bytes = (self.size - 1 - len(pieces)) * own.numel() * own.itemsize
+        shards = [output] if lands else []
+        num_bytes = (self.size - 1 - len(shards)) * own.numel() * own.itemsize
         buffer = self._lend(num_bytes, own) if num_bytes else None
         if buffer is not None:
-            pieces += buffer[:num_bytes].view(own.dtype).view(-1, own.numel()).unbind()
-        pieces.insert(self.rank, own)
+            shards += buffer[:num_bytes].view(own.dtype).view(-1, own.numel()).unbind()
+        shards.insert(self.rank, own)
 
         def finish() -> None:
-            combine_in_rank_order(pieces, self.rank, op, output)
+            combine_in_rank_order(shards, self.rank, op, output)
             if buffer is not None:
                 self._give_back(buffer)
 
-        return Transfer(works=self._exchange(outgoing, pieces), finish=finish)
+        return StartedTransfer(works=self._exchange(outgoing, shards), finish=finish)
 
     def _exchange(
         self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]

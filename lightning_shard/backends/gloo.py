@@ -10,7 +10,7 @@ from typing_extensions import override
 from lightning_shard import settings
 from lightning_shard.backends._c10d import Store
 from lightning_shard.backends.base import Backend
-from lightning_shard.backends.checked import exchange_collectives
+from lightning_shard.backends.debug_wrapper import exchange_collectives
 from lightning_shard.backends.exchange import ExchangeCollectives
 from lightning_shard.backends.rendezvous import is_on_one_host, join_world
 

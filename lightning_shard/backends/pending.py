@@ -20,7 +20,7 @@ _PEER_GONE = re.compile(
 _NO_PEER = ("DataLoader ", "CUDA error")  # these time out by themselves
 
 
-class Place(NamedTuple):
+class OperationContext(NamedTuple):
     """Who is doing what, for error messages and counters."""
 
     operation: str
@@ -29,7 +29,7 @@ class Place(NamedTuple):
     traffic: Traffic
 
 
-class Transfer(NamedTuple):
+class StartedTransfer(NamedTuple):
     """What moves, and what is left to do once it has moved.
 
     Attributes:
@@ -48,8 +48,8 @@ class Pending:
     its output. On CUDA, `wait` orders the current stream and does not block the host, as in c10d.
     """
 
-    def __init__(self, transfer: Transfer, place: Place) -> None:
-        self._transfer: Transfer | None = transfer
+    def __init__(self, transfer: StartedTransfer, place: OperationContext) -> None:
+        self._transfer: StartedTransfer | None = transfer
         self._place = place
 
     @property
@@ -72,17 +72,17 @@ class Pending:
         """
         if self._transfer is None:
             return
-        with Stretch(self._place) as stretch:
+        with Span(self._place) as span:
             for work in self._transfer.works:
                 work.wait()
-            stretch.has_waited()
+            span.has_waited()
             if self._transfer.finish is not None:
                 self._transfer.finish()
         self._transfer = None
 
 
-class Stretch:
-    """A stretch of an operation: times it, and says of a lost peer that it is one.
+class Span:
+    """A span of an operation: times it, and says of a lost peer that it is one.
 
     What the transport says then becomes a RankFailedError; the rest passes. With a lifeline the
     error says which peer that was, and comes before the operation when the peer is known to have
@@ -91,12 +91,12 @@ class Stretch:
 
     __slots__ = ("_begin", "_lifeline", "_place", "_waited")
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: OperationContext) -> None:
         self._place = place
         self._waited = 0.0
         self._lifeline = liveness.current()
 
-    def __enter__(self) -> "Stretch":
+    def __enter__(self) -> "Span":
         if self._lifeline is not None:
             self._lifeline.entered(self._place.operation)
         self._begin = perf_counter()
@@ -124,7 +124,7 @@ def is_about_a_peer(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or _PEER_GONE.search(str(error)) is not None
 
 
-def _lost_peer(place: Place, error: RuntimeError) -> RankFailedError:
+def _lost_peer(place: OperationContext, error: RuntimeError) -> RankFailedError:
     lifeline = liveness.current()
     if lifeline is not None:
         explained = lifeline.explain(place.operation)

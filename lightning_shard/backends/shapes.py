@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lightning_shard.backends.reduction import is_narrow
+from lightning_shard.backends.rank_order import is_narrow
 from lightning_shard.errors import ConfigError, LayoutError
 
 # Tags from here up belong to the exchange algorithms; callers' messages stay below.

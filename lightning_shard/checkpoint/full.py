@@ -1,7 +1,7 @@
 """The full format: an ordinary Lightning `.ckpt`, the same whatever scheme has written it.
 
 Parameters come together buffer by buffer, so that no rank but rank 0 holds more than one unit
-above its share; rank 0 holds the whole on the CPU, as it must to write one file.
+above its share; rank 0 holds the full tensor on the CPU, as it must to write one file.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_shard.checkpoint.misfits import dtype_misfit, misfit_error, shape_misfit
 from lightning_shard.checkpoint.module_snapshot import ModuleSnapshot, named_tensors
-from lightning_shard.checkpoint.optimizer_state import is_piece, params_of
+from lightning_shard.checkpoint.optimizer_state import is_shard, params_of
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.model_split import Unsplit
 from lightning_shard.errors import CheckpointError
@@ -28,23 +28,23 @@ _ADVICE = (
 
 
 def full_module_state(module: nn.Module, engine: DataParallelEngine) -> dict[str, Any]:
-    """The module's `state_dict` with whole parameters; each rank must call.
+    """The module's `state_dict` with full parameters; each rank must call.
 
     Returns:
         On rank 0 every entry, on the CPU, parameters in the optimizer's format. On other ranks the
-        same entries: with the module's own tensors where each rank has whole parameters anyway, up
+        same entries: with the module's own tensors where each rank has full parameters anyway, up
         to stage 2; else without elements, see `module_shapes`.
     """
     everywhere = engine.options.stage < 3 and isinstance(engine.split, Unsplit)
-    whole: dict[int, Tensor] = {}
-    for param, value in engine.whole_parameters(everywhere=everywhere):
+    full: dict[int, Tensor] = {}
+    for param, value in engine.full_parameters(everywhere=everywhere):
         is_own = value.data_ptr() == param.data_ptr() and not engine.is_first
-        whole[id(param)] = value if is_own else value.to("cpu", copy=True)
+        full[id(param)] = value if is_own else value.to("cpu", copy=True)
     if not engine.is_first and not (everywhere and engine.groups.is_first_copy):
         return module_shapes(module, engine)
     state = module.state_dict(keep_vars=True)
     for name, value in state.items():  # in place: torch's own mapping knows module versions
-        state[name] = whole[id(value)] if id(value) in whole else _detached(value, engine)
+        state[name] = full[id(value)] if id(value) in full else _detached(value, engine)
     return state
 
 
@@ -52,7 +52,7 @@ def module_shapes(module: nn.Module, engine: DataParallelEngine) -> dict[str, An
     """The whole module's `state_dict` without elements, for code that asks what is in it.
 
     Returns:
-        Tensors on torch's "meta" device, with whole shapes: what would read an element raises.
+        Tensors on torch's "meta" device, with full shapes: what would read an element raises.
         Buffers as they are here.
     """
     state = module.state_dict(keep_vars=True)
@@ -69,7 +69,7 @@ def optimizer_shapes(optimizer: Optimizer, engine: DataParallelEngine) -> dict[s
     packed["state"] = {
         index: {
             key: _shape_of(params[index], engine, value.dtype)
-            if is_piece(value, *engine.owner(params[index]))
+            if is_shard(value, *engine.owner(params[index]))
             else value
             for key, value in entries.items()
         }
@@ -101,7 +101,7 @@ def load_module_state(
     strict: bool,
     engine: DataParallelEngine | None = None,
     agree: Callable[[CheckpointError | None], None] = lambda error: None,
-    twin: Mapping[str, Any] | None = None,
+    paired: Mapping[str, Any] | None = None,
 ) -> ModuleSnapshot:
     """Load a whole `state_dict` into a module, or leave the module as it was.
 
@@ -110,11 +110,11 @@ def load_module_state(
 
     Args:
         module: The module.
-        state: Whole tensors by name.
+        state: Full tensors by name.
         strict: Whether names must be the same.
         engine: Holds the module's parameters.
         agree: Is told what does not fit here, or None, and raises if it does not fit on some rank.
-        twin: What a callback will load into the same module next, to be checked with it.
+        paired: What a callback will load into the same module next, to be checked with it.
 
     Returns:
         The module as it was; without parameters where an engine holds them.
@@ -126,7 +126,7 @@ def load_module_state(
     missing: list[str] = []
     try:
         with nullcontext() if engine is None else engine.loading(missing):
-            agree(_load(module, state, strict, missing) or _twin_error(module, state, twin))
+            agree(_load(module, state, strict, missing) or _paired_error(module, state, paired))
     except BaseException:
         before.restore()
         raise
@@ -157,17 +157,17 @@ def _load(
     return None
 
 
-def _twin_error(
-    module: nn.Module, state: Mapping[str, Any], twin: Mapping[str, Any] | None
+def _paired_error(
+    module: nn.Module, state: Mapping[str, Any], paired: Mapping[str, Any] | None
 ) -> CheckpointError | None:
     """Return what does not fit of a second state of the same module, where names are alike."""
-    if twin is None:
+    if paired is None:
         return None
-    found = [f"{name!r} is not in current_model_state" for name in state if name not in twin]
+    found = [f"{name!r} is not in current_model_state" for name in state if name not in paired]
     for prefix, part in module.named_modules():
         for name, tensor in named_tensors(part):
             full_name = f"{prefix}.{name}" if prefix else name
-            value = twin.get(full_name)
+            value = paired.get(full_name)
             if isinstance(value, Tensor) and not is_lazy(tensor):
                 found += _tensor_misfits(f"{full_name!r} of current_model_state", value, tensor)
     return misfit_error(type(module).__name__, found, _ADVICE) if found else None

@@ -55,7 +55,7 @@ class HostBuffers:
     def give_back(self, data: Tensor) -> None:
         """Keep the buffer for the next one, whoever made it."""
         if not self._pinned or data.is_pinned():
-            self._idle.append(whole_buffer(data))
+            self._idle.append(full_buffer(data))
 
     def forget(self, data: Tensor) -> None:
         """Do nothing: it goes with its last user."""
@@ -70,6 +70,6 @@ def take_fitting(idle: list[Tensor], num_bytes: int) -> Tensor | None:
     return idle.pop(min(fitting, key=lambda place: idle[place].numel()))
 
 
-def whole_buffer(data: Tensor) -> Tensor:
+def full_buffer(data: Tensor) -> Tensor:
     """All of the memory that `data` lies at the beginning of; uint8, 1-D."""
     return torch.empty(0, dtype=torch.uint8).set_(data.untyped_storage())

@@ -2,14 +2,14 @@
 
 torch compares the lengths of groups alone; what else does not fit fails in the first step, or is
 cut in the wrong places. What state an optimizer makes for a parameter is asked of the optimizer: a
-twin with the saved options takes a step on a small tensor of as many dimensions.
+trial optimizer with the saved options takes a step on a small tensor of as many dimensions.
 
-    twin's parameter (3, 5)    its state (3, 5)    a parameter (64, 32) has a state (64, 32)
+    trial's parameter (3, 5)    its state (3, 5)    a parameter (64, 32) has a state (64, 32)
                                          (3, 1)                                     (64, 1)
                                          ()                                         one element
 
-What the twin does not make, or makes in a form that says nothing of other sizes, is not looked at.
-Nor is what an optimizer's own `load_state_dict` takes.
+What the trial optimizer does not make, or makes in a form that says nothing of other sizes, is not
+looked at. Nor is what an optimizer's own `load_state_dict` takes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_shard.checkpoint.misfits import dtype_misfit, shape_misfit
-from lightning_shard.checkpoint.optimizer_twin import twin_of
+from lightning_shard.checkpoint.trial_optimizer import trial_optimizer
 
-_SIZES = (3, 5, 7, 11, 13, 17)  # of the twin's dimensions: all different, and none 1
+_SIZES = (3, 5, 7, 11, 13, 17)  # of the trial optimizer's dimensions: all different, and none 1
 _State = Mapping[str, Any]
 
 
@@ -60,39 +60,39 @@ def optimizer_misfits(
     found: list[str] = []
     known: set[Any] = set()
     for group, saved_group in zip(groups, saved["param_groups"], strict=True):
-        twins = _Twins(optimizer, group, saved_group)
+        trials = _Trials(optimizer, group, saved_group)
         for param, number in zip(group["params"], saved_group["params"], strict=True):
             known.add(number)
             name, shape = named_shapes.get(param, (f"parameter {number}", param.shape))
             entries = saved["state"].get(number, {})
-            found += _misfits(f"{name!r} in the state of {kind}", entries, twins, shape)
+            found += _misfits(f"{name!r} in the state of {kind}", entries, trials, shape)
     strays = [key for key in saved["state"] if isinstance(key, int) and key not in known]
     if strays:
         found.append(f"the state of {kind} has entries for {strays}, which no group lists")
     return list(dict.fromkeys(found))
 
 
-def _misfits(owner: str, entries: Any, twins: "_Twins", shape: Sequence[int]) -> Iterator[str]:
+def _misfits(owner: str, entries: Any, trials: "_Trials", shape: Sequence[int]) -> Iterator[str]:
     """Yield what does not fit of one parameter's entries; none are those of an unused one."""
-    twin = twins.of(len(shape))
-    yield from twin.lacks_options
+    trial = trials.of(len(shape))
+    yield from trial.lacks_options
     if not isinstance(entries, Mapping):
         yield f"the entries of {owner} are a {type(entries).__name__}, expected a dictionary"
-    elif entries and twin.state:
-        missing = [key for key, value in twin.state.items() if value is not None]
+    elif entries and trial.state:
+        missing = [key for key, value in trial.state.items() if value is not None]
         missing = [key for key in missing if key not in entries]
-        if missing and twin.needs(missing):
+        if missing and trial.needs(missing):
             yield f"the entries of {owner} are {sorted(entries)}, expected {missing}, too"
         for key, value in entries.items():
-            yield from twin.misfits_of(key, f"{key!r} of {owner}", value, shape)
+            yield from trial.misfits_of(key, f"{key!r} of {owner}", value, shape)
 
 
 @dataclass(frozen=True)
-class _Twin:
+class _Trial:
     """What an optimizer makes for a small parameter.
 
     Attributes:
-        optimizer: The twin; None if it cannot be made, or cannot take a step.
+        optimizer: The trial optimizer; None if it cannot be made, or cannot take a step.
         shape: Of its parameter.
         state: After a step.
         lacks_options: Which of its options were not saved, and are needed.
@@ -135,8 +135,8 @@ class _Twin:
                     yield found
 
 
-class _Twins:
-    """Twins of an optimizer with the options of a saved group, one for each number of dimensions.
+class _Trials:
+    """Trial optimizers with the options of a saved group, one for each number of dimensions.
 
     Args:
         optimizer: The optimizer.
@@ -148,10 +148,10 @@ class _Twins:
         self, optimizer: Optimizer, group: dict[str, Any], saved: Mapping[str, Any]
     ) -> None:
         self._optimizer, self._group, self._saved = optimizer, group, saved
-        self._made: dict[int, _Twin] = {}
+        self._made: dict[int, _Trial] = {}
 
-    def of(self, ndim: int) -> _Twin:
-        """Return the twin for parameters of `ndim` dimensions."""
+    def of(self, ndim: int) -> _Trial:
+        """Return the trial optimizer for parameters of `ndim` dimensions."""
         if ndim not in self._made:
             with torch.random.fork_rng(devices=[]):
                 self._made[ndim] = self._make(ndim)
@@ -161,23 +161,23 @@ class _Twins:
     def _settings(self) -> dict[str, Any]:
         return {key: value for key, value in self._group.items() if key != "params"}
 
-    def _make(self, ndim: int) -> _Twin:
+    def _make(self, ndim: int) -> _Trial:
         shape = _SIZES[:ndim]
         if len(shape) < ndim:
-            return _Twin(None, (), {})
+            return _Trial(None, (), {})
         like = self._group["params"][0]
         param = nn.Parameter(torch.ones(shape, dtype=like.dtype, device=like.device))
         try:
-            twin = twin_of(self._optimizer, {**self._settings, "params": [param]})
-            twin.load_state_dict({"state": {}, "param_groups": [{**self._saved, "params": [0]}]})
-            _step(twin, param)
+            trial = trial_optimizer(self._optimizer, {**self._settings, "params": [param]})
+            trial.load_state_dict({"state": {}, "param_groups": [{**self._saved, "params": [0]}]})
+            _step(trial, param)
         except KeyError as error:
             (key,) = error.args
             lacks = key in self._settings and key not in self._saved
-            return _Twin(None, shape, {}, [self._say_lacking(key)] if lacks else [])
-        except Exception:  # it takes what it does not take from a twin
-            return _Twin(None, shape, {})
-        return _Twin(twin, shape, dict(twin.state[param]))
+            return _Trial(None, shape, {}, [self._say_lacking(key)] if lacks else [])
+        except Exception:  # it takes what it does not take from a trial optimizer
+            return _Trial(None, shape, {})
+        return _Trial(trial, shape, dict(trial.state[param]))
 
     def _say_lacking(self, key: str) -> str:
         kind = type(self._optimizer).__name__

@@ -1,4 +1,4 @@
-"""Optimizer state between its two forms: pieces per rank, and whole tensors on one rank.
+"""Optimizer state between its two forms: shards per rank, and full tensors on one rank.
 
 A state tensor belongs to a parameter's elements when it has as many of them as the parameter; it
 is cut and joined as the parameter is. Everything else (step counters) is the same on all ranks.
@@ -18,7 +18,7 @@ from lightning_shard.errors import CheckpointError
 
 
 def shard_state(optimizer: Optimizer, engine: DataParallelEngine) -> None:
-    """Cut the state that an optimizer has made for whole parameters, in place."""
+    """Cut the state that an optimizer has made for full parameters, in place."""
     for param in params_of(optimizer):
         if not engine.split.is_here(param):
             optimizer.state.pop(param, None)
@@ -31,7 +31,7 @@ def shard_state(optimizer: Optimizer, engine: DataParallelEngine) -> None:
 def local_state_dict(
     full: Mapping[str, Any], optimizer: Optimizer, engine: DataParallelEngine
 ) -> dict[str, Any]:
-    """Cut a whole optimizer `state_dict` down to this rank's pieces; no communication.
+    """Cut a whole optimizer `state_dict` down to this rank's shards; no communication.
 
     Args:
         full: As torch's `Optimizer.state_dict` gives it on a single device.
@@ -87,20 +87,20 @@ def full_state_dict(optimizer: Optimizer, engine: DataParallelEngine) -> dict[st
     if not optimizer.param_groups:  # what stands for none at all
         return packed if engine.is_first else {}
     params = params_of(optimizer)
-    pieces, common = _agree_on_keys(packed["state"], params, engine)
+    shard_slices, common = _agree_on_keys(packed["state"], params, engine)
     state: dict[int, dict[str, Any]] = {}
-    joined = _JoinedShards(packed["state"], params, pieces, engine)
+    joined = _JoinedShards(packed["state"], params, shard_slices, engine)
     position = {param: place for place, param in enumerate(engine.model.parameters())}
-    for index in sorted(pieces, key=lambda index: position[params[index]]):
+    for index in sorted(shard_slices, key=lambda index: position[params[index]]):
         param = params[index]
-        for key, dtype in pieces[index].items():
-            whole = param.new_empty(0, dtype=dtype)
+        for key, dtype in shard_slices[index].items():
+            full = param.new_empty(0, dtype=dtype)
             if engine.split.is_here(param):
-                whole = joined.whole(index, key)
+                full = joined.full(index, key)
             if engine.collectives.rank == 0:
-                whole = engine.split.whole(param, whole)
+                full = engine.split.full(param, full)
             if engine.is_first:
-                state.setdefault(index, {})[key] = whole.to("cpu", copy=True)
+                state.setdefault(index, {})[key] = full.to("cpu", copy=True)
     if not engine.is_first:
         return {}
     for index, entries in common.items():
@@ -115,21 +115,26 @@ class _JoinedShards:
         self,
         state: Mapping[int, Mapping[str, Any]],
         params: Sequence[nn.Parameter],
-        pieces: Mapping[int, Mapping[str, torch.dtype]],
+        shard_slices: Mapping[int, Mapping[str, torch.dtype]],
         engine: DataParallelEngine,
     ) -> None:
-        self._state, self._params, self._pieces, self._engine = state, params, pieces, engine
+        self._state, self._params, self._shard_slices, self._engine = (
+            state,
+            params,
+            shard_slices,
+            engine,
+        )
         self._flat: FlatParameters | None = None
-        self._whole: dict[str, list[Tensor]] = {}
+        self._full: dict[str, list[Tensor]] = {}
 
-    def whole(self, index: int, key: str) -> Tensor:
-        """Return the whole tensor; each rank of the data-parallel group must call."""
+    def full(self, index: int, key: str) -> Tensor:
+        """Return the full tensor; each rank of the data-parallel group must call."""
         flat, place = self._engine.owner(self._params[index])
         if flat is not self._flat:
-            self._flat, self._whole = flat, {}
-        if key not in self._whole:
-            self._whole[key] = self._join(flat, key, self._pieces[index][key])
-        return self._whole[key][place]
+            self._flat, self._full = flat, {}
+        if key not in self._full:
+            self._full[key] = self._join(flat, key, self._shard_slices[index][key])
+        return self._full[key][place]
 
     def _join(self, flat: FlatParameters, key: str, dtype: torch.dtype) -> list[Tensor]:
         shard = torch.zeros_like(flat.shard, dtype=dtype)
@@ -139,7 +144,7 @@ class _JoinedShards:
             if value is None or not self._engine.split.is_here(param):
                 continue
             home, place = self._engine.owner(param)
-            if home is flat and is_piece(value, flat, place) and value.numel():
+            if home is flat and is_shard(value, flat, place) and value.numel():
                 views[place].copy_(value)
         return flat.gather_shards(shard)
 
@@ -147,20 +152,22 @@ class _JoinedShards:
 def _agree_on_keys(
     state: Mapping[int, Mapping[str, Any]], params: list[nn.Parameter], engine: DataParallelEngine
 ) -> tuple[dict[int, dict[str, torch.dtype]], dict[int, dict[str, Any]]]:
-    """What there is to join: a rank without a piece of a parameter has no state for it.
+    """What there is to join: a rank without a shard of a parameter has no state for it.
 
     Returns:
-        By parameter and key the format of what lies in pieces, and the value of what does not.
+        By parameter and key the format of what lies in shards, and the value of what does not.
     """
     mine: dict[int, dict[str, Any]] = {}
     for index, entries in state.items():
         if not engine.split.is_here(params[index]):
             continue
-        piece = engine.owner(params[index])
-        if is_elsewhere(*piece):
+        shard_slice = engine.owner(params[index])
+        if is_on_other_ranks(*shard_slice):
             continue  # never stepped here: its counters are stale
         mine[index] = {
-            key: ("piece", value.dtype) if is_piece(value, *piece) else ("common", host_copy(value))
+            key: ("shard", value.dtype)
+            if is_shard(value, *shard_slice)
+            else ("common", host_copy(value))
             for key, value in entries.items()
         }
     for group in (engine.groups.shard, *engine.split.groups):
@@ -169,13 +176,13 @@ def _agree_on_keys(
         for one in theirs:
             for index, entries in one.items():
                 mine.setdefault(index, {}).update(entries)
-    pieces: dict[int, dict[str, torch.dtype]] = {}
+    shard_slices: dict[int, dict[str, torch.dtype]] = {}
     common: dict[int, dict[str, Any]] = {}
     for index, entries in mine.items():
         for key, (kind, value) in entries.items():
-            target: dict[int, dict[str, Any]] = pieces if kind == "piece" else common
+            target: dict[int, dict[str, Any]] = shard_slices if kind == "shard" else common
             target.setdefault(index, {})[key] = value
-    return pieces, common
+    return shard_slices, common
 
 
 def params_of(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -188,23 +195,23 @@ def _own_part(value: Any, param: nn.Parameter, engine: DataParallelEngine) -> An
     return engine.split.local(param, value) if isinstance(value, Tensor) else value
 
 
-def is_elsewhere(flat: FlatParameters, index: int) -> bool:
+def is_on_other_ranks(flat: FlatParameters, index: int) -> bool:
     """Whether all of a parameter's elements lie on other ranks."""
     return flat.layout.slots[index].numel > 0 and not flat.local_views[index].numel()
 
 
-def is_piece(value: Any, flat: FlatParameters, index: int) -> bool:
+def is_shard(value: Any, flat: FlatParameters, index: int) -> bool:
     """Whether a local state tensor goes with the parameter's elements."""
     view = flat.local_views[index]
     return isinstance(value, Tensor) and value.ndim > 0 and value.shape == view.shape
 
 
 def _cut(key: str, value: Any, flat: FlatParameters, index: int) -> Any:
-    """This rank's piece of a whole state tensor; anything else as it is."""
+    """This rank's shard of a full state tensor; anything else as it is."""
     slot = flat.layout.slots[index]
     if not isinstance(value, Tensor) or tuple(value.shape) != slot.shape or flat.stage == 0:
         return value
     if value.ndim == 0 and key == "step":  # the counter of a scalar parameter
         return value
-    piece = flat.layout.piece(slot, flat.shard_index)
-    return value.flatten()[piece.param_offset : piece.param_stop].clone()
+    shard_slice = flat.layout.shard_slice(slot, flat.shard_index)
+    return value.flatten()[shard_slice.param_offset : shard_slice.param_stop].clone()

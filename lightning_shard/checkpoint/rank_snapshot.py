@@ -1,11 +1,12 @@
 """What one rank needs to remember at a step boundary, in one host buffer.
 
-    | prefix | parameters of flat 0 | ... | exp_avg of flat 0 | ... | catalog |
-      64 B     a track: one shard-sized tensor, at a multiple of 64 bytes     pickled
+    | prefix | parameters of flat 0 | ... | exp_avg of flat 0 | ... | metadata |
+      64 B     a tensor entry: one shard-sized tensor, at a multiple of 64 bytes     pickled
 
-A flat buffer's slots lie at the same offsets whatever the number of ranks, so a track is a range of
-elements that can be cut anew for any other number. The catalog says what the tracks are and holds
-what is not per element: counters, the options of the groups, and the caller's bytes (loops, RNG).
+A flat buffer's slots lie at the same offsets whatever the number of ranks, so a tensor entry is a
+range of elements that can be cut anew for any other number. The metadata says what the tensor
+entries are and holds what is not per element: counters, the options of the groups, and the caller's
+bytes (loops, RNG).
 """
 
 import pickle
@@ -20,7 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_shard.checkpoint.host_buffers import HostBuffers, SnapshotBuffers
 from lightning_shard.checkpoint.optimizer_state import params_of
-from lightning_shard.checkpoint.state_entries import Entries, PieceMark, describe
+from lightning_shard.checkpoint.state_entries import Entries, ShardMark, describe
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.errors import CheckpointError
@@ -28,12 +29,12 @@ from lightning_shard.errors import CheckpointError
 PARAMETERS = -1  # in the place of an optimizer's number
 _ALIGN_BYTES = 64
 _MAX_GAP_NUMEL = 64  # alignment leaves less
-_PREFIX = struct.Struct("<8sQQ")  # magic, bytes in all, where the catalog begins
+_PREFIX = struct.Struct("<8sQQ")  # magic, bytes in all, where the metadata begins
 _MAGIC = b"LSsnap01"
 
 
-class TrackKey(NamedTuple):
-    """What a track holds: the same name on every rank and for any number of them.
+class TensorKey(NamedTuple):
+    """What a tensor entry holds: the same name on every rank and for any number of them.
 
     Attributes:
         flat: Number of the flat buffer.
@@ -49,19 +50,19 @@ class TrackKey(NamedTuple):
 
     @property
     def order(self) -> tuple[int, int, str, str]:
-        """By what tracks are ordered alike on all ranks."""
+        """By what tensor entries are ordered alike on all ranks."""
         return self.flat, self.optimizer, self.name, str(self.dtype)
 
 
-class Track(NamedTuple):
-    """Where in the buffer a track lies: `numel` elements from byte `offset` on."""
+class TensorEntry(NamedTuple):
+    """Where in the buffer a tensor entry lies: `numel` elements from byte `offset` on."""
 
     offset: int
     numel: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Catalog:
+class SnapshotMetadata:
     """What a snapshot holds.
 
     Attributes:
@@ -71,7 +72,7 @@ class Catalog:
         num_shards: How many there are; 1 where every rank holds everything.
         owner: Who took it.
         ends: One past the last parameter's last element, for each flat buffer.
-        tracks: Per-element data.
+        tensor_entries: Per-element data.
         states: By optimizer and parameter, what the optimizer keeps.
         groups: By optimizer and group, its options.
         extra: The caller's.
@@ -83,7 +84,7 @@ class Catalog:
     num_shards: int
     owner: str
     ends: tuple[int, ...]
-    tracks: dict[TrackKey, Track]
+    tensor_entries: dict[TensorKey, TensorEntry]
     states: tuple[list[Entries | None], ...]
     groups: tuple[list[dict[str, Any]], ...]
     extra: bytes
@@ -95,11 +96,11 @@ class Snapshot:
 
     Attributes:
         data: Shape (bytes,), uint8, in host memory.
-        catalog: What is in it.
+        metadata: What is in it.
     """
 
     data: Tensor
-    catalog: Catalog
+    metadata: SnapshotMetadata
 
     @classmethod
     def read(cls, data: Tensor) -> "Snapshot":
@@ -119,12 +120,12 @@ class Snapshot:
                 f"{num_bytes} bytes, expected {_MAGIC!r} and at most those. It was written by "
                 f"another version, or its writer ended half-way; leave it out."
             )
-        catalog = pickle.loads(data[begin:num_bytes].numpy().tobytes())
-        return cls(data=data[:num_bytes], catalog=catalog)
+        metadata = pickle.loads(data[begin:num_bytes].numpy().tobytes())
+        return cls(data=data[:num_bytes], metadata=metadata)
 
-    def elements(self, key: TrackKey, start: int, stop: int) -> Tensor:
-        """The bytes of the elements `start` to `stop` of a track: uint8, a view."""
-        offset, size = self.catalog.tracks[key].offset, key.dtype.itemsize
+    def elements(self, key: TensorKey, start: int, stop: int) -> Tensor:
+        """The bytes of the elements `start` to `stop` of a tensor entry: uint8, a view."""
+        offset, size = self.metadata.tensor_entries[key].offset, key.dtype.itemsize
         return self.data[offset + start * size : offset + stop * size]
 
 
@@ -154,33 +155,34 @@ def take(
     """
     states = tuple(describe(optimizer, engine) for optimizer in optimizers)
     sources = _sources(engine, optimizers, states)
-    tracks, end = _lay_out(sources, engine.flats)
-    catalog = Catalog(
+    tensor_entries, end = _lay_out(sources, engine.flats)
+    metadata = SnapshotMetadata(
         generation=generation,
         step=step,
         shard=engine.flats[0].shard_index,
         num_shards=engine.flats[0].layout.num_shards,
         owner=owner,
         ends=tuple(flat.layout.slots[-1].stop for flat in engine.flats),
-        tracks=tracks,
+        tensor_entries=tensor_entries,
         states=states,
         groups=tuple(_options(optimizer) for optimizer in optimizers),
         extra=extra,
     )
-    packed = pickle.dumps(catalog, protocol=pickle.HIGHEST_PROTOCOL)
+    packed = pickle.dumps(metadata, protocol=pickle.HIGHEST_PROTOCOL)
     if buffers is None:
         buffers = HostBuffers(pinned=engine.device.type == "cuda")
     data = buffers.lend(end + len(packed))
-    _copy(sources, tracks, data, engine.flats)
+    _copy(sources, tensor_entries, data, engine.flats)
     _write(data, end, packed)
     _write(data, 0, _PREFIX.pack(_MAGIC, end + len(packed), end))
-    snapshot = Snapshot.read(data)  # the catalog above refers to what goes on changing
+    snapshot = Snapshot.read(data)  # the metadata above refers to what goes on changing
     buffers.keep(snapshot.data)
     return snapshot
 
 
-# For each track the pieces by the parameter's index in its flat buffer; None: the whole shard.
-_Sources = dict[TrackKey, dict[int, Tensor] | None]
+# For each tensor entry the shards by the parameter's index in its flat buffer; None: the whole
+# shard.
+_Sources = dict[TensorKey, dict[int, Tensor] | None]
 
 
 def _sources(
@@ -193,7 +195,7 @@ def _sources(
         for flat in unit.flats if unit.is_full else ():
             flat.take_in_edits()
     sources: _Sources = {
-        TrackKey(flat=number, optimizer=PARAMETERS, name="", dtype=flat.shard.dtype): None
+        TensorKey(flat=number, optimizer=PARAMETERS, name="", dtype=flat.shard.dtype): None
         for number, flat in enumerate(engine.flats)
     }
     numbers = {flat: number for number, flat in enumerate(engine.flats)}
@@ -201,55 +203,55 @@ def _sources(
         for param, entries in zip(params_of(optimizer), described, strict=True):
             flat, index = engine.owner(param)
             for name, entry in entries or ():
-                if isinstance(entry, PieceMark):
-                    key = TrackKey(numbers[flat], number, name, entry.dtype)
-                    pieces = sources.setdefault(key, {})
-                    assert pieces is not None  # only parameters are copied as a whole
-                    pieces[index] = optimizer.state[param][name]
+                if isinstance(entry, ShardMark):
+                    key = TensorKey(numbers[flat], number, name, entry.dtype)
+                    shards = sources.setdefault(key, {})
+                    assert shards is not None  # only parameters are copied as a whole
+                    shards[index] = optimizer.state[param][name]
     return sources
 
 
 def _lay_out(
     sources: _Sources, flats: Sequence[FlatParameters]
-) -> tuple[dict[TrackKey, Track], int]:
-    """Where each track lies, and where the catalog begins."""
-    tracks, end = {}, _ALIGN_BYTES
+) -> tuple[dict[TensorKey, TensorEntry], int]:
+    """Where each tensor entry lies, and where the metadata begins."""
+    tensor_entries, end = {}, _ALIGN_BYTES
     for key in sources:
         numel = flats[key.flat].shard.numel()
-        tracks[key] = Track(offset=end, numel=numel)
+        tensor_entries[key] = TensorEntry(offset=end, numel=numel)
         end += -(-numel * key.dtype.itemsize // _ALIGN_BYTES) * _ALIGN_BYTES
-    return tracks, end
+    return tensor_entries, end
 
 
 @torch.no_grad()
 def _copy(
     sources: _Sources,
-    tracks: dict[TrackKey, Track],
+    tensor_entries: dict[TensorKey, TensorEntry],
     data: Tensor,
     flats: Sequence[FlatParameters],
 ) -> None:
-    for key, pieces in sources.items():
-        track, flat = tracks[key], flats[key.flat]
-        stop = track.offset + track.numel * key.dtype.itemsize
-        target = data[track.offset : stop].view(key.dtype)
-        if pieces is None:
+    for key, shards in sources.items():
+        tensor_entry, flat = tensor_entries[key], flats[key.flat]
+        stop = tensor_entry.offset + tensor_entry.numel * key.dtype.itemsize
+        target = data[tensor_entry.offset : stop].view(key.dtype)
+        if shards is None:
             target.copy_(flat.shard, non_blocking=True)
             continue
-        for start, run in _runs(pieces, flat):
+        for start, run in _runs(shards, flat):
             _copy_run(target[start:], run)
     if flats[0].shard.is_cuda:
         torch.cuda.current_stream(flats[0].shard.device).synchronize()
 
 
-def _runs(pieces: dict[int, Tensor], flat: FlatParameters) -> Iterator[tuple[int, list[Tensor]]]:
-    """Pieces that lie one behind the other in the shard, or nearly so: gaps are filled.
+def _runs(shards: dict[int, Tensor], flat: FlatParameters) -> Iterator[tuple[int, list[Tensor]]]:
+    """Shards that lie one behind the other in the shard, or nearly so: gaps are filled.
 
-    One copy for each of hundreds of small pieces would take longer than a training step.
+    One copy for each of hundreds of small shards would take longer than a training step.
     """
     base = int(flat.shard.storage_offset())
     start = end = 0
     run: list[Tensor] = []
-    for index in sorted(pieces):
+    for index in sorted(shards):
         view = flat.local_views[index]
         offset, numel = int(view.storage_offset()) - base, view.numel()
         if not numel:
@@ -259,9 +261,9 @@ def _runs(pieces: dict[int, Tensor], flat: FlatParameters) -> Iterator[tuple[int
                 yield start, run
             start, run = offset, []
         elif offset > end:
-            run.append(flat.shard.new_zeros(offset - end, dtype=pieces[index].dtype))
-        piece = pieces[index]
-        run.append(piece if piece.ndim == 1 else piece.reshape(-1))
+            run.append(flat.shard.new_zeros(offset - end, dtype=shards[index].dtype))
+        shard = shards[index]
+        run.append(shard if shard.ndim == 1 else shard.reshape(-1))
         end = offset + numel
     if run:
         yield start, run

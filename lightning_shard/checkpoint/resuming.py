@@ -4,7 +4,7 @@
     setup                    the optimizers are made: their state is checked, and what compression,
                              local SGD and the loss scaler keep; if it does not fit, the weights
                              are what they were
-    then                     pieces are cut, and everything is loaded
+    then                     shards are cut, and everything is loaded
 
 Weights come first since hooks of the module may change it by what they find in a checkpoint.
 """
@@ -111,7 +111,7 @@ def run_misfits(
         engine: What has the parameters in shards; None before that.
     """
     shapes = {
-        param: (name, param.shape if engine is None else engine.whole_shape(param))
+        param: (name, param.shape if engine is None else engine.full_shape(param))
         for name, param in module.named_parameters()
     }
     return [

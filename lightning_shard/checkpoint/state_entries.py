@@ -1,9 +1,10 @@
 """What an optimizer keeps for each parameter, in a form that another rank can rebuild it from.
 
-    optimizer.state[p] = {"step": tensor(7.), "exp_avg": piece, "exp_avg_sq": piece}
+    optimizer.state[p] = {"step": tensor(7.), "exp_avg": shard, "exp_avg_sq": shard}
                              │                    └─────┬─────┘
-    entries of p         Scalar(7.0)                 PieceMark      the elements themselves travel
-                         the same on all ranks                      in a track of the snapshot
+    entries of p         Scalar(7.0)                 ShardMark      the elements themselves travel
+                         the same on all ranks                      in a tensor entry of the
+                         snapshot
 
 Single numbers are kept as numbers: a model has hundreds of step counters, mostly equal ones.
 """
@@ -15,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_shard.checkpoint.optimizer_state import is_elsewhere, is_piece, params_of
+from lightning_shard.checkpoint.optimizer_state import is_on_other_ranks, is_shard, params_of
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
 
 
-class PieceMark(NamedTuple):
+class ShardMark(NamedTuple):
     """A tensor that has an element for each of the parameter's; cut where the parameter is."""
 
     dtype: torch.dtype
@@ -34,14 +35,14 @@ class Scalar(NamedTuple):
     on_device: bool
 
 
-class Whole(NamedTuple):
+class CommonValue(NamedTuple):
     """Anything else that is the same on all ranks; a tensor is in host memory."""
 
     value: Any
     on_device: bool
 
 
-Entry = PieceMark | Scalar | Whole
+Entry = ShardMark | Scalar | CommonValue
 Entries = tuple[tuple[str, Entry], ...]  # in the optimizer's own order
 
 
@@ -53,11 +54,11 @@ def describe(optimizer: Optimizer, engine: DataParallelEngine) -> list[Entries |
         elements lie on other ranks: their counters are stale here.
     """
     counters = _Scalars()
-    sorted_out: list[list[tuple[str, Entry | _Place]] | None] = []
+    sorted_out: list[list[tuple[str, Entry | _ScalarIndex]] | None] = []
     for param in params_of(optimizer):
         state = optimizer.state.get(param)
         home = engine.owner(param)
-        if not state or is_elsewhere(*home):
+        if not state or is_on_other_ranks(*home):
             sorted_out.append(None)
         else:
             sorted_out.append([(k, _sort_out(v, home, counters)) for k, v in state.items()])
@@ -69,7 +70,7 @@ def describe(optimizer: Optimizer, engine: DataParallelEngine) -> list[Entries |
             described.append(None)
             continue
         entries: Entries = tuple(
-            (key, counters.at(entry) if isinstance(entry, _Place) else entry)
+            (key, counters.at(entry) if isinstance(entry, _ScalarIndex) else entry)
             for key, entry in found
         )
         described.append(known.setdefault(_likeness(entries), entries))
@@ -88,7 +89,7 @@ def merge(described: Sequence[Sequence[Entries | None]]) -> list[Entries | None]
     ]
 
 
-def rebuild(entry: Scalar | Whole, param: nn.Parameter) -> Any:
+def rebuild(entry: Scalar | CommonValue, param: nn.Parameter) -> Any:
     """The value itself, where it was."""
     if isinstance(entry, Scalar):
         device = param.device if entry.on_device else torch.device("cpu")
@@ -98,7 +99,7 @@ def rebuild(entry: Scalar | Whole, param: nn.Parameter) -> Any:
     return entry.value
 
 
-class _Place(NamedTuple):
+class _ScalarIndex(NamedTuple):
     """Where a number is to be found once all have been read."""
 
     kind: tuple[torch.device, torch.dtype]
@@ -112,11 +113,11 @@ class _Scalars:
         self._tensors: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         self._entries: dict[tuple[torch.device, torch.dtype], list[Scalar]] = {}
 
-    def add(self, tensor: Tensor) -> _Place:
+    def add(self, tensor: Tensor) -> _ScalarIndex:
         kind = tensor.device, tensor.dtype
         alike = self._tensors.setdefault(kind, [])
         alike.append(tensor)
-        return _Place(kind, len(alike) - 1)
+        return _ScalarIndex(kind, len(alike) - 1)
 
     def read(self) -> None:
         for kind, tensors in self._tensors.items():
@@ -126,25 +127,27 @@ class _Scalars:
                 for value in torch.stack(tensors).tolist()
             ]
 
-    def at(self, place: _Place) -> Scalar:
+    def at(self, place: _ScalarIndex) -> Scalar:
         return self._entries[place.kind][place.number]
 
 
-def _sort_out(value: Any, home: tuple[FlatParameters, int], counters: _Scalars) -> Entry | _Place:
+def _sort_out(
+    value: Any, home: tuple[FlatParameters, int], counters: _Scalars
+) -> Entry | _ScalarIndex:
     if not isinstance(value, Tensor):
-        return Whole(value, on_device=False)
+        return CommonValue(value, on_device=False)
     if value.ndim == 0:
         return counters.add(value)
-    if is_piece(value, *home):
-        return PieceMark(value.dtype)
-    return Whole(value.detach().to("cpu", copy=True), value.device.type != "cpu")
+    if is_shard(value, *home):
+        return ShardMark(value.dtype)
+    return CommonValue(value.detach().to("cpu", copy=True), value.device.type != "cpu")
 
 
 def _likeness(entries: Entries) -> object:
     """What is equal for entries that are the same: signs of zeros count, tensors do not compare."""
     zeros = []
     for _, entry in entries:
-        if isinstance(entry, Whole):
+        if isinstance(entry, CommonValue):
             return id(entries)
         if isinstance(entry, Scalar) and not entry.value:
             zeros.append(str(entry.value))

@@ -23,8 +23,8 @@ def check_same_model(model: nn.Module, collectives: Collectives) -> None:
 
 def strangers(model: nn.Module, collectives: Collectives) -> list[int]:
     """The ranks whose model is another than rank 0's; each rank must call."""
-    everyone = collectives.all_gather_object(_signatures(model))
-    return [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
+    of_all_ranks = collectives.all_gather_object(_signatures(model))
+    return [rank for rank, theirs in enumerate(of_all_ranks) if theirs != of_all_ranks[0]]
 
 
 def check_same_optimizers(
@@ -62,11 +62,11 @@ def _signature(name: str, tensor: Tensor) -> str:
 
 
 def _compare(mine: list[str], collectives: Collectives, what: str, advice: str) -> None:
-    everyone = collectives.all_gather_object(mine)
-    for rank, theirs in enumerate(everyone):
-        if theirs != everyone[0]:
+    of_all_ranks = collectives.all_gather_object(mine)
+    for rank, theirs in enumerate(of_all_ranks):
+        if theirs != of_all_ranks[0]:
             expected, got = next(
-                (a, b) for a, b in zip_longest(everyone[0], theirs, fillvalue="none") if a != b
+                (a, b) for a, b in zip_longest(of_all_ranks[0], theirs, fillvalue="none") if a != b
             )
             raise ConfigError(
                 f"Rank {collectives.rank}: the ranks have different {what}. Rank {rank} has "

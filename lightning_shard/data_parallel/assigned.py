@@ -69,7 +69,7 @@ def _equal_form(param: Tensor, view: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _ParameterPath:
     """Where a model holds a parameter.
 
     Attributes:
@@ -106,7 +106,7 @@ class ParameterPlaces:
     def _look(self) -> None:
         modules = list(self._model.named_modules())
         self._places = [
-            _Place(path, module, name, param)
+            _ParameterPath(path, module, name, param)
             for path, module in modules
             for name, param in module._parameters.items()
             if param is not None
@@ -128,7 +128,7 @@ class ParameterPlaces:
         if all(held.get(name) is known for held, name, known in self._watched):
             return
         modules = dict(self._model.named_modules(remove_duplicate=False))
-        newcomers: dict[nn.Parameter, dict[_Place, nn.Parameter]] = {}
+        newcomers: dict[nn.Parameter, dict[_ParameterPath, nn.Parameter]] = {}
         for place in self._places:
             module = modules.get(place.path)
             new = None if module is None else module._parameters.get(place.name)
@@ -147,7 +147,7 @@ class ParameterPlaces:
     def _check(
         self,
         param: nn.Parameter,
-        news: Mapping[_Place, nn.Parameter],
+        news: Mapping[_ParameterPath, nn.Parameter],
         left: Collection[nn.Parameter],
         modules: Mapping[str, nn.Module],
     ) -> None:
@@ -173,15 +173,15 @@ def refuse_shape(
     name: str, got: Sequence[int], expected: Sequence[int], full: Sequence[int], rank: int
 ) -> ConfigError:
     """The error for a value that is not of a parameter's shape."""
-    piece = f", this rank's piece of {tuple(full)}" if tuple(expected) != tuple(full) else ""
+    shard = f", this rank's shard of {tuple(full)}" if tuple(expected) != tuple(full) else ""
     return ConfigError(
         f"Rank {rank}: a tensor of shape {tuple(got)} was assigned to the parameter {name!r}, "
-        f"expected {tuple(expected)}{piece}. Assign tensors of the parameter's shape, or change "
+        f"expected {tuple(expected)}{shard}. Assign tensors of the parameter's shape, or change "
         f"the model in configure_model, before the fit."
     )
 
 
-def refuse_freed(name: str, rank: int) -> ConfigError:
+def refuse_resharded(name: str, rank: int) -> ConfigError:
     """The error for a value that refers to memory that is gone."""
     return ConfigError(
         f"Rank {rank}: the tensor that was assigned to the parameter {name!r} lies in the memory "

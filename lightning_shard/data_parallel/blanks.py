@@ -1,7 +1,7 @@
 """Memory whose elements tell whether anybody has written to them: a NaN that no computation makes.
 
-While a module loads a checkpoint, its parameters are whole and hold blanks. What its own hooks
-leave alone, a whole parameter or some rows, keeps the value that the shards have.
+While a module loads a checkpoint, its parameters are full and hold blanks. What its own hooks
+leave alone, a full parameter or some rows, keeps the value that the shards have.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,7 @@
 """What an engine builds: units of flat parameters, and the buffers of their gradients.
 
-model ──find_units──> specs ──by format and twins──> FlatParameters ──> FlatGradients, Exchange
+model ──find_units──> specs ──by format and matching parts──> FlatParameters ──> FlatGradients,
+Exchange
 """
 
 from collections.abc import Sequence
@@ -47,7 +48,7 @@ def _build_unit(
     def kind(item: tuple[str, nn.Parameter]) -> tuple[str, str, tuple[bool, ...]]:
         param = item[1]
         compute_dtype = str(policy.compute_dtype(param))
-        return str(param.dtype), compute_dtype, spec.twins.flags_of(param)
+        return str(param.dtype), compute_dtype, spec.matching.flags_of(param)
 
     alike = [list(group) for _, group in groupby(sorted(spec.params, key=kind), key=kind)]
     flats = [
@@ -81,7 +82,7 @@ def build_gradients(
             flat,
             reducing,
             options.dtypes.reduce,
-            waits_for_end=unit.resident and options.stage == 3,
+            waits_for_end=unit.is_root and options.stage == 3,
             exchange=_exchange(flat, flats.index(flat), reducing, options, split),
         )
         for unit in units
@@ -102,17 +103,17 @@ def _exchange(
         return None
     if flat.full.is_complex() or reducing.replicate is not None or split.groups:
         raise ConfigError(
-            "Compression works on real gradients of whole parameters that every data-parallel "
+            "Compression works on real gradients of full parameters that every data-parallel "
             "rank shares, not on complex ones, nor with hybrid sharding, tensor or pipeline "
             "parallel. Leave it out."
         )
     buffer = FlatBuffer(
         layout=flat.layout,
-        ranks=reducing.everyone,
+        ranks=reducing.dp,
         keeps_all=flat.stage == 0,
         number=number,
         device=flat.full.device,
-        dense_itemsize=_dense_itemsize(flat, reducing.everyone),
+        dense_itemsize=_dense_itemsize(flat, reducing.dp),
     )
     return options.compression.exchange(buffer)
 

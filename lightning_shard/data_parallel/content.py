@@ -57,7 +57,7 @@ def agreed(
     """Return what all ranks compute with: their tensor where they have the same, or the average.
 
     Args:
-        tensor: This rank's, of the shape of the gradient or of this rank's piece.
+        tensor: This rank's, of the shape of the gradient or of this rank's shard.
         ranks: Each must call.
         is_full: Whether it has the gradient's shape here; where some rank's has not, each keeps
             its own.
@@ -70,8 +70,8 @@ def agreed(
     number = content(tensor)
     states = torch.stack([number, ~number, number.new_tensor(not is_full)])
     ranks.all_reduce(states, "max").wait()
-    greatest, least, some_have_pieces = states.tolist()
-    if some_have_pieces or greatest == ~least:
+    greatest, least, some_have_shards = states.tolist()
+    if some_have_shards or greatest == ~least:
         return tensor
     kind = operation.strip("_").removeprefix("foreach_")
     if kind not in _LINEAR or not (tensor.is_floating_point() or tensor.is_complex()):

@@ -1,12 +1,12 @@
 """The ranks that train one model on different batches, and how they share out its state.
 
-    everyone    0 1 2 3 4 5 6 7        start with the same values, agree, average
+    dp          0 1 2 3 4 5 6 7        start with the same values, agree, average
     shard      [0 1 2 3][4 5 6 7]      one copy of the state each: gathers stay inside
-    replicate   0 ───── 4              the same piece of every copy: gradients, 1/S of them
+    replicate   0 ───── 4              the same shard of every copy: gradients, 1/S of them
 
-With one copy, `shard` is everyone. With several, hybrid sharding, a copy belongs on one node: each
+With one copy, `shard` is `dp`. With several, hybrid sharding, a copy belongs on one node: each
 rank holds 1/S of the state, S ranks to a copy, and gathers do not cross nodes. Gradients are
-averaged over the copy, in pieces, and then each piece over the copies.
+averaged over the copy, in shards, and then each shard over the copies.
 
 Source: hybrid sharding of FSDP, arXiv:2304.11277, section 3.2.2; MiCS, arXiv:2205.00119.
 """
@@ -22,32 +22,32 @@ class DataGroups:
     """A rank's data-parallel groups.
 
     Attributes:
-        everyone: All data-parallel ranks.
-        shard: Those that share out one copy of the state, neighbours among `everyone`.
-        replicate: Those with the same piece of other copies; None where there is one copy.
+        dp: All data-parallel ranks.
+        shard: Those that share out one copy of the state, neighbours among `dp`.
+        replicate: Those with the same shard of other copies; None where there is one copy.
     """
 
-    everyone: Collectives
+    dp: Collectives
     shard: Collectives
     replicate: Collectives | None = None
 
     @classmethod
     def of(cls, ranks: "Collectives | DataGroups") -> "DataGroups":
         """Return groups as they are; the ranks of a single one share out one copy of the state."""
-        return ranks if isinstance(ranks, DataGroups) else cls(everyone=ranks, shard=ranks)
+        return ranks if isinstance(ranks, DataGroups) else cls(dp=ranks, shard=ranks)
 
     @property
     def all(self) -> "list[Collectives]":
         """The groups that there are."""
-        groups = [self.everyone, self.shard]
+        groups = [self.dp, self.shard]
         return groups if self.replicate is None else [*groups, self.replicate]
 
     @property
     def is_first_copy(self) -> bool:
-        """Whether this rank has a piece of the copy that is saved."""
+        """Whether this rank has a shard of the copy that is saved."""
         return self.replicate is None or self.replicate.rank == 0
 
-    def twin(self, timeout: timedelta | None = None) -> "DataGroups":
+    def duplicate(self, timeout: timedelta | None = None) -> "DataGroups":
         """The same ranks over groups of their own, for gradients; each rank must call.
 
         `replicate` stays as it is: nothing but gradients travels there.
@@ -55,7 +55,7 @@ class DataGroups:
         Args:
             timeout: Of the new groups; c10d's default when left out.
         """
-        everyone = self.everyone.twin(timeout)
+        dp = self.dp.duplicate(timeout)
         if self.replicate is None:
-            return DataGroups.of(everyone)
-        return replace(self, everyone=everyone, shard=self.shard.twin(timeout))
+            return DataGroups.of(dp)
+        return replace(self, dp=dp, shard=self.shard.duplicate(timeout))

@@ -28,21 +28,21 @@ from lightning_shard.data_parallel.compression.compressor import Exchange
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.equal_weights import EqualWeights
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
-from lightning_shard.data_parallel.gathering import Gatherer
 from lightning_shard.data_parallel.gradient_shards import AbsentGradients, GradientShards
 from lightning_shard.data_parallel.hand_edits import HandEdits
-from lightning_shard.data_parallel.leftovers import mark_leftover, refuse_leftover_pieces
+from lightning_shard.data_parallel.leftovers import mark_leftover, refuse_leftover_shards
 from lightning_shard.data_parallel.model_split import ModelSplit, Unsplit
 from lightning_shard.data_parallel.optimizer_view import OptimizerView
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.data_parallel.parameter_shard import ParameterShard
-from lightning_shard.data_parallel.piece_advice import explaining_gradients, explaining_pieces
-from lightning_shard.data_parallel.piece_loading import cut_loaded
 from lightning_shard.data_parallel.presenting import look_full
 from lightning_shard.data_parallel.reducer import Reducer
+from lightning_shard.data_parallel.shard_advice import explaining_gradients, explaining_shards
+from lightning_shard.data_parallel.shard_loading import cut_loaded
 from lightning_shard.data_parallel.sharded_parameter import as_they_are
 from lightning_shard.data_parallel.torch_private import gradient_hooks
 from lightning_shard.data_parallel.unit import Unit
+from lightning_shard.data_parallel.unsharding import Unsharder
 from lightning_shard.data_parallel.usage import UsageAgreement
 
 
@@ -79,15 +79,15 @@ class DataParallelEngine:
         reducing: Collectives | DataGroups | None = None,
         split: ModelSplit | None = None,
     ) -> None:
-        refuse_leftover_pieces(model)
+        refuse_leftover_shards(model)
         self.groups = DataGroups.of(groups)
-        self.collectives = self.groups.everyone
+        self.collectives = self.groups.dp
         check_same_model(model, self.collectives)
         self.model = model
         self.options = options
         self.split: ModelSplit = Unsplit() if split is None else split
         self.device = next((param.device for param in model.parameters()), torch.device("cpu"))
-        reducing = self.groups.twin() if reducing is None else DataGroups.of(reducing)
+        reducing = self.groups.duplicate() if reducing is None else DataGroups.of(reducing)
         self.units = build_units(model, self.groups, options, self.split)
         self.flats = [flat for unit in self.units for flat in unit.flats]
         self.gradients = build_gradients(self.units, reducing, options, self.split)
@@ -99,10 +99,10 @@ class DataParallelEngine:
         self._homes = {
             param: (flat, index) for flat in self.flats for index, param in enumerate(flat.params)
         }
-        self._gatherer = Gatherer(model, self.units, self._close) if options.stage == 3 else None
-        record = None if self._gatherer is None else self._gatherer.record
-        self._weights = EqualWeights(self.flats, reducing.everyone, self.device)
-        ranks = reducing.everyone
+        self._unsharder = Unsharder(model, self.units, self._close) if options.stage == 3 else None
+        record = None if self._unsharder is None else self._unsharder.record
+        self._weights = EqualWeights(self.flats, reducing.dp, self.device)
+        ranks = reducing.dp
         usage = UsageAgreement(self.gradients, ranks, self.device, record, self._weights)
         self.reducer = Reducer(self.gradients, ranks, usage)
         self._hooks: dict[nn.Parameter, RemovableHandle] = {}
@@ -124,7 +124,7 @@ class DataParallelEngine:
         self.view = OptimizerView(
             self.gradients,
             self.reducer,
-            self._gatherer,
+            self._unsharder,
             self.absent,
             self.edits,
             self._weights,
@@ -136,13 +136,13 @@ class DataParallelEngine:
         for flat in self.flats:
             flat.on_assigned = self._adopt_data
         presents = options.stage > 0 and not self.split.groups
-        self.user_code = look_full(self.units if presents else (), self.shards, self._gatherer)
+        self.user_code = look_full(self.units if presents else (), self.shards, self._unsharder)
         self.around_backward: Callable[[], AbstractContextManager[None]] = nullcontext
         self.hook_trainable()
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the one rank that gets whole states to save."""
+        """Whether this is the one rank that gets full states to save."""
         return self.collectives.rank == 0 and self.split.is_first
 
     @property
@@ -219,33 +219,33 @@ class DataParallelEngine:
         self.adopt_assigned()
         self.hook_trainable()
         self._buffers.follow(training=self.model.training and torch.is_grad_enabled())
-        gathered = nullcontext() if self._gatherer is None else self._gatherer.step()
-        with gathered, self.explaining_pieces():
+        gathered = nullcontext() if self._unsharder is None else self._unsharder.step()
+        with gathered, self.explaining_shards():
             yield
 
-    def explaining_pieces(self) -> AbstractContextManager[None]:
+    def explaining_shards(self) -> AbstractContextManager[None]:
         """Run user code inside: sharded parameters look full, errors about sizes are explained."""
-        return nullcontext() if self._gatherer is None else self._running_user_code()
+        return nullcontext() if self._unsharder is None else self._running_user_code()
 
     @contextmanager
     def _running_user_code(self) -> Iterator[None]:
-        with explaining_pieces(self._homes), self.user_code.running():
+        with explaining_shards(self._homes), self.user_code.running():
             yield
 
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Run one backward inside; on leaving it the gradients are averaged (unless `no_sync`)."""
         self.hook_trainable()  # what the step itself has unfrozen
-        if self._gatherer is not None:
-            self._gatherer.gather_residents()
+        if self._unsharder is not None:
+            self._unsharder.unshard_root_units()
         with (
             self.around_backward(),
             self.reducer.backward(),
             explaining_gradients(self.options.stage),
         ):
             yield
-        if self._gatherer is not None:
-            self._gatherer.end_backward()
+        if self._unsharder is not None:
+            self._unsharder.end_backward()
         self.shards.changed()
         self.absent.agree()
 
@@ -254,18 +254,18 @@ class DataParallelEngine:
 
         Under stage 3 each rank must call.
         """
-        return nullcontext() if self._gatherer is None else self._gatherer.at_hand(params)
+        return nullcontext() if self._unsharder is None else self._unsharder.at_hand(params)
 
     @property
     def reformats(self) -> bool:
-        """Whether parameters have another format while they are whole than between."""
-        return any(flat.frees_full and flat.has_master for flat in self.flats)
+        """Whether parameters have another format while they are full than between."""
+        return any(flat.reshards and flat.has_master for flat in self.flats)
 
     def take_gradient(self, param: nn.Parameter, grad: Tensor) -> None:
         """Inside `backward`, take a gradient that has been computed aside.
 
         Args:
-            param: May show a piece of itself now.
+            param: May show a shard of itself now.
             grad: In the parameter's own shape; its hooks are called here.
         """
         for hook in gradient_hooks(param).values():
@@ -274,12 +274,12 @@ class DataParallelEngine:
         self.reducer.take(*self._positions[param], grad)
 
     def hold_parameters(self) -> None:
-        """Keep whole parameters from now on, for ranks that take different numbers of steps.
+        """Keep full parameters from now on, for ranks that take different numbers of steps.
 
         Only for prediction. Under stage 3 each rank must call, and needs the memory.
         """
-        if self._gatherer is not None:
-            self._gatherer.hold()
+        if self._unsharder is not None:
+            self._unsharder.hold()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backwards inside only accumulate; stages 2 and 3 reduce all the same."""
@@ -287,7 +287,7 @@ class DataParallelEngine:
 
     @contextmanager
     def optimizer_view(self) -> Iterator[None]:
-        """Let every parameter and its `.grad` show the piece that this rank updates."""
+        """Let every parameter and its `.grad` show the shard that this rank updates."""
         self.view.enter()
         try:
             yield
@@ -305,17 +305,17 @@ class DataParallelEngine:
 
     def publish(self, params: Iterable[nn.Parameter]) -> None:
         """After an update of `params`, bring everybody's full parameters up to date."""
-        if self._gatherer is not None or not self.view.differs:
+        if self._unsharder is not None or not self.view.differs:
             return
         touched = {self._positions[param][0] for param in params if param in self._positions}
         flats = [self.gradients[position].flat for position in sorted(touched)]
-        for handle in [flat.begin_gather() for flat in flats]:
+        for handle in [flat.begin_unshard() for flat in flats]:
             if handle is not None:
                 handle.wait()
 
     @contextmanager
     def publishing_edits(self, updated: Iterable[nn.Parameter]) -> Iterator[None]:
-        """Bring full parameters up to date whose pieces user code has changed inside.
+        """Bring full parameters up to date whose shards user code has changed inside.
 
         Each rank must enter and leave.
 
@@ -335,14 +335,14 @@ class DataParallelEngine:
         flags = torch.tensor(changed, dtype=torch.uint8, device=self.device)
         self.collectives.all_reduce(flags, "max").wait()
         moved = [flat for flat, has_moved in zip(flats, flags.tolist(), strict=True) if has_moved]
-        for handle in [flat.begin_gather() for flat in moved]:
+        for handle in [flat.begin_unshard() for flat in moved]:
             if handle is not None:
                 handle.wait()
 
     def publish_shards(self) -> None:
-        """After shards were overwritten, bring whole parameters up to date; each rank must call."""
+        """After shards were overwritten, bring full parameters up to date; each rank must call."""
         pending = [
-            flat.begin_gather() for unit in self.units if unit.is_full for flat in unit.flats
+            flat.begin_unshard() for unit in self.units if unit.is_full for flat in unit.flats
         ]
         for handle in pending:
             if handle is not None:
@@ -354,7 +354,7 @@ class DataParallelEngine:
 
     @contextmanager
     def loading(self, missing: Container[str]) -> Iterator[None]:
-        """Let every parameter be whole inside, without values, and take in what they are set to.
+        """Let every parameter be full inside, without values, and take in what they are set to.
 
         Elements that nobody sets keep their value.
 
@@ -367,7 +367,7 @@ class DataParallelEngine:
         shown = [(param, param.data, param.grad) for param in self.model.parameters()]
         for param, value, _ in shown:
             param.grad = None
-            param.data = blank(self.whole_shape(param), value.dtype)
+            param.data = blank(self.full_shape(param), value.dtype)
         try:
             yield
             for name, param in self.model.named_parameters():
@@ -378,11 +378,11 @@ class DataParallelEngine:
             for param, value, grad in shown:
                 param.data, param.grad = value, grad
             for unit in self.units:
-                for flat in unit.flats if unit.is_freed else ():
+                for flat in unit.flats if unit.is_resharded else ():
                     flat.present_shards(sharded=True)
 
-    def whole_shape(self, param: nn.Parameter) -> Sequence[int]:
-        """The shape of the whole of `param`, however it shows itself now."""
+    def full_shape(self, param: nn.Parameter) -> Sequence[int]:
+        """The full shape of `param`, however it shows itself now."""
         shape = self.split.full_shapes.get(param)
         if shape is not None:
             return shape
@@ -391,16 +391,14 @@ class DataParallelEngine:
         flat, index = self.owner(param)
         return flat.layout.slots[index].shape
 
-    def whole_parameters(
-        self, *, everywhere: bool = False
-    ) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    def full_parameters(self, *, everywhere: bool = False) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Bring the model's parameters together, one after the other; each rank must call.
 
         Args:
             everywhere: Whether each rank of the first copy is to get them.
 
         Returns:
-            Each parameter with its whole value in the optimizer's format, on the ranks that are
+            Each parameter with its full value in the optimizer's format, on the ranks that are
             the first of their data-parallel group; nothing elsewhere.
         """
         self.adopt_assigned()
@@ -412,37 +410,37 @@ class DataParallelEngine:
             if param in self._homes:
                 flat, index = self.owner(param)
                 if flat not in come:
-                    come = {**_of_one_unit(come, flat, self.units), flat: flat.whole_values()}
+                    come = {**_of_one_unit(come, flat, self.units), flat: flat.full_values()}
                 value = come[flat][index]
             if everywhere or self.collectives.rank == 0:
-                yield param, self.split.whole(param, value.detach())
+                yield param, self.split.full(param, value.detach())
 
-    def pieces(self) -> dict[tuple[int, int], int]:
-        """Return a number for each piece here, also of copies, by its address and size."""
-        return {} if self._gatherer is None else self._gatherer.copies.pieces()
+    def numbered_shards(self) -> dict[tuple[int, int], int]:
+        """Return a number for each shard here, also of copies, by its address and size."""
+        return {} if self._unsharder is None else self._unsharder.copies.numbered_shards()
 
-    def whole_piece(self, number: int) -> Tensor:
-        """Bring a piece together that has this number on some rank; each rank must call."""
-        assert self._gatherer is not None
-        return self._gatherer.copies.whole(number)
+    def full_shard(self, number: int) -> Tensor:
+        """Bring a shard together that has this number on some rank; each rank must call."""
+        assert self._unsharder is not None
+        return self._unsharder.copies.full(number)
 
     def detach(self, *, restore: bool) -> None:
-        """Take the engine off the model; with `restore`, each parameter is whole again.
+        """Take the engine off the model; with `restore`, each parameter is full again.
 
         Args:
             restore: Collective: each rank must call. Without it (after a failure, when peers may
-                be gone) stage 3 leaves this rank's pieces.
+                be gone) stage 3 leaves this rank's shards.
         """
         self._remove_hooks()
         if restore:
             self.adopt_assigned()
             self._buffers.follow(training=False)
-        if self._gatherer is not None:
+        if self._unsharder is not None:
             if restore:
-                self._gatherer.free_all()
-            self._gatherer.copies.restore(self._on_all_ranks if restore else None)
+                self._unsharder.reshard_all()
+            self._unsharder.copies.restore(self._on_all_ranks if restore else None)
         for flat in self.flats if restore else ():
-            for param, value in zip(flat.params, flat.whole_values(), strict=True):
+            for param, value in zip(flat.params, flat.full_values(), strict=True):
                 param.data = value.clone()
         for unit in self.units if not restore else ():
             self._leave_as_is(unit)
@@ -458,8 +456,8 @@ class DataParallelEngine:
         for handle in (*self._hooks.values(), *self._loading):
             handle.remove()
         self._hooks.clear()
-        if self._gatherer is not None:
-            self._gatherer.remove()
+        if self._unsharder is not None:
+            self._unsharder.remove()
 
     def _on_all_ranks(self, numbers: set[int]) -> set[int]:
         return set.intersection(*self.collectives.all_gather_object(numbers))
@@ -473,8 +471,8 @@ class DataParallelEngine:
         """
         self._remove_hooks()
         self.shards.forget()
-        if self._gatherer is not None:
-            self._gatherer.copies.restore(None)
+        if self._unsharder is not None:
+            self._unsharder.copies.restore(None)
         for flat in self.flats:
             for param, slot in zip(flat.params, flat.layout.slots, strict=True):
                 param.grad = None
@@ -482,7 +480,7 @@ class DataParallelEngine:
                 mark_leftover(param)
 
     def _leave_as_is(self, unit: Unit) -> None:
-        """After a failure: whole parameters in their own format where they are here."""
+        """After a failure: full parameters in their own format where they are here."""
         for flat in unit.flats:
             for param, view in zip(flat.params, flat.full_views, strict=True):
                 if unit.is_full:

@@ -1,4 +1,4 @@
-"""The gradients of one flat buffer: collected as backward makes them, reduced, kept in pieces.
+"""The gradients of one flat buffer: collected as backward makes them, reduced, kept in shards.
 
     autograd ──copy──> full (views) ──reduce──> local (views) ──> the optimizer's `.grad`
 
@@ -9,7 +9,7 @@
             backward to its reduction     to it at every backward
     With a master copy, stages 0 and 1 keep `full` in its format: micro-batches add up there.
     With compression an `Exchange` reduces, in two halves that begin where dense reductions do.
-    Where the state has several copies, what is reduced into pieces is averaged over them, too.
+    Where the state has several copies, what is reduced into shards is averaged over them, too.
 
 A parameter's gradient is copied into its view once, when autograd hands it over. Where it lies from
 then on is its `GradientState`; the memory, and what stands in `.grad`, are those of a
@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from lightning_shard.backends.pending import Pending
+from lightning_shard.data_parallel.averaged_gradient import AveragedGradient
 from lightning_shard.data_parallel.compression.compressor import Exchange
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.gradient_buffer import GradientBuffer
 from lightning_shard.data_parallel.gradient_state import GradientState
 from lightning_shard.data_parallel.own_gradients import OwnGradients
-from lightning_shard.data_parallel.reduced_gradient import ReducedGradient
 from lightning_shard.errors import ConfigError
 
 
@@ -62,7 +62,7 @@ class FlatGradients:
         self.exchange = exchange
         self.waits_for_end = waits_for_end
         self.buffer = GradientBuffer(flat)
-        self.own = OwnGradients(self.buffer, groups.everyone)
+        self.own = OwnGradients(self.buffer, groups.dp)
         self._groups = groups
         self._reduce_dtype = reduce_dtype or flat.full.dtype
         self._seen: set[int] = set()  # arrived in this backward
@@ -74,7 +74,7 @@ class FlatGradients:
 
     def reduce_over(self, groups: DataGroups) -> None:
         """Average over other ranks from now on; nothing may be in flight."""
-        self._groups, self.own.ranks = groups, groups.everyone
+        self._groups, self.own.ranks = groups, groups.dp
 
     @property
     def states(self) -> list[GradientState]:
@@ -139,7 +139,7 @@ class FlatGradients:
         self.buffer.allocate()
         if self.was_reduced and self.accumulates:
             raise ConfigError(
-                f"Rank {self._groups.everyone.rank}: the gradient of {self.own.name(index)!r} "
+                f"Rank {self._groups.dp.rank}: the gradient of {self.own.name(index)!r} "
                 f"arrived again after its unit had been reduced, expected one arrival per "
                 f"backward. Use activation checkpointing with use_reentrant=False, or ZeRO stage 2 "
                 f"or 3."
@@ -151,7 +151,7 @@ class FlatGradients:
 
     def _arrived(self, index: int, grad: Tensor) -> Tensor:
         """The gradient that has just come, out of what stands in `.grad` now."""
-        if isinstance(grad, ReducedGradient):
+        if isinstance(grad, AveragedGradient):
             self.buffer.observe(index)
             grad = grad.note.take_arrival()
         else:
@@ -168,7 +168,7 @@ class FlatGradients:
         self.buffer.observe(index)
         if self.states[index].is_local or self._pending is not None or not self.buffer.local_views:
             raise ConfigError(
-                f"Rank {self._groups.everyone.rank}: the gradient of "
+                f"Rank {self._groups.dp.rank}: the gradient of "
                 f"{self.own.name(index)!r} is not averaged over the ranks now, "
                 f"expected .grad to be read once a backward has ended and before it is zeroed. "
                 f"Read it in on_after_backward or on_before_optimizer_step."
@@ -208,7 +208,7 @@ class FlatGradients:
 
     def _send(self, send: Tensor) -> None:
         if self.flat.stage == 0:
-            self._pending = self._groups.everyone.all_reduce(send, "avg", async_op=True), send
+            self._pending = self._groups.dp.all_reduce(send, "avg", async_op=True), send
             return
         out = self._target(send.dtype)
         self._pending = self._groups.shard.reduce_scatter(out, send, "avg", async_op=True), out
@@ -228,7 +228,7 @@ class FlatGradients:
                 "accumulate_grad_batches=1"
             )
             raise ConfigError(
-                f"Rank {self._groups.everyone.rank}: a second gradient was reduced before the "
+                f"Rank {self._groups.dp.rank}: a second gradient was reduced before the "
                 f"optimizer's step, expected one: the compressor sends momentum or freezes Adam's "
                 f"second moment, and would count every micro-batch as a step. {advice}."
             )

@@ -3,7 +3,7 @@
 A parameter can show itself in two ways, and `param.data` is pointed at one or the other:
 
     full     its own shape, a view of `full`         forward and backward
-    local    1-D, this rank's piece, a view of       the optimizer; under stage 3 also whatever
+    local    1-D, this rank's shard, a view of       the optimizer; under stage 3 also whatever
              `shard`                                 happens between the steps
 
     stage 0, 1, 2     full   [ rank 0 | rank 1 | rank 2 ]     shard = this rank's part of it
@@ -11,7 +11,7 @@ A parameter can show itself in two ways, and `param.data` is pointed at one or t
     low precision     full   in the compute format            shard = memory of its own (master)
 
 Freeing resizes the storage of `full` to zero and gathering gives it back, so that views which
-autograd has saved stay valid. While it is freed, no parameter points at it.
+autograd has saved stay valid. While it is resharded, no parameter points at it.
 
 User code may point `param.data` at memory of its own: before a parameter shows another view, and
 before anything reads the buffers, that value is taken over.
@@ -26,13 +26,13 @@ from torch import Tensor, nn
 from lightning_shard.backends.pending import Pending
 from lightning_shard.data_parallel.assigned import (
     ShownViews,
-    refuse_freed,
     refuse_moved,
+    refuse_resharded,
     refuse_shape,
 )
+from lightning_shard.data_parallel.averaged_gradient import AveragedGradient, GradientNote
 from lightning_shard.data_parallel.blanks import is_blank
 from lightning_shard.data_parallel.data_groups import DataGroups
-from lightning_shard.data_parallel.reduced_gradient import GradientNote, ReducedGradient
 from lightning_shard.data_parallel.sharded_parameter import (
     ParameterHome,
     as_they_are,
@@ -89,7 +89,7 @@ class FlatParameters:
         self.full_views = full_views(self.full, self.layout)
         self.local_views = self.shard_views(self.shard)
         self._notes = [GradientNote(name) for name, _ in named_params]
-        self._stand_ins: dict[tuple[int, torch.Size, torch.dtype], ReducedGradient] = {}
+        self._stand_ins: dict[tuple[int, torch.Size, torch.dtype], AveragedGradient] = {}
         self._shown = ShownViews(self.params)
         self._presented: list[nn.Parameter] = []  # to user code, while they are in shards
         self._are_sharded = False  # those, to user code
@@ -97,7 +97,7 @@ class FlatParameters:
         self.present_full()
 
     @property
-    def frees_full(self) -> bool:
+    def reshards(self) -> bool:
         """Whether the full parameters exist only while a forward or backward needs them."""
         return self.stage == 3
 
@@ -107,7 +107,7 @@ class FlatParameters:
         return self.stage > 0 or self.has_master or self.is_split
 
     @property
-    def is_gathered(self) -> bool:
+    def is_unsharded(self) -> bool:
         """Whether `full` has memory; its content is valid once the gather has been waited for."""
         return self.full.untyped_storage().nbytes() > 0
 
@@ -116,29 +116,31 @@ class FlatParameters:
         staging = self.params[0].new_zeros(self.layout.full_numel, dtype=master)
         for view, param in zip(full_views(staging, self.layout), self.params, strict=True):
             view.copy_(param.data)
-        self._groups.everyone.broadcast(staging, src=0).wait()
+        self._groups.dp.broadcast(staging, src=0).wait()
         own = staging[slice(*self.layout.shard_bounds(self.shard_index))]
         full = staging.to(compute) if self.has_master else staging
-        return full, own.clone() if self.has_master or self.frees_full else own
+        return full, own.clone() if self.has_master or self.reshards else own
 
     def shard_views(self, shard: Tensor) -> list[Tensor]:
-        """Each parameter's local piece as a view of a shard-sized tensor.
+        """Each parameter's local shard as a view of a shard-sized tensor.
 
         Args:
             shard: Shape (S,).
 
         Returns:
-            1-D pieces, possibly empty; the parameters' own shapes where one rank holds all.
+            1-D shards, possibly empty; the parameters' own shapes where one rank holds all.
         """
         if self.stage == 0:
             return full_views(shard, self.layout)
-        pieces = self.layout.pieces(self.shard_index)
-        return [shard[piece.shard_offset : piece.shard_stop] for piece in pieces]
+        shard_slices = self.layout.shard_slices(self.shard_index)
+        return [
+            shard[shard_slice.shard_offset : shard_slice.shard_stop] for shard_slice in shard_slices
+        ]
 
     @as_they_are
     @torch.no_grad()
     def present_full(self) -> None:
-        """Let every parameter show its full shape; `full` must be gathered."""
+        """Let every parameter show its full shape; `full` must be unsharded."""
         self.present_shards(sharded=False)
         self.see_assigned()  # the views are others after it
         self._present(self.full_views)
@@ -150,7 +152,7 @@ class FlatParameters:
 
     def _point(self, index: int, view: Tensor) -> None:
         param = self.params[index]
-        if isinstance(param.grad, ReducedGradient):  # must have the parameter's shape
+        if isinstance(param.grad, AveragedGradient):  # must have the parameter's shape
             param.grad.settle(self._notes[index])
             param.grad = None
             param.data = view
@@ -191,7 +193,7 @@ class FlatParameters:
         """Raise ConfigError if user code has assigned a value, as between forward and backward."""
         if not self._shown.stand:
             names = [self.layout.slots[index].name for index in self._shown.assigned()]
-            raise refuse_moved(names, self._groups.everyone.rank)
+            raise refuse_moved(names, self._groups.dp.rank)
 
     @as_they_are
     def assigned(self) -> dict[int, Tensor]:
@@ -207,7 +209,7 @@ class FlatParameters:
     def _copied(self, index: int) -> Tensor:
         value = self.params[index].data
         if value.numel() and not value.untyped_storage().nbytes():
-            raise refuse_freed(self.layout.slots[index].name, self._groups.everyone.rank)
+            raise refuse_resharded(self.layout.slots[index].name, self._groups.dp.rank)
         return value.to(self.full.device, copy=True)
 
     @as_they_are
@@ -226,7 +228,7 @@ class FlatParameters:
         for index, value in values.items():
             shown, slot = self._shown.are[index], self.layout.slots[index]
             if value.shape not in (shown.shape, slot.shape):
-                rank = self._groups.everyone.rank
+                rank = self._groups.dp.rank
                 raise refuse_shape(slot.name, value.shape, shown.shape, slot.shape, rank)
             self._point(index, shown)
             if value.shape == slot.shape:
@@ -261,7 +263,7 @@ class FlatParameters:
         if self.has_master and value.dtype == self.full.dtype:
             part = torch.where(part != local.to(part.dtype), part.to(local.dtype), local)
         local.copy_(part)
-        if self.is_gathered:
+        if self.is_unsharded:
             self.full_views[index].copy_(value)
 
     def as_shown(self, index: int, value: Tensor) -> Tensor:
@@ -270,27 +272,27 @@ class FlatParameters:
         To user code a sharded parameter shows its own shape.
         """
         shape = self.layout.slots[index].shape
-        is_whole = value.shape == shape and self.params[index].shape != shape
-        return self._own_part(index, value) if is_whole else value
+        is_full = value.shape == shape and self.params[index].shape != shape
+        return self._own_part(index, value) if is_full else value
 
     def _own_part(self, index: int, value: Tensor) -> Tensor:
-        """This rank's piece of a tensor of a parameter's own shape."""
+        """This rank's shard of a tensor of a parameter's own shape."""
         if self.stage == 0:
             return value
-        piece = self.layout.piece(self.layout.slots[index], self.shard_index)
-        return value.flatten()[piece.param_offset : piece.param_stop]
+        shard_slice = self.layout.shard_slice(self.layout.slots[index], self.shard_index)
+        return value.flatten()[shard_slice.param_offset : shard_slice.param_stop]
 
     def note(self, index: int) -> GradientNote:
         """What the stand-ins of a parameter share."""
         return self._notes[index]
 
     @as_they_are
-    def stand_in(self, index: int) -> ReducedGradient:
+    def stand_in(self, index: int) -> AveragedGradient:
         """What stands in the `.grad` of a parameter, as it shows itself now, once it is reduced."""
         param = self.params[index]
         key = index, param.shape, param.dtype
         if key not in self._stand_ins:
-            self._stand_ins[key] = ReducedGradient(param, self._notes[index])
+            self._stand_ins[key] = AveragedGradient(param, self._notes[index])
         return self._stand_ins[key]
 
     def leave_stand_ins(self, index: int) -> None:
@@ -302,16 +304,16 @@ class FlatParameters:
     @as_they_are
     @torch.no_grad()
     def present_local(self) -> None:
-        """Let every parameter show this rank's piece, in the optimizer's format."""
+        """Let every parameter show this rank's shard, in the optimizer's format."""
         self.see_assigned()
         self._present(self.local_views)
 
     @torch.no_grad()
-    def begin_gather(self) -> Pending | None:
+    def begin_unshard(self) -> Pending | None:
         """Start bringing the full parameters together from the shards; each rank must call."""
-        if self.frees_full:
+        if self.reshards:
             self.see_assigned()
-        if not self.is_gathered:
+        if not self.is_unsharded:
             self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
         own = self.full[slice(*self.layout.shard_bounds(self.shard_index))]
         if own.data_ptr() != self.shard.data_ptr():
@@ -347,13 +349,13 @@ class FlatParameters:
 
         Blank elements keep their value.
         """
-        if self.is_gathered:
+        if self.is_unsharded:
             _overwrite(self.full_views[index], value)
         _overwrite(self.local_views[index], self._own_part(index, value))
 
     @as_they_are
-    def free(self) -> None:
-        """Point the parameters at their pieces and give the full memory back."""
+    def reshard(self) -> None:
+        """Point the parameters at their shards and give the full memory back."""
         self.present_local()
         self.present_shards(sharded=True)
         if not self.full.untyped_storage().resizable():  # user code has an array of numpy's on it
@@ -361,12 +363,12 @@ class FlatParameters:
             self.full_views = full_views(self.full, self.layout)
         self.full.untyped_storage().resize_(0)
 
-    def whole_values(self) -> list[Tensor]:
+    def full_values(self) -> list[Tensor]:
         """Each parameter in its own shape and the optimizer's format; each rank must call."""
         self.see_assigned()
-        if self.is_gathered:
+        if self.is_unsharded:
             self.take_in_edits()
-        if self.has_master or self.frees_full:
+        if self.has_master or self.reshards:
             return self.gather_shards(self.shard)
         return self.full_views
 

@@ -1,11 +1,11 @@
 """The memory of the gradients of one flat buffer, and what stands in `.grad` for it.
 
-    full     each rank's own gradients, or where each rank keeps the whole average, that
+    full     each rank's own gradients, or where each rank keeps the full average, that
     local    this rank's shard of the averages
     stash    what `local` held while `full`, of which it is a part, takes new gradients
 
-Where each rank keeps the whole average, the view of `full` is the parameter's `.grad`. Elsewhere a
-`ReducedGradient` stands in `.grad`: it takes later micro-batches, tells of `zero_grad`, and looks
+Where each rank keeps the full average, the view of `full` is the parameter's `.grad`. Placeholder a
+`AveragedGradient` stands in `.grad`: it takes later micro-batches, tells of `zero_grad`, and looks
 as the full gradient does. What user code has done to `.grad` is learnt when it is looked at.
 """
 
@@ -14,9 +14,9 @@ from sys import getrefcount
 import torch
 from torch import Tensor
 
+from lightning_shard.data_parallel.averaged_gradient import AveragedGradient
 from lightning_shard.data_parallel.flat_parameters import FlatParameters, full_views
 from lightning_shard.data_parallel.gradient_state import GradientState
-from lightning_shard.data_parallel.reduced_gradient import ReducedGradient
 from lightning_shard.data_parallel.sharded_parameter import as_they_are
 
 _OWN_REFERENCES = 2  # to a view that nobody else holds: that of the list, and getrefcount's own
@@ -117,19 +117,19 @@ class GradientBuffer:
             return
         if self.local is None:
             self.target(average.dtype, travels_on=True)
-        pieces = self.flat.shard_views(average)
-        for state, local, piece in zip(self.states, self.local_views, pieces, strict=True):
+        shards = self.flat.shard_views(average)
+        for state, local, shard in zip(self.states, self.local_views, shards, strict=True):
             adds = state.is_reduced and not self.accumulates
-            local.add_(piece) if adds else local.copy_(piece)
+            local.add_(shard) if adds else local.copy_(shard)
 
     def add_what_was_set_aside(self) -> None:
         """End `set_aside`, once new averages are there."""
         if self._stash is None:
             return
-        pieces = self.flat.shard_views(self._stash)
-        for state, local, piece in zip(self.states, self.local_views, pieces, strict=True):
+        shards = self.flat.shard_views(self._stash)
+        for state, local, shard in zip(self.states, self.local_views, shards, strict=True):
             if state.is_reduced:
-                local.add_(piece)
+                local.add_(shard)
         self._stash = None
 
     def kept(self, index: int) -> Tensor:
@@ -143,7 +143,7 @@ class GradientBuffer:
         grad = self.flat.params[index].grad
         if grad is None:
             self.forget(index)
-        elif isinstance(grad, ReducedGradient):
+        elif isinstance(grad, AveragedGradient):
             grad.settle(self.flat.note(index))
             if grad.note.zeroed:
                 grad.note.zeroed = False
@@ -168,25 +168,25 @@ class GradientBuffer:
 
     @as_they_are
     def release(self) -> None:
-        """After a reduction, `.grad` stands for what lies in pieces."""
+        """After a reduction, `.grad` stands for what lies in shards."""
         if self.is_plain:
             return
         for index, param in enumerate(self.flat.params):
-            if not isinstance(param.grad, ReducedGradient):
+            if not isinstance(param.grad, AveragedGradient):
                 param.grad = self.flat.stand_in(index)
 
     @as_they_are
     def settle(self) -> None:
         """Once ranks agree on what was used, let `.grad` be there or not, the same on all."""
         for index, (param, state) in enumerate(zip(self.flat.params, self.states, strict=True)):
-            if not state.is_valid and isinstance(param.grad, ReducedGradient):
+            if not state.is_valid and isinstance(param.grad, AveragedGradient):
                 param.grad = None
                 self.forget(index)
             elif state.is_valid and param.grad is None and self.is_plain:
                 param.grad = self.views[index]
 
     def is_there(self, index: int) -> bool:
-        """Whether the average of any rank's gradient lies here, or in other ranks' pieces."""
+        """Whether the average of any rank's gradient lies here, or in other ranks' shards."""
         state = self.states[index]
         return state.is_reduced and state.is_valid and bool(self.local_views)
 
@@ -213,11 +213,11 @@ class GradientBuffer:
             self.forget(index)
         elif presented is not None and grad is not None and grad is not presented:
             presented.copy_(grad)
-        is_kept = self.states[index].is_reduced or not isinstance(outer, ReducedGradient)
+        is_kept = self.states[index].is_reduced or not isinstance(outer, AveragedGradient)
         return outer if is_kept else None
 
     @as_they_are
     def restore(self, index: int, outer: Tensor | None) -> None:
         """Put back what `take_back` returned; the parameter may have another shape by now."""
-        stand_in = isinstance(outer, ReducedGradient)
+        stand_in = isinstance(outer, AveragedGradient)
         self.flat.params[index].grad = self.flat.stand_in(index) if stand_in else outer

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.backends.reduction import ReduceOpName
+from lightning_shard.backends.rank_order import ReduceOpName
+from lightning_shard.data_parallel.averaged_gradient import AveragedGradient, GradientNote
 from lightning_shard.data_parallel.content import agreed
 from lightning_shard.data_parallel.flat_gradients import FlatGradients
+from lightning_shard.data_parallel.global_values import combine_norms, partial_norm
 from lightning_shard.data_parallel.model_split import ModelSplit
-from lightning_shard.data_parallel.reduced_gradient import GradientNote, ReducedGradient
 from lightning_shard.data_parallel.sharded_parameter import as_they_are
-from lightning_shard.data_parallel.sharded_reductions import combine_norms, partial_norm
 from lightning_shard.data_parallel.sharded_tensor import ShardedTensor
 from lightning_shard.errors import ConfigError
-from lightning_shard.layout.flat import Piece
+from lightning_shard.layout.flat import ShardSlice
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -34,7 +34,7 @@ class ParameterSpread:
 
     Attributes:
         name: Of the parameter.
-        shape: Of the whole.
+        shape: Of the full tensor.
         param: The parameter.
         split: How the model is split over other ranks.
         shard_groups: Over which the elements of what this rank has of the model lie.
@@ -72,7 +72,7 @@ class ParameterSpread:
         return self.counts and all(group.rank == 0 for group in others)
 
     def cut(self, tensor: Tensor, local: Tensor) -> Tensor | None:
-        """Return this rank's part of a tensor that is whole, this rank's of the model, or cut."""
+        """Return this rank's part of a tensor that is full, this rank's of the model, or cut."""
         if tensor.shape == local.shape and not self._is_ambiguous(local):
             return tensor
         if tensor.shape == self.shape:
@@ -84,20 +84,20 @@ class ParameterSpread:
         return tensor if self.bounds is None else tensor.reshape(-1)[slice(*self.bounds)]
 
     def own(self, tensor: Tensor) -> Tensor:
-        """Return this rank's part of the model of a whole tensor."""
+        """Return this rank's part of the model of a full tensor."""
         if self.own_shape is None:
             return tensor.new_empty(self.param.shape)
         return self.split.local(self.param, tensor)
 
     def _is_ambiguous(self, local: Tensor) -> bool:
-        """Whether a tensor of the piece's shape may be meant as a row for every row."""
+        """Whether a tensor of the shard's shape may be meant as a row for every row."""
         if self.bounds is None or len(self.shape) < 2 or local.numel() != self.shape[-1]:
             return False
         return bool(self.bounds[0] % self.shape[-1])
 
     @torch.no_grad()
     def join(self, local: Tensor) -> Tensor:
-        """Return the whole of parts; each rank must call."""
+        """Return the full tensor of parts; each rank must call."""
         own = local.clone()
         if self.own_shape is not None and self.bounds is not None:
             flags = local.dtype == torch.bool
@@ -108,7 +108,7 @@ class ParameterSpread:
             for group in self.shard_groups():
                 group.all_reduce(own, "sum").wait()
             own = own.view(self.own_shape).to(local.dtype)
-        return self.split.whole(self.param, own)
+        return self.split.full(self.param, own)
 
 
 class GradientShards:
@@ -158,7 +158,9 @@ class GradientShards:
             note, slot = flat.note(index), flat.layout.slots[index]
             own_shape = torch.Size(slot.shape)
             if flat.stage > 0:
-                cuts = [_bounds(flat.layout.piece(slot, i)) for i in range(flat.layout.num_shards)]
+                cuts = [
+                    _bounds(flat.layout.shard_slice(slot, i)) for i in range(flat.layout.num_shards)
+                ]
                 bounds = cuts[flat.shard_index]
         shape = self._split.full_shapes.get(param, own_shape or param.shape)
         spread = ParameterSpread(
@@ -212,9 +214,9 @@ class GradientShards:
         """The parameters that only other ranks of the model have."""
         return [param for param, source in self._sources.items() if source.place is None]
 
-    def stand_in(self, param: nn.Parameter) -> ReducedGradient:
+    def stand_in(self, param: nn.Parameter) -> AveragedGradient:
         """What stands in the `.grad` of a parameter that only other ranks have."""
-        return ReducedGradient(param, self._sources[param].note)
+        return AveragedGradient(param, self._sources[param].note)
 
     def ready(self) -> None:
         """Have averages, where there are only sums; each rank must call."""
@@ -241,7 +243,7 @@ class GradientShards:
 
     def _partial(self, source: "_Source", order: float) -> Tensor:
         grad = source.spread.param.grad
-        if not (isinstance(grad, ReducedGradient) and source.spread.counts_once):
+        if not (isinstance(grad, AveragedGradient) and source.spread.counts_once):
             return partial_norm(torch.empty(0), order).to(self._device)
         grad.settle(source.note)
         return partial_norm(source.local(), order).to(self._device)
@@ -252,8 +254,8 @@ class GradientShards:
         return tensor
 
 
-def _bounds(piece: Piece) -> tuple[int, int]:
-    return piece.param_offset, piece.param_stop
+def _bounds(shard_slice: ShardSlice) -> tuple[int, int]:
+    return shard_slice.param_offset, shard_slice.param_stop
 
 
 @dataclass(frozen=True, eq=False)
@@ -274,7 +276,7 @@ class _Source:
         return gradients.averaged(index)
 
     def sharded(self) -> ShardedTensor:
-        """The gradient as the whole that it is a part of."""
+        """The gradient as the full tensor that it is a part of."""
         self.shards.ready()
         tensor = ShardedTensor(self.local(), self.spread)
         tensor.norm_of_all = partial(self.shards.norm, self.number)
@@ -298,7 +300,7 @@ class _Source:
         if ranks is None or own_shape is None:
             return tensor
         is_full = tensor.shape in (self.spread.shape, own_shape)
-        # a rank's piece may be all of a parameter of one dimension: ranks agree what is meant
+        # a rank's shard may be all of a parameter of one dimension: ranks agree what is meant
         if not is_full and (len(own_shape) != 1 or tensor.shape != self.local().shape):
             return tensor
         return agreed(

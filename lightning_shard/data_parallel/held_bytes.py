@@ -39,8 +39,8 @@ def expected(engine: DataParallelEngine) -> HeldBytes:
     params = gradients = 0
     for flat in engine.flats:
         shard = flat.shard.numel() * flat.shard.itemsize
-        is_apart = flat.has_master or flat.frees_full
-        params += 0 if flat.frees_full else flat.full.numel() * flat.full.itemsize
+        is_apart = flat.has_master or flat.reshards
+        params += 0 if flat.reshards else flat.full.numel() * flat.full.itemsize
         params += shard if is_apart else 0
         if any(param.requires_grad for param in flat.params):
             keeps_full = flat.stage < 2  # micro-batches add up there
@@ -86,9 +86,9 @@ def replicated(engine: DataParallelEngine, optimizers: Iterable[Optimizer]) -> H
             if not engine.split.counts(param):
                 continue
             shape = engine.split.full_shapes.get(param)
-            whole = slot.numel if shape is None else shape.numel()
-            growth[param] = whole / max(slot.numel, 1)
-            numel += whole
+            full = slot.numel if shape is None else shape.numel()
+            growth[param] = full / max(slot.numel, 1)
+            numel += full
         trained = sum(param.requires_grad for param in flat.params) > 0
         params += numel * flat.full.element_size()
         params += numel * flat.shard.element_size() if flat.has_master else 0

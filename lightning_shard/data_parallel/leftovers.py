@@ -4,7 +4,7 @@ from torch import nn
 
 from lightning_shard.errors import ConfigError
 
-_LEFTOVER = "_lightning_shard_piece"  # set on such parameters
+_LEFTOVER = "_lightning_shard_shard"  # set on such parameters
 
 
 def mark_leftover(param: nn.Parameter) -> None:
@@ -18,12 +18,12 @@ def take_leftovers(model: nn.Module) -> None:
         vars(param).pop(_LEFTOVER, None)
 
 
-def refuse_leftover_pieces(model: nn.Module) -> None:
-    """Raise ConfigError for a model that a failed run has left in pieces."""
+def refuse_leftover_shards(model: nn.Module) -> None:
+    """Raise ConfigError for a model that a failed run has left in shards."""
     for name, param in model.named_parameters():
         if hasattr(param, _LEFTOVER):
             raise ConfigError(
-                f"The parameter {name!r} of {type(model).__name__} is only one rank's piece, left "
+                f"The parameter {name!r} of {type(model).__name__} is only one rank's shard, left "
                 f"by a run of ZeRO stage 3, tensor or pipeline parallel that failed; expected a "
                 f"whole model. Build a new one, or load a checkpoint into a new one."
             )

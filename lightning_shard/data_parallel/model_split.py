@@ -27,7 +27,7 @@ class ModelSplit(Protocol):
 
     @property
     def full_shapes(self) -> Mapping[nn.Parameter, torch.Size]:
-        """Return the whole shape of each parameter that is a part here, or not here at all."""
+        """Return the full shape of each parameter that is a part here, or not here at all."""
 
     @property
     def is_first(self) -> bool:
@@ -44,7 +44,7 @@ class ModelSplit(Protocol):
         """Whether this rank has `param`, or a part of it."""
 
     def full_shape(self, param: nn.Parameter) -> torch.Size:
-        """Return the whole shape of a parameter, or of a copy of one."""
+        """Return the full shape of a parameter, or of a copy of one."""
 
     def is_spread(self, param: nn.Parameter) -> bool:
         """Whether other ranks of the split have other elements of `param` than this one."""
@@ -55,15 +55,15 @@ class ModelSplit(Protocol):
     def counts(self, param: nn.Parameter) -> bool:
         """Whether a norm over `groups_of` counts this rank's elements of `param`."""
 
-    def whole(self, param: nn.Parameter, local: Tensor) -> Tensor:
-        """Return a whole tensor from parts shaped as `param`; each rank of the split must call.
+    def full(self, param: nn.Parameter, local: Tensor) -> Tensor:
+        """Return a full tensor from parts shaped as `param`; each rank of the split must call.
 
         Args:
             param: Says how the parts lie.
             local: This rank's part; where there is none, any tensor of the format and device.
         """
 
-    def local(self, param: nn.Parameter, whole: Tensor) -> Tensor:
+    def local(self, param: nn.Parameter, full: Tensor) -> Tensor:
         """Return this rank's part of a tensor shaped as the whole of `param`; others as is."""
 
 
@@ -100,10 +100,10 @@ class Unsplit:
         """Return True."""
         return True
 
-    def whole(self, param: nn.Parameter, local: Tensor) -> Tensor:
+    def full(self, param: nn.Parameter, local: Tensor) -> Tensor:
         """Return the tensor."""
         return local
 
-    def local(self, param: nn.Parameter, whole: Tensor) -> Tensor:
+    def local(self, param: nn.Parameter, full: Tensor) -> Tensor:
         """Return the tensor."""
-        return whole
+        return full

@@ -1,13 +1,13 @@
-"""The optimizer's view: each parameter and its `.grad` show the piece that this rank updates.
+"""The optimizer's view: each parameter and its `.grad` show the shard that this rank updates.
 
                   outside                          inside
-    param.data    full shape (stage 3: a piece)    this rank's piece, in the master's format
-    param.grad    None, a stand-in, or             the averaged gradient of that piece, or None
+    param.data    full shape (stage 3: a shard)    this rank's shard, in the master's format
+    param.grad    None, a stand-in, or             the averaged gradient of that shard, or None
                   (stage 0) the average            when no rank used the parameter
 
 What user code does to the full parameters outside is carried over; what it does to gradients
 inside is kept. While user code runs inside, its hooks before a step, stand-ins for the gradients
-are lent to it: what it computes with pieces would be wrong.
+are lent to it: what it computes with shards would be wrong.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,14 +15,14 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from lightning_shard.data_parallel.averaged_gradient import AveragedGradient
 from lightning_shard.data_parallel.equal_weights import EqualWeights
 from lightning_shard.data_parallel.flat_gradients import FlatGradients
-from lightning_shard.data_parallel.gathering import Gatherer
 from lightning_shard.data_parallel.gradient_shards import AbsentGradients
 from lightning_shard.data_parallel.hand_edits import HandEdits
-from lightning_shard.data_parallel.reduced_gradient import ReducedGradient
 from lightning_shard.data_parallel.reducer import Reducer
 from lightning_shard.data_parallel.sharded_parameter import as_they_are
+from lightning_shard.data_parallel.unsharding import Unsharder
 
 
 class OptimizerView:
@@ -31,7 +31,7 @@ class OptimizerView:
     Args:
         gradients: Every buffer; those whose parameters have no local form stay as they are.
         reducer: Asked to reduce what was only accumulated.
-        gatherer: Under stage 3, frees the units first.
+        unsharder: Under stage 3, frees the units first.
         absent: The gradients of parameters that are not here; hidden inside.
         edits: Averages what user code has put into `.grad`.
         weights: Told that an update has written parameters.
@@ -41,7 +41,7 @@ class OptimizerView:
         self,
         gradients: Sequence[FlatGradients],
         reducer: Reducer,
-        gatherer: Gatherer | None,
+        unsharder: Unsharder | None,
         absent: AbsentGradients | None = None,
         edits: HandEdits | None = None,
         weights: EqualWeights | None = None,
@@ -50,7 +50,7 @@ class OptimizerView:
         self._edits, self._weights = edits, weights
         self._gradients = [g for g in gradients if g.flat.has_local_form]
         self._reducer = reducer
-        self._gatherer = gatherer
+        self._unsharder = unsharder
         self._absent = absent
         self._depth = 0
         self._lends = False  # entered, and shows stand-ins for as long as the depth is 0
@@ -63,7 +63,7 @@ class OptimizerView:
 
     @as_they_are
     def enter(self) -> None:
-        """Show pieces; each rank must call."""
+        """Show shards; each rank must call."""
         if self._depth == 0 and not self._lends:
             self._reducer.reduce_owed()
             if self._edits is not None:
@@ -78,17 +78,17 @@ class OptimizerView:
             self._absent.hide()
         if not self.differs:
             return
-        if self._gatherer is not None:
-            self._gatherer.free_all()
-        self._outer = [self._show_pieces(gradients) for gradients in self._gradients]
+        if self._unsharder is not None:
+            self._unsharder.reshard_all()
+        self._outer = [self._show_shards(gradients) for gradients in self._gradients]
 
-    def _show_pieces(self, gradients: FlatGradients) -> list[Tensor | None]:
+    def _show_shards(self, gradients: FlatGradients) -> list[Tensor | None]:
         gradients.flat.present_shards(sharded=False)
         params = gradients.flat.params
         outer = [param.grad for param in params]
         for index, grad in enumerate(outer):
             gradients.own.check(index, grad)
-        if self._gatherer is None:
+        if self._unsharder is None:
             gradients.flat.take_in_edits()
         for param in params:
             param.grad = None
@@ -99,7 +99,7 @@ class OptimizerView:
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Run user code inside: parameters show pieces, `.grad` looks as the whole gradient does.
+        """Run user code inside: parameters show shards, `.grad` looks as the full gradient does.
 
         Each rank must call.
         """
@@ -146,12 +146,12 @@ class OptimizerView:
             self._absent.show()
 
     def _take_back_stand_ins(self) -> None:
-        """Show pieces again; what user code has zeroed or set in `.grad` stays so."""
+        """Show shards again; what user code has zeroed or set in `.grad` stays so."""
         for gradients in self._gradients:
             gradients.flat.present_shards(sharded=False)
             for index, param in enumerate(gradients.flat.params):
                 gradients.buffer.observe(index)
-                if isinstance(param.grad, ReducedGradient):
+                if isinstance(param.grad, AveragedGradient):
                     param.grad = gradients.buffer.present(index)
         if self._absent is not None:
             self._absent.hide()
@@ -167,24 +167,24 @@ class OptimizerView:
             return
         if self._absent is not None:
             self._absent.show()
-        self._leave_pieces()
+        self._leave_shards()
         for gradients in self._all:
             gradients.own.know_content()
         if self._weights is not None:
             self._weights.know()
 
-    def _leave_pieces(self) -> None:
+    def _leave_shards(self) -> None:
         if not self._outer:
             return
         for gradients, outer in zip(self._gradients, self._outer, strict=True):
             kept = [gradients.buffer.take_back(index, grad) for index, grad in enumerate(outer)]
             for param in gradients.flat.params:
                 param.grad = None
-            if self._gatherer is None:
+            if self._unsharder is None:
                 gradients.flat.present_full()
             for index, grad in enumerate(kept):
                 gradients.buffer.restore(index, grad)
-            gradients.flat.present_shards(sharded=self._gatherer is not None)
+            gradients.flat.present_shards(sharded=self._unsharder is not None)
         self._outer = []
-        if self._gatherer is not None:
-            self._gatherer.after_update()
+        if self._unsharder is not None:
+            self._unsharder.after_update()

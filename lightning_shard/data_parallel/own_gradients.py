@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.data_parallel.averaged_gradient import AveragedGradient
 from lightning_shard.data_parallel.gradient_buffer import GradientBuffer
-from lightning_shard.data_parallel.reduced_gradient import ReducedGradient
 from lightning_shard.data_parallel.sharded_parameter import as_they_are
 from lightning_shard.errors import ConfigError
 
@@ -65,7 +65,7 @@ class OwnGradients:
 
     def _is_own(self, index: int) -> bool:
         grad = self._flat.params[index].grad
-        if grad is None or isinstance(grad, ReducedGradient):
+        if grad is None or isinstance(grad, AveragedGradient):
             return False
         return not self._buffer.views or grad is not self._buffer.views[index]
 
@@ -137,7 +137,7 @@ class OwnGradients:
         """
         self._buffer.observe(index)
         view = self._buffer.views[index] if self._buffer.views else None
-        if outer is None or outer is view or isinstance(outer, ReducedGradient):
+        if outer is None or outer is view or isinstance(outer, AveragedGradient):
             return
         raise self._set_by_hand(index)
 

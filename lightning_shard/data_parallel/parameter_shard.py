@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from lightning_shard.data_parallel.reduced_gradient import ReducedGradient
-from lightning_shard.data_parallel.sharded_tensor import NotInPartsError, ShardedTensor
+from lightning_shard.data_parallel.averaged_gradient import AveragedGradient
+from lightning_shard.data_parallel.sharded_tensor import NotShardedError, ShardedTensor
 from lightning_shard.data_parallel.torch_private import is_composite
 from lightning_shard.errors import ConfigError
 
@@ -62,7 +62,7 @@ class ParameterShard(ShardedTensor):
         if torch.Tag.nondeterministic_seeded not in func.tags:
             try:
                 return super().__torch_dispatch__(func, types, args, kwargs)
-            except NotInPartsError:
+            except NotShardedError:
                 pass  # decided by what is alike on all ranks, before anything was sent
         if func.is_view and isinstance(args[0], ParameterShard):
             return _views(args[0], (), func, args, kwargs)
@@ -159,14 +159,14 @@ def computed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         ConfigError: A shard is to be pickled.
     """
     name = getattr(func, "__name__", "")
-    gradients: dict[int, ReducedGradient] = {}
+    gradients: dict[int, AveragedGradient] = {}
 
-    def sharded(gradient: ReducedGradient) -> ShardedTensor:
+    def sharded(gradient: AveragedGradient) -> ShardedTensor:
         tensor = gradient.sharded()
         gradients[id(tensor)] = gradient
         return tensor
 
-    args, kwargs = tree_map_only(ReducedGradient, sharded, (args, kwargs))
+    args, kwargs = tree_map_only(AveragedGradient, sharded, (args, kwargs))
     if func == _DATA:
         return args[0].detach()
     if func == _SET_DATA:

@@ -4,19 +4,21 @@ from collections.abc import Iterable
 from functools import partial
 
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
-from lightning_shard.data_parallel.gathering import Gatherer
 from lightning_shard.data_parallel.gradient_shards import GradientShards
 from lightning_shard.data_parallel.sharded_parameter import ParameterHome, UserCode
 from lightning_shard.data_parallel.unit import Unit
+from lightning_shard.data_parallel.unsharding import Unsharder
 
 
-def look_full(units: Iterable[Unit], shards: GradientShards, gatherer: Gatherer | None) -> UserCode:
+def look_full(
+    units: Iterable[Unit], shards: GradientShards, unsharder: Unsharder | None
+) -> UserCode:
     """Let parameters look full whenever they are in shards and user code runs.
 
     Args:
         units: Of a model that is split over no other ranks, from stage 1 on.
         shards: Know where the elements lie.
-        gatherer: Brings units for autograd; None below stage 3.
+        unsharder: Brings units for autograd; None below stage 3.
 
     Returns:
         To be told when user code runs.
@@ -25,7 +27,7 @@ def look_full(units: Iterable[Unit], shards: GradientShards, gatherer: Gatherer 
 
     def home(unit: Unit, flat: FlatParameters, index: int) -> ParameterHome:
         def bring() -> bool:
-            return gatherer is not None and gatherer.bring(unit)
+            return unsharder is not None and unsharder.bring(unit)
 
         spread = shards.spread_of(flat.params[index])
         return ParameterHome(spread, flat.note(index), user_code, bring)

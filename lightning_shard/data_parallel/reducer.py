@@ -10,7 +10,7 @@ reverse of registration, then the order in which rank 0's first backward complet
 
 Under stage 3 backward gathers, too. A rank that waits for a reduction while another waits for a
 gather would wait for ever; so a block is reduced when backward has left it, whatever it used, and
-residents, of which some rank may use less, at the end.
+the root unit's parameters, of which some rank may use less, at the end.
 """
 
 from collections import deque

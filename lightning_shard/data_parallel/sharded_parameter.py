@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from lightning_shard.data_parallel.averaged_gradient import AveragedGradient, GradientNote
 from lightning_shard.data_parallel.parameter_shard import (
     ParameterShard,
     ShardView,
     computed,
     pickling_refused,
 )
-from lightning_shard.data_parallel.reduced_gradient import GradientNote, ReducedGradient
 from lightning_shard.data_parallel.sharded_tensor import ShardedTensor, Spread, is_alike
 from lightning_shard.data_parallel.torch_private import ACCESS_TO_BACKWARD_HOOKS, is_traced
 from lightning_shard.errors import ConfigError
@@ -167,7 +167,7 @@ class ShardedParameter(nn.Parameter):
 
 _CLASSES: tuple[type[nn.Parameter], ...] = (nn.Parameter, ShardedParameter)
 _SET_GRAD = _TENSOR.grad.__set__
-_SHARDS = (ParameterShard, ReducedGradient, ShardView)
+_SHARDS = (ParameterShard, AveragedGradient, ShardView)
 _AS_IT_IS = frozenset(
     {
         Tensor.__hash__,
@@ -286,7 +286,7 @@ def _is_in_place(func: Callable[..., Any]) -> bool:
 def _assign(param: nn.Parameter, value: Tensor) -> None:
     """Point a parameter at its elements of a value, which the engine takes over later."""
     shard = _shard_of(param)
-    if isinstance(value, ReducedGradient):
+    if isinstance(value, AveragedGradient):
         value = value.sharded()
     if isinstance(value, ShardedTensor):
         local = value.local if is_alike(shard, value) else _cut(shard, value.full_tensor())
@@ -314,4 +314,4 @@ def _set_gradient(param: nn.Parameter, value: Tensor | None) -> None:
             f".grad of {home.spread.name!r} was set to a tensor like {value.spread.name!r} of "
             f"shape {tuple(value.shape)}, expected one of its own shape {tuple(home.spread.shape)}."
         )
-    _SET_GRAD(param, ReducedGradient(param, home.note, ShardedTensor(value.local, home.spread)))
+    _SET_GRAD(param, AveragedGradient(param, home.note, ShardedTensor(value.local, home.spread)))

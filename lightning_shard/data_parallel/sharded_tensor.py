@@ -1,8 +1,8 @@
-"""A tensor whose elements are spread over ranks: it looks whole, and is computed where it lies.
+"""A tensor whose elements are spread over ranks: it looks full, and is computed where it lies.
 
     rank 0  [ a b c ]    abs, mul_, clamp, + ...   on each rank's elements; nothing is sent
     rank 1  [ d e   ]    norm, sum, max, all ...   of a b c d e, the same on every rank
-    looks like a b c d e, of the whole's shape     @, indexing, sort ...      an error with advice
+    looks like a b c d e, of the full shape     @, indexing, sort ...      an error with advice
 
 What a reduction gives would otherwise be another number on every rank, without a word. It is a
 collective call: each rank that has a part must make it.
@@ -30,7 +30,7 @@ class Spread(Protocol):
 
     @property
     def shape(self) -> torch.Size:
-        """Return the shape of the whole."""
+        """Return the full shape."""
 
     @property
     def groups(self) -> Sequence[Collectives]:
@@ -49,16 +49,16 @@ class Spread(Protocol):
         """Return where the elements of every rank lie; equal for tensors that are cut alike."""
 
     def cut(self, tensor: Tensor, local: Tensor) -> Tensor | None:
-        """Return this rank's part of a tensor that lies whole or in part; None if of neither."""
+        """Return this rank's part of a tensor that lies full or in part; None if of neither."""
 
     def join(self, local: Tensor) -> Tensor:
-        """Return the whole of parts; each rank must call."""
+        """Return the full tensor of parts; each rank must call."""
 
     def own(self, tensor: Tensor) -> Tensor:
-        """Return this rank's part of the model of a whole tensor."""
+        """Return this rank's part of the model of a full tensor."""
 
 
-class NotInPartsError(ConfigError):
+class NotShardedError(ConfigError):
     """An operation cannot be computed from parts; no rank has sent anything for it."""
 
 
@@ -67,7 +67,7 @@ REDUCTIONS: dict[str, Callable[..., Any]] = {}
 
 
 class ShardedTensor(Tensor):
-    """Looks like the whole of a tensor of which this rank has `local`.
+    """Looks like the full tensor of which this rank has `local`.
 
     Attributes:
         gathers: Whether what cannot be computed from parts is computed of full copies.
@@ -101,7 +101,7 @@ class ShardedTensor(Tensor):
         return f"ShardedTensor(of={self.spread.name!r}, shape={tuple(self.shape)})"
 
     def full_tensor(self) -> Tensor:
-        """Return the whole on every rank; each rank must call."""
+        """Return the full tensor on every rank; each rank must call."""
         return self.spread.join(self.local).view(self.shape)
 
     def own_full(self) -> Tensor:
@@ -181,13 +181,13 @@ def refuse(func: Any, tensor: ShardedTensor, reason: str = "") -> NoReturn:
 
 def refusal(func: Any, tensor: ShardedTensor, reason: str = "") -> ConfigError:
     """Say that an operation cannot be computed from parts, and what to do."""
-    return NotInPartsError(
+    return NotShardedError(
         f"The gradient of {tensor.spread.name!r} lies in parts on the ranks, so {func} cannot be "
         f"computed from .grad here{reason and ' (' + reason + ')'}. Expected what goes element by "
         f"element, or what makes one number of all (norm, sum, mean, max ...), which every rank "
         f"then gets. Take the whole with .grad.full_tensor() on every rank, clip with "
         f"Trainer(gradient_clip_val=...) or self.clip_gradients(...), or use strategy='shard_ddp', "
-        f"which keeps whole gradients."
+        f"which keeps full gradients."
     )
 
 

@@ -1,6 +1,6 @@
-"""A unit at work: its flat buffers and, under stage 3, whether its parameters are gathered.
+"""A unit at work: its flat buffers and, under stage 3, whether its parameters are unsharded.
 
-    FREED ── begin_gather ──> GATHERING ── ensure_full ──> FULL ── free ──> FREED
+    SHARDED ── begin_unshard ──> UNSHARDING ── ensure_full ──> FULL ── reshard ──> SHARDED
 
 Below stage 3 a unit is always FULL.
 """
@@ -14,18 +14,18 @@ from lightning_shard.data_parallel.flat_parameters import FlatParameters
 
 
 class Unit:
-    """The parameters of some modules, gathered and freed together.
+    """The parameters of some modules, unsharded and resharded together.
 
     Attributes:
         name: For messages.
-        modules: The blocks whose forward needs the parameters; empty when resident.
+        modules: The blocks whose forward needs the parameters; empty for the root unit.
         flats: One flat buffer per format and `requires_grad`.
         open_calls: Forwards whose backward has not reached the module's inputs yet.
         open_backwards: Backwards that have entered a module and not reached its inputs yet; a
             second backward through a retained graph has no open call.
-        on_gather: Called when a gather begins.
-        kept: Not to be freed before the step ends: its backward may need it unannounced.
-        brought: Gathered for user code, which may change it until it is freed.
+        on_unshard: Called when a gather begins.
+        kept: Not to be resharded before the step ends: its backward may need it unannounced.
+        brought: Gathered for user code, which may change it until it is resharded.
     """
 
     def __init__(
@@ -40,15 +40,15 @@ class Unit:
         self._forwarded: set[nn.Module] = set()
         self._pending: list[Pending] | None = None
         self.is_full = True
-        self.on_gather: Callable[[], None] = lambda: None
+        self.on_unshard: Callable[[], None] = lambda: None
 
     @property
-    def resident(self) -> bool:
+    def is_root(self) -> bool:
         """Whether the parameters stay for a whole step."""
         return not self.modules
 
     @property
-    def is_freed(self) -> bool:
+    def is_resharded(self) -> bool:
         """Whether the parameters are neither here nor on their way."""
         return not self.is_full and self._pending is None
 
@@ -61,24 +61,24 @@ class Unit:
         """Whether some of `params` are among the unit's."""
         return any(param in params for flat in self.flats for param in flat.params)
 
-    def begin_gather(self) -> None:
+    def begin_unshard(self) -> None:
         """Start the all-gathers unless the parameters are here or on their way.
 
         Raises:
             ConfigError: A parameter was assigned whose backward is to come.
         """
-        if self.is_freed:
+        if self.is_resharded:
             for flat in self.flats if self.open_calls else ():
                 flat.refuse_assigned()
-            self.on_gather()
-            pending = [flat.begin_gather() for flat in self.flats]
+            self.on_unshard()
+            pending = [flat.begin_unshard() for flat in self.flats]
             self._pending = [handle for handle in pending if handle is not None]
 
     def ensure_full(self) -> None:
         """Let the module's parameters show their full shapes, waiting for them if need be."""
         if self.is_full:
             return
-        self.begin_gather()
+        self.begin_unshard()
         for handle in self._pending or ():
             handle.wait()
         self._pending = None
@@ -86,8 +86,8 @@ class Unit:
             flat.present_full()
         self.is_full = True
 
-    def free(self, *, edited: bool = False) -> None:
-        """Let the parameters show this rank's pieces and give the full memory back.
+    def reshard(self, *, edited: bool = False) -> None:
+        """Let the parameters show this rank's shards and give the full memory back.
 
         Args:
             edited: User code may have changed the full parameters; what it changed is kept.
@@ -99,7 +99,7 @@ class Unit:
                 flat.take_in_edits()
         if self.is_full or self._pending is not None:
             for flat in self.flats:
-                flat.free()
+                flat.reshard()
         self._pending, self.is_full, self.brought = None, False, False
         self._forwarded.clear()
 

@@ -1,17 +1,17 @@
 """Finding the units: which parameters are communicated together, and which modules use them.
 
     model
-    |- embed           resident      gathered for the whole step
+    |- embed           root unit     unsharded for the whole step
     |- blocks          (ModuleList of equal blocks)
     |    |- 0  \
     |    |- 1  /       unit          small neighbours joined up to `bucket_mb`
     |    |- 2  \
     |    |- 3  /       unit
-    |- norm, head      resident
+    |- norm, head      root unit
 
-A block's parameters are only used inside the block's own forward, so stage 3 may free them in
-between. Everything else, and every parameter that two units share (tied weights), is resident.
-No unit reaches across the border of a part that has a twin: see `twins`.
+A block's parameters are only used inside the block's own forward, so stage 3 may reshard them in
+between. Everything else, and every parameter that two units share (tied weights), is in the root
+unit. No unit reaches across the border of a part that has a match: see `matching`.
 """
 
 import difflib
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from lightning_shard.data_parallel.twins import Twins, find_twins
+from lightning_shard.data_parallel.matching_parts import MatchingParts, find_matching_parts
 from lightning_shard.errors import ConfigError
 
 _MB = 1024 * 1024
@@ -33,19 +33,19 @@ class UnitSpec:
     """The parameters of one unit, by canonical name, and the modules whose forward needs them.
 
     Attributes:
-        name: Name of its first module, or "resident".
-        modules: The blocks; empty for resident units, which live for a whole step.
+        name: Name of its first module, or "root".
+        modules: The blocks; empty for the root unit, which live for a whole step.
         params: (name, parameter) in registration order, each parameter once.
-        twins: The model's.
+        matching: The model's.
     """
 
     name: str
     modules: tuple[nn.Module, ...]
     params: tuple[tuple[str, nn.Parameter], ...]
-    twins: Twins = field(default_factory=Twins)
+    matching: MatchingParts = field(default_factory=MatchingParts)
 
     @property
-    def resident(self) -> bool:
+    def is_root(self) -> bool:
         """Whether any module may use these parameters at any time in a step."""
         return not self.modules
 
@@ -70,7 +70,7 @@ def find_units(
     """
     blocks = list(_named_blocks(model, classes))
     owner = _owners(model, blocks)
-    twins = find_twins(model, [block for _, block in blocks])
+    matching = find_matching_parts(model, [block for _, block in blocks])
     specs: list[UnitSpec] = []
     for name, param in model.named_parameters():
         if not is_here(param):
@@ -82,9 +82,9 @@ def find_units(
             params = (*specs[-1].params, (name, param))
             specs[-1] = replace(specs[-1], modules=modules, params=params)
         else:
-            title = "resident" if index is None else blocks[index][0]
+            title = "root" if index is None else blocks[index][0]
             first = ((name, param),)
-            specs.append(UnitSpec(name=title, modules=block, params=first, twins=twins))
+            specs.append(UnitSpec(name=title, modules=block, params=first, matching=matching))
     return specs
 
 
@@ -165,7 +165,7 @@ def _extends(
     spec: UnitSpec, block: tuple[nn.Module, ...], param: nn.Parameter, bucket_mb: float
 ) -> bool:
     """Whether `param` still belongs to `spec`: same block, or a neighbour and room for it."""
-    part_of = spec.twins.part_of
+    part_of = spec.matching.part_of
     if bool(block) != bool(spec.modules) or part_of(param) != part_of(spec.params[0][1]):
         return False
     if block and block[0] in spec.modules:

@@ -5,7 +5,7 @@ alone; one that any rank used has. After the gradients, ranks take the maximum o
 parameter. Only a rank that did not use some parameter itself has to read the answer.
 
 Under stage 3 a digest of the units that this rank gathered, in order, travels along: ranks that
-gather different units of one size would mix their pieces without a word. Its complement travels
+unshard different units of one size would mix their shards without a word. Its complement travels
 too, so that the maximum of both is one's own only where all ranks have the same. A rank reads it
 when its own digest is not the one last read, as in every first step.
 """
@@ -18,7 +18,7 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.pending import Pending
 from lightning_shard.data_parallel.equal_weights import EqualWeights
 from lightning_shard.data_parallel.flat_gradients import FlatGradients
-from lightning_shard.data_parallel.gather_record import GatherRecord
+from lightning_shard.data_parallel.unshard_record import UnshardRecord
 from lightning_shard.errors import ConfigError
 
 
@@ -29,7 +29,7 @@ class UsageAgreement:
         gradients: The buffers, in registration order.
         collectives: The data-parallel group.
         device: Where the messages lie.
-        gathers: What has been gathered; None below stage 3.
+        unshards: What has been unsharded; None below stage 3.
         weights: Compared where a rank's have moved; None where ranks train by themselves.
     """
 
@@ -38,13 +38,13 @@ class UsageAgreement:
         gradients: Sequence[FlatGradients],
         collectives: Collectives,
         device: torch.device,
-        gathers: GatherRecord | None = None,
+        unshards: UnshardRecord | None = None,
         weights: EqualWeights | None = None,
     ) -> None:
         self._gradients = gradients
         self._collectives = collectives
         self._device = device
-        self._gathers = gathers
+        self._unshards = unshards
         self._weights = weights if weights is not None and weights.compares else None
         self._digest = self._known_digest = b""
         self._pending: Pending | None = None
@@ -53,8 +53,8 @@ class UsageAgreement:
     def begin(self) -> None:
         """Start the exchange; each rank must call, after its last reduction has started."""
         used = [int(state.is_used) for one in self._gradients for state in one.states]
-        if self._gathers is not None:
-            self._digest = self._gathers.digest()
+        if self._unshards is not None:
+            self._digest = self._unshards.digest()
         moved = [int(self._weights.have_moved)] if self._weights is not None else []
         message = [*used, *moved, *self._digest]
         self._flags = torch.tensor(message, dtype=torch.uint8, device=self._device)
@@ -80,14 +80,14 @@ class UsageAgreement:
             state.is_valid = state.is_valid or (state.is_used if complete else flags[number])
 
     def _check_digest(self) -> None:
-        names = [] if self._gathers is None else self._gathers.take()
+        names = [] if self._unshards is None else self._unshards.take()
         if self._digest == self._known_digest:
             return
         if bytes(self._flags[-len(self._digest) :].tolist()) != self._digest:
             raise ConfigError(
                 f"Rank {self._collectives.rank}: the ranks used different blocks in this step, "
                 f"expected the same ones in the same order; this rank used {', '.join(names)}. "
-                f"ZeRO stage 3 gathers each block from all ranks. Name the class of a module "
+                f"ZeRO stage 3 unshards each block from all ranks. Name the class of a module "
                 f"around the blocks that ranks may skip, as units=['MixtureOfExperts'], or use "
                 f"stage 2."
             )

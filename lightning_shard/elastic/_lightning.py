@@ -27,7 +27,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
 from lightning_shard.checkpoint.full import module_shapes, optimizer_shapes
-from lightning_shard.elastic.sampling import ElasticBatchSampler
+from lightning_shard.elastic.elastic_sampler import ElasticBatchSampler
 from lightning_shard.errors import ConfigError
 
 _RUNNING = "lightning_shard_running"
@@ -261,10 +261,10 @@ def newest_checkpoint(trainer: "pl.Trainer", since: float) -> str | None:
         found = Path(saver.dirpath).glob(f"*{saver.FILE_EXTENSION}") if saver.dirpath else ()
         paths += [one for one in found if one.stat().st_mtime >= since]
     there = sorted({path for path in paths if path.exists()}, key=lambda path: path.stat().st_mtime)
-    return next((str(path) for path in reversed(there) if _is_whole(trainer, path)), None)
+    return next((str(path) for path in reversed(there) if _is_full(trainer, path)), None)
 
 
-def _is_whole(trainer: "pl.Trainer", path: Path) -> bool:
+def _is_full(trainer: "pl.Trainer", path: Path) -> bool:
     """Whether a file can be gone back to: not weights alone, nor one whose writer was lost."""
     try:
         checkpoint = trainer.strategy.checkpoint_io.load_checkpoint(path)
@@ -320,7 +320,7 @@ def measure_epoch(trainer: "pl.Trainer") -> None:
     assert loader is not None
     if len(loader.flattened) != 1:
         raise ConfigError(
-            f"Elastic training deals the samples of one training loader, got "
+            f"Elastic training assigns the samples of one training loader, got "
             f"{len(loader.flattened)} that are combined. Combine the datasets instead, with "
             f"torch's ConcatDataset or StackDataset."
         )

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.in_process.world import current_world
-from lightning_shard.backends.pending import Place, Stretch
+from lightning_shard.backends.pending import OperationContext, Span
 from lightning_shard.checkpoint.host_buffers import HostBuffers, SnapshotBuffers
 from lightning_shard.checkpoint.rank_snapshot import Snapshot
 from lightning_shard.errors import ConfigError, ShardError
@@ -39,7 +39,7 @@ class _Message:
 
 
 @dataclass(kw_only=True)
-class _Flight:
+class _PendingCopy:
     """One exchange."""
 
     buffer: Tensor  # where the other rank's snapshot goes
@@ -84,7 +84,7 @@ class BuddyRing:
         self._buffers = HostBuffers() if buffers is None else buffers
         self._complete = list(held)
         self._last: tuple[int, int, int] | None = None  # whose exchange is finished here
-        self._flight: _Flight | None = None
+        self._flight: _PendingCopy | None = None
         self._sizes: list[int] = []  # of the last snapshots, by rank
 
     @property
@@ -113,7 +113,7 @@ class BuddyRing:
         self._sizes = sizes
         self._drop_old(_moment(snapshot))
         self._last = _moment(snapshot)
-        if self._collectives.size > 1 and snapshot.catalog.num_shards > 1:
+        if self._collectives.size > 1 and snapshot.metadata.num_shards > 1:
             self._start(snapshot, sizes[self.source])
         return heard
 
@@ -126,14 +126,14 @@ class BuddyRing:
         flight = self._flight
         if flight is None:
             return
-        with Stretch(self._place()) as stretch:
+        with Span(self._place()) as span:
             for message in flight.receives[len(flight.arrived) :]:
                 flight.arrived.append(False)
                 message.work.wait()
                 flight.arrived[-1] = True
             for message in flight.sends:
                 message.work.wait()
-            stretch.has_waited()
+            span.has_waited()
         self._flight = None
         self._take_in(flight.buffer)
 
@@ -148,7 +148,7 @@ class BuddyRing:
         """
         one = self._collectives
         newest = self.held[0]
-        if newest.catalog.num_shards == 1:
+        if newest.metadata.num_shards == 1:
             return
         for rank, target in hand_overs(leaving, self._stride):
             if rank == one.rank:
@@ -178,18 +178,20 @@ class BuddyRing:
         else:
             self._buffers.forget(flight.buffer)
 
-    def _place(self) -> Place:
+    def _place(self) -> OperationContext:
         one = self._collectives
-        return Place(operation="buddy", rank=one.rank, size=one.size, traffic=one.traffic)
+        return OperationContext(
+            operation="buddy", rank=one.rank, size=one.size, traffic=one.traffic
+        )
 
     def _meet(self, snapshot: Snapshot, flags: int) -> tuple[list[int], int]:
         mine = torch.tensor([snapshot.data.numel(), flags], dtype=torch.int64)
-        everyone = mine.new_empty(self._collectives.size * 2)
-        self._collectives.all_gather(everyone, mine).wait()
+        of_all_ranks = mine.new_empty(self._collectives.size * 2)
+        self._collectives.all_gather(of_all_ranks, mine).wait()
         heard = 0
-        for said in everyone[1::2].tolist():
+        for said in of_all_ranks[1::2].tolist():
             heard |= said
-        return everyone[::2].tolist(), heard
+        return of_all_ranks[::2].tolist(), heard
 
     def _drop_old(self, newest: tuple[int, int, int]) -> None:
         """Drop what is older than the last exchange: all ranks are known to have finished that."""
@@ -204,7 +206,7 @@ class BuddyRing:
         group = self._collectives.group
         buffer = self._buffers.lend(num_bytes)
         self._collectives.traffic.count("buddy", snapshot.data.numel(), 1)
-        self._flight = _Flight(
+        self._flight = _PendingCopy(
             buffer=buffer,
             receives=[
                 _Message(
@@ -237,8 +239,8 @@ def hand_overs(leaving: Sequence[bool], stride: int) -> list[tuple[int, int]]:
 
 
 def _moment(snapshot: Snapshot) -> tuple[int, int, int]:
-    catalog = snapshot.catalog
-    return catalog.generation, catalog.step, catalog.num_shards
+    metadata = snapshot.metadata
+    return metadata.generation, metadata.step, metadata.num_shards
 
 
 def _started(work: dist.Work | None) -> dist.Work:

@@ -18,8 +18,8 @@ from typing import Any
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from lightning_shard.elastic.elastic_sampler import ElasticBatchSampler
 from lightning_shard.elastic.epoch_order import EpochOrder
-from lightning_shard.elastic.sampling import ElasticBatchSampler
 from lightning_shard.errors import ConfigError
 
 
@@ -53,10 +53,10 @@ def find_order(loader: object, seed: int = 0) -> EpochOrder:
         seed: The job's, the same on all ranks.
 
     Raises:
-        ConfigError: Samples cannot be dealt: a stream, batches made by the dataset or by a batch
+        ConfigError: Samples cannot be assigned: a stream, batches made by the dataset or by a batch
             sampler of the user's, or a sampler without a length.
     """
-    checked = _dealable(loader)
+    checked = _assignable(loader)
     if isinstance(checked.batch_sampler, ElasticBatchSampler):
         return checked.batch_sampler.sampler
     sampler: Any = checked.sampler
@@ -75,7 +75,7 @@ def install(loader: DataLoader[Any], batch_sampler: ElasticBatchSampler) -> Inst
 
     Args:
         loader: One for which `find_order` finds an order.
-        batch_sampler: Deals that order.
+        batch_sampler: Assigns that order.
 
     Returns:
         By which it can be taken out again.
@@ -110,12 +110,12 @@ def replace_samplers(loader: DataLoader[Any], sampler: Any, batch_sampler: Any) 
     loader._iterator = None  # persistent workers' would ask the sampler of before
 
 
-def _dealable(loader: object) -> DataLoader[Any]:
-    """Return the loader, or say why its samples cannot be dealt."""
+def _assignable(loader: object) -> DataLoader[Any]:
+    """Return the loader, or say why its samples cannot be assigned."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         what = type(loader.dataset if isinstance(loader, DataLoader) else loader).__name__
         raise ConfigError(
-            f"Elastic training deals an epoch's samples anew when ranks come or go, got a stream "
+            f"Elastic training assigns an epoch's samples anew when ranks come or go, got a stream "
             f"(of type {what}) whose samples have no number. Use a torch DataLoader over a dataset "
             f"with __getitem__ and __len__."
         )

@@ -117,11 +117,11 @@ class EpochOrder(Sampler[Any]):
         return self._length()
 
     def _length(self) -> int:
-        whole: Any = self.source
-        if isinstance(whole, DistributedSampler):
-            whole = whole.dataset
+        full: Any = self.source
+        if isinstance(full, DistributedSampler):
+            full = full.dataset
         try:
-            return len(whole)
+            return len(full)
         except (TypeError, NotImplementedError) as error:
             raise ConfigError(
                 f"Elastic training needs to know how many samples an epoch has, got a sampler of "

@@ -16,9 +16,9 @@ from typing import Protocol
 import torch
 
 from lightning_shard.backends.base import Backend
-from lightning_shard.errors import JobOverError, PutOutError
+from lightning_shard.errors import EvictedError, JobOverError
 
-__all__ = ["Generation", "JobOverError", "Membership", "PutOutError"]
+__all__ = ["EvictedError", "Generation", "JobOverError", "Membership"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class Membership(Protocol):
                 agreed on a change.
 
         Raises:
-            PutOutError: This rank has failed too often, or all have failed at once.
+            EvictedError: This rank has failed too often, or all have failed at once.
             JobOverError: The job has ended, or this rank was asked to leave while it waited.
             RankFailedError: The job cannot be reached any more.
         """

@@ -1,6 +1,6 @@
-"""Membership of ranks that are threads of this process: the roster itself, and no keeper.
+"""Membership of ranks that are threads of this process: the table itself, and no server.
 
-    thread 0 ──join, arrive, leave──> roster <── a rank was dropped, failed or ended (the world)
+    thread 0 ──join, arrive, leave──> table <── a rank was dropped, failed or ended (the world)
     thread 0 <──generation, wanted──
 
 Nothing depends on the time: the hour of patience comes when nobody can run any more.
@@ -17,8 +17,8 @@ from typing_extensions import override
 from lightning_shard.backends.base import Backend
 from lightning_shard.backends.in_process import ElasticWorld, current_world
 from lightning_shard.elastic.generation import Generation, Membership
-from lightning_shard.elastic.roster import SHORTEST_START_SECONDS, Roster
-from lightning_shard.errors import ConfigError, JobOverError, PutOutError
+from lightning_shard.elastic.membership_table import SHORTEST_START_SECONDS, MembershipTable
+from lightning_shard.errors import ConfigError, EvictedError, JobOverError
 
 _log = logging.getLogger(__name__)
 _NEVER = float("inf")
@@ -34,7 +34,7 @@ class InProcessMembership(Membership):
         max_ranks: More do not train; None for no bound.
         patience_seconds: How long to wait below `min_ranks`; told in messages only, as it has
             passed when no rank can run.
-        max_failures: A rank that fails more often is put out.
+        max_failures: A rank that fails more often is evicted.
 
     Raises:
         ConfigError: No elastic in-process world runs.
@@ -84,7 +84,7 @@ class InProcessMembership(Membership):
                 agreed on a change.
 
         Raises:
-            PutOutError: This rank has failed too often, or all have failed at once.
+            EvictedError: This rank has failed too often, or all have failed at once.
             JobOverError: The job has ended before this newcomer could take part.
             DeadlockError: No rank can run, and no generation can be formed.
         """
@@ -93,7 +93,7 @@ class InProcessMembership(Membership):
             self._join(initial_rank=None)
         told = None if error is None else f"{type(error).__name__}: {error}"
         job = self._job
-        job.roster.arrive(self.me, self._generation, told, job.now)
+        job.membership_table.arrive(self.me, self._generation, told, job.now)
         generation = self._next_generation(error)
         assert generation is not None  # only an initial rank can be late
         return generation
@@ -108,7 +108,7 @@ class InProcessMembership(Membership):
         """
         if generation.number > 0:
             threads = [self._job.threads[member] for member in generation.members]
-            self._world.regroup(generation.number, threads)
+            self._world.reconfigure(generation.number, threads)
         backend.init_process_group(
             rank=generation.rank, world_size=generation.size, device=device, timeout=timeout
         )
@@ -142,7 +142,7 @@ class InProcessMembership(Membership):
         if not self._has_joined or self._has_left or not self._takes_part:
             return
         self._has_left = True
-        self._job.roster.leave(self.me, is_done=not self.is_leaving, now=self._job.now)
+        self._job.membership_table.leave(self.me, is_done=not self.is_leaving, now=self._job.now)
         self._world.leave_generation(self._generation)
 
     @property
@@ -153,12 +153,12 @@ class InProcessMembership(Membership):
     def _join(self, initial_rank: int | None) -> None:
         job, thread = self._job, self._world.thread
         job.threads[self.me] = thread
-        self.me = job.roster.join(self.me, initial_rank, job.now)
+        self.me = job.membership_table.join(self.me, initial_rank, job.now)
         job.threads[self.me] = thread
         self._has_joined = True
 
     def _next_generation(self, error: BaseException | None = None) -> Generation | None:
-        """Wait for what the roster says of the next generation; None: it began without this one."""
+        """Wait for what the table says of the next generation; None: it began without this one."""
         job = self._job
         inbox = job.inboxes[self.me]
         self._world.wait_for_news(
@@ -179,20 +179,20 @@ class InProcessMembership(Membership):
                 )
             case "late":
                 return None
-            case "put_out":
-                raise self._put_out(message) from error
+            case "evicted":
+                raise self._evict(message) from error
         raise JobOverError(f"The job has ended before member {self.me} could take part in it.")
 
-    def _put_out(self, message: dict[str, Any]) -> PutOutError:
-        return PutOutError(
-            f"Rank {self._world.rank} (member {self.me}) was put out of the job: it has failed "
+    def _evict(self, message: dict[str, Any]) -> EvictedError:
+        return EvictedError(
+            f"Rank {self._world.rank} (member {self.me}) was evicted from the job: it has failed "
             f"{message['failures']} times, the last time with {message['error']}. Mend that "
             "error; other ranks that have not failed go on without this one."
         )
 
 
 class _Job:
-    """What the ranks of one world share: the roster, and what it has told them.
+    """What the ranks of one world share: the table, and what it has told them.
 
     Attributes:
         now: The time, in seconds; it stands still while anybody can run.
@@ -216,7 +216,7 @@ class _Job:
         self._patience_seconds = patience_seconds
         self._texts: set[str] = set()
         self._num_told = 0
-        self.roster = Roster(
+        self.membership_table = MembershipTable(
             initial_size=world.num_first_ranks,
             min_ranks=min_ranks,
             max_ranks=max_ranks,
@@ -229,16 +229,16 @@ class _Job:
         world.call_when_ended(self._lose)
 
     def let_time_pass(self) -> bool:
-        """Let the longest of the roster's times pass; return whether it had anything to tell."""
+        """Let the longest of the table's times pass; return whether it had anything to tell."""
         num_told = self._num_told
         self.now += max(self._patience_seconds, SHORTEST_START_SECONDS)
-        self.roster.tick(self.now)
+        self.membership_table.tick(self.now)
         return self._num_told > num_told
 
     def _take(self, member: str, message: dict[str, Any]) -> None:
-        """Keep what the roster tells a member."""
+        """Keep what the table tells a member."""
         match message["kind"]:
-            case "generation" | "put_out" | "over" | "late":
+            case "generation" | "evicted" | "over" | "late":
                 self._num_told += 1
                 self.is_wanted[member] = False
                 self.inboxes[member].append(message)
@@ -251,4 +251,4 @@ class _Job:
     def _lose(self, thread: int, event: str) -> None:
         for member, its_thread in list(self.threads.items()):
             if its_thread == thread:
-                self.roster.lost(member, self.now, event)
+                self.membership_table.lost(member, self.now, event)

@@ -1,6 +1,6 @@
 """The launcher of an elastic job's processes, none of which takes the others along.
 
-    train.py ──starts──> keeper, train.py (local rank 1), train.py (local rank 2) ...
+    train.py ──starts──> server, train.py (local rank 1), train.py (local rank 2) ...
     somebody ──LIGHTNING_SHARD_JOB=host:port LIGHTNING_SHARD_JOB_TOKEN=... train.py──> a newcomer
 
 Lightning's own watches the processes that it has started, and ends all with the first that fails.
@@ -21,20 +21,20 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from typing_extensions import override
 
 from lightning_shard import settings
-from lightning_shard.elastic.keeper import JobRules, start_keeper
+from lightning_shard.elastic.rendezvous_server import JobRules, start_rendezvous_server
 from lightning_shard.launchers.processes import ProcessLauncher
 
 _LOOPBACK = "127.0.0.1"
 
 
 class ElasticLauncher(ProcessLauncher):
-    """Starts the job's keeper and this host's ranks, where nobody else has started them.
+    """Starts the job's rendezvous server and this host's ranks, where nobody else has started them.
 
     Args:
         cluster_environment: Tells who this process is.
         num_processes: Ranks to start on this host.
         num_nodes: Hosts to start on.
-        rules: For the keeper.
+        rules: For the server.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class ElasticLauncher(ProcessLauncher):
     @property
     @override
     def is_interactive_compatible(self) -> bool:
-        return False  # it starts the keeper
+        return False  # it starts the server
 
     @override
     def launch(
@@ -89,19 +89,19 @@ class ElasticLauncher(ProcessLauncher):
             _say_how_to_join([child.args for child in self._children])
 
     def _begin_job(self) -> None:
-        """Start the keeper, if that is for this process to do, and tell who will need it."""
+        """Start the server, if that is for this process to do, and tell who will need it."""
         environment = self.cluster_environment
         alone = self.num_nodes == 1 and not environment.creates_processes_externally
         if alone:
-            job = start_keeper(self._rules, _LOOPBACK, 0, secrets.token_hex(16))
+            job = start_rendezvous_server(self._rules, _LOOPBACK, 0, secrets.token_hex(16))
         else:
             job = self._common_job()
             if environment.global_rank() == 0:
-                start_keeper(self._rules, job.host, job.port, job.token)
+                start_rendezvous_server(self._rules, job.host, job.port, job.token)
         settings.set_job(job)
 
     def _common_job(self) -> settings.Job:
-        """Where processes that nobody has told of each other's random numbers find the keeper."""
+        """Where processes that nobody has told of each other's random numbers find the server."""
         host, port = self.cluster_environment.main_address, self.cluster_environment.main_port
         token = hashlib.sha256(f"lightning-shard {host}:{port}".encode()).hexdigest()
         return settings.Job(host=host, port=port, token=settings.job_token() or token)

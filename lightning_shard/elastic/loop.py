@@ -4,8 +4,8 @@
       epoch ─> batch ─> batch ─> batch ─ ...
                           │        │ a peer is lost, a newcomer is let in
         boundary <────────┘        v
-        (after each optimizer     the strategy regroups: new groups, state of the last boundary,
-         step: remember)          data dealt anew; the loop goes on behind that boundary
+        (after each optimizer     the strategy reconfigures: new groups, state of the last boundary,
+         step: remember)          data assigned anew; the loop goes on behind that boundary
     on_train_end
 
 Callbacks and loggers see one run: `on_train_start` comes once, and other hooks are called again for
@@ -37,7 +37,7 @@ class Elastic(Protocol):
 
     stands_behind_step: bool
 
-    def dealing(self) -> AbstractContextManager[None]:
+    def assigning_batches(self) -> AbstractContextManager[None]:
         """In which the training loader is made."""
 
     def counting_steps(self) -> AbstractContextManager[None]:
@@ -57,16 +57,16 @@ class Elastic(Protocol):
         """After each optimizer step; each rank must call.
 
         Raises:
-            Regrouping: All ranks have agreed to regroup.
+            Reconfiguration: All ranks have agreed to reconfigure.
         """
 
     def finish(self) -> None:
         """After the last step: bring the state together, while a loss can be survived."""
 
     def survives(self, error: BaseException) -> bool:
-        """Whether to regroup after this error rather than to end with it."""
+        """Whether to reconfigure after this error rather than to end with it."""
 
-    def regroup(self, error: BaseException | None) -> None:
+    def reconfigure(self, error: BaseException | None) -> None:
         """Go on in the next generation, from the newest boundary that is complete.
 
         Raises:
@@ -74,8 +74,8 @@ class Elastic(Protocol):
         """
 
 
-class Regrouping(BaseException):
-    """Unwinds the loops at a boundary where all ranks have agreed to regroup."""
+class Reconfiguration(BaseException):
+    """Unwinds the loops at a boundary where all ranks have agreed to reconfigure."""
 
 
 class ElasticFitLoop(FitLoop):
@@ -83,7 +83,7 @@ class ElasticFitLoop(FitLoop):
 
     @override
     def setup_data(self) -> None:
-        with _elastic(self.trainer).dealing():
+        with _elastic(self.trainer).assigning_batches():
             super().setup_data()
         if self._combined_loader is not None:
             measure_epoch(self.trainer)
@@ -98,7 +98,7 @@ class ElasticFitLoop(FitLoop):
         self.reset()
         self.on_run_start()
         if elastic.is_newcomer:
-            self._survive(Regrouping())
+            self._survive(Reconfiguration())
         self._run_epochs()
         while not self._end():
             self._run_epochs()
@@ -151,11 +151,11 @@ class ElasticFitLoop(FitLoop):
         return True
 
     def _survive(self, error: BaseException) -> None:
-        """Regroup, as often as peers are lost meanwhile."""
+        """Reconfigur, as often as peers are lost meanwhile."""
         elastic = _elastic(self.trainer)
         while elastic.survives(error):
             try:
-                elastic.regroup(None if isinstance(error, Regrouping) else error)
+                elastic.reconfigure(None if isinstance(error, Reconfiguration) else error)
             except BaseException as another:
                 error = another
             else:

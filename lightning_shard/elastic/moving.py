@@ -1,4 +1,4 @@
-"""Moves one track of a snapshot from the ranks that hold it into the new shards.
+"""Moves one tensor entry of a snapshot from the ranks that hold it into the new shards.
 
     rank 0   holds [0 .. 6)   new shard [0 .. 4)      copies 0..4, sends 4..6 to rank 1
     rank 1   holds nothing    new shard [4 .. 8)      gets 4..6 from rank 0, 6..8 from rank 2
@@ -13,25 +13,25 @@ import torch
 from torch import Tensor
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.checkpoint.rank_snapshot import Snapshot, TrackKey
+from lightning_shard.checkpoint.rank_snapshot import Snapshot, TensorKey
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.elastic.resharding import Move
 
 
 @torch.no_grad()
-def move_track(
+def move_entry(
     collectives: Collectives,
-    key: TrackKey,
+    key: TensorKey,
     held: Mapping[int, Snapshot],
     moves: Sequence[Move],
     target: Tensor,
     flat: FlatParameters,
 ) -> None:
-    """Fill this rank's new shard of one track; each rank must call.
+    """Fill this rank's new shard of one tensor entry; each rank must call.
 
     Args:
         collectives: All ranks.
-        key: The track.
+        key: The tensor entry.
         held: By shard, the snapshots that this rank has.
         moves: Of all ranks, in the same order on each.
         target: Shape (S,): the new shard.
@@ -61,9 +61,9 @@ def move_track(
     _exchange(collectives, outgoing, incoming, target.device)
 
 
-def _content(key: TrackKey, held: Mapping[int, Snapshot], move: Move) -> Tensor:
+def _content(key: TensorKey, held: Mapping[int, Snapshot], move: Move) -> Tensor:
     snapshot = held[move.shard]
-    first = move.shard * snapshot.catalog.tracks[key].numel
+    first = move.shard * snapshot.metadata.tensor_entries[key].numel
     return snapshot.elements(key, move.start - first, move.stop - first)
 
 
@@ -73,7 +73,7 @@ def _exchange(
     incoming: Sequence[Sequence[Tensor]],
     device: torch.device,
 ) -> None:
-    """Send each rank its parts in one piece, and write what came to where it belongs."""
+    """Send each rank its parts in one shard, and write what came to where it belongs."""
     sent = [part for parts in outgoing for part in parts]
     places = [part for parts in incoming for part in parts]
     source = torch.cat(sent) if sent else torch.empty(0, dtype=torch.uint8)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from lightning_shard.data_parallel.host_copies import host_copy
 from lightning_shard.elastic import _lightning
+from lightning_shard.elastic.data_assignment import BatchAssignment
 from lightning_shard.elastic.epoch_logs import EpochLogs, put_logs, take_logs
-from lightning_shard.elastic.feeding import Diet
 from lightning_shard.errors import ConfigError
 
 
@@ -32,7 +32,7 @@ class Progress:
         restarting: At the boundary before the first step, whether the epoch was taken up from a
             checkpoint.
         accumulation: Batches of a step.
-        diet: How steps are fed, and where in the data training is.
+        batch_assignment: How steps are fed, and where in the data training is.
         buffers: The module's buffers, on the CPU.
         random: This rank's random streams.
         logs: What this rank has logged in this epoch.
@@ -42,13 +42,15 @@ class Progress:
     behind_step: bool
     restarting: bool
     accumulation: int
-    diet: Diet
+    batch_assignment: BatchAssignment
     buffers: dict[str, Tensor]
     random: dict[str, Any]
     logs: EpochLogs
 
     @classmethod
-    def of(cls, trainer: "pl.Trainer", diet: Diet, *, behind_step: bool) -> "Progress":
+    def of(
+        cls, trainer: "pl.Trainer", batch_assignment: BatchAssignment, *, behind_step: bool
+    ) -> "Progress":
         """Take what the trainer is at, at a boundary."""
         module = trainer.lightning_module
         return cls(
@@ -56,7 +58,7 @@ class Progress:
             behind_step=behind_step,
             restarting=trainer.fit_loop.epoch_loop.restarting,
             accumulation=trainer.accumulate_grad_batches,
-            diet=diet,
+            batch_assignment=batch_assignment,
             buffers={name: host_copy(buffer) for name, buffer in module.named_buffers()},
             random=_lightning.random_states(include_cuda=torch.cuda.is_available()),
             logs=take_logs(trainer),

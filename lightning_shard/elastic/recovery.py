@@ -7,10 +7,11 @@
     shards     0 3       2 1       3 2       none
 
     agree     on the newest step of which somebody holds every shard
-    restore   track by track the ranges move into the new shards; then counters and options;
-              then the shards become whole parameters
+    restore   tensor entry by tensor entry the ranges move into the new shards; then counters and
+    options;
+              then the shards become full parameters
 
-One track is on its way at a time, so that no rank holds more than its share and that.
+One tensor entry is on its way at a time, so that no rank holds more than its share and that.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,17 +25,22 @@ from torch.optim import Optimizer
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.checkpoint.optimizer_state import params_of
-from lightning_shard.checkpoint.rank_snapshot import PARAMETERS, Catalog, Snapshot, TrackKey
-from lightning_shard.checkpoint.state_entries import PieceMark, merge, rebuild
+from lightning_shard.checkpoint.rank_snapshot import (
+    PARAMETERS,
+    Snapshot,
+    SnapshotMetadata,
+    TensorKey,
+)
+from lightning_shard.checkpoint.state_entries import ShardMark, merge, rebuild
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
-from lightning_shard.elastic.moving import move_track
+from lightning_shard.elastic.moving import move_entry
 from lightning_shard.elastic.resharding import Move, plan_moves
 from lightning_shard.errors import CheckpointError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class RecoveryPlan:
     """The snapshot that all ranks go back to.
 
     Attributes:
@@ -49,8 +55,8 @@ class Plan:
 
     def has(self, snapshot: Snapshot) -> bool:
         """Whether a snapshot is a part of this one."""
-        catalog = snapshot.catalog
-        mine = catalog.generation, catalog.step, catalog.num_shards
+        metadata = snapshot.metadata
+        mine = metadata.generation, metadata.step, metadata.num_shards
         return mine == (self.generation, self.step, len(self.holders))
 
 
@@ -66,8 +72,8 @@ class Restored(NamedTuple):
     own: bytes | None
 
 
-def agree(collectives: Collectives, held: Sequence[Snapshot]) -> Plan | None:
-    """Find the newest snapshot that is whole somewhere among the ranks; each must call.
+def agree(collectives: Collectives, held: Sequence[Snapshot]) -> RecoveryPlan | None:
+    """Find the newest snapshot that is full somewhere among the ranks; each must call.
 
     Args:
         collectives: All ranks.
@@ -77,23 +83,23 @@ def agree(collectives: Collectives, held: Sequence[Snapshot]) -> Plan | None:
         The same on all ranks; None where too much is lost. A later generation's counts more than a
         greater step: the steps of an earlier one may have been taken back.
     """
-    mine = [(c.generation, c.step, c.num_shards, c.shard) for c in (one.catalog for one in held)]
+    mine = [(c.generation, c.step, c.num_shards, c.shard) for c in (one.metadata for one in held)]
     holders: dict[tuple[int, int, int], dict[int, list[int]]] = {}
     for rank, theirs in enumerate(collectives.all_gather_object(mine)):
         for generation, step, num_shards, shard in set(theirs):
             shards = holders.setdefault((generation, step, num_shards), {})
             shards.setdefault(shard, []).append(rank)
-    whole = [moment for moment, shards in holders.items() if len(shards) == moment[2]]
-    if not whole:
+    full = [moment for moment, shards in holders.items() if len(shards) == moment[2]]
+    if not full:
         return None
-    newest = max(whole)
+    newest = max(full)
     by_shard = tuple(tuple(holders[newest][shard]) for shard in range(newest[2]))
-    return Plan(generation=newest[0], step=newest[1], holders=by_shard)
+    return RecoveryPlan(generation=newest[0], step=newest[1], holders=by_shard)
 
 
 def restore(
     collectives: Collectives,
-    plan: Plan,
+    plan: RecoveryPlan,
     held: Sequence[Snapshot],
     engine: DataParallelEngine,
     optimizers: Sequence[Optimizer],
@@ -114,49 +120,55 @@ def restore(
     Raises:
         CheckpointError: The snapshot is of another model or other optimizers.
     """
-    mine = {one.catalog.shard: one for one in held if plan.has(one)}
-    own = [one for one in held if plan.has(one) and me and one.catalog.owner == me]
+    mine = {one.metadata.shard: one for one in held if plan.has(one)}
+    own = [one for one in held if plan.has(one) and me and one.metadata.owner == me]
     catalogs, shard_indices = _share(collectives, plan, mine, engine)
     _check(catalogs[0], engine, optimizers)
     for optimizer in optimizers:
         for param in params_of(optimizer):
             optimizer.state.pop(param, None)
-    pieces: dict[TrackKey, list[Tensor]] = {}
-    keys = {key for catalog in catalogs for key in catalog.tracks}
+    shards: dict[TensorKey, list[Tensor]] = {}
+    keys = {key for metadata in catalogs for key in metadata.tensor_entries}
     for key in sorted(keys, key=lambda key: key.order):
         flat = engine.flats[key.flat]
         target = flat.shard
         if key.optimizer != PARAMETERS:
             target = torch.zeros_like(flat.shard, dtype=key.dtype)
-            pieces[key] = flat.shard_views(target)
-        moves = _plan_track(plan, catalogs, key, flat, shard_indices)
-        move_track(collectives, key, mine, moves, target, flat)
+            shards[key] = flat.shard_views(target)
+        moves = _plan_entry(plan, catalogs, key, flat, shard_indices)
+        move_entry(collectives, key, mine, moves, target, flat)
     numbers = {flat: number for number, flat in enumerate(engine.flats)}
     for number, optimizer in enumerate(optimizers):
-        _rebuild(number, optimizer, catalogs, engine, numbers, pieces)
+        _rebuild(number, optimizer, catalogs, engine, numbers, shards)
     engine.publish_shards()
-    return Restored(catalogs[0].extra, own[0].catalog.extra if own else None)
+    return Restored(catalogs[0].extra, own[0].metadata.extra if own else None)
 
 
 def _share(
     collectives: Collectives,
-    plan: Plan,
+    plan: RecoveryPlan,
     mine: Mapping[int, Snapshot],
     engine: DataParallelEngine,
-) -> tuple[list[Catalog], list[int]]:
-    """Let every rank know each shard's catalog, and which new shard is whose."""
+) -> tuple[list[SnapshotMetadata], list[int]]:
+    """Let every rank know each shard's metadata, and which new shard is whose."""
     rank = collectives.rank
     given = {
-        shard: replace(mine[shard].catalog, extra=mine[shard].catalog.extra if shard == 0 else b"")
+        shard: replace(
+            mine[shard].metadata, extra=mine[shard].metadata.extra if shard == 0 else b""
+        )
         for shard, holders in enumerate(plan.holders)
         if holders[0] == rank
     }
-    everyone = collectives.all_gather_object((engine.flats[0].shard_index, given))
-    known = {shard: catalog for _, given in everyone for shard, catalog in given.items()}
-    return [known[shard] for shard in range(len(plan.holders))], [index for index, _ in everyone]
+    of_all_ranks = collectives.all_gather_object((engine.flats[0].shard_index, given))
+    known = {shard: metadata for _, given in of_all_ranks for shard, metadata in given.items()}
+    return [known[shard] for shard in range(len(plan.holders))], [
+        index for index, _ in of_all_ranks
+    ]
 
 
-def _check(saved: Catalog, engine: DataParallelEngine, optimizers: Sequence[Optimizer]) -> None:
+def _check(
+    saved: SnapshotMetadata, engine: DataParallelEngine, optimizers: Sequence[Optimizer]
+) -> None:
     ends = tuple(flat.layout.slots[-1].stop for flat in engine.flats)
     if saved.ends != ends:
         raise CheckpointError(
@@ -177,19 +189,20 @@ def _check(saved: Catalog, engine: DataParallelEngine, optimizers: Sequence[Opti
         )
 
 
-def _plan_track(
-    plan: Plan,
-    catalogs: Sequence[Catalog],
-    key: TrackKey,
+def _plan_entry(
+    plan: RecoveryPlan,
+    catalogs: Sequence[SnapshotMetadata],
+    key: TensorKey,
     flat: FlatParameters,
     shard_indices: Sequence[int],
 ) -> list[Move]:
-    """Who sends what of one track; the same on every rank."""
+    """Who sends what of one tensor entry; the same on every rank."""
     end = flat.layout.slots[-1].stop
     old = {
-        shard: (shard * track.numel, min((shard + 1) * track.numel, end))
-        for shard, catalog in enumerate(catalogs)
-        if (track := catalog.tracks.get(key)) is not None  # else no parameter there has it
+        shard: (shard * tensor_entry.numel, min((shard + 1) * tensor_entry.numel, end))
+        for shard, metadata in enumerate(catalogs)
+        if (tensor_entry := metadata.tensor_entries.get(key))
+        is not None  # else no parameter there has it
     }
     new = [flat.layout.shard_bounds(index) for index in shard_indices]
     return plan_moves(dict(enumerate(plan.holders)), old, new)
@@ -198,19 +211,19 @@ def _plan_track(
 def _rebuild(
     number: int,
     optimizer: Optimizer,
-    catalogs: Sequence[Catalog],
+    catalogs: Sequence[SnapshotMetadata],
     engine: DataParallelEngine,
     numbers: Mapping[FlatParameters, int],
-    pieces: Mapping[TrackKey, list[Tensor]],
+    shards: Mapping[TensorKey, list[Tensor]],
 ) -> None:
     """Give an optimizer its state and the options of its groups."""
-    merged = merge([catalog.states[number] for catalog in catalogs])
+    merged = merge([metadata.states[number] for metadata in catalogs])
     for param, entries in zip(params_of(optimizer), merged, strict=True):
         flat, index = engine.owner(param)
         for name, entry in entries or ():
-            if isinstance(entry, PieceMark):
-                key = TrackKey(flat=numbers[flat], optimizer=number, name=name, dtype=entry.dtype)
-                optimizer.state[param][name] = pieces[key][index]
+            if isinstance(entry, ShardMark):
+                key = TensorKey(flat=numbers[flat], optimizer=number, name=name, dtype=entry.dtype)
+                optimizer.state[param][name] = shards[key][index]
             else:
                 optimizer.state[param][name] = rebuild(entry, param)
     for group, saved in zip(optimizer.param_groups, catalogs[0].groups[number], strict=True):

@@ -20,12 +20,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_shard.checkpoint.host_buffers import SPARE_BYTES, take_fitting, whole_buffer
+from lightning_shard.checkpoint.host_buffers import SPARE_BYTES, full_buffer, take_fitting
 from lightning_shard.checkpoint.rank_snapshot import Snapshot
 from lightning_shard.errors import CheckpointError, ConfigError
 
 _ROOT = Path("/dev/shm")
-_OPEN, _WHOLE = ".open", ".snapshot"
+_OPEN, _COMPLETE = ".open", ".snapshot"
 _UNSAFE = re.compile(r"[^\w.-]")  # in a file's name
 _AGENT = re.compile(r"-(\d+)$")
 _NUMBER = re.compile(r"(\d{6,})-")
@@ -94,17 +94,17 @@ class SharedMemoryBuffers:
     def keep(self, data: Tensor) -> None:
         """Let a whole snapshot be found from now on."""
         path = self._paths[data.data_ptr()]
-        path.rename(path.with_suffix(_WHOLE))
+        path.rename(path.with_suffix(_COMPLETE))
 
     def give_back(self, data: Tensor) -> None:
         """Take a buffer back, to be written again; one from elsewhere is passed over."""
         path = self._paths.get(data.data_ptr())
         if path is None:
             return
-        whole = path.with_suffix(_WHOLE)
-        if whole.exists():
-            whole.rename(path)
-        self._idle.append(whole_buffer(data))
+        full = path.with_suffix(_COMPLETE)
+        if full.exists():
+            full.rename(path)
+        self._idle.append(full_buffer(data))
 
     def forget(self, data: Tensor) -> None:
         """Remove a buffer's name; its memory goes with its last user."""
@@ -119,7 +119,9 @@ def load_all(folder: Path) -> list[Snapshot]:
     Raises:
         CheckpointError: A file is of another version of this package.
     """
-    return [Snapshot.read(_map(path, shared=False)) for path in sorted(folder.glob(f"*{_WHOLE}"))]
+    return [
+        Snapshot.read(_map(path, shared=False)) for path in sorted(folder.glob(f"*{_COMPLETE}"))
+    ]
 
 
 def newest_generation(job: str, root: Path | None = None) -> int:
@@ -139,7 +141,7 @@ def clear(folder: Path, before: int | None = None, writer: str | None = None) ->
         writer: And those of this process.
     """
     mine = None if writer is None else f"-{_UNSAFE.sub('_', writer)}-"
-    for path in [*folder.glob(f"*{_WHOLE}"), *folder.glob(f"*{_OPEN}")]:
+    for path in [*folder.glob(f"*{_COMPLETE}"), *folder.glob(f"*{_OPEN}")]:
         number = _NUMBER.match(path.name)
         is_old = before is None or (number is not None and int(number[1]) < before)
         if is_old or (mine is not None and mine in path.name):

@@ -9,8 +9,8 @@
                         rank 1: 1 3 5       rank 1: 7 9
       4 ranks           rank 0: 0 4 8    rank 1: 1 5 9    rank 2: 2 6    rank 3: 3 7
 
-Which samples a step holds depends on the step alone, how they are dealt on the number of ranks. So
-ranks may come and go between two steps, and the mean over the step stays what it was. Where all
+Which samples a step holds depends on the step alone, how they are assigned on the number of ranks.
+So ranks may come and go between two steps, and the mean over the step stays what it was. Where all
 shares are equal, they are those of torch's DistributedSampler with batches of this size.
 
 An epoch's last step may have fewer of the user's batches than are accumulated. Lightning divides
@@ -24,7 +24,7 @@ from lightning_shard.errors import LayoutError
 
 @dataclass(frozen=True, kw_only=True)
 class StepShares:
-    """One optimizer step's samples, dealt to ranks and microbatches.
+    """One optimizer step's samples, assigned to ranks and microbatches.
 
     Each rank has the same number of microbatches, since stages 2 and 3 meet in each backward. Sizes
     differ by one at most. With fewer samples than ranks, or with one sample at once, some
@@ -151,7 +151,7 @@ class EpochShares:
         return min(place, self.num_samples)
 
     def step(self, step: int) -> StepShares:
-        """How one of the steps that are left is dealt.
+        """How one of the steps that are left is assigned.
 
         Raises:
             LayoutError: It is not left in this epoch.

@@ -15,7 +15,7 @@ from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvir
 from lightning_shard import settings
 from lightning_shard.environments.elastic import ElasticEnvironment
 from lightning_shard.errors import ConfigError
-from lightning_shard.settings import SLURM, TORCHRUN, LauncherVariables, Placement
+from lightning_shard.settings import SLURM, TORCHRUN, LauncherVariables, ProcessRanks
 
 
 def check_environment(environment: ClusterEnvironment, num_devices: int, num_nodes: int) -> None:
@@ -40,7 +40,7 @@ def check_environment(environment: ClusterEnvironment, num_devices: int, num_nod
 
 
 def check_placement(
-    names: LauncherVariables, placement: Placement, num_devices: int, num_nodes: int
+    names: LauncherVariables, placement: ProcessRanks, num_devices: int, num_nodes: int
 ) -> None:
     """Compare what a launcher has started with `Trainer(devices=..., num_nodes=...)`.
 

@@ -20,7 +20,7 @@ from lightning_shard import settings
 from lightning_shard.backends.mpi import runtime
 from lightning_shard.environments.checks import check_placement
 from lightning_shard.errors import ConfigError
-from lightning_shard.settings import LauncherVariables, Placement, Rendezvous
+from lightning_shard.settings import LauncherVariables, ProcessRanks, Rendezvous
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm
@@ -122,7 +122,7 @@ class MPIEnvironment(ClusterEnvironment):
             )
         check_placement(self._names, self._placement, num_devices, num_nodes)
 
-    def _complete(self, names: LauncherVariables) -> Placement:
+    def _complete(self, names: LauncherVariables) -> ProcessRanks:
         """Add the host's number to what the variables say."""
         told = settings.placement(names)
         if self._comm is not None:
@@ -147,10 +147,10 @@ class MPIEnvironment(ClusterEnvironment):
         asked = self._ask_mpi()
         return replace(told, node_rank=asked.node_rank, num_nodes=asked.num_nodes)
 
-    def _ask_mpi(self) -> Placement:
+    def _ask_mpi(self) -> ProcessRanks:
         """Return all of it from MPI; collective."""
         if self._comm is None:
-            return Placement(
+            return ProcessRanks(
                 rank=0, world_size=1, local_rank=0, local_size=1, node_rank=0, num_nodes=1
             )
         with runtime.lock:
@@ -158,7 +158,7 @@ class MPIEnvironment(ClusterEnvironment):
             host = self._comm.Split_type(runtime.mpi().COMM_TYPE_SHARED)
             first_rank = host.bcast(rank)
             first_ranks = sorted(set(self._comm.allgather(first_rank)))
-            asked = Placement(
+            asked = ProcessRanks(
                 rank=rank,
                 world_size=self._comm.Get_size(),
                 local_rank=host.Get_rank(),

@@ -160,34 +160,38 @@ def _held_by(value: Any) -> Iterable[Any]:
 
 def _copy_extras(tensor: Tensor, memo: _Memo) -> None:
     """Give a tensor's copy its hooks and the attributes that a user has set on it."""
-    twin = memo.get(id(tensor))
-    if not isinstance(twin, Tensor) or twin is tensor:
+    copied = memo.get(id(tensor))
+    if not isinstance(copied, Tensor) or copied is tensor:
         return
     for name, value in vars(tensor).items():
-        if name not in vars(twin):
-            setattr(twin, name, copy.deepcopy(value, memo))
-    if not twin._backward_hooks:
+        if name not in vars(copied):
+            setattr(copied, name, copy.deepcopy(value, memo))
+    if not copied._backward_hooks:
         for hook in (tensor._backward_hooks or {}).values():
-            twin.register_hook(copy.deepcopy(hook, memo))  # type: ignore[no-untyped-call]
-    if not (getattr(twin, "_post_accumulate_grad_hooks", None) or {}):
+            copied.register_hook(copy.deepcopy(hook, memo))  # type: ignore[no-untyped-call]
+    if not (getattr(copied, "_post_accumulate_grad_hooks", None) or {}):
         for hook in (getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values():
-            twin.register_post_accumulate_grad_hook(copy.deepcopy(hook, memo))  # type: ignore[no-untyped-call]
+            copied.register_post_accumulate_grad_hook(copy.deepcopy(hook, memo))  # type: ignore[no-untyped-call]
 
 
 def _copy_compiled_call(part: nn.Module, memo: _Memo) -> None:
     """Compile the copy of a module that `module.compile()` has compiled, which a copy is not."""
-    twin = memo.get(id(part))
-    if part._compiled_call_impl is not None and isinstance(twin, nn.Module) and twin is not part:
-        twin._compiled_call_impl = copy.deepcopy(part._compiled_call_impl, memo)
+    copied = memo.get(id(part))
+    if (
+        part._compiled_call_impl is not None
+        and isinstance(copied, nn.Module)
+        and copied is not part
+    ):
+        copied._compiled_call_impl = copy.deepcopy(part._compiled_call_impl, memo)
 
 
 def _copy_rest(optimizer: Optimizer, memo: _Memo) -> None:
     """Give an optimizer's copy its hooks, and the marks that schedulers have left on its step."""
-    twin = memo.get(id(optimizer))
-    if not isinstance(twin, Optimizer) or twin is optimizer:
+    copied = memo.get(id(optimizer))
+    if not isinstance(copied, Optimizer) or copied is optimizer:
         return
     for name, value in vars(optimizer).items():
-        if name not in vars(twin):
-            setattr(twin, name, copy.deepcopy(value, memo))
-        elif isinstance(value, OrderedDict) and not vars(twin)[name]:
-            vars(twin)[name].update(copy.deepcopy(value, memo))
+        if name not in vars(copied):
+            setattr(copied, name, copy.deepcopy(value, memo))
+        elif isinstance(value, OrderedDict) and not vars(copied)[name]:
+            vars(copied)[name].update(copy.deepcopy(value, memo))

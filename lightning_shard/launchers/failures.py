@@ -50,7 +50,7 @@ class Salvages(Protocol):
         """After an exception that all ranks have raised at the same place: take down the run."""
 
     @property
-    def has_stopped_together(self) -> bool:
+    def has_shut_down_together(self) -> bool:
         """Whether all ranks have stopped at the same place of the run, by agreement."""
 
 

@@ -85,7 +85,7 @@ def _have_all_raised(error: BaseException, trainer: "pl.Trainer | None") -> bool
     """Tell the other ranks; return whether all stop at the same place, so that groups work."""
     strategy = None if trainer is None else trainer.strategy
     lifeline = liveness.current()
-    if isinstance(strategy, Salvages) and strategy.has_stopped_together:
+    if isinstance(strategy, Salvages) and strategy.has_shut_down_together:
         return True
     if isinstance(error, RankFailedError):
         if lifeline is not None:

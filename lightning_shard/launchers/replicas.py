@@ -56,10 +56,10 @@ class Replica:
             ConfigError: Something in it cannot be copied; the message names the attribute.
         """
         owners = find_owners(trainer, args, kwargs)
-        whole = (function, trainer, args, kwargs)
+        full = (function, trainer, args, kwargs)
         try:
             memo = _make_memo(trainer, owners, (args, kwargs))
-            copied = copy_with_functions(whole, memo, _modules_of(owners), _others(trainer, owners))
+            copied = copy_with_functions(full, memo, _modules_of(owners), _others(trainer, owners))
         except Exception as error:
             name = _find_culprit(owners, _make_memo(trainer, owners, (args, kwargs))) or "trainer"
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Where each parameter lies in a flat buffer, and which piece of it each rank owns.
+"""Where each parameter lies in a flat buffer, and which shard of it each rank owns.
 
 Parameters lie one behind the other, each at an aligned offset; the buffer is cut into equal
 shards, one per rank, wherever the cuts happen to fall:
@@ -7,7 +7,7 @@ shards, one per rank, wherever the cuts happen to fall:
     buffer   |---------------|---------------|---------------|
     slots    [ embed ][  weight  ][ b ][     weight     ]....   . = padding
 
-so that a full parameter is one contiguous view, a rank's piece of it is one contiguous view, and
+so that a full parameter is one contiguous view, a rank's shard of it is one contiguous view, and
 reduce-scatter and all-gather work on the buffer itself. Pure arithmetic: no tensors, no ranks.
 """
 
@@ -44,11 +44,11 @@ class Slot:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class ShardSlice:
     """The part of one parameter that one rank owns; empty when it owns none.
 
     Attributes:
-        shard_offset: Where the piece begins inside the rank's shard.
+        shard_offset: Where the shard begins inside the rank's shard.
         param_offset: Where it begins inside the flattened parameter.
         numel: Its number of elements.
     """
@@ -85,19 +85,19 @@ class FlatLayout:
         """First and one-past-last element of a shard in the buffer."""
         return shard * self.shard_numel, (shard + 1) * self.shard_numel
 
-    def piece(self, slot: Slot, shard: int) -> Piece:
+    def shard_slice(self, slot: Slot, shard: int) -> ShardSlice:
         """The part of `slot` that lies in `shard`."""
         start, stop = self.shard_bounds(shard)
         begin, end = max(slot.offset, start), min(slot.stop, stop)
         if begin >= end:
-            return Piece(shard_offset=0, param_offset=0, numel=0)
-        return Piece(
+            return ShardSlice(shard_offset=0, param_offset=0, numel=0)
+        return ShardSlice(
             shard_offset=begin - start, param_offset=begin - slot.offset, numel=end - begin
         )
 
-    def pieces(self, shard: int) -> Iterator[Piece]:
-        """The pieces of every slot, in slot order."""
-        return (self.piece(slot, shard) for slot in self.slots)
+    def shard_slices(self, shard: int) -> Iterator[ShardSlice]:
+        """The shards of every slot, in slot order."""
+        return (self.shard_slice(slot, shard) for slot in self.slots)
 
 
 def build_layout(

@@ -1,1 +1,1 @@
-"""The optimizer's side of sharding: its state in pieces, the norm and clipping of the whole."""
+"""The optimizer's side of sharding: its state in shards, the full gradient's norm and clipping."""

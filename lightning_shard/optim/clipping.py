@@ -1,7 +1,7 @@
-"""The norm of the whole gradient, and clipping by it, from pieces.
+"""The norm of the full gradient, and clipping by it, from shards.
 
 Among the ranks of one copy of the state each element of the gradient lies on exactly one (stages 1
-to 3), or it is the same on every rank (stage 0), so sums over pieces are summed over ranks once or
+to 3), or it is the same on every rank (stage 0), so sums over shards are summed over ranks once or
 not at all. Parameters that are split over other ranks as well are summed over those, too; what is
 whole on each of them counts once.
 """
@@ -19,7 +19,7 @@ from lightning_shard.data_parallel.engine import DataParallelEngine
 def global_grad_norm(
     params: Sequence[nn.Parameter], engine: DataParallelEngine, norm_type: float = 2.0
 ) -> Tensor:
-    """The norm of the averaged gradient over whole parameters, the same on every rank.
+    """The norm of the averaged gradient over full parameters, the same on every rank.
 
     Args:
         params: Those whose gradients count; each rank must pass the same ones.
@@ -31,7 +31,7 @@ def global_grad_norm(
     """
     split = engine.split
     counted = [param for param in params if split.counts(param)]
-    # the same format and the same groups on every rank, whichever parameters and pieces it has
+    # the same format and the same groups on every rank, whichever parameters and shards it has
     wide = any(param.dtype in (torch.float64, torch.complex128) for param in params)
     dtype = torch.float64 if wide else torch.float32
     with engine.optimizer_view():
@@ -56,7 +56,7 @@ def _norm_over(
     norm_type: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The norm over parameters that are split alike, from the pieces in the optimizer's view."""
+    """The norm over parameters that are split alike, from the shards in the optimizer's view."""
     grads = [_wide(param.grad) for param in params if param.grad is not None]
     local = nn.utils.get_total_norm(grads, norm_type).to(engine.device, dtype)
     for collectives in [*engine.groups_of_gradients, *groups]:
@@ -81,7 +81,7 @@ def clip_grad_norm(
     engine: DataParallelEngine,
     norm_type: float = 2.0,
 ) -> Tensor:
-    """Scale the gradients so that the norm of the whole is at most `max_norm`.
+    """Scale the gradients so that the norm of the full tensor is at most `max_norm`.
 
     Returns:
         Shape (): the norm before clipping.
@@ -104,5 +104,5 @@ def clip_grad_value(
     """Clamp every element of the gradients to [-max_value, max_value]; no communication."""
     with engine.optimizer_view():
         held = [param for param in params if param.grad is not None]
-        if held:  # torch's refuses a rank without a piece of any of them
+        if held:  # torch's refuses a rank without a shard of any of them
             nn.utils.clip_grad_value_(held, max_value)

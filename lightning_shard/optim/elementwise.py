@@ -1,10 +1,10 @@
 """What does an optimizer treat by itself? Asked of the optimizer, not of a list of names.
 
-A rank updates 1-D pieces of parameters. Adam does to a piece what it would do to it inside the
-matrix; Muon, Adafactor, LAMB or LBFGS do not, and would be wrong without a word. So a twin with
-the same settings takes two steps on a small matrix and on the same matrix in pieces, and the
-results are compared. Where ranks have some parameters each, and those whole, the trial has two
-matrices, together and one by one: only LBFGS and its like fail that.
+A rank updates 1-D shards of parameters. Adam does to a shard what it would do to it inside the
+matrix; Muon, Adafactor, LAMB or LBFGS do not, and would be wrong without a word. So a trial
+optimizer with the same settings takes two steps on a small matrix and on the same matrix in shards,
+and the results are compared. Where ranks have some parameters each, and those whole, the trial has
+two matrices, together and one by one: only LBFGS and its like fail that.
 """
 
 import copy
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_shard.checkpoint.optimizer_twin import twin_of
+from lightning_shard.checkpoint.trial_optimizer import trial_optimizer
 
 _SHAPE = (4, 6)
 _CUT = 10  # inside a row
@@ -29,7 +29,7 @@ Loss = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 def why_not_elementwise(optimizer: Optimizer) -> str | None:
     """What the trial has shown of the first group that fails it; None when all pass."""
     with torch.random.fork_rng(devices=[]):
-        reasons = [_try_group(optimizer, group, _in_pieces) for group in optimizer.param_groups]
+        reasons = [_try_group(optimizer, group, _in_shards) for group in optimizer.param_groups]
     return next((reason for reason in reasons if reason is not None), None)
 
 
@@ -71,8 +71,8 @@ def _outcome(
     loss: Loss | None,
 ) -> list[list[Tensor]]:
     """What the whole comes to, and what its parts do."""
-    whole, *pieces = [_steps(optimizer, group, weight, grads, loss) for weight, *grads in runs]
-    return [whole, list(chain(*pieces))]
+    full, *shards = [_steps(optimizer, group, weight, grads, loss) for weight, *grads in runs]
+    return [full, list(chain(*shards))]
 
 
 def why_different(trial: Callable[[], Sequence[Sequence[Tensor]]]) -> str | None:
@@ -94,8 +94,8 @@ def _raised(error: Exception) -> str:
     return f"a trial step raised {type(error).__name__}: {error}"
 
 
-def _in_pieces(matrix: Tensor) -> list[list[Tensor]]:
-    """The matrix, and each of its pieces, as runs of their own: a rank has no other piece."""
+def _in_shards(matrix: Tensor) -> list[list[Tensor]]:
+    """The matrix, and each of its shards, as runs of their own: a rank has no other shard."""
     flat = matrix.flatten()
     return [[matrix], [flat[:_CUT]], [flat[_CUT:]]]
 
@@ -113,7 +113,7 @@ def _steps(
     grads: Sequence[list[Tensor]],
     loss: Loss | None,
 ) -> list[Tensor]:
-    """Take one step per gradient with a twin of the optimizer; returns the updated values.
+    """Take one step per gradient with a trial of the optimizer; returns the updated values.
 
     Without a loss the steps are taken without a closure.
     """
@@ -121,12 +121,12 @@ def _steps(
     settings = {key: copy.copy(value) for key, value in group.items() if key != "params"}
     if "lr" in settings:  # a warm-up may begin at zero, where every optimizer does the same
         settings["lr"] = _LR
-    twin = twin_of(optimizer, {**settings, "params": params})
+    trial = trial_optimizer(optimizer, {**settings, "params": params})
     for step in grads:
         closure = _closure(params, step, loss or _same_loss)
         closure()
         step_of: Callable[..., Any] = type(optimizer).step
-        step_of(twin, *([] if loss is None else [closure]))
+        step_of(trial, *([] if loss is None else [closure]))
     return [param.detach() for param in params]
 
 

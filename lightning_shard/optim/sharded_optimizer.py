@@ -1,14 +1,14 @@
-"""The user's own optimizer object, updating this rank's piece of every parameter.
+"""The user's own optimizer object, updating this rank's shard of every parameter.
 
     optimizer.step(closure)
       ├─ closure()                     forward, backward, clipping: full parameters; the loss
       │                                that the optimizer gets is the mean over the ranks
-      ├─ enter the optimizer view      param.data, param.grad -> local pieces
+      ├─ enter the optimizer view      param.data, param.grad -> local shards
       ├─ the optimizer's own update    its groups, options and state are untouched
-      └─ leave the view, publish       pieces -> everybody's full parameters
+      └─ leave the view, publish       shards -> everybody's full parameters
 
 Schedulers, callbacks and the user keep the object that they hold; its groups keep listing the
-module's own parameters. State that the optimizer creates is in pieces because it sees pieces.
+module's own parameters. State that the optimizer creates is in shards because it sees shards.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ class ShardedOptimizer:
         engine: The engine that holds them.
 
     Raises:
-        ConfigError: The optimizer needs whole parameters and the stage cuts them, or it holds
+        ConfigError: The optimizer needs full parameters and the stage cuts them, or it holds
             parameters that are not the model's.
     """
 
@@ -56,7 +56,7 @@ class ShardedOptimizer:
         return [param for group in self.optimizer.param_groups for param in group["params"]]
 
     def detach(self) -> None:
-        """Give the optimizer back as it was, state in pieces."""
+        """Give the optimizer back as it was, state in shards."""
         for handle in self._handles:
             handle.remove()
 
@@ -110,7 +110,7 @@ def _check_parts(optimizer: Optimizer, engine: DataParallelEngine) -> None:
     has_parts_of_layers = len(engine.split.groups) > len(engine.split.groups_of_layers)
     unit, reason = "element", None
     if engine.options.stage > 0:
-        cut = f"ZeRO stage {engine.options.stage} gives each rank 1-D pieces of the parameters"
+        cut = f"ZeRO stage {engine.options.stage} gives each rank 1-D shards of the parameters"
         reason = why_not_elementwise(optimizer)
     elif has_parts_of_layers:
         cut = "tensor parallel gives each rank its part of every layer"

@@ -16,12 +16,12 @@ from torch.optim import Optimizer
 _SIDE = 3  # of the trial's parameter
 
 
-def expected_state_bytes(optimizer: Optimizer, pieces: Mapping[nn.Parameter, Tensor]) -> int | None:
+def expected_state_bytes(optimizer: Optimizer, shards: Mapping[nn.Parameter, Tensor]) -> int | None:
     """Return the bytes of the state for what an optimizer will see of its parameters.
 
     Args:
         optimizer: It is not changed.
-        pieces: By parameter what this rank's optimizer sees of it; others count nothing.
+        shards: By parameter what this rank's optimizer sees of it; others count nothing.
 
     Returns:
         None where it cannot be told: a class that is not torch's, or state of other shapes.
@@ -30,16 +30,16 @@ def expected_state_bytes(optimizer: Optimizer, pieces: Mapping[nn.Parameter, Ten
     trials: dict[tuple[int, int, torch.dtype], tuple[float, int] | None] = {}
     for number, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
-            piece = pieces.get(param)
-            if piece is None or piece.numel() == 0 or not param.requires_grad:
+            shard = shards.get(param)
+            if shard is None or shard.numel() == 0 or not param.requires_grad:
                 continue
-            key = number, piece.ndim, piece.dtype
+            key = number, shard.ndim, shard.dtype
             if key not in trials:
-                trials[key] = _trial(optimizer, group, piece)
+                trials[key] = _trial(optimizer, group, shard)
             found = trials[key]
             if found is None:
                 return None
-            total += found[0] * piece.numel() + found[1]
+            total += found[0] * shard.numel() + found[1]
     return round(total)
 
 
@@ -57,17 +57,17 @@ def _trial(optimizer: Optimizer, group: dict[str, Any], like: Tensor) -> tuple[f
         made.step()
     except Exception:
         return None  # nothing but the announcement is lost
-    each, whole = 0.0, 0
+    each, full = 0.0, 0
     for value in made.state[param].values():
         if not isinstance(value, Tensor):
             continue
         if value.numel() == param.numel():
             each += value.itemsize
         elif value.numel() == 1:
-            whole += value.itemsize
+            full += value.itemsize
         else:
             return None
-    return each, whole
+    return each, full
 
 
 def _make_alike(

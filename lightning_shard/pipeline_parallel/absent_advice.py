@@ -1,7 +1,7 @@
 """What torch says of parameters without elements is said in our words, with names.
 
 Between the steps of a pipeline a parameter of another stage has no elements here. User code that
-computes with it and with a whole tensor, like an average that is kept by hand, fails on its size.
+computes with it and with a full tensor, like an average that is kept by hand, fails on its size.
 """
 
 import re

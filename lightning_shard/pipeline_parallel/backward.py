@@ -6,7 +6,7 @@
 Gradients are returned, not put on the parameters. Source of the halves: zero-bubble pipelines,
 arXiv:2401.10241, as torch.distributed.pipelining computes them.
 
-Where ZeRO stage 3 gathers a parameter in another format than that of its pieces, every coming and
+Where ZeRO stage 3 gathers a parameter in another format than that of its shards, every coming and
 going lets autograd forget the node that takes its gradient, but for the graphs that have it:
 
     forward 0 ── node a        forward 1 ── node b        backward 0: the parameter is at b, or at c
@@ -87,11 +87,11 @@ def input_backward(
     used = _used(ends, inputs)
     if not used or not params:
 
-        def whole() -> Sequence[Tensor | None]:
+        def full() -> Sequence[Tensor | None]:
             return full_backward(roots, grads, [], params, reformatted=True)[1]
 
         if not used:
-            return _filled([None] * len(inputs), inputs), whole
+            return _filled([None] * len(inputs), inputs), full
         found = full_backward(roots, grads, inputs, [])[0]
         return found, lambda: [None] * len(params)
     leaves = _leaves(roots, params)

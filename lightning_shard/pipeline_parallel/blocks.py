@@ -219,7 +219,7 @@ def _which_one(model: nn.Module, sizes: Mapping[str, int], best: str) -> str:
     paths = list(sizes)
     before, after = paths[: paths.index(best)], paths[paths.index(best) + 1 :]
     stay = [
-        f"{', '.join(others)} stays whole on the {stage} stage"
+        f"{', '.join(others)} stays full on the {stage} stage"
         for others, stage in ((before, "first"), (after, "last"))
         if others
     ]

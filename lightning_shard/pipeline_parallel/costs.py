@@ -56,7 +56,7 @@ def measure_blocks(
     """Run a step and return what its blocks cost; model and random streams stay as they are.
 
     Args:
-        model: Whole; its parameters may be on meta.
+        model: Full; its parameters may be on meta.
         blocks: Of `find_blocks`.
         run: Calls the user's step on one batch; called twice where the step asks for elements.
         what: "flops" of the forward, or "memory": bytes saved for backward, and 16 for each trained

@@ -37,7 +37,7 @@ _DTYPES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Look:
+class TensorMetadata:
     """What must be known of a tensor to receive it."""
 
     shape: tuple[int, ...]
@@ -45,13 +45,13 @@ class Look:
     requires_grad: bool
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "Look":
-        """Return the look of a tensor."""
+    def of(cls, tensor: Tensor) -> "TensorMetadata":
+        """Return the metadata of a tensor."""
         follows = tensor.requires_grad and torch.is_grad_enabled()
         return cls(shape=tuple(tensor.shape), dtype=tensor.dtype, requires_grad=follows)
 
 
-class Messages:
+class StageMessages:
     """Sends and receives lists of tensors between the ranks of a pipeline.
 
     Args:
@@ -62,25 +62,25 @@ class Messages:
     def __init__(self, group: Collectives, device: torch.device) -> None:
         self._group = group
         self._device = device
-        self._known: dict[Hashable, list[Look]] = {}  # by this rank's sends
+        self._known: dict[Hashable, list[TensorMetadata]] = {}  # by this rank's sends
         self._headers: dict[Hashable, _Header] = {}  # by its receives
         self._sending: list[Pending] = []
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int, key: Hashable) -> None:
-        """Start to send; `key` says what determines the looks, and the boundary.
+        """Start to send; `key` says what determines the metadata, and the boundary.
 
         Raises:
             ConfigError: They look different from the last time.
         """
-        looks = [Look.of(tensor) for tensor in tensors]
-        known = self._known.setdefault(key, looks)
-        if known is looks:
-            self._start(_header(looks, self._device), peer, tag)
-        elif known != looks:
+        all_metadata = [TensorMetadata.of(tensor) for tensor in tensors]
+        known = self._known.setdefault(key, all_metadata)
+        if known is all_metadata:
+            self._start(_header(all_metadata, self._device), peer, tag)
+        elif known != all_metadata:
             raise ConfigError(
-                f"Rank {self._group.rank} of the pipeline: a stage's result looks like {looks}, "
-                f"expected {known} as for the last batch of these shapes. Make the shapes of "
-                f"activations depend on the shapes of the batch only."
+                f"Rank {self._group.rank} of the pipeline: a stage's result looks like "
+                f"{all_metadata}, expected {known} as for the last batch of these shapes. Make the "
+                "shapes of activations depend on the shapes of the batch only."
             )
         for tensor in tensors:
             self._start(tensor.detach().contiguous(), peer, tag)
@@ -89,24 +89,24 @@ class Messages:
         """Start to send what stands for the tensors of a step that ended before the network.
 
         Returns:
-            As the receiver gets them: of the looks that it knows, and nothing else before that.
+            As the receiver gets them: of the metadata that it knows, and nothing else before that.
         """
         known = self._known.get(key)
         if known is None:
             self._start(_numbers([_SKIPPED], self._device), peer, tag)
             return []
-        fillers = [self._filler(look) for look in known]
+        fillers = [self._filler(metadata) for metadata in known]
         self.send_known([one.detach() for one in fillers], peer, tag)
         return fillers
 
-    def _filler(self, look: Look) -> Tensor:
+    def _filler(self, metadata: TensorMetadata) -> Tensor:
         """Return values that would be seen if they were taken for results."""
-        floats = look.dtype.is_floating_point or look.dtype.is_complex
-        filler = self.empty(look).fill_(float("nan") if floats else 0)
-        return filler.requires_grad_(look.requires_grad)
+        floats = metadata.dtype.is_floating_point or metadata.dtype.is_complex
+        filler = self.empty(metadata).fill_(float("nan") if floats else 0)
+        return filler.requires_grad_(metadata.requires_grad)
 
     def send_known(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
-        """Start to send what the receiver knows the looks of."""
+        """Start to send what the receiver knows the metadata of."""
         for tensor in tensors:
             self._start(tensor.contiguous(), peer, tag)
 
@@ -114,31 +114,33 @@ class Messages:
         if tensor.numel():
             self._sending.append(self._group.send(tensor, peer, tag, async_op=True))
 
-    def receive(self, peer: int, tag: int, key: Hashable) -> "Receipt":
+    def receive(self, peer: int, tag: int, key: Hashable) -> "ReceiveHandle":
         """Start to receive what `send` sends."""
         if key not in self._headers:
             self._headers[key] = self.next_header(peer, tag)
-        return Receipt(self, peer, tag, self._headers[key], key)
+        return ReceiveHandle(self, peer, tag, self._headers[key], key)
 
     def next_header(self, peer: int, tag: int) -> "_Header":
-        """Start to receive looks."""
+        """Start to receive metadata."""
         header = torch.empty(_HEADER_LENGTH, dtype=torch.int64, device=self._device)
         return _Header(header, self._group.recv(header, peer, tag, async_op=True), tag)
 
     def replace_header(self, key: Hashable, old: Any, new: "_Header | None") -> None:
-        """Let the next receives take their looks from another header, or wait for one."""
+        """Let the next receives take their metadata from another header, or wait for one."""
         if self._headers.get(key) is old:
             del self._headers[key]
         if new is not None:
             self._headers.setdefault(key, new)
 
-    def receive_known(self, looks: Sequence[Look], peer: int, tag: int) -> "Receipt":
-        """Start to receive tensors of these looks."""
-        return Receipt(self, peer, tag, _Known(looks))
+    def receive_known(
+        self, all_metadata: Sequence[TensorMetadata], peer: int, tag: int
+    ) -> "ReceiveHandle":
+        """Start to receive tensors of these metadata."""
+        return ReceiveHandle(self, peer, tag, _Known(all_metadata))
 
-    def empty(self, look: Look) -> Tensor:
+    def empty(self, metadata: TensorMetadata) -> Tensor:
         """Return memory for one tensor."""
-        return torch.empty(look.shape, dtype=look.dtype, device=self._device)
+        return torch.empty(metadata.shape, dtype=metadata.dtype, device=self._device)
 
     def start_recv(self, tensor: Tensor, peer: int, tag: int) -> Pending | None:
         """Start to receive one tensor."""
@@ -152,42 +154,42 @@ class Messages:
 
 
 class _Header:
-    """Looks that are on their way, or have come."""
+    """Metadata that are on their way, or have come."""
 
     def __init__(self, numbers: Tensor, pending: Pending, tag: int) -> None:
         self._numbers, self._pending = numbers, pending
         self.tag = tag
-        self.looks: Sequence[Look] | None = None
+        self.all_metadata: Sequence[TensorMetadata] | None = None
         self.is_skipped = False
 
-    def wait(self) -> Sequence[Look]:
-        """Return the looks."""
-        if self.looks is None:
+    def wait(self) -> Sequence[TensorMetadata]:
+        """Return the metadata."""
+        if self.all_metadata is None:
             self._pending.wait()
             self.is_skipped = int(self._numbers[0]) == _SKIPPED
-            self.looks = () if self.is_skipped else _looks(self._numbers)
-        return self.looks
+            self.all_metadata = () if self.is_skipped else _all_metadata(self._numbers)
+        return self.all_metadata
 
 
 class _Known:
-    """Looks that nobody has to tell."""
+    """Metadata that nobody has to tell."""
 
     is_skipped = False
 
-    def __init__(self, looks: Sequence[Look]) -> None:
-        self.looks = looks
+    def __init__(self, all_metadata: Sequence[TensorMetadata]) -> None:
+        self.all_metadata = all_metadata
 
-    def wait(self) -> Sequence[Look]:
-        """Return the looks."""
-        return self.looks
+    def wait(self) -> Sequence[TensorMetadata]:
+        """Return the metadata."""
+        return self.all_metadata
 
 
-class Receipt:
-    """Tensors on their way; their receives are posted as soon as their looks are known."""
+class ReceiveHandle:
+    """Tensors on their way; their receives are posted as soon as their metadata are known."""
 
     def __init__(
         self,
-        messages: Messages,
+        messages: StageMessages,
         peer: int,
         tag: int,
         header: _Header | _Known,
@@ -195,26 +197,26 @@ class Receipt:
     ) -> None:
         self._messages, self._peer, self._tag, self._header = messages, peer, tag, header
         self._key = key
-        self._coming: list[tuple[Tensor, Look, Pending | None]] | None = None
-        if header.looks is not None and not header.is_skipped:
-            self._post(header.looks)
+        self._coming: list[tuple[Tensor, TensorMetadata, Pending | None]] | None = None
+        if header.all_metadata is not None and not header.is_skipped:
+            self._post(header.all_metadata)
 
-    def _post(self, looks: Sequence[Look]) -> None:
+    def _post(self, all_metadata: Sequence[TensorMetadata]) -> None:
         self._coming = []
-        for look in looks:
-            tensor = self._messages.empty(look)
+        for metadata in all_metadata:
+            tensor = self._messages.empty(metadata)
             pending = self._messages.start_recv(tensor, self._peer, self._tag)
-            self._coming.append((tensor, look, pending))
+            self._coming.append((tensor, metadata, pending))
 
     def wait(self) -> list[Tensor]:
         """Return the tensors, which require a gradient where the sender's do."""
         if self._coming is None:
-            self._post(self._looks())
+            self._post(self._all_metadata())
         assert self._coming is not None
-        for tensor, look, pending in self._coming:
+        for tensor, metadata, pending in self._coming:
             if pending is not None:
                 pending.wait()
-            if look.requires_grad and torch.is_grad_enabled():
+            if metadata.requires_grad and torch.is_grad_enabled():
                 tensor.requires_grad_()
         return [tensor for tensor, _, _ in self._coming]
 
@@ -223,9 +225,9 @@ class Receipt:
         """Whether a skipped step's message has come, without tensors."""
         return self._header.is_skipped
 
-    def _looks(self) -> Sequence[Look]:
-        """Return the looks; after a step that was skipped, those that come with this message."""
-        looks = self._header.wait()
+    def _all_metadata(self) -> Sequence[TensorMetadata]:
+        """Return the metadata; after a step that was skipped, those that come with this message."""
+        all_metadata = self._header.wait()
         while isinstance(self._header, _Header) and self._header.is_skipped:
             old = self._header
             if old.tag == self._tag:
@@ -233,17 +235,22 @@ class Receipt:
                 break
             self._header = self._messages.next_header(self._peer, self._tag)
             self._messages.replace_header(self._key, old, self._header)
-            looks = self._header.wait()
-        return looks
+            all_metadata = self._header.wait()
+        return all_metadata
 
 
-def _header(looks: Sequence[Look], device: torch.device) -> Tensor:
-    numbers = [len(looks)]
-    for look in looks:
-        numbers += [_DTYPES.index(look.dtype), look.requires_grad, len(look.shape), *look.shape]
+def _header(all_metadata: Sequence[TensorMetadata], device: torch.device) -> Tensor:
+    numbers = [len(all_metadata)]
+    for metadata in all_metadata:
+        numbers += [
+            _DTYPES.index(metadata.dtype),
+            metadata.requires_grad,
+            len(metadata.shape),
+            *metadata.shape,
+        ]
     if len(numbers) > _HEADER_LENGTH:
         raise ConfigError(
-            f"{len(looks)} tensors between two stages are too many to describe in "
+            f"{len(all_metadata)} tensors between two stages are too many to describe in "
             f"{_HEADER_LENGTH} numbers. Give the blocks fewer tensors that are computed from "
             f"parameters."
         )
@@ -255,11 +262,13 @@ def _numbers(numbers: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor([*numbers, *padding], dtype=torch.int64, device=device)
 
 
-def _looks(header: Tensor) -> list[Look]:
+def _all_metadata(header: Tensor) -> list[TensorMetadata]:
     numbers = iter(header.tolist())
-    looks = []
+    all_metadata = []
     for _ in range(next(numbers)):
         dtype, requires_grad, ndim = next(numbers), next(numbers), next(numbers)
         shape = tuple(next(numbers) for _ in range(ndim))
-        looks.append(Look(shape=shape, dtype=_DTYPES[dtype], requires_grad=bool(requires_grad)))
-    return looks
+        all_metadata.append(
+            TensorMetadata(shape=shape, dtype=_DTYPES[dtype], requires_grad=bool(requires_grad))
+        )
+    return all_metadata

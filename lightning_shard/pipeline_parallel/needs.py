@@ -1,7 +1,7 @@
 """What each stage's first block needs of earlier stages: found once for every kind of step.
 
     stage 1    step ──> before ──> blocks of stage 0 ──> its first block, called with ...
-               (Elsewhere)         (skipped)             which of these are Elsewhere?
+               (Placeholder)         (skipped)             which of these are Placeholder?
 
 Every rank tells all others, since a stage must send what the next one has found to be missing.
 """
@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.elsewhere import OtherStageError
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.lending import Wanted, lendable
 from lightning_shard.pipeline_parallel.microbatches import Microbatch
@@ -18,6 +17,7 @@ from lightning_shard.pipeline_parallel.randomness import StageRandomness
 from lightning_shard.pipeline_parallel.skipped_blocks import UnknownResultError
 from lightning_shard.pipeline_parallel.stage_run import Needed, Probe
 from lightning_shard.pipeline_parallel.staged_model import StagedModel
+from lightning_shard.placeholders import OtherStageError
 
 _SKIPPED = Needed((), -1)  # the step has returned None before it called the network
 Step = Callable[[Microbatch, bool], Any]  # whether it is the last stage's
@@ -82,17 +82,17 @@ class Needs:
             return True
         if kind in self._without_network:
             return False
-        everyone = self._of_all_known(microbatches[0], step)
+        all_stages = self._of_all_known(microbatches[0], step)
         if self.wanted:
             return True
         for microbatch in microbatches[1:] if must_use else ():
-            if set(everyone.values()) != {_SKIPPED}:
+            if set(all_stages.values()) != {_SKIPPED}:
                 break
-            everyone = self._of_all_known(microbatch, step)
-        if must_use and set(everyone.values()) == {_SKIPPED}:
+            all_stages = self._of_all_known(microbatch, step)
+        if must_use and set(all_stages.values()) == {_SKIPPED}:
             return False
-        missing = [stage for stage, one in everyone.items() if one is None or one == _SKIPPED]
-        if not must_use and len(missing) == len(everyone):
+        missing = [stage for stage, one in all_stages.items() if one is None or one == _SKIPPED]
+        if not must_use and len(missing) == len(all_stages):
             self._without_network.add(kind)
             return False
         if missing:
@@ -101,17 +101,17 @@ class Needs:
                 f"The {kind} step ended without calling the block {block!r} of stage "
                 f"{missing[0]}, expected it to call the network once, all blocks in order."
             )
-        self._known[kind] = [everyone.get(stage) for stage in range(len(self._stage_ranks))]
+        self._known[kind] = [all_stages.get(stage) for stage in range(len(self._stage_ranks))]
         return True
 
     def _of_all_known(self, microbatch: Microbatch, step: Step) -> dict[int, Needed | None]:
         """Return what each stage needs, None where its block is not called."""
-        everyone = self._of_all(microbatch, step)
-        if not self.wanted and any(isinstance(needed, str) for needed in everyone.values()):
+        all_stages = self._of_all(microbatch, step)
+        if not self.wanted and any(isinstance(needed, str) for needed in all_stages.values()):
             self._learn_of_blocks(microbatch, step)
-            everyone = self._of_all(microbatch, step)
+            all_stages = self._of_all(microbatch, step)
         known: dict[int, Needed | None] = {}
-        for stage, needed in everyone.items():
+        for stage, needed in all_stages.items():
             if isinstance(needed, str) and not self.wanted:
                 raise ConfigError(f"Before stage {stage} of the pipeline: {needed}")
             known[stage] = None if isinstance(needed, str) else needed
@@ -128,11 +128,11 @@ class Needs:
                 if not lendable(self._model.params, error.origins):
                     raise
                 wanted[stage] = error.origins
-        everyone: dict[int, Needed | str | None] = {}
+        all_stages: dict[int, Needed | str | None] = {}
         for theirs, asked in self._group.all_gather_object((found, wanted)):
-            everyone |= theirs
+            all_stages |= theirs
             self.wanted += [asked] if asked else []
-        return everyone
+        return all_stages
 
     def _of_own(self, stage: int, microbatch: Microbatch, step: Step) -> Needed | str | None:
         try:

@@ -140,7 +140,7 @@ def used_at(
     """Return where each tensor may be used: -1 before the blocks, at a block's index, or past them.
 
     Modules are visited at each place where they are registered, but those that contain blocks once:
-    a second name of a whole model says nothing of where its layers are used.
+    a second name of a full model says nothing of where its layers are used.
 
     Args:
         model: The blocks' model.

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.elsewhere import OtherStageError
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.backward import (
     AtHand,
@@ -35,7 +34,7 @@ from lightning_shard.pipeline_parallel.gradients import (
 )
 from lightning_shard.pipeline_parallel.leaves import map_tensors, signature
 from lightning_shard.pipeline_parallel.lending import Lending, Wanted, lendable
-from lightning_shard.pipeline_parallel.messages import Look, Messages, Receipt
+from lightning_shard.pipeline_parallel.messages import ReceiveHandle, StageMessages, TensorMetadata
 from lightning_shard.pipeline_parallel.microbatches import Microbatch
 from lightning_shard.pipeline_parallel.needs import Needs, Step
 from lightning_shard.pipeline_parallel.randomness import StageRandomness
@@ -43,6 +42,7 @@ from lightning_shard.pipeline_parallel.schedules import Action, Kind, Schedule, 
 from lightning_shard.pipeline_parallel.stage_run import StageRun
 from lightning_shard.pipeline_parallel.staged_model import StagedModel
 from lightning_shard.pipeline_parallel.step_buffers import StepBuffers
+from lightning_shard.placeholders import OtherStageError
 
 LossOf = Callable[[Any], Tensor | None]
 Observer = Callable[[Action], AbstractContextManager[object]]
@@ -64,7 +64,7 @@ class _Batch:
     loss_of: LossOf = lambda result: None
     runs: dict[tuple[int, int], StageRun] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
-    inbox: dict[tuple[str, int, int], Receipt | list[Tensor]] = field(default_factory=dict)
+    inbox: dict[tuple[str, int, int], ReceiveHandle | list[Tensor]] = field(default_factory=dict)
     grads: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)  # of inputs
     halves: dict[tuple[int, int], Callable[[], None]] = field(default_factory=dict)
     results: dict[int, Any] = field(default_factory=dict)
@@ -114,7 +114,7 @@ class Pipeline:
             lambda number: order(forward_schedule(self._stage_ranks, number))
         )
         self._device = device
-        self._messages = Messages(group, device)
+        self._messages = StageMessages(group, device)
         self._buffers = StepBuffers(model, group)
         self._lending = Lending(model, group, self._stage_ranks)
         self._rehearsed: set[str] = set()
@@ -263,7 +263,7 @@ class Pipeline:
     def _begin_again(self, batch: _Batch, wanted: Sequence[Wanted]) -> None:
         for kept in (batch.runs, batch.inbox, batch.results, batch.losses):
             kept.clear()
-        self._messages = Messages(self._group, self._device)
+        self._messages = StageMessages(self._group, self._device)
         self._borrow(batch, wanted)
         self._learn(batch)
 
@@ -280,7 +280,7 @@ class Pipeline:
         """Wait for what a computation else waits for itself."""
         receive = _RECEIVES[action.kind]
         coming = self._batch.inbox.get((receive[-1], action.stage, action.microbatch))
-        if isinstance(coming, Receipt):
+        if isinstance(coming, ReceiveHandle):
             with observer(action._replace(kind=receive)):
                 coming.wait()
 
@@ -296,8 +296,8 @@ class Pipeline:
         stage, _, index = action
         peer = self._stage_ranks[stage - 1]
         tag = self._tag(stage, index, is_grad=False)
-        receipt = self._messages.receive(peer, tag, self._key(stage, index))
-        self._batch.inbox["F", stage, index] = receipt
+        handle = self._messages.receive(peer, tag, self._key(stage, index))
+        self._batch.inbox["F", stage, index] = handle
 
     def _send_outputs(self, action: Action) -> None:
         stage, _, index = action
@@ -315,9 +315,11 @@ class Pipeline:
         stage, _, index = action
         peer = self._stage_ranks[stage + 1]
         tag = self._tag(stage, index, is_grad=True)
-        looks = [Look.of(one) for one in _followed(self._batch.runs[stage, index].outputs)]
-        receipt = self._messages.receive_known(looks, peer, tag)
-        self._batch.inbox["B", stage, index] = receipt
+        all_metadata = [
+            TensorMetadata.of(one) for one in _followed(self._batch.runs[stage, index].outputs)
+        ]
+        handle = self._messages.receive_known(all_metadata, peer, tag)
+        self._batch.inbox["B", stage, index] = handle
 
     def _send_grads(self, action: Action) -> None:
         stage, _, index = action
@@ -332,7 +334,7 @@ class Pipeline:
             return None
         came = self._batch.inbox.pop(("F", stage, index), None)
         runs = self._batch.runs
-        if isinstance(came, Receipt):
+        if isinstance(came, ReceiveHandle):
             tensors = came.wait()
             self._is_sender_skipped = came.is_skipped
             return tensors
@@ -340,7 +342,9 @@ class Pipeline:
         outputs = runs[stage - 1, index].outputs
         if self._batch.stash is None:
             del runs[stage - 1, index]
-        return [one.detach().requires_grad_(Look.of(one).requires_grad) for one in outputs]
+        return [
+            one.detach().requires_grad_(TensorMetadata.of(one).requires_grad) for one in outputs
+        ]
 
     def _forward(self, action: Action) -> None:
         stage, _, index = action
@@ -396,7 +400,9 @@ class Pipeline:
             return [] if loss is None or not loss.requires_grad else [loss], None
         outputs = _followed(batch.runs[stage, index].outputs)
         came = batch.inbox.pop(("B", stage, index), None)
-        grads = came.wait() if isinstance(came, Receipt) else batch.grads.pop((stage + 1, index))
+        grads = (
+            came.wait() if isinstance(came, ReceiveHandle) else batch.grads.pop((stage + 1, index))
+        )
         if batch.runs[stage, index].is_skipped:
             return [], None
         return outputs, [grad.detach() for grad in grads]

@@ -1,13 +1,13 @@
 """What a block of another stage seems to return: the right structure, shapes and formats.
 
-The first time, the block itself runs on `Elsewhere` values, which costs its Python code and no
+The first time, the block itself runs on `Placeholder` values, which costs its Python code and no
 arithmetic. Where each tensor of the result looks like one of the arguments (hidden states do), that
 is remembered, and the block is not run again, whatever shapes come. A block that cannot run so (a
 router counts its tokens) is taken to return what the first block of its class returns.
 
 A block may leave more than its result behind: an auxiliary loss in an attribute, hidden states in a
 list that a hook fills. Who collects these must find a value of another stage there, not one less.
-So whether any `Elsewhere` of a run outlives it is looked at, and such a block runs every time.
+So whether any `Placeholder` of a run outlives it is looked at, and such a block runs every time.
 """
 
 import copy
@@ -24,10 +24,10 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_shard.elsewhere import Elsewhere, births
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.leaves import signature, tensors_in
 from lightning_shard.pipeline_parallel.microbatches import held_values
+from lightning_shard.placeholders import Placeholder, births
 
 _PLAIN = (type(None), bool, int, float, str)
 _ORIGIN = "a block of an earlier stage"
@@ -40,22 +40,22 @@ class UnknownResultError(BaseException):
 
 
 @dataclass(frozen=True)
-class _Look:
+class _ResultMetadata:
     """How a tensor of a result looks: as an argument does, or by itself."""
 
     argument: int | None
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    def show(self, arguments: Sequence[Tensor]) -> Elsewhere:
+    def show(self, arguments: Sequence[Tensor]) -> Placeholder:
         """Return a tensor that looks so."""
         if self.argument is not None:
             like = arguments[self.argument]
-            if isinstance(like, Elsewhere):  # attributes of one are calls: the short way
-                return Elsewhere(like.like, like.place, _ORIGIN)
-            return Elsewhere.of(like, like.shape, _ORIGIN)
+            if isinstance(like, Placeholder):  # attributes of one are calls: the short way
+                return Placeholder(like.like, like.place, _ORIGIN)
+            return Placeholder.of(like, like.shape, _ORIGIN)
         like = torch.empty(0, dtype=self.dtype, device=arguments[0].device)
-        return Elsewhere.of(like, self.shape, _ORIGIN)
+        return Placeholder.of(like, self.shape, _ORIGIN)
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Template:
     """The structure of a block's result.
 
     Attributes:
-        structure: The result, with a look in place of each tensor.
+        structure: The result, with metadata in place of each tensor.
         num_arguments: Tensors that the block was called with.
         keeps_gradients: Whether the block keeps other tensors that require gradients.
     """
@@ -76,21 +76,21 @@ class Template:
     def of(cls, result: Any, arguments: Sequence[Tensor]) -> "Template":
         """Return the structure of a result."""
 
-        def look(tensor: Tensor) -> _Look:
+        def metadata(tensor: Tensor) -> _ResultMetadata:
             same = [
                 index
                 for index, one in enumerate(arguments)
                 if one.shape == tensor.shape and one.dtype == tensor.dtype
             ]
-            return _Look(same[0] if same else None, tuple(tensor.shape), tensor.dtype)
+            return _ResultMetadata(same[0] if same else None, tuple(tensor.shape), tensor.dtype)
 
-        return cls(apply_to_collection(result, Tensor, look), len(arguments))
+        return cls(apply_to_collection(result, Tensor, metadata), len(arguments))
 
     @property
     def follows_arguments(self) -> bool:
         """Whether nothing but the arguments' shapes says how it looks: any may come."""
         found: list[Any] = []
-        apply_to_collection(self.structure, (_Look, int, float), found.append)
+        apply_to_collection(self.structure, (_ResultMetadata, int, float), found.append)
         return all(getattr(one, "argument", None) is not None for one in found)
 
     @property
@@ -100,9 +100,11 @@ class Template:
 
     def build(self, arguments: Sequence[Tensor]) -> Any:
         """Return what looks like the result for these arguments."""
-        if isinstance(self.structure, _Look):
+        if isinstance(self.structure, _ResultMetadata):
             return self.structure.show(arguments)
-        return apply_to_collection(self.structure, _Look, lambda look: look.show(arguments))
+        return apply_to_collection(
+            self.structure, _ResultMetadata, lambda metadata: metadata.show(arguments)
+        )
 
 
 class SkippedBlock:
@@ -231,7 +233,7 @@ def _uncompiled() -> AbstractContextManager[None]:
 def _copied(value: Any) -> Any:
     if any(cls.__module__ == _CACHES for cls in type(value).__mro__):
         return copy.deepcopy(value)
-    if isinstance(value, Elsewhere):
+    if isinstance(value, Placeholder):
         return value.again()
     if isinstance(value, Tensor) and value.is_inference() and not torch.is_inference_mode_enabled():
         return value.clone()
@@ -260,4 +262,4 @@ def _is_plain(value: Any) -> bool:
         return all(_is_plain(one) for one in value.values())
     if isinstance(value, tuple | list):
         return all(_is_plain(one) for one in value)
-    return isinstance(value, (*_PLAIN, _Look))
+    return isinstance(value, (*_PLAIN, _ResultMetadata))

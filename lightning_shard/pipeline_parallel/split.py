@@ -22,7 +22,7 @@ class PipelineSplit:
     """Takes the parameters of other stages off a rank, until `restore`.
 
     Args:
-        model: Whole; rank 0's values win. Each rank of the pipeline must construct this.
+        model: Full; rank 0's values win. Each rank of the pipeline must construct this.
         partition: Its stages.
         stage_ranks: The rank of each stage.
         group: The pipeline's ranks.
@@ -30,7 +30,7 @@ class PipelineSplit:
 
     Attributes:
         param_stages: The stages of each parameter.
-        full_shapes: The whole shape of each parameter that is not here.
+        full_shapes: The full shape of each parameter that is not here.
         shapes: That of every parameter.
     """
 
@@ -116,7 +116,7 @@ class PipelineSplit:
         return self.group.rank in self._ranks[param]
 
     def full_shape(self, param: nn.Parameter) -> torch.Size:
-        """Return the whole shape of a parameter."""
+        """Return the full shape of a parameter."""
         return self.shapes.get(param, param.shape)
 
     def is_spread(self, param: nn.Parameter) -> bool:
@@ -131,12 +131,12 @@ class PipelineSplit:
         """Whether this rank is the first that has a parameter."""
         return self._ranks[param][0] == self.group.rank
 
-    def local(self, param: nn.Parameter, whole: Tensor) -> Tensor:
-        """Return the tensor: what is here is whole."""
-        return whole
+    def local(self, param: nn.Parameter, full: Tensor) -> Tensor:
+        """Return the tensor: what is here is full."""
+        return full
 
     @torch.no_grad()
-    def whole(self, param: nn.Parameter, local: Tensor) -> Tensor:
+    def full(self, param: nn.Parameter, local: Tensor) -> Tensor:
         """Return a tensor shaped as `param` from its first rank; each rank must call."""
         here = self.is_here(param)
         tensor = local.contiguous() if here else local.new_empty(self.shapes[param])
@@ -151,10 +151,10 @@ class PipelineSplit:
             self.group.broadcast(same, src=self._stage_ranks[stages[0]]).wait()
             buffer.copy_(same)
 
-    def restore(self, *, whole: bool = True) -> None:
-        """With `whole`, give every rank all parameters and buffers again; each rank must call."""
-        if not whole:
+    def restore(self, *, full: bool = True) -> None:
+        """With `full`, give every rank all parameters and buffers again; each rank must call."""
+        if not full:
             return
         for param in self.shapes:
-            param.data = self.whole(param, param.data).cpu()
+            param.data = self.full(param, param.data).cpu()
         self.share_buffers()

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_shard.elsewhere import Elsewhere, OtherStageError, is_elsewhere
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.leaves import exchange_tensors, map_tensors, tensors_in
 from lightning_shard.pipeline_parallel.skipped_blocks import (
@@ -23,6 +22,7 @@ from lightning_shard.pipeline_parallel.skipped_blocks import (
     template_of_call,
 )
 from lightning_shard.pipeline_parallel.stance import Stance
+from lightning_shard.placeholders import OtherStageError, Placeholder, is_placeholder
 
 Arguments = tuple[Sequence[Any], Mapping[str, Any]]
 
@@ -46,7 +46,7 @@ class Needed(NamedTuple):
     num_tensors: int
 
 
-class Cut(BaseException):
+class StepCutShort(BaseException):
     """Ends a step on a stage that has done its part; never seen by user code's `except`."""
 
 
@@ -104,7 +104,7 @@ class StageRun:
         try:
             with self._stance.as_written():
                 self.result = step()
-        except Cut:
+        except StepCutShort:
             return
         finally:
             self._is_over = True
@@ -120,7 +120,7 @@ class StageRun:
             )
         self.result = map_tensors(self.result, _value_of)
         for tensor in tensors_in(self.result):
-            self._refuse_elsewhere(tensor, "the step's result")
+            self._refuse_placeholder(tensor, "the step's result")
 
     @contextmanager
     def known(self) -> Iterator[None]:
@@ -169,7 +169,7 @@ class StageRun:
             raise self._out_of_order(self._first)
         self._entered = True
         if self._is_later:
-            places = elsewhere_in(arguments)
+            places = placeholders_in(arguments)
             if len(places) != len(self.inputs):
                 raise ConfigError(
                     f"Stage {self.stage}: the block {self._names[self._first]!r} is called with "
@@ -184,7 +184,7 @@ class StageRun:
 
     def _enter_again(self, arguments: Arguments) -> None:
         """In backward, where a checkpoint around the block computes it again: as before."""
-        stand_ins = {id(one): one for one in tensors_in(arguments) if isinstance(one, Elsewhere)}
+        stand_ins = {id(one): one for one in tensors_in(arguments) if isinstance(one, Placeholder)}
         for stand_in, one in zip(stand_ins.values(), self._received, strict=False):
             stand_in.value = one.value
         self._entering()
@@ -194,14 +194,14 @@ class StageRun:
 
         def value(tensor: Tensor) -> Tensor:
             known = _value_of(tensor)
-            self._refuse_elsewhere(known, f"the arguments of {self._names[index]!r}")
+            self._refuse_placeholder(known, f"the arguments of {self._names[index]!r}")
             return known
 
         exchanged: Arguments = exchange_tensors(arguments, value)
         return exchanged
 
-    def _refuse_elsewhere(self, tensor: Tensor, where: str) -> None:
-        if is_elsewhere(tensor):
+    def _refuse_placeholder(self, tensor: Tensor, where: str) -> None:
+        if is_placeholder(tensor):
             raise OtherStageError(
                 f"{_ADVICE_LATER if self._is_later else _ADVICE_FIRST} Or use strategy='zero3'. "
                 f"Stage {self.stage}: {where} holds a value of shape {tuple(tensor.shape)} that is "
@@ -223,7 +223,7 @@ class StageRun:
             )
         self.outputs = [leaves[place] for place in self._needed.places]
         self._cut = True
-        raise Cut
+        raise StepCutShort
 
     def _refuse_late(self, index: int) -> None:
         """Refuse a block of an earlier stage once this stage computes."""
@@ -261,7 +261,7 @@ class _Received:
     """A received tensor, and what stands in for it, which has the value from now on."""
 
     def __init__(self, stand_in: Tensor, tensor: Tensor) -> None:
-        assert isinstance(stand_in, Elsewhere)
+        assert isinstance(stand_in, Placeholder)
         self.stand_in = stand_in
         self.version = stand_in._version
         self.value: Tensor = tensor
@@ -283,7 +283,7 @@ class _Computed(torch.autograd.Function):
 
 
 def _value_of(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, Elsewhere) and tensor.value is not None:
+    if isinstance(tensor, Placeholder) and tensor.value is not None:
         return tensor.value
     return tensor
 
@@ -317,7 +317,7 @@ class Probe:
         try:
             with Stance().as_written():
                 self.is_skipped = step() is None
-        except Cut:
+        except StepCutShort:
             return
 
     def call(
@@ -332,16 +332,16 @@ class Probe:
         if index < self._first:
             return skipped(call, args, kwargs)
         leaves = tensors_in((args, kwargs))
-        self.needed = Needed(tuple(elsewhere_in((args, kwargs))), len(leaves))
+        self.needed = Needed(tuple(placeholders_in((args, kwargs))), len(leaves))
         if index == 0:
             self.template = template_of_call(call, args, kwargs, self._forget)
-        raise Cut
+        raise StepCutShort
 
 
-def elsewhere_in(arguments: Arguments) -> list[int]:
+def placeholders_in(arguments: Arguments) -> list[int]:
     """Return the indices of the tensors of other stages, each tensor once."""
     found: dict[int, int] = {}
     for index, tensor in enumerate(tensors_in(arguments)):
-        if is_elsewhere(tensor):
+        if is_placeholder(tensor):
             found.setdefault(id(tensor), index)
     return list(found.values())

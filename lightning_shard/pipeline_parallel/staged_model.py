@@ -15,16 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.data_parallel.units import class_name
-from lightning_shard.elsewhere import Elsewhere
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel._torch import without_reentrance
 from lightning_shard.pipeline_parallel.partition import Partition, Stages, buffer_stages
 from lightning_shard.pipeline_parallel.skipped_blocks import SkippedBlock, Template
+from lightning_shard.placeholders import Placeholder
 
 _PLACE = "_pipeline_place"
 
 
-class Run(Protocol):
+class StepRun(Protocol):
     """What is told of the calls of blocks: a `StageRun` or a `Probe`."""
 
     def call(
@@ -48,7 +48,7 @@ class StagedModel:
         model: The whole module.
         partition: Its stages.
         param_stages: The stages of each parameter.
-        full_shapes: The whole shape of each parameter.
+        full_shapes: The full shape of each parameter.
         rank_stages: The stages of this rank. What the step of one does to the buffers of another,
             such as counts of batches, does not reach these.
 
@@ -70,7 +70,7 @@ class StagedModel:
         self._rank_stages = rank_stages
         self._model = model
         self.block_names = [partition.blocks.name(i) for i in range(len(partition.blocks))]
-        self._run: Run | None = None
+        self._run: StepRun | None = None
         self._hint: Template | None = None
         self._homes = [
             (home, name, tensor)
@@ -86,17 +86,17 @@ class StagedModel:
         self._shown: int | None = None  # the stage whose stand-ins are in their places now
         self._copies: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         for index, block in enumerate(partition.blocks.modules):
-            setattr(block, _PLACE, _Place(self, index, SkippedBlock(block)))
+            setattr(block, _PLACE, _BlockPosition(self, index, SkippedBlock(block)))
             own: Any = type(block)
             block.__class__ = _caught_class(own, class_name(block))
 
     @property
-    def run(self) -> Run | None:
+    def run(self) -> StepRun | None:
         """What is told of the blocks' calls now; None outside of steps."""
         return self._run
 
     @contextmanager
-    def running(self, run: Run, stage: int) -> Iterator[None]:
+    def running(self, run: StepRun, stage: int) -> Iterator[None]:
         """Tell `run` of the blocks' calls inside, the parameters of other stages standing in."""
         self._show(stage)
         self._run = run
@@ -204,7 +204,7 @@ class StagedModel:
 
     def _absent_params(self, stage: int) -> dict[Tensor, Tensor]:
         return {
-            param: Elsewhere.of(param, self._full_shapes[param], self._names[param])
+            param: Placeholder.of(param, self._full_shapes[param], self._names[param])
             for param, stages in self._param_stages.items()
             if stage not in stages
         }
@@ -276,13 +276,13 @@ class _StandIn:
         self._home[self._name], self._other = self._other, self._home[self._name]
 
 
-class _Place:
+class _BlockPosition:
     """Where a block stands in its model."""
 
     def __init__(self, model: StagedModel, index: int, skipped: SkippedBlock) -> None:
         self.model, self.index, self.skipped = model, index, skipped
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Place":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_BlockPosition":
         """Return this place, which the copy of the block has until it is made plain."""
         self.model.note_copy(self.index, memo)
         return self
@@ -290,7 +290,7 @@ class _Place:
 
 class _Caught:
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        place: _Place = getattr(self, _PLACE)
+        place: _BlockPosition = getattr(self, _PLACE)
         run = place.model.run
         if run is None:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]

@@ -39,9 +39,9 @@ class StepBuffers:
     @contextmanager
     def batch(self, num_microbatches: int, *, training: bool) -> Iterator[None]:
         """Run one batch inside."""
-        is_in_parts = training and num_microbatches > 1
-        self._before, self._after = self._iterated() if is_in_parts else {}, {}
-        watched = self._watched() if is_in_parts and not self._is_known else None
+        is_sharded = training and num_microbatches > 1
+        self._before, self._after = self._iterated() if is_sharded else {}, {}
+        watched = self._watched() if is_sharded and not self._is_known else None
         yield
         self._before = {}
         if watched is not None:

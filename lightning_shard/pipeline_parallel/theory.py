@@ -16,7 +16,7 @@ the papers, which divide by the computing: GPipe (p - 1) / m, interleaved (p - 1
 | zbv                     | (p - 1) F, or 2 (2 p - 1 - m) F for small m  | F = I = W       |
 | dual_pipe_v             | (p - 1) F                                    | F = I = W = B/2 |
 
-Elsewhere the waiting is a lower bound (0 for dual_pipe_v, which has both, when B is not I + W).
+Placeholder the waiting is a lower bound (0 for dual_pipe_v, which has both, when B is not I + W).
 What is left with zbv is that rank p - 1 starts (p - 1) F later than rank 0, which every schedule
 has; with dual_pipe_v short waits on the first ranks come to the same. DeepSeek's
 (p - 1) (F&B + B - 3 W) takes the forward and backward of a pair as one kernel of duration F&B; here
@@ -80,8 +80,8 @@ def _waiting(name: str, p: int, m: int, v: int, durations: Durations) -> tuple[f
     if name == "zbv":
         return max(p - 1, 2 * (2 * p - 1 - m) if even else 0) * forward, even
     if name == "dual_pipe_v":
-        whole = durations.backward == backward_input + backward_weight
-        return (p - 1) * forward * whole, even and whole
+        full = durations.backward == backward_input + backward_weight
+        return (p - 1) * forward * full, even and full
     hops = p - 1 + (v - 1) * max(0, p - m)
     return hops * (forward + durations.backward), True
 

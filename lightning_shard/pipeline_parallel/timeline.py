@@ -26,21 +26,21 @@ _COMPUTATIONS: tuple[Kind, ...] = ("F", "B", "I", "W")
 _MOST_LABELS = 60  # in a row of a picture: more would not be legible
 
 
-class _Look(NamedTuple):
+class _Appearance(NamedTuple):
     category: str
     colour: str  # of matplotlib
     chrome_colour: str  # a name that chrome://tracing knows
 
 
-_LOOKS: dict[Kind, _Look] = {
-    "F": _Look("forward", "#4c78a8", "thread_state_running"),
-    "B": _Look("backward", "#54a24b", "good"),
-    "I": _Look("backward of inputs", "#88d27a", "rail_response"),
-    "W": _Look("backward of weights", "#f2a93b", "rail_animation"),
-    "SEND_F": _Look("message", "#9d9da1", "grey"),
-    "RECV_F": _Look("message", "#d3d3d6", "generic_work"),
-    "SEND_B": _Look("message", "#9d9da1", "grey"),
-    "RECV_B": _Look("message", "#d3d3d6", "generic_work"),
+_APPEARANCES: dict[Kind, _Appearance] = {
+    "F": _Appearance("forward", "#4c78a8", "thread_state_running"),
+    "B": _Appearance("backward", "#54a24b", "good"),
+    "I": _Appearance("backward of inputs", "#88d27a", "rail_response"),
+    "W": _Appearance("backward of weights", "#f2a93b", "rail_animation"),
+    "SEND_F": _Appearance("message", "#9d9da1", "grey"),
+    "RECV_F": _Appearance("message", "#d3d3d6", "generic_work"),
+    "SEND_B": _Appearance("message", "#9d9da1", "grey"),
+    "RECV_B": _Appearance("message", "#d3d3d6", "generic_work"),
 }
 
 
@@ -184,7 +184,7 @@ def save_chrome_trace(timeline: Timeline, path: str | Path) -> None:
 
 def _draw_bars(axes: Any, timeline: Timeline, rank: int, row: tuple[Event, ...]) -> None:
     spans = [(event.start - timeline.start, event.end - event.start) for event in row]
-    colours = [_LOOKS[event.action.kind].colour for event in row]
+    colours = [_APPEARANCES[event.action.kind].colour for event in row]
     axes.broken_barh(spans, (rank - 0.4, 0.8), color=colours, edgecolor="white", linewidth=0.3)
     if len(row) > _MOST_LABELS:
         return
@@ -193,9 +193,9 @@ def _draw_bars(axes: Any, timeline: Timeline, rank: int, row: tuple[Event, ...])
 
 
 def _legend(axes: Any) -> tuple[list[str], list[Any]]:
-    looks = [_LOOKS[kind] for kind in _COMPUTATIONS]
-    return [look.category for look in looks], [
-        axes.broken_barh([], (0, 0), color=look.colour) for look in looks
+    appearances = [_APPEARANCES[kind] for kind in _COMPUTATIONS]
+    return [appearance.category for appearance in appearances], [
+        axes.broken_barh([], (0, 0), color=appearance.colour) for appearance in appearances
     ]
 
 
@@ -205,12 +205,12 @@ def _named(kind: str, name: str, rank: int, thread: int) -> dict[str, Any]:
 
 def _traced(rank: int, event: Event, origin: float) -> dict[str, Any]:
     action, start, end = event
-    look = _LOOKS[action.kind]
+    appearance = _APPEARANCES[action.kind]
     return {
         "ph": "X",
         "name": str(action),
-        "cat": look.category,
-        "cname": look.chrome_colour,
+        "cat": appearance.category,
+        "cname": appearance.chrome_colour,
         "pid": rank,
         "tid": int(not action.computes),
         "ts": (start - origin) * 1e6,

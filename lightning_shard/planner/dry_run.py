@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_shard.mesh import Placement
+from lightning_shard.mesh import NodePlacement
 from lightning_shard.pipeline_parallel.microbatches import batch_size_of, split_batch
 from lightning_shard.pipeline_parallel.schedules import Schedule
 from lightning_shard.pipeline_parallel.simulation import replay
@@ -32,7 +32,7 @@ def dry_run(
     *,
     schedule: Callable[[int], Schedule] | None,
     num_microbatches: int,
-    placement: Placement,
+    placement: NodePlacement,
     dtype: torch.dtype | None = None,
     left_out: tuple[object, ...] = (),
 ) -> DryRun:
@@ -58,9 +58,9 @@ def dry_run(
         copied = stand_ins.module(module, dtype=dtype, left_out=left_out)
         model = SimulatedModel(copied.train(), options)
         if schedule is None:
-            (whole,) = split_batch(batch, 1)
+            (full,) = split_batch(batch, 1)
             ranks = [SimulatedRank(0, model)]
-            kept = [run_unpipelined(ranks[0], whole)]
+            kept = [run_unpipelined(ranks[0], full)]
             idle: tuple[float, ...] = (0.0,)
             table = None
         else:

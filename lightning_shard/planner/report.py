@@ -8,7 +8,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lightning_shard.mesh import Axis, ParallelMesh, Placement
+from lightning_shard.mesh import Axis, NodePlacement, ParallelMesh
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -68,7 +68,7 @@ class DryRun:
     Attributes:
         mesh: Of the simulated world.
         placement: Its nodes.
-        num_parameters: Elements of the whole model, tied ones once.
+        num_parameters: Elements of the full model, tied ones once.
         zero_stage: 0 to 3.
         schedule: Of the pipeline; empty without one.
         num_microbatches: Parts of each batch.
@@ -77,7 +77,7 @@ class DryRun:
     """
 
     mesh: ParallelMesh
-    placement: Placement
+    placement: NodePlacement
     num_parameters: int
     zero_stage: int
     schedule: str

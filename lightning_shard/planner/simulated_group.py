@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.backends.pending import Transfer
+from lightning_shard.backends.pending import StartedTransfer
 from lightning_shard.backends.traffic import Traffic
 
 T = TypeVar("T")
@@ -31,7 +31,7 @@ class SimulatedCollectives(Collectives):
         self.rank, self.size = rank, size
         self.traffic = Traffic()
 
-    def twin(self, timeout: timedelta | None = None) -> Self:
+    def duplicate(self, timeout: timedelta | None = None) -> Self:
         """Return this group: nothing is in flight that could get in the way."""
         return self
 
@@ -46,20 +46,20 @@ class SimulatedCollectives(Collectives):
         """Return the object."""
         return obj
 
-    def _all_reduce(self, *_: Any) -> Transfer:
-        return Transfer()
+    def _all_reduce(self, *_: Any) -> StartedTransfer:
+        return StartedTransfer()
 
-    def _reduce_scatter(self, *_: Any) -> Transfer:
-        return Transfer()
+    def _reduce_scatter(self, *_: Any) -> StartedTransfer:
+        return StartedTransfer()
 
-    def _all_gather(self, *_: Any) -> Transfer:
-        return Transfer()
+    def _all_gather(self, *_: Any) -> StartedTransfer:
+        return StartedTransfer()
 
-    def _all_to_all(self, *_: Any) -> Transfer:
-        return Transfer()
+    def _all_to_all(self, *_: Any) -> StartedTransfer:
+        return StartedTransfer()
 
-    def _broadcast(self, *_: Any) -> Transfer:
-        return Transfer()
+    def _broadcast(self, *_: Any) -> StartedTransfer:
+        return StartedTransfer()
 
     def send_all(self, tensors: Sequence[Tensor]) -> None:
         """Count one message for each tensor."""

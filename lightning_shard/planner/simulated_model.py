@@ -21,7 +21,7 @@ from lightning_shard.mesh import ParallelMesh
 from lightning_shard.pipeline_parallel.microbatches import Microbatch
 from lightning_shard.pipeline_parallel.partition import Partition, Stages, parameter_stages
 from lightning_shard.pipeline_parallel.stage_run import Probe
-from lightning_shard.pipeline_parallel.staged_model import Run, StagedModel
+from lightning_shard.pipeline_parallel.staged_model import StagedModel, StepRun
 from lightning_shard.planner.simulated_group import SimulatedCollectives
 from lightning_shard.planner.skips import Skips
 from lightning_shard.tensor_parallel.plan import PlannedLayer
@@ -69,7 +69,7 @@ class SimulatedModel:
         module: The same.
         layers: The tensor-parallel group.
         parts: What each parameter is here before an engine has it.
-        full_shapes: The whole shape of each parameter that is a part.
+        full_shapes: The full shape of each parameter that is a part.
         stages: Of each parameter.
         staged: What runs a stage; None without a pipeline.
     """
@@ -101,7 +101,7 @@ class SimulatedModel:
         assert self._staged is not None
         return self._staged
 
-    def running(self, run: Run, stage: int) -> AbstractContextManager[None]:
+    def running(self, run: StepRun, stage: int) -> AbstractContextManager[None]:
         """Tell `run` of the blocks' calls inside, the parameters of other stages standing in."""
         blocks = self.staged.partition.blocks.modules
         return self.staged.running(self._skips.watch(run, blocks), stage)

@@ -93,7 +93,7 @@ class SimulatedRank:
         saved.add([*run.inputs, *run.outputs])
         self.saved[stage, microbatch.size] = saved.total
         self._runs[stage, microbatch.index] = run
-        self._look_at_gathered()
+        self._note_unsharded()
         return run.outputs
 
     def backward(
@@ -121,7 +121,7 @@ class SimulatedRank:
             inputs, self._halves[stage, microbatch.index] = input_backward(
                 _roots(run, grads), grads, followed(run.inputs), params, self._at_hand
             )
-        self._look_at_gathered()
+        self._note_unsharded()
         return inputs
 
     def backward_weights(self, stage: int, microbatch: Microbatch) -> None:
@@ -137,21 +137,21 @@ class SimulatedRank:
     @contextmanager
     def _at_hand(self, params: Sequence[nn.Parameter]) -> Iterator[None]:
         with self.engine.at_hand(params):
-            self._look_at_gathered()
+            self._note_unsharded()
             yield
 
     def _note_used(self, params: Sequence[nn.Parameter], found: Sequence[Tensor | None]) -> None:
         self._used.update(p for p, grad in zip(params, found, strict=True) if grad is not None)
-        self._look_at_gathered()
+        self._note_unsharded()
 
-    def train_whole(self, microbatch: Microbatch) -> None:
+    def train_full(self, microbatch: Microbatch) -> None:
         """Run a step of a model that is in no pipeline, and hand its gradients to the engine."""
         with self._saved_bytes(microbatch) as saved:
             loss = loss_of(self.model.step(microbatch))
         self.saved[0, microbatch.size] = saved.total
         with self.engine.backward():
             loss.backward()  # type: ignore[no-untyped-call]
-        self._look_at_gathered()
+        self._note_unsharded()
 
     def _saved_bytes(self, microbatch: Microbatch) -> SavedBytes:
         flats = self.engine.flats
@@ -187,7 +187,7 @@ class SimulatedRank:
                 self.sent[axis] += weight * group.traffic.total_bytes
                 group.traffic.reset()
 
-    def _look_at_gathered(self) -> None:
+    def _note_unsharded(self) -> None:
         if self.options.engine.stage == 3:
             self._gathered = max(self._gathered, storage_bytes(f.full for f in self.engine.flats))
 
@@ -227,7 +227,7 @@ class SimulatedRank:
             return 0
         sizes: dict[bool, list[int]] = {True: [], False: []}
         for unit in self.engine.units:
-            sizes[unit.resident].append(
+            sizes[unit.is_root].append(
                 sum(flat.full.numel() * flat.full.itemsize for flat in unit.flats)
             )
         largest = sorted(sizes[False])[-_GATHERED_AT_ONCE:]
@@ -266,13 +266,13 @@ class _Split(Unsplit):
 
 def _data_groups(size: int, shard_size: int) -> tuple[DataGroups, list[Collectives]]:
     """Make the groups of data-parallel ranks, and return them as a list, too."""
-    everyone = SimulatedCollectives(0, size)
+    dp = SimulatedCollectives(0, size)
     if shard_size == size:
-        return DataGroups(everyone=everyone, shard=everyone), [everyone]
+        return DataGroups(dp=dp, shard=dp), [dp]
     shard = SimulatedCollectives(0, shard_size)
     replicate = SimulatedCollectives(0, size // shard_size)
-    groups = DataGroups(everyone=everyone, shard=shard, replicate=replicate)
-    return groups, [everyone, shard, replicate]
+    groups = DataGroups(dp=dp, shard=shard, replicate=replicate)
+    return groups, [dp, shard, replicate]
 
 
 def _roots(run: StageRun, grads: Sequence[Tensor] | None) -> list[Tensor]:

@@ -160,9 +160,9 @@ class SimulatedPipeline:
 
 
 def run_unpipelined(rank: SimulatedRank, batch: Microbatch) -> int:
-    """Run a step of a model that is whole on its rank; return the bytes kept for the backward."""
+    """Run a step of a model that is full on its rank; return the bytes kept for the backward."""
     rank.begin_step()
     with rank.in_step():
-        rank.train_whole(batch)
+        rank.train_full(batch)
     rank.count()
     return rank.saved[0, batch.size]

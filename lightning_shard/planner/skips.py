@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_shard.pipeline_parallel.leaves import signature, tensors_in
 from lightning_shard.pipeline_parallel.skipped_blocks import SkippedBlock, Template
-from lightning_shard.pipeline_parallel.staged_model import Run
+from lightning_shard.pipeline_parallel.staged_model import StepRun
 
 _Call = Callable[..., Any]
 
@@ -26,7 +26,7 @@ class Skips:
     def __init__(self) -> None:
         self._known: dict[Any, Template] = {}
 
-    def watch(self, run: Run, blocks: Sequence[nn.Module]) -> Run:
+    def watch(self, run: StepRun, blocks: Sequence[nn.Module]) -> StepRun:
         """Return a run whose skipped blocks are asked for what is not known only."""
         return _Watched(run, blocks, self)
 
@@ -53,7 +53,7 @@ class Skips:
 class _Watched:
     """A run of a stage, or a probe, that remembers."""
 
-    def __init__(self, run: Run, blocks: Sequence[nn.Module], skips: Skips) -> None:
+    def __init__(self, run: StepRun, blocks: Sequence[nn.Module], skips: Skips) -> None:
         self._run, self._blocks, self._skips = run, blocks, skips
 
     def known(self) -> AbstractContextManager[None]:

@@ -1,7 +1,7 @@
-"""Lightning's precision plugins, made to work on pieces.
+"""Lightning's precision plugins, made to work on shards.
 
 Lightning picks its plugin by looking at its own strategies, and clips gradients inside it; so each
-plugin has a twin here that averages gradients after backward and clips by the whole gradient.
+plugin has a counterpart here that averages gradients after backward and clips by the full gradient.
 """
 
 from collections.abc import Callable
@@ -69,7 +69,7 @@ class ShardedPrecision(Precision):
 
     @override
     def _clip_gradients(self, *args: Any, **kwargs: Any) -> None:
-        """Clip outside the view: where parameters are whole, they show themselves so."""
+        """Clip outside the view: where parameters are full, they show themselves so."""
         with nullcontext() if self.engine is None else self.engine.view.suspended():
             super()._clip_gradients(*args, **kwargs)
 
@@ -121,25 +121,25 @@ class ShardedMixedPrecision(ShardedPrecision, MixedPrecision):
             self.load_state_dict(state)
 
 
-def sharded_twin(plugin: Precision | None) -> Precision | None:
+def sharded_plugin(plugin: Precision | None) -> Precision | None:
     """The plugin of ours that does what one of Lightning's does.
 
     Raises:
-        ConfigError: A plugin that has no twin here.
+        ConfigError: A plugin that has no counterpart here.
     """
     if plugin is None or isinstance(plugin, ShardedPrecision):
         return plugin
-    twin = _TWINS.get(type(plugin))
-    if twin is None:
+    sharded = _SHARDED.get(type(plugin))
+    if sharded is None:
         raise ConfigError(
             f"The precision plugin {type(plugin).__name__} does not work on sharded models; use "
             f"Trainer(precision=...) with 32-true, 64-true, bf16-true, bf16-mixed, 16-true or "
             f"16-mixed."
         )
-    return twin(plugin)
+    return sharded(plugin)
 
 
-_TWINS: dict[type[Precision], Callable[[Any], ShardedPrecision]] = {
+_SHARDED: dict[type[Precision], Callable[[Any], ShardedPrecision]] = {
     Precision: lambda _: ShardedPrecision(),
     HalfPrecision: lambda plugin: ShardedHalfPrecision(plugin.precision),
     DoublePrecision: lambda _: ShardedDoublePrecision(),

@@ -1,4 +1,4 @@
-"""Loss scaling over pieces: all ranks see the same overflow, and take or skip the same step.
+"""Loss scaling over shards: all ranks see the same overflow, and take or skip the same step.
 
 Private names of torch's GradScaler, checked with torch 2.13; `tests/strategies/test_precision.py`
 fails when one changes.
@@ -16,12 +16,12 @@ from lightning_shard.backends.collectives import Collectives
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` for gradients that lie in pieces on the ranks.
+    """`torch.amp.GradScaler` for gradients that lie in shards on the ranks.
 
     Args:
         scaler: The user's scaler (or Lightning's default), whose settings and state are taken.
-        view: Shows the optimizer's pieces while it is open.
-        groups: The groups over which the pieces lie: data parallel, and tensor parallel.
+        view: Shows the optimizer's shards while it is open.
+        groups: The groups over which the shards lie: data parallel, and tensor parallel.
         device: This rank's device.
     """
 
@@ -59,7 +59,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
     def _agree_on_overflow(self, optimizer: Optimizer) -> dict[torch.device, Tensor]:
         found: dict[torch.device, Tensor]
         found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-        if not found:  # a rank without a piece of these parameters
+        if not found:  # a rank without a shard of these parameters
             found[self._shard_device] = torch.zeros((), device=self._shard_device)
         for flag in found.values():
             for group in self._groups:

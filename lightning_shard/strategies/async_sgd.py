@@ -39,12 +39,12 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.precision.plugins import ShardedMixedPrecision
 from lightning_shard.strategies.configs import AsyncSGDConfig, RunConfig, UnitConfig
 from lightning_shard.strategies.flat_options import part, takes
+from lightning_shard.strategies.local_updates import LocalUpdates
 from lightning_shard.strategies.options import AsyncSGDOptions, SharedOptions
-from lightning_shard.strategies.training_alone import TrainsAlone
 from lightning_shard.trainer._lightning import layer_sync
 
 
-class AsyncSGDStrategy(TrainsAlone):
+class AsyncSGDStrategy(LocalUpdates):
     """Each rank owns a shard and applies gradients as they arrive. `strategy="async_sgd"`.
 
     Raises:

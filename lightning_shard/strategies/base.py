@@ -31,30 +31,30 @@ from lightning_shard.environments import (
 from lightning_shard.errors import ConfigError
 from lightning_shard.launchers.in_process import InProcessLauncher
 from lightning_shard.launchers.processes import ProcessLauncher
-from lightning_shard.precision.plugins import sharded_twin
+from lightning_shard.precision.plugins import sharded_plugin
 from lightning_shard.strategies.configs import RunConfig
 from lightning_shard.strategies.flat_options import part, takes
 from lightning_shard.strategies.names import check_interactive
 from lightning_shard.strategies.option_names import OptionNames
 from lightning_shard.strategies.options import LightningOptions, RunOptions
 from lightning_shard.trainer._lightning import accept_compiled_modules, share_class_wrapping
-from lightning_shard.trainer.batch_samplers import deals_batch_samplers
+from lightning_shard.trainer.batch_samplers import assigns_batch_samplers
 from lightning_shard.trainer.gathered_tensors import gathered
 from lightning_shard.trainer.logged_reductions import reduce_op_name, reduced
-from lightning_shard.trainer.termination import StopsTogether
+from lightning_shard.trainer.termination import CoordinatedShutdown
 
 T = TypeVar("T")
 _OWN_KINDS = (Collectives, DataGroups, dist.ProcessGroup, liveness.Lifeline, RanksTermination)
 
 
-class ShardStrategy(StopsTogether, metaclass=OptionNames):
+class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
     """Starts the ranks, makes the process group, and answers Lightning's questions about them.
 
     Raises:
         ConfigError: An unknown backend, or options that contradict each other.
     """
 
-    deals_samples = False  # whether it deals those of training itself
+    assigns_samples = False  # whether it assigns those of training itself
 
     @takes(RunConfig)
     def __init__(self, **options: Unpack[RunOptions]) -> None:
@@ -67,7 +67,9 @@ class ShardStrategy(StopsTogether, metaclass=OptionNames):
         self._num_nodes = 1
         self._collectives: Collectives | None = None
         self._reducing: DataGroups | None = None  # for gradients
-        self._twin_of: dist.ProcessGroup | None = None  # the default group that it was made beside
+        self._duplicated: dist.ProcessGroup | None = (
+            None  # the default group that it was made beside
+        )
         self._in_run = ExitStack()  # what is put into the trainer of a run
         if not self.is_in_process:
             # Lightning's environment converts these when the Trainer is made, and names none.
@@ -120,7 +122,7 @@ class ShardStrategy(StopsTogether, metaclass=OptionNames):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        self._precision_plugin = sharded_twin(plugin)
+        self._precision_plugin = sharded_plugin(plugin)
 
     @property
     @override
@@ -216,11 +218,11 @@ class ShardStrategy(StopsTogether, metaclass=OptionNames):
         self.watch_for_termination(trainer)
         self._in_run.close()
         self._in_run.enter_context(
-            deals_batch_samplers(
+            assigns_batch_samplers(
                 trainer,
                 lambda: self.distributed_sampler_kwargs,
                 self.broadcast,
-                training=not self.deals_samples,
+                training=not self.assigns_samples,
             )
         )
 
@@ -234,13 +236,13 @@ class ShardStrategy(StopsTogether, metaclass=OptionNames):
         group = dist.group.WORLD
         assert group is not None
         self._collectives = self.backend.collectives(group)
-        if self._twin_of is not group:
+        if self._duplicated is not group:
             self._make_groups()
-            self._twin_of = group
+            self._duplicated = group
 
     def _make_groups(self) -> None:
         """Make the groups beside the default one, once for each default group."""
-        self._reducing = self.data_groups.twin(self._timeout)
+        self._reducing = self.data_groups.duplicate(self._timeout)
 
     def _join(self) -> None:
         environment = self.cluster_environment
@@ -257,7 +259,7 @@ class ShardStrategy(StopsTogether, metaclass=OptionNames):
     def _leave(self) -> None:
         """At exit. Gloo aborts when somebody still refers to a group that is being destroyed."""
         liveness.stop_at_exit()
-        self._collectives = self._reducing = self._twin_of = None
+        self._collectives = self._reducing = self._duplicated = None
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -13,9 +13,9 @@ from typing_extensions import override
 
 from lightning_shard.checkpoint.full import full_module_state, load_module_state
 from lightning_shard.checkpoint.optimizer_state import full_state_dict, local_state_dict
-from lightning_shard.checkpoint.pieces import join_pieces
 from lightning_shard.checkpoint.resuming import Resuming, agree_on_misfit, error_of, run_misfits
-from lightning_shard.data_parallel.compression.state import load_whole_state, whole_state
+from lightning_shard.checkpoint.user_shards import join_shards
+from lightning_shard.data_parallel.compression.state import full_state, load_full_state
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.model_split import Unsplit
 from lightning_shard.data_parallel.options import EngineOptions
@@ -30,7 +30,7 @@ class CheckpointingStrategy(SalvagingStrategy):
 
     _options: EngineOptions
     _compression_state: dict[str, Any]  # of the last fit, on rank 0
-    _left_in_pieces: bool  # by a failed run: there is nothing whole to save
+    _left_sharded: bool  # by a failed run: there is nothing whole to save
     _resuming: Resuming | None  # until everything is known to fit
 
     @property
@@ -41,7 +41,7 @@ class CheckpointingStrategy(SalvagingStrategy):
         return self._engine
 
     @property
-    def _holds_pieces(self) -> bool:
+    def _holds_shards(self) -> bool:
         """Whether this rank's state is less than a single device's."""
         return self._options.stage > 0
 
@@ -55,7 +55,7 @@ class CheckpointingStrategy(SalvagingStrategy):
         if self._engine is None or compressor is None:
             return self._compression_state
         keep = self._engine.is_first
-        return whole_state(compressor, self._engine.exchanges, keep=keep)
+        return full_state(compressor, self._engine.exchanges, keep=keep)
 
     @override
     def save_checkpoint(
@@ -65,14 +65,14 @@ class CheckpointingStrategy(SalvagingStrategy):
             state = self._state_of_compression()
             checkpoint.setdefault(CHECKPOINT_KEY, {})["compression"] = state
         if self._engine is not None and self._options.stage == 3:
-            join_pieces(checkpoint, self._engine)
+            join_shards(checkpoint, self._engine)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
-        if self._engine is None:  # after teardown everything is whole again
-            self._check_whole()
+        if self._engine is None:  # after teardown everything is full again
+            self._check_full()
             return self.lightning_module.state_dict()
         return full_module_state(self.lightning_module, self._engine)
 
@@ -86,7 +86,7 @@ class CheckpointingStrategy(SalvagingStrategy):
             strict=strict,
             engine=self._engine,
             agree=partial(agree_on_misfit, self._collectives if dist.is_initialized() else None),
-            twin=checkpoint.get("current_model_state") if averages else None,  # WeightAveraging's
+            paired=checkpoint.get("current_model_state") if averages else None,  # WeightAveraging's
         )
         if self._engine is None and "optimizer_states" in checkpoint and self._is_fitting():
             self._resuming = Resuming(checkpoint, before)
@@ -95,15 +95,15 @@ class CheckpointingStrategy(SalvagingStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         raw = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if self._engine is None:
-            self._check_whole()
+            self._check_full()
             return raw.state_dict() if self.is_global_zero else {}
         return full_state_dict(raw, self._engine)
 
-    def _check_whole(self) -> None:
-        if self._left_in_pieces:
+    def _check_full(self) -> None:
+        if self._left_sharded:
             raise CheckpointError(
-                f"Rank {self.global_rank}: the last run failed and left pieces of its state on the "
-                f"ranks, expected whole tensors to save. Resume from an earlier checkpoint."
+                f"Rank {self.global_rank}: the last run failed and left shards of its state on the "
+                f"ranks, expected full tensors to save. Resume from an earlier checkpoint."
             )
 
     @override
@@ -113,7 +113,7 @@ class CheckpointingStrategy(SalvagingStrategy):
         self._resuming = None
         kept = checkpoint.get(CHECKPOINT_KEY, {}).get("compression", {})
         if self._options.compression is not None:
-            load_whole_state(self._options.compression, self.engine.exchanges, kept)
+            load_full_state(self._options.compression, self.engine.exchanges, kept)
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             local = local_state_dict(state, optimizer, self.engine)
             with self.engine.optimizer_view():
@@ -135,6 +135,6 @@ class CheckpointingStrategy(SalvagingStrategy):
     @override
     def _has_all(self) -> bool:
         if self._engine is None:
-            return not self._left_in_pieces
+            return not self._left_sharded
         is_split = not isinstance(self._engine.split, Unsplit)
-        return not (self._holds_pieces or is_split or self._options.compression is not None)
+        return not (self._holds_shards or is_split or self._options.compression is not None)

@@ -17,11 +17,11 @@ class CombinedSplit:
     """Both splits as one.
 
     Args:
-        tensor: Made first, of the whole model.
+        tensor: Made first, of the full model.
         pipeline: Made of what that has left.
 
     Attributes:
-        full_shapes: The whole shape of each parameter that is a part here, or not here.
+        full_shapes: The full shape of each parameter that is a part here, or not here.
     """
 
     def __init__(self, tensor: SplitModel, pipeline: PipelineSplit) -> None:
@@ -64,7 +64,7 @@ class CombinedSplit:
         return self._pipeline.is_here(param)
 
     def full_shape(self, param: nn.Parameter) -> torch.Size:
-        """Return the whole shape of a parameter."""
+        """Return the full shape of a parameter."""
         return self.full_shapes.get(param, param.shape)
 
     def is_spread(self, param: nn.Parameter) -> bool:
@@ -79,10 +79,10 @@ class CombinedSplit:
         """Whether this rank's stage is the first that has `param`."""
         return self._pipeline.counts(param)
 
-    def whole(self, param: nn.Parameter, local: Tensor) -> Tensor:
-        """Return a whole tensor; each rank must call."""
-        return self._tensor.whole(param, self._pipeline.whole(param, local))
+    def full(self, param: nn.Parameter, local: Tensor) -> Tensor:
+        """Return a full tensor; each rank must call."""
+        return self._tensor.full(param, self._pipeline.full(param, local))
 
-    def local(self, param: nn.Parameter, whole: Tensor) -> Tensor:
-        """Return this rank's part of a whole tensor."""
-        return self._tensor.local(param, whole)
+    def local(self, param: nn.Parameter, full: Tensor) -> Tensor:
+        """Return this rank's part of a full tensor."""
+        return self._tensor.local(param, full)

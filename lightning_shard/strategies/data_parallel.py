@@ -39,7 +39,7 @@ from lightning_shard.trainer.layer_sync import SyncBatchNormOnCpu
 from lightning_shard.trainer.model_graphs import draw_graphs
 from lightning_shard.trainer.step_bytes import StepBytes, total_bytes
 from lightning_shard.trainer.weight_averaging import (
-    AverageInPieces,
+    AverageOfShards,
     Averaging,
     averaging_callbacks,
 )
@@ -68,10 +68,10 @@ class DataParallelStrategy(CheckpointingStrategy):
         self._step_bytes = StepBytes(self._bytes_so_far, self._tally_of_codecs)
         self._engine: DataParallelEngine | None = None
         self._sharded: list[ShardedOptimizer] = []
-        self._averages: list[AverageInPieces] = []
+        self._averages: list[AverageOfShards] = []
         self._failed = False
         self._resuming = None
-        self._left_in_pieces = False  # by a failed run: there is nothing whole to save
+        self._left_sharded = False  # by a failed run: there is nothing whole to save
         self._cpu_layer_sync: SyncBatchNormOnCpu | None = None
         self._may_differ_in_batches = False  # of prediction
 
@@ -94,10 +94,10 @@ class DataParallelStrategy(CheckpointingStrategy):
                 callbacks,
                 trainer,
                 self.lightning_module,
-                in_parts=not self._has_whole_parameters,
-                averages_in_pieces=self._holds_pieces,
+                from_local=not self._has_full_parameters,
+                averages_shards=self._holds_shards,
             )
-            if not self._has_whole_parameters:
+            if not self._has_full_parameters:
                 draw_graphs(trainer, self.lightning_module, self.root_device)
             self.setup_optimizers(trainer)  # while parameters have their full shapes
             if self._resuming is not None:
@@ -105,11 +105,11 @@ class DataParallelStrategy(CheckpointingStrategy):
         num_parameters = count_parameters(self.model)
         self._start_engine()
         for callback in averaging_callbacks(callbacks, fitting=fitting):
-            self._averages.append(self._average_in_pieces(callback))
+            self._averages.append(self._average_of_shards(callback))
         if fitting:
             check_same_optimizers(self.optimizers, self.model, self.collectives)
             self._sharded = [ShardedOptimizer(opt, self.engine) for opt in self.optimizers]
-            self._explain_pieces(callbacks)
+            self._explain_shards(callbacks)
         self.setup_precision_plugin()
         if fitting and self._announces:
             announce(self, strategy_name(self), num_parameters)
@@ -119,13 +119,13 @@ class DataParallelStrategy(CheckpointingStrategy):
         """What each rank of a fit holds besides what `held_bytes` can know before it."""
         return [] if self._options.compression is None else ["what compression keeps"]
 
-    def _explain_pieces(self, callbacks: Sequence[Callback]) -> None:
+    def _explain_shards(self, callbacks: Sequence[Callback]) -> None:
         if self._options.stage < 3:
             return
         assert self.lightning_module is not None
         self._in_hooks = ExitStack()
         around = hooks_inside(
-            lambda: self.engine.explaining_pieces(), self.lightning_module, callbacks
+            lambda: self.engine.explaining_shards(), self.lightning_module, callbacks
         )
         self._in_hooks.enter_context(around)
 
@@ -138,8 +138,8 @@ class DataParallelStrategy(CheckpointingStrategy):
                 f"trainer.validate, test or predict instead of fit."
             )
 
-    def _average_in_pieces(self, callback: Averaging) -> AverageInPieces:
-        return AverageInPieces(
+    def _average_of_shards(self, callback: Averaging) -> AverageOfShards:
+        return AverageOfShards(
             callback,
             self.engine,
             self.collectives,
@@ -188,16 +188,16 @@ class DataParallelStrategy(CheckpointingStrategy):
         return dtype_policy(precision, self._reduce_dtype)
 
     @property
-    def _has_whole_parameters(self) -> bool:
-        """Whether each rank has whole parameters between the steps."""
+    def _has_full_parameters(self) -> bool:
+        """Whether each rank has full parameters between the steps."""
         return self._options.stage < 3
 
     def _split_model(self) -> ModelSplit | None:
         """Split the model over ranks that train on the same batches; here there are none."""
         return None
 
-    def _unsplit_model(self, *, whole: bool) -> None:
-        """Undo `_split_model`; with `whole` each rank must call."""
+    def _unsplit_model(self, *, full: bool) -> None:
+        """Undo `_split_model`; with `full` each rank must call."""
 
     def _modules_step(self, kind: str) -> Callable[..., Any]:
         """Return what runs the module's "training", "validation", "test" or "predict" step.
@@ -264,7 +264,7 @@ class DataParallelStrategy(CheckpointingStrategy):
         super().on_predict_start()
 
     def gradient_norm(self, optimizer: Optimizer | None = None, norm_type: float = 2.0) -> Tensor:
-        """The norm of the averaged gradient over whole parameters; each rank must call.
+        """The norm of the averaged gradient over full parameters; each rank must call.
 
         Args:
             optimizer: Counts its parameters; None counts all of the model's.
@@ -328,7 +328,7 @@ class DataParallelStrategy(CheckpointingStrategy):
             self._in_hooks = None
         if self._engine is not None:
             self._detach(self._engine)
-            self._left_in_pieces = self._failed and self._holds_pieces
+            self._left_sharded = self._failed and self._holds_shards
         self._engine, self._sharded, self._averages, self._failed = None, [], [], False
         self._resuming = None
         self._may_differ_in_batches = False
@@ -340,12 +340,12 @@ class DataParallelStrategy(CheckpointingStrategy):
         states = []
         if engine.exchanges and self._is_fitting():  # to evaluate compresses nothing
             self._compression_state = {} if self._failed else self._state_of_compression()
-        if not self._failed and self._holds_pieces:
+        if not self._failed and self._holds_shards:
             states = [full_state_dict(sharded.optimizer, engine) for sharded in self._sharded]
         for average in self._averages:
-            average.restore(whole=not self._failed)
+            average.restore(full=not self._failed)
         engine.detach(restore=not self._failed)
-        self._unsplit_model(whole=not self._failed)
+        self._unsplit_model(full=not self._failed)
         for sharded in self._sharded:
             sharded.detach()
         for sharded, state in zip(self._sharded, states, strict=False):

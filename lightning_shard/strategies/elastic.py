@@ -3,9 +3,10 @@
     step         step         step ✗ a peer is lost     step ...
         boundary     boundary      │                 ▲
            │ remember: a snapshot, │                 │
-           ▼ a copy at the buddy   └─> regroup ──────┘
+           ▼ a copy at the buddy   └─> reconfigure ──────┘
 
-What happens at a boundary and in a regrouping: see `regrouping`; who takes part: `changing_ranks`.
+What happens at a boundary and in a reconfiguration: see `reconfiguration`; who takes part:
+`changing_ranks`.
 """
 
 import time
@@ -18,26 +19,26 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_shard.elastic import _lightning
-from lightning_shard.elastic.feeding import Feeding
+from lightning_shard.elastic.data_assignment import DataAssignment
 from lightning_shard.elastic.loop import make_elastic
-from lightning_shard.elastic.memory import Memory
-from lightning_shard.strategies.changing_ranks import Bounds
+from lightning_shard.elastic.snapshot_memory import SnapshotMemory
 from lightning_shard.strategies.checkpoints import CHECKPOINT_KEY
 from lightning_shard.strategies.configs import ElasticConfig, GradientConfig, RunConfig
 from lightning_shard.strategies.elastic_checks import check_backend, check_trainer
+from lightning_shard.strategies.elastic_membership import Bounds
 from lightning_shard.strategies.flat_options import part, takes
 from lightning_shard.strategies.options import ElasticOptions, SharedOptions
-from lightning_shard.strategies.regrouping import RegroupingStrategy
+from lightning_shard.strategies.reconfiguration import ReconfiguringStrategy
 
 
-class ElasticStrategy(RegroupingStrategy):
+class ElasticStrategy(ReconfiguringStrategy):
     """Data parallel over ranks that come and go.
 
     Raises:
         ConfigError: Options that contradict each other.
     """
 
-    deals_samples = True
+    assigns_samples = True
 
     @takes(RunConfig, GradientConfig, ElasticConfig)
     def __init__(self, **options: Unpack[ElasticOptions]) -> None:
@@ -52,23 +53,25 @@ class ElasticStrategy(RegroupingStrategy):
             max_failures=elastic.max_failures,
         )
         self._snapshot_every = elastic.snapshot_every
-        self._feeding = Feeding(elastic.global_batch_size, elastic.learning_rate_scaling)
-        self._memory = Memory()
+        self._data_assignment = DataAssignment(
+            elastic.global_batch_size, elastic.learning_rate_scaling
+        )
+        self._memory = SnapshotMemory()
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:  # before configure_optimizers, which may ask for the number of steps
             make_elastic(trainer)
-            self._feeding.begin(trainer)
+            self._data_assignment.begin(trainer)
         super().setup(trainer)
         if not fitting:
             return
         check_trainer(trainer, self._averages)
-        self._memory = Memory()
+        self._memory = SnapshotMemory()
         if self._restarts is not None:
             self._restarts.begin_fit()
-            self._memory = Memory(self._restarts.make_buffers(), self._restarts.held)
+            self._memory = SnapshotMemory(self._restarts.make_buffers(), self._restarts.held)
         self.stands_behind_step = self._is_over = self._ends_in_common = False
         self._has_begun, self._began = self.is_newcomer, time.time()
         self._num_in_vain, self._last_loss = 0, ((), -1)
@@ -94,7 +97,7 @@ class ElasticStrategy(RegroupingStrategy):
         trainer = self.lightning_module.trainer
         if trainer.training:
             rank = self.data_collectives.rank
-            self._feeding.deal(trainer, dataloader, rank, self.world_size)
+            self._data_assignment.assign(trainer, dataloader, rank, self.world_size)
         return super().process_dataloader(dataloader)
 
     @override
@@ -102,7 +105,7 @@ class ElasticStrategy(RegroupingStrategy):
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         assert self.lightning_module is not None
-        weight = self._feeding.weight(self.lightning_module.trainer.fit_loop.batch_idx)
+        weight = self._data_assignment.weight(self.lightning_module.trainer.fit_loop.batch_idx)
         if weight != 1.0:
             closure_loss = closure_loss * weight
         return super().backward(closure_loss, optimizer, *args, **kwargs)
@@ -110,16 +113,16 @@ class ElasticStrategy(RegroupingStrategy):
     @override
     def teardown(self) -> None:
         if self.lightning_module is not None:
-            self._feeding.end(self._trainer)
+            self._data_assignment.end(self._trainer)
         super().teardown()
-        self._memory = Memory()  # what it holds has to do with groups
+        self._memory = SnapshotMemory()  # what it holds has to do with groups
 
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
         if "optimizer_states" in checkpoint:
-            checkpoint.setdefault(CHECKPOINT_KEY, {})["elastic"] = self._feeding.state(
+            checkpoint.setdefault(CHECKPOINT_KEY, {})["elastic"] = self._data_assignment.state(
                 self._trainer
             )
         super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -129,5 +132,5 @@ class ElasticStrategy(RegroupingStrategy):
         super().load_optimizer_state_dict(checkpoint)
         kept = checkpoint.get(CHECKPOINT_KEY, {}).get("elastic")
         if kept is not None:
-            self._feeding.load_state(kept, checkpoint["global_step"])
+            self._data_assignment.load_state(kept, checkpoint["global_step"])
             _lightning.forget_data(self._trainer)  # which configure_optimizers may have asked for

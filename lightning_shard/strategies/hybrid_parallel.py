@@ -7,7 +7,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_shard.data_parallel.model_split import ModelSplit
-from lightning_shard.mesh import ParallelMesh, Placement
+from lightning_shard.mesh import NodePlacement, ParallelMesh
 from lightning_shard.strategies.combined_split import CombinedSplit
 from lightning_shard.strategies.configs import (
     GradientConfig,
@@ -17,11 +17,11 @@ from lightning_shard.strategies.configs import (
     ScheduleConfig,
 )
 from lightning_shard.strategies.flat_options import part, takes
-from lightning_shard.strategies.hybrid_sharding import shard_size, warning_of_gathers
+from lightning_shard.strategies.hybrid_sharding import shard_size, warning_of_unshards
 from lightning_shard.strategies.options import HybridParallelOptions, PlanOptions, SharedOptions
 from lightning_shard.strategies.pipeline_parallel import PipelineParallelStrategy
 from lightning_shard.strategies.tensor_parallel import TensorParallelStrategy
-from lightning_shard.tensor_parallel.parted_tensor import made_whole
+from lightning_shard.tensor_parallel.dim_sharded_tensor import full_tensor
 
 
 class HybridParallelStrategy(TensorParallelStrategy, PipelineParallelStrategy):
@@ -66,9 +66,9 @@ class HybridParallelStrategy(TensorParallelStrategy, PipelineParallelStrategy):
         return shard_size(self._data_parallel_size, self.mesh.dp)
 
     @override
-    def placement(self, ranks_per_node: int) -> Placement:
+    def placement(self, ranks_per_node: int) -> NodePlacement:
         mesh, found = self.mesh, super().placement(ranks_per_node)
-        about = mesh.shard and warning_of_gathers(mesh, mesh.shard, ranks_per_node)
+        about = mesh.shard and warning_of_unshards(mesh, mesh.shard, ranks_per_node)
         return replace(found, warnings=(*found.warnings, about)) if about else found
 
     @override
@@ -95,10 +95,10 @@ class HybridParallelStrategy(TensorParallelStrategy, PipelineParallelStrategy):
             self._pipeline.reformats = self.engine.reformats
 
     @override
-    def _unsplit_model(self, *, whole: bool) -> None:
-        PipelineParallelStrategy._unsplit_model(self, whole=whole)
-        TensorParallelStrategy._unsplit_model(self, whole=whole)
+    def _unsplit_model(self, *, full: bool) -> None:
+        PipelineParallelStrategy._unsplit_model(self, full=full)
+        TensorParallelStrategy._unsplit_model(self, full=full)
 
     @override
     def _completed(self, result: Any) -> Any:
-        return made_whole(result)
+        return full_tensor(result)

@@ -64,11 +64,11 @@ def shard_ranks(ranks: Sequence[int], rank: int, size: int) -> Sequence[int]:
 
 
 def replicate_ranks(ranks: Sequence[int], rank: int, size: int) -> Sequence[int]:
-    """Return the data-parallel `ranks`, `size` to a copy, that have the same piece as `rank`."""
+    """Return the data-parallel `ranks`, `size` to a copy, that have the same shard as `rank`."""
     return ranks[ranks.index(rank) % size :: size]
 
 
-def warning_of_gathers(mesh: ParallelMesh, size: int, ranks_per_node: int) -> str | None:
+def warning_of_unshards(mesh: ParallelMesh, size: int, ranks_per_node: int) -> str | None:
     """Return what to say when copies of `size` ranks cross nodes; None when they do not."""
 
     def crosses(size: int) -> bool:

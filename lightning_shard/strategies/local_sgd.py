@@ -37,12 +37,12 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.strategies.checkpoints import CHECKPOINT_KEY
 from lightning_shard.strategies.configs import GradientConfig, LocalSGDConfig, RunConfig
 from lightning_shard.strategies.flat_options import part, takes
+from lightning_shard.strategies.local_updates import LocalUpdates
 from lightning_shard.strategies.options import LocalSGDOptions, SharedOptions
-from lightning_shard.strategies.training_alone import TrainsAlone
 from lightning_shard.trainer._lightning import layer_sync
 
 
-class LocalSGDStrategy(TrainsAlone):
+class LocalSGDStrategy(LocalUpdates):
     """Parameters are averaged every `sync_every` steps. `strategy="local_sgd"`.
 
     Steps are those of optimizers, as `trainer.global_step` counts them.
@@ -141,7 +141,7 @@ class LocalSGDStrategy(TrainsAlone):
             self.local_engine,
             self._schedule,
             self._rule,
-            self._reducing.everyone,
+            self._reducing.dp,
             self._num_steps,
             self._compressor,
         )

@@ -20,7 +20,7 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.model_split import Unsplit
 from lightning_shard.errors import ConfigError
-from lightning_shard.mesh import Axis, ParallelMesh, Placement
+from lightning_shard.mesh import Axis, NodePlacement, ParallelMesh
 from lightning_shard.planner.description import Description, Measure
 from lightning_shard.planner.report import DryRun
 from lightning_shard.precision.policy import dtype_policy
@@ -55,14 +55,14 @@ class ModelParallelStrategy(DataParallelStrategy):
         """The grid of this run's ranks."""
         raise NotImplementedError
 
-    def placement(self, ranks_per_node: int) -> Placement:
+    def placement(self, ranks_per_node: int) -> NodePlacement:
         """Say which groups reach over nodes of so many neighbouring ranks, and what is slow."""
         return self.mesh.placement(ranks_per_node)
 
     @property
     @override
     def data_collectives(self) -> Collectives:
-        return self.data_groups.everyone
+        return self.data_groups.dp
 
     @property
     @override
@@ -102,11 +102,11 @@ class ModelParallelStrategy(DataParallelStrategy):
         super()._make_groups()
 
     def _group_data(self, ranks: Sequence[int]) -> DataGroups:
-        everyone, size = self._group(ranks), self.shard_size
+        dp, size = self._group(ranks), self.shard_size
         if size == len(ranks):
-            return DataGroups.of(everyone)
+            return DataGroups.of(dp)
         return DataGroups(
-            everyone=everyone,
+            dp=dp,
             shard=self._group(shard_ranks(ranks, self.global_rank, size)),
             replicate=self._group(replicate_ranks(ranks, self.global_rank, size)),
         )
@@ -127,13 +127,13 @@ class ModelParallelStrategy(DataParallelStrategy):
 
     @property
     @override
-    def _has_whole_parameters(self) -> bool:
-        return super()._has_whole_parameters and not self._shares_model
+    def _has_full_parameters(self) -> bool:
+        return super()._has_full_parameters and not self._shares_model
 
     @property
     @override
-    def _holds_pieces(self) -> bool:
-        return super()._holds_pieces or self._shares_model
+    def _holds_shards(self) -> bool:
+        return super()._holds_shards or self._shares_model
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
@@ -274,7 +274,7 @@ class ModelParallelStrategy(DataParallelStrategy):
     @override
     def teardown(self) -> None:
         super().teardown()
-        self._unsplit_model(whole=False)  # where the set-up has failed
+        self._unsplit_model(full=False)  # where the set-up has failed
         if self._metrics is not None:
             self._metrics.restore()
         self._metrics = self._same_batches = self._weights = None

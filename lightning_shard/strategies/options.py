@@ -240,7 +240,7 @@ class ElasticOptions(SharedOptions, total=False):
             what the first ranks have together.
         learning_rate_scaling: "linear" or "sqrt": let the batch of each rank stay as it is, and
             scale the learning rate by the number of ranks; None holds the global batch instead.
-        max_failures: A rank that raises errors of its own more often is put out with the last.
+        max_failures: A rank that raises errors of its own more often is evicted with the last.
         patience: Seconds to wait below `min_ranks`.
     """
 

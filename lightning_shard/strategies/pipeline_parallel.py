@@ -15,7 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_shard.data_parallel.agreement import check_same_model
-from lightning_shard.data_parallel.leftovers import refuse_leftover_pieces
+from lightning_shard.data_parallel.leftovers import refuse_leftover_shards
 from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.errors import ConfigError
 from lightning_shard.mesh import Axis, ParallelMesh
@@ -152,8 +152,8 @@ class PipelineParallelStrategy(ModelParallelStrategy):
     @override
     def _apply_layer_sync(self) -> None:
         assert self.model is not None
-        in_parts = self.mesh.pp > 1 and self.num_microbatches > 1
-        if in_parts and layer_sync(self) is not None and batch_norms(self.model):
+        from_local = self.mesh.pp > 1 and self.num_microbatches > 1
+        if from_local and layer_sync(self) is not None and batch_norms(self.model):
             raise ConfigError(
                 f"sync_batchnorm=True asks for statistics of the whole batch, but a pipeline runs "
                 f"its {self.num_microbatches} microbatches one after the other; expected a batch "
@@ -174,7 +174,7 @@ class PipelineParallelStrategy(ModelParallelStrategy):
         assert self.model is not None
         assert self.lightning_module is not None
         model, group = self.model, self.along("pp")
-        refuse_leftover_pieces(model)
+        refuse_leftover_shards(model)
         check_same_model(model, group)
         self._partition = self._stages(model)
         ranks = place_stages(self._schedule, self.mesh.pp, self.num_stages)
@@ -248,18 +248,18 @@ class PipelineParallelStrategy(ModelParallelStrategy):
         )
 
     @override
-    def _unsplit_model(self, *, whole: bool) -> None:
+    def _unsplit_model(self, *, full: bool) -> None:
         if self._logs is not None:
             self._logs.restore()
         if self._staged is not None:
             self._staged.restore()
         if self._stage_split is not None:
-            self._stage_split.restore(whole=whole)
+            self._stage_split.restore(full=full)
         self._logs = self._staged = self._stage_split = self._pipeline = None
 
     @override
-    def _explain_pieces(self, callbacks: Sequence[Callback]) -> None:
-        super()._explain_pieces(callbacks)
+    def _explain_shards(self, callbacks: Sequence[Callback]) -> None:
+        super()._explain_shards(callbacks)
         if self._stage_split is None:
             return
         assert self.lightning_module is not None

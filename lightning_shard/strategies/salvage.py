@@ -1,12 +1,12 @@
 """What a run that has failed can still save, while its callbacks hear of the error.
 
     all ranks have raised at the same place   they save together, as ever
-    each rank has the whole state             the first that is left saves it, and asks nobody
+    each rank has the full state             the first that is left saves it, and asks nobody
     other ranks have parts of the state       an error says why there is no file
 
 Callbacks such as `OnExceptionCheckpoint` call `trainer.save_checkpoint`, which asks all ranks. A
 rank that has failed alone would wait for peers that are somewhere else, or write its part of the
-state to a file that looks whole.
+state to a file that looks full.
 """
 
 from abc import abstractmethod
@@ -31,7 +31,7 @@ class SalvagingStrategy(ShardStrategy):
     @property
     @abstractmethod
     def _has_all(self) -> bool:
-        """Whether this rank alone has the whole state, to save it without asking the others."""
+        """Whether this rank alone has the full state, to save it without asking the others."""
 
     @override
     def salvaging(
@@ -73,7 +73,7 @@ class Sole:
 def saving_alone(
     strategy: Any, engine: DataParallelEngine | None, *, writes: bool
 ) -> Iterator[None]:
-    """Let a rank that has the whole state save it by itself, if it is the one that writes.
+    """Let a rank that has the full state save it by itself, if it is the one that writes.
 
     Args:
         strategy: The rank's.

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_shard.data_parallel.agreement import check_same_model
-from lightning_shard.data_parallel.leftovers import refuse_leftover_pieces
+from lightning_shard.data_parallel.leftovers import refuse_leftover_shards
 from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.errors import ConfigError
 from lightning_shard.mesh import Axis, ParallelMesh
@@ -21,8 +21,8 @@ from lightning_shard.strategies.flat_options import part, takes
 from lightning_shard.strategies.model_parallel import ModelParallelStrategy
 from lightning_shard.strategies.options import SharedOptions, TensorParallelOptions
 from lightning_shard.tensor_parallel.automatic import automatic_plan
+from lightning_shard.tensor_parallel.dim_sharded_tensor import full_tensor
 from lightning_shard.tensor_parallel.fused_layouts import check_layouts
-from lightning_shard.tensor_parallel.parted_tensor import made_whole
 from lightning_shard.tensor_parallel.plan import PlannedLayer, match_plan
 from lightning_shard.tensor_parallel.randomness import share_random_state
 from lightning_shard.tensor_parallel.split import SplitModel
@@ -89,42 +89,42 @@ class TensorParallelStrategy(ModelParallelStrategy):
         ):
             return
         own = {param for group in optimizer.param_groups for param in group["params"]}
-        whole = {
+        full = {
             param: name
             for name, param in self.model.named_parameters()
             if param in own and self.engine.split.is_here(param) and not split.groups_of(param)
         }
         with self.engine.optimizer_view():
-            self._same_results.check_gradients(list(whole.values()), list(whole))
+            self._same_results.check_gradients(list(full.values()), list(full))
 
-    # What a step returns goes to code that may run on one rank only, so it is made whole.
+    # What a step returns goes to code that may run on one rank only, so it is made full.
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._in_step():
-            return made_whole(super().training_step(*args, **kwargs))
+            return full_tensor(super().training_step(*args, **kwargs))
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._in_step():
-            return made_whole(super().validation_step(*args, **kwargs))
+            return full_tensor(super().validation_step(*args, **kwargs))
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._in_step():
-            return made_whole(super().test_step(*args, **kwargs))
+            return full_tensor(super().test_step(*args, **kwargs))
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._in_step():
-            return made_whole(super().predict_step(*args, **kwargs))
+            return full_tensor(super().predict_step(*args, **kwargs))
 
     @override
     def _start_engine(self) -> None:
         super()._start_engine()
         self.engine.around_backward = self._in_step  # not around hooks
         if self._layers_split is not None and self.engine.split is self._layers_split:
-            self._layers_split.copy_in_parts()
+            self._layers_split.copy_sharded()
 
     @override
     def _finish_copies(self) -> None:
@@ -133,7 +133,7 @@ class TensorParallelStrategy(ModelParallelStrategy):
             self._layers_split.unsplit_copies()
 
     def _in_step(self) -> AbstractContextManager[None]:
-        """Inside, weights of split layers look whole to all code but the layers' own."""
+        """Inside, weights of split layers look full to all code but the layers' own."""
         return nullcontext() if self._layers_split is None else self._layers_split.step()
 
     @override
@@ -176,7 +176,7 @@ class TensorParallelStrategy(ModelParallelStrategy):
     def _split_model(self) -> ModelSplit | None:
         assert self.model is not None
         model, group = self.model, self.along("tp")
-        refuse_leftover_pieces(model)
+        refuse_leftover_shards(model)
         check_same_model(model, group)
         if group.size == 1:  # nothing is split, so nothing has to be splittable
             return None
@@ -193,10 +193,10 @@ class TensorParallelStrategy(ModelParallelStrategy):
         return self._layers_split
 
     @override
-    def _unsplit_model(self, *, whole: bool) -> None:
+    def _unsplit_model(self, *, full: bool) -> None:
         if self._layers_split is not None:
             params = list(self._layers_split.shardings)
-            self._layers_split.restore(whole=whole)
+            self._layers_split.restore(full=full)
             _forget_graphs(params)
             self._layers_split = None
 

@@ -5,8 +5,8 @@ model's own, or found (`automatic`, `candidates`, `probe`). `SplitModel` applies
 
     plan ──► SplitModel ──┬── Sharding       which part of each parameter is here
                           ├── layers         the parallel forwards, over `regions`
-                          └── PartedTensor   logits, slices of the sequence, and heads of
-                                             attention, that look whole
+                          └── DimShardedTensor   logits, slices of the sequence, and heads of
+                                             attention, that look full
 """
 
-from lightning_shard.tensor_parallel import parted_operations  # noqa: F401  (registers its rules)
+from lightning_shard.tensor_parallel import dim_sharded_operations  # noqa: F401  (registers its rules)

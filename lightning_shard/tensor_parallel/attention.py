@@ -4,7 +4,7 @@
     key   ──enter──> Wk (own heads) ─┼─> attention ──> Wo (own inputs) ──leave──> output
     value ──enter──> Wv (own heads) ─┘        └─> weights: mean over all heads, or all heads' own
 
-The layer's own forward hands whole matrices to a function that checks their size, so that it is
+The layer's own forward hands full matrices to a function that checks their size, so that it is
 written anew here. In evaluation torch's encoder layers hand their weights to a fused kernel, which
 knows of no ranks; they are kept from it by their own switches.
 """
@@ -21,10 +21,10 @@ from torch.nn.utils.parametrize import is_parametrized
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.tensor_parallel.regions import gather_copies, reduce_from_region
 from lightning_shard.tensor_parallel.sequence import saved_as_slice
-from lightning_shard.tensor_parallel.styles import Cut
+from lightning_shard.tensor_parallel.styles import ParameterCut
 
 
-class AttentionPlace(Protocol):
+class AttentionContext(Protocol):
     """What an attention needs to know of its place in the split model; see `Place`."""
 
     @property
@@ -56,13 +56,13 @@ def is_plain_attention(module: nn.Module) -> bool:
     )
 
 
-def attention_cuts(module: nn.MultiheadAttention) -> tuple[Cut, ...]:
+def attention_cuts(module: nn.MultiheadAttention) -> tuple[ParameterCut, ...]:
     """Which parameters of torch's attention are cut: by heads, the output by its inputs."""
     cuts = (
-        Cut(name="in_proj_weight", dim=0, num_blocks=3),
-        Cut(name="in_proj_bias", dim=0, num_blocks=3),
-        *(Cut(name=f"{one}_proj_weight", dim=0) for one in "qkv"),
-        Cut(name="out_proj.weight", dim=1),
+        ParameterCut(name="in_proj_weight", dim=0, num_blocks=3),
+        ParameterCut(name="in_proj_bias", dim=0, num_blocks=3),
+        *(ParameterCut(name=f"{one}_proj_weight", dim=0) for one in "qkv"),
+        ParameterCut(name="out_proj.weight", dim=1),
     )
     return tuple(cut for cut in cuts if cut.name in dict(module.named_parameters()))
 
@@ -79,7 +79,7 @@ def fast_paths(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
 class ParallelAttention:
     """The parallel forward of `nn.MultiheadAttention`."""
 
-    _tensor_parallel_place: AttentionPlace
+    _tensor_parallel_place: AttentionContext
 
     def forward(
         self: Any,
@@ -152,7 +152,10 @@ def _heads(features: Tensor, width: int) -> Tensor:
 
 
 def _mask(
-    place: AttentionPlace, query: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None
+    place: AttentionContext,
+    query: Tensor,
+    attn_mask: Tensor | None,
+    key_padding_mask: Tensor | None,
 ) -> Tensor | None:
     """Return both masks as one that is added to the scores; it broadcasts to (B, heads, T, S)."""
     mask = None
@@ -182,7 +185,7 @@ def _attend(
     return weights @ value, weights
 
 
-def _of_all_heads(place: AttentionPlace, weights: Tensor, *, average: bool) -> Tensor:
+def _of_all_heads(place: AttentionContext, weights: Tensor, *, average: bool) -> Tensor:
     """Return what the ranks' heads look at: the mean over all heads, or each head's own."""
     if average:
         return reduce_from_region(weights.mean(1) / place.group.size, place.group)

@@ -1,4 +1,4 @@
-"""A plan for a model without one: what can be split is found, tried out, and the rest left whole.
+"""A plan for a model without one: what can be split is found, tried out, and the rest left full.
 
     1. torch's MultiheadAttention             by heads
     2. a Hugging Face model's own plan        as it says
@@ -6,7 +6,7 @@
     4. the largest embedding, and those that are tied to it, or as many rows as an output layer
        gives logits, together with that layer      by vocabulary
 
-Whatever is not split computes on each rank as it did: a layer is better left whole than split
+Whatever is not split computes on each rank as it did: a layer is better left full than split
 wrongly. An embedding whose weight a module multiplies with by itself, with no layer between, has to
 be left out by a plan of one's own.
 """
@@ -25,14 +25,14 @@ from lightning_shard.tensor_parallel.candidates import (
     Candidate,
     check_heads,
     find_attention,
+    find_full_width_attention,
     find_pairs,
-    find_parted_attention,
     makes_head_biases,
 )
 from lightning_shard.tensor_parallel.huggingface import own_plans
 from lightning_shard.tensor_parallel.layers import has_weight, is_plain_linear
-from lightning_shard.tensor_parallel.plan import PlannedLayer, WholeLayer, pattern_of
-from lightning_shard.tensor_parallel.probe import Verdict, table_is_right, try_out
+from lightning_shard.tensor_parallel.plan import PlannedLayer, UnsplitLayer, pattern_of
+from lightning_shard.tensor_parallel.probe import TrialResult, table_is_right, try_out
 from lightning_shard.tensor_parallel.styles import STYLES, Style
 from lightning_shard.tensor_parallel.tried_wrappers import with_tried_wrappers
 from lightning_shard.tensor_parallel.wrappers import is_low_rank, linear_sizes
@@ -46,11 +46,11 @@ class AutomaticPlan:
 
     Attributes:
         layers: In the order of the model's modules.
-        whole: The others that have a matrix or more, with the reason.
+        full: The others that have a matrix or more, with the reason.
     """
 
     layers: list[PlannedLayer]
-    whole: list[WholeLayer]
+    full: list[UnsplitLayer]
 
 
 def automatic_plan(model: nn.Module, num_ranks: int) -> AutomaticPlan:
@@ -73,7 +73,7 @@ def automatic_plan(model: nn.Module, num_ranks: int) -> AutomaticPlan:
             f"Expected attentions, pairs of linear layers to a larger width and back, or an "
             f"embedding of a vocabulary.{_own_plan(model, num_ranks)}"
         )
-    return AutomaticPlan(layers=list(finder.split()), whole=list(finder.left_whole()))
+    return AutomaticPlan(layers=list(finder.split()), full=list(finder.left_unsplit()))
 
 
 def _own_plan(model: nn.Module, num_ranks: int) -> str:
@@ -97,7 +97,7 @@ class _Finder:
         self._users = Counter(
             id(param) for module in self.names for param in module._parameters.values()
         )
-        self._tried: dict[tuple[object, ...], Verdict] = {}
+        self._tried: dict[tuple[object, ...], TrialResult] = {}
         self._inside_planned: set[nn.Module] = set()
         self._untried: list[Candidate] = []
 
@@ -111,7 +111,7 @@ class _Finder:
                 self.planned.setdefault(layer.module, layer)
         inner_first = sorted(self.names, key=lambda module: -len(self.names[module].split(".")))
         inner_first = [*(one for one in inner_first if one is not self.model), self.model]
-        for find in (find_attention, find_parted_attention, find_pairs):
+        for find in (find_attention, find_full_width_attention, find_pairs):
             for owner in inner_first:
                 for candidate in find(owner, self.num_ranks, self._is_free):
                     if not (candidate.counts_heads and self._is_given_biases(candidate)):
@@ -131,7 +131,7 @@ class _Finder:
                 pattern = pattern_of(name)
                 yield replace(layer, pattern=pattern if len(styles[pattern]) == 1 else name)
 
-    def left_whole(self) -> Iterator[WholeLayer]:
+    def left_unsplit(self) -> Iterator[UnsplitLayer]:
         """Yield the layers with a matrix that are not split."""
         for module, name in self.names.items():
             has_matrix = any(
@@ -140,7 +140,7 @@ class _Finder:
             if has_matrix and module not in self.planned:
                 reason = self.reasons.get(module, _UNKNOWN)
                 if reason:
-                    yield WholeLayer(name=name, module=module, reason=reason)
+                    yield UnsplitLayer(name=name, module=module, reason=reason)
 
     def _plan_torch_attention(self, name: str, module: nn.MultiheadAttention) -> None:
         self.reasons[module.out_proj] = ""  # it is spoken of with its owner
@@ -192,7 +192,7 @@ class _Finder:
         """Whether an attention may be called with a bias of each head that another module makes.
 
         That is of all heads, so that the attention must not be told of fewer: its query, key and
-        value look whole. Where one of its class makes the bias itself, of its own heads, it may.
+        value look full. Where one of its class makes the bias itself, of its own heads, it may.
         """
         owner = candidate.owner
         alike = [one for one in self.names if type(one) is type(owner)]
@@ -236,16 +236,16 @@ class _Finder:
             own_heads = [one for one in heads if one.weight.shape == table.weight.shape]
             if table.weight.numel() < largest and not own_heads:
                 self.reasons[table] = "an embedding, not the largest, without an output layer"
-            elif reason := self._why_whole(table):
+            elif reason := self._why_unsplit(table):
                 for module in (table, *own_heads):
                     self.reasons[module] = reason
             else:
                 self._plan(table, STYLES["embedding_rowwise"])
                 for head in own_heads:
                     self._plan(head, STYLES["colwise_gather_output"])
-        self._leave_logits_in_parts()
+        self._leave_logits_sharded()
 
-    def _leave_logits_in_parts(self) -> None:
+    def _leave_logits_sharded(self) -> None:
         """Let the layers that give a logit for each row of an embedding not gather them."""
         rows = {
             one.weight.shape
@@ -262,7 +262,7 @@ class _Finder:
         return planned is not None and planned.style.form == "vocab"
 
     def _is_head(self, module: nn.Module) -> bool:
-        """Whether a layer may be one that gives logits: it takes and gives whole activations."""
+        """Whether a layer may be one that gives logits: it takes and gives full activations."""
         return (
             isinstance(module, nn.Linear)
             and is_plain_linear(module)
@@ -270,7 +270,7 @@ class _Finder:
             and module not in self.reasons
         )
 
-    def _why_whole(self, table: nn.Embedding) -> str:
+    def _why_unsplit(self, table: nn.Embedding) -> str:
         """Return why an embedding is not split, or nothing."""
         sharing = [one for one in self.names if one._parameters.get("weight") is table.weight]
         if table.num_embeddings % self.num_ranks:

@@ -109,7 +109,7 @@ def key_style(num_key_heads: int, num_ranks: int) -> Style:
     """Return how a projection to keys or values is split: by heads, or its heads shared."""
     if num_key_heads % num_ranks == 0:
         return STYLES["colwise"]
-    return Style(form="shared", num_blocks=num_key_heads, whole_output=False)
+    return Style(form="shared", num_blocks=num_key_heads, full_output=False)
 
 
 def find_attention(owner: nn.Module, num_ranks: int, is_free: IsFree) -> Iterator[Candidate]:
@@ -138,10 +138,12 @@ def find_attention(owner: nn.Module, num_ranks: int, is_free: IsFree) -> Iterato
             )
 
 
-def find_parted_attention(owner: nn.Module, num_ranks: int, is_free: IsFree) -> Iterator[Candidate]:
+def find_full_width_attention(
+    owner: nn.Module, num_ranks: int, is_free: IsFree
+) -> Iterator[Candidate]:
     """Yield the ways in which a module may be an attention that computes with the whole width.
 
-    Nobody is told that there are fewer heads: query, key and value look whole.
+    Nobody is told that there are fewer heads: query, key and value look full.
     """
     near = dict(_near(owner, is_free))
     for prefix in dict.fromkeys(_prefix(name) for name in near):
@@ -153,9 +155,9 @@ def find_parted_attention(owner: nn.Module, num_ranks: int, is_free: IsFree) -> 
             if out is None or any(size % num_ranks for size in sizes):
                 continue
             num_blocks = 1 if inlet.fused is None else inlet.fused.num_blocks
-            parted = Style(form="colwise", num_blocks=num_blocks, lazy_output=True)
+            sharded = Style(form="colwise", num_blocks=num_blocks, lazy_output=True)
             biases = dict.fromkeys(_head_biases(counting, prefix), STYLES["colwise_parted"])
-            of_heads = dict.fromkeys(inlet.layers, parted) | biases
+            of_heads = dict.fromkeys(inlet.layers, sharded) | biases
             yield Candidate(
                 owner=owner,
                 styles=of_heads | {out: STYLES["rowwise_split_input"]},
@@ -217,7 +219,7 @@ class _Inlet:
 
 
 def _packed(num_blocks: int) -> Style:
-    return Style(form="colwise", num_blocks=num_blocks, whole_output=False)
+    return Style(form="colwise", num_blocks=num_blocks, full_output=False)
 
 
 def _num_heads(module: nn.Module) -> int | None:

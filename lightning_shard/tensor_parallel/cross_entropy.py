@@ -1,4 +1,4 @@
-"""Cross entropy of logits whose classes are in parts over the ranks, which nobody gathers.
+"""Cross entropy of logits whose classes are sharded over the ranks, which nobody gathers.
 
 Each rank reduces its own classes to three or four numbers per row; those are exchanged, and every
 rank has the loss. The gradient, softmax minus one-hot, needs no exchange at all:
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.backends.reduction import is_narrow
+from lightning_shard.backends.rank_order import is_narrow
 from lightning_shard.data_parallel.torch_private import untraced
 from lightning_shard.errors import ConfigError
 from lightning_shard.tensor_parallel.regions import all_gathered
@@ -123,13 +123,13 @@ class _CrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         num_local = logits.shape[-1]
         own = target - group.rank * num_local
-        elsewhere = (own < 0) | (own >= num_local)
-        own = own.masked_fill(elsewhere, 0)
+        is_on_other_ranks = (own < 0) | (own >= num_local)
+        own = own.masked_fill(is_on_other_ranks, 0)
         spread = options.label_smoothing / (num_local * group.size)
         weight = _own_weight(logits, options, group)
 
         wide = logits.to(_wide(logits.dtype))
-        picked = wide.gather(-1, own.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0)
+        picked = wide.gather(-1, own.unsqueeze(-1)).squeeze(-1).masked_fill(is_on_other_ranks, 0)
         own_max = wide.amax(-1).clamp_min(torch.finfo(wide.dtype).min)  # all of it may be -inf
         numbers = [own_max, (wide - own_max.unsqueeze(-1)).exp_().sum(-1), picked]
         if spread:
@@ -145,18 +145,20 @@ class _CrossEntropy(torch.autograd.Function):
         losses = per_row * (total.log() + (highest - picked.masked_fill(nowhere, torch.nan)))
         if spread:
             losses = losses + spread_total * (total.log() + highest) - spread * every[:, 3].sum(0)
-        ctx.save_for_backward(logits, highest, total, own, elsewhere, counted, per_row, weight)
+        ctx.save_for_backward(
+            logits, highest, total, own, is_on_other_ranks, counted, per_row, weight
+        )
         ctx.spread, ctx.spread_total = spread, spread_total
         return losses.masked_fill(~counted, 0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        logits, highest, total, own, elsewhere, counted, per_row, weight = ctx.saved_tensors
+        logits, highest, total, own, is_on_other_ranks, counted, per_row, weight = ctx.saved_tensors
         grad = grad.masked_fill(~counted, 0)
         result = logits.to(total.dtype) - highest.unsqueeze(-1)
         result.exp_().mul_((grad * (per_row + ctx.spread_total) / total).unsqueeze(-1))
-        at_target = (-grad * per_row).masked_fill(elsewhere, 0)
+        at_target = (-grad * per_row).masked_fill(is_on_other_ranks, 0)
         result.scatter_add_(-1, own.unsqueeze(-1), at_target.unsqueeze(-1))
         if ctx.spread:
             even = (grad * ctx.spread).unsqueeze(-1)

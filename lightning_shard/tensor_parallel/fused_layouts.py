@@ -22,7 +22,7 @@ def check_layouts(model: nn.Module, layers: Sequence[PlannedLayer], num_ranks: i
     """Compare the fused layers of a given plan with a plan that was tried out.
 
     Args:
-        model: Whole.
+        model: Full.
         layers: The given plan's.
         num_ranks: Of the tensor-parallel group.
 
@@ -34,11 +34,11 @@ def check_layouts(model: nn.Module, layers: Sequence[PlannedLayer], num_ranks: i
         return
     try:
         tried = automatic_plan(model, num_ranks).layers
-    except ConfigError:  # of what the given plan leaves whole, or cuts by itself
+    except ConfigError:  # of what the given plan leaves full, or cuts by itself
         return
     for right in tried:
         given = fused.get(right.module)
-        is_fused = right.style.form == "colwise" and not right.style.whole_output
+        is_fused = right.style.form == "colwise" and not right.style.full_output
         if given and is_fused and given.style.num_blocks != right.style.num_blocks:
             raise ConfigError(
                 f"The plan's entry {given.pattern!r} cuts {given.name!r} "
@@ -54,7 +54,7 @@ def _fused(layers: Sequence[PlannedLayer]) -> Iterator[PlannedLayer]:
         if layer.style.form == "rowwise":
             taken.setdefault(_parent(layer), set()).add(linear_sizes(layer.module)[0])
     for layer in layers:
-        feeds = layer.style.form == "colwise" and not layer.style.whole_output
+        feeds = layer.style.form == "colwise" and not layer.style.full_output
         if feeds and not isinstance(layer.module, nn.Embedding):
             outputs = linear_sizes(layer.module)[1]
             if layer.style.num_blocks > 1 or outputs not in taken.get(_parent(layer), {outputs}):

@@ -76,7 +76,7 @@ def count_heads(
         linear = wrapped_linear(layer.module) or layer.module
         if is_transposed(linear) and layer.style.form == "colwise":
             _narrow(linear, ("nf",), num_ranks, attributes)
-        if not layer.style.whole_output or not layer.style.whole_input:
+        if not layer.style.full_output or not layer.style.full_input:
             split.setdefault(parents[layer.name], []).append(layer)
     for parent, own in split.items():
         if any(_has_heads(parent, own, layer) for layer in own):
@@ -134,7 +134,7 @@ def _narrow(
 def _has_heads(parent: nn.Module, layers: Sequence[PlannedLayer], layer: PlannedLayer) -> bool:
     """Whether the heads that a layer's parent counts are split with the layer.
 
-    Without word from the plan they are, unless a projection of the parent's is whole that looks
+    Without word from the plan they are, unless a projection of the parent's is full that looks
     like the one to query, key and value.
     """
     if layer.has_heads is not None:

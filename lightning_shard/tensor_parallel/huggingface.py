@@ -19,10 +19,10 @@ from torch import nn
 from lightning_shard.errors import ConfigError
 from lightning_shard.tensor_parallel.candidates import check_heads, key_style
 from lightning_shard.tensor_parallel.plan import PlannedLayer, match_plan, matcher_of
-from lightning_shard.tensor_parallel.styles import Cut, Style, style_of
+from lightning_shard.tensor_parallel.styles import ParameterCut, Style, style_of
 from lightning_shard.tensor_parallel.wrappers import is_linear, linear_sizes, wrapped_linear
 
-_LEFT_WHOLE = ("replicate", "sequence_parallel")
+_LEFT_UNSPLIT = ("replicate", "sequence_parallel")
 _UNKNOWN = (
     "all_reduce",
     "local_params",
@@ -65,7 +65,7 @@ def _styles(model: nn.Module, plan: Mapping[str, str]) -> dict[str, Style]:
         if name in _UNKNOWN:
             raise _not_supported(model, pattern, name)
         matching = next(filter(matcher_of(pattern).fullmatch, modules), None)
-        if name in _LEFT_WHOLE or matching is None:
+        if name in _LEFT_UNSPLIT or matching is None:
             continue
         if name == "mla_kv_a_proj":
             if (style := _shared_tail(model, matching)) is None:
@@ -101,15 +101,15 @@ def _shared_tail(model: nn.Module, name: str) -> Style | None:
 
 def _experts(pattern: str, module: nn.Module, plan: Mapping[str, str]) -> Style:
     """Collect the entries of the parameters of experts."""
-    cuts: list[Cut] = []
+    cuts: list[ParameterCut] = []
     for name, param in module.named_parameters(recurse=False):
         style = plan.get(f"{pattern}.{name}", "none")
         if param.ndim != 3 or getattr(module, "is_transposed", False):
             style = "none"
         if style == "rowwise":
-            cuts.append(Cut(name=name, dim=2))
+            cuts.append(ParameterCut(name=name, dim=2))
         elif style in ("colwise", "packed_colwise"):
-            cuts.append(Cut(name=name, dim=1, num_blocks=2 if style[0] == "p" else 1))
+            cuts.append(ParameterCut(name=name, dim=1, num_blocks=2 if style[0] == "p" else 1))
         else:
             raise ConfigError(
                 f"The experts {pattern!r} have a parameter {name!r} of shape "
@@ -131,7 +131,7 @@ def _with_heads(
     for layer in layers:
         parent, _, name = layer.name.rpartition(".")
         head_dim = model.get_submodule(parent).__dict__.get("head_dim")
-        is_split = layer.style.form == "colwise" and not layer.style.whole_output
+        is_split = layer.style.form == "colwise" and not layer.style.full_output
         if not is_split or not isinstance(head_dim, int) or not _gives_features(layer.module):
             yield layer
             continue

@@ -9,7 +9,7 @@
 
 A layer stays the object that it was, so that hooks, names and `isinstance` go on working; its class
 becomes a subclass made here, and its own again in the end. Weights of Linear and Embedding are cut
-in place. A bias that belongs to the whole result is added after the sum, once.
+in place. A bias that belongs to the full result is added after the sum, once.
 """
 
 from collections.abc import Callable, Mapping
@@ -43,38 +43,40 @@ _PLACE = "_tensor_parallel_place"
 
 
 @dataclass
-class WholeView:
-    """What code outside of a layer sees of its weights during a step: their whole shapes.
+class FullView:
+    """What code outside of a layer sees of its weights during a step: their full shapes.
 
     Attributes:
-        look: Makes what looks whole of a parameter's name and its part, if a step runs.
-        names: Of the parameters that are in parts, and how.
+        widen: Makes what looks full of a parameter's name and its part, if a step runs.
+        names: Of the parameters that are sharded, and how.
         is_own: Whether the layer's own forward runs, which works with the parts.
     """
 
-    look: Callable[[Any, Tensor], Tensor]
+    widen: Callable[[Any, Tensor], Tensor]
     names: Mapping[str, Any]
     is_own: bool = False
 
     def of(self, name: str, tensor: Tensor) -> Tensor:
         """Return what is seen of a parameter."""
         return (
-            tensor if self.is_own or name not in self.names else self.look(self.names[name], tensor)
+            tensor
+            if self.is_own or name not in self.names
+            else self.widen(self.names[name], tensor)
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class LayerContext:
     """A layer's place in the split model.
 
     Attributes:
         rank: This rank in the tensor-parallel group.
         enter: Done to the layer's input.
-        leave: Done to its result, before a bias that belongs to the whole.
+        leave: Done to its result, before a bias that belongs to the full tensor.
         group: The tensor-parallel group.
         num_heads: Of a layer whose heads the ranks share.
         view: What others see who read the layer's weights.
-        alike: Inside, a layer that is whole draws random numbers as the other ranks do.
+        alike: Inside, a layer that is full draws random numbers as the other ranks do.
     """
 
     rank: int
@@ -83,9 +85,9 @@ class Place:
     group: Collectives
     num_heads: int = 1
     alike: Callable[[Tensor], AbstractContextManager[None]] = _drawn_as_ever
-    view: "WholeView" = field(default_factory=lambda: WholeView(_as_it_is, {}))
+    view: "FullView" = field(default_factory=lambda: FullView(_as_it_is, {}))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Place":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "LayerContext":
         """Return this place: a copy of a layer works in the same group."""
         return self
 
@@ -95,7 +97,7 @@ def _with_own_weights(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(forward)
     def own(self: Any, *args: Any, **kwargs: Any) -> Any:
-        view: WholeView = getattr(self, _PLACE).view
+        view: FullView = getattr(self, _PLACE).view
         before, view.is_own = view.is_own, True
         try:
             return forward(self, *args, **kwargs)
@@ -108,7 +110,7 @@ def _with_own_weights(forward: Callable[..., Any]) -> Callable[..., Any]:
 class _Colwise:
     @_with_own_weights
     def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
-        place: Place = getattr(self, _PLACE)
+        place: LayerContext = getattr(self, _PLACE)
         entered = place.enter(input)
         with saved_as_slice(entered):
             result = super().forward(entered)  # type: ignore[misc]
@@ -118,7 +120,7 @@ class _Colwise:
 class _Rowwise:
     @_with_own_weights
     def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002
-        place: Place = getattr(self, _PLACE)
+        place: LayerContext = getattr(self, _PLACE)
         total = place.leave(_product(self, place.enter(input)))
         return total if self.bias is None else total + self.bias
 
@@ -126,25 +128,25 @@ class _Rowwise:
 class _Vocab:
     @_with_own_weights
     def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002
-        place: Place = getattr(self, _PLACE)
+        place: LayerContext = getattr(self, _PLACE)
         first = place.rank * self.weight.shape[0]
         local = input - first
-        elsewhere = (local < 0) | (local >= self.weight.shape[0])
+        is_on_other_ranks = (local < 0) | (local >= self.weight.shape[0])
         padding = None if self.padding_idx is None else self.padding_idx - first
         if padding is not None and not 0 <= padding < self.weight.shape[0]:
             padding = None
-        whole, self.padding_idx = self.padding_idx, padding
+        full, self.padding_idx = self.padding_idx, padding
         try:
-            rows = super().forward(local.masked_fill(elsewhere, 0))  # type: ignore[misc]
+            rows = super().forward(local.masked_fill(is_on_other_ranks, 0))  # type: ignore[misc]
         finally:
-            self.padding_idx = whole
-        return place.leave(rows.masked_fill(elsewhere.unsqueeze(-1), 0))
+            self.padding_idx = full
+        return place.leave(rows.masked_fill(is_on_other_ranks.unsqueeze(-1), 0))
 
 
 class _Shared:
     @_with_own_weights
     def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002
-        place: Place = getattr(self, _PLACE)
+        place: LayerContext = getattr(self, _PLACE)
         width = self.weight.shape[0] // place.num_heads
         first = place.rank * place.num_heads // place.group.size * width
         own = slice(first, first + width)
@@ -159,7 +161,7 @@ class _Shared:
 class _Experts:
     @_with_own_weights
     def forward(self: Any, input: Tensor, *routing: Any, **options: Any) -> Tensor:  # noqa: A002
-        place: Place = getattr(self, _PLACE)
+        place: LayerContext = getattr(self, _PLACE)
         entered = [
             copy_to_region(one, place.group)
             if isinstance(one, Tensor) and one.is_floating_point()
@@ -170,9 +172,9 @@ class _Experts:
         return place.leave(result)
 
 
-class _Whole:
+class _Unsplit:
     def forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: A002
-        place: Place = getattr(self, _PLACE)
+        place: LayerContext = getattr(self, _PLACE)
         entered = place.enter(input)
         with place.alike(entered):
             result = super().forward(entered, *args, **kwargs)  # type: ignore[misc]
@@ -191,24 +193,24 @@ _FORMS: dict[str, type] = {
     "shared": _Shared,
     "experts": _Experts,
     "replica": _Replica,
-    "whole": _Whole,
-    "whole_shared": _Whole,
-    "shared_tail": _Whole,
+    "unsplit": _Unsplit,
+    "unsplit_shared": _Unsplit,
+    "shared_tail": _Unsplit,
 }
 
 
 @cache
 def _parallel_class(form: str, own: type[nn.Module], seen: tuple[str, ...]) -> type[nn.Module]:
-    views: dict[str, Any] = {name: _seen_whole(name) for name in seen}
+    views: dict[str, Any] = {name: _seen_full(name) for name in seen}
     views["stands_for"] = own.__name__  # of `units.class_name`
     return type(f"{form.capitalize()}{own.__name__}", (_FORMS[form], own), views)
 
 
-def _seen_whole(name: str) -> property:
+def _seen_full(name: str) -> property:
     """Return the attribute by which a parameter is read."""
 
     def get(self: Any) -> Tensor:
-        view: WholeView = getattr(self, _PLACE).view
+        view: FullView = getattr(self, _PLACE).view
         return view.of(name, self._parameters[name])
 
     def put(self: Any, value: Any) -> None:
@@ -217,7 +219,7 @@ def _seen_whole(name: str) -> property:
     return property(get, put)
 
 
-def split_layer(module: nn.Module, form: str, place: Place) -> None:
+def split_layer(module: nn.Module, form: str, place: LayerContext) -> None:
     """Give a layer, whose parameters have been cut, its parallel forward."""
     setattr(module, _PLACE, place)
     own: Any = type(module)

@@ -35,7 +35,7 @@ class PlannedLayer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WholeLayer:
+class UnsplitLayer:
     """One layer that an automatic plan leaves as it is.
 
     Attributes:
@@ -55,7 +55,7 @@ def match_plan(model: nn.Module, plan: Mapping[str, Any]) -> list[PlannedLayer]:
     Args:
         model: Any module.
         plan: Maps patterns to styles. A pattern is a module's path, in which `*` stands for one
-            part of it, or for a piece of one: `blocks.*.mlp.up`.
+            part of it, or for a part of one: `blocks.*.mlp.up`.
 
     Returns:
         In the order of the model's modules.
@@ -84,19 +84,19 @@ def match_plan(model: nn.Module, plan: Mapping[str, Any]) -> list[PlannedLayer]:
 
 
 def describe_plan(
-    layers: Iterable[PlannedLayer], whole: Iterable[WholeLayer] = ()
+    layers: Iterable[PlannedLayer], full: Iterable[UnsplitLayer] = ()
 ) -> Iterator[str]:
     """Yield a line for each entry of a plan: pattern, style, how many layers, and why not split.
 
     Args:
         layers: What is split.
-        whole: What is not.
+        full: What is not.
     """
     rows: dict[tuple[str, str, str], list[nn.Module]] = {}
     for layer in layers:
         rows.setdefault((layer.pattern, style_name(layer.style), ""), []).append(layer.module)
-    for left in whole:
-        key = (pattern_of(left.name), "whole", f": {left.reason}")
+    for left in full:
+        key = (pattern_of(left.name), "unsplit", f": {left.reason}")
         rows.setdefault(key, []).append(left.module)
     widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
     for (pattern, style, reason), modules in rows.items():
@@ -163,6 +163,8 @@ _EXPECTED: dict[Form, tuple[str, Callable[[nn.Module], bool]]] = {
     "vocab": ("an Embedding whose weight is a parameter", _is_embedding),
     "attention": ("torch's MultiheadAttention with its own forward", is_plain_attention),
     "experts": ("a layer with parameters of its own", lambda one: bool(one._parameters)),
-    **dict.fromkeys(("whole", "whole_shared", "shared_tail"), ("a linear layer", _gives_features)),
+    **dict.fromkeys(
+        ("unsplit", "unsplit_shared", "shared_tail"), ("a linear layer", _gives_features)
+    ),
     "replica": ("a layer with parameters of its own", lambda one: bool(one._parameters)),
 }

@@ -3,15 +3,15 @@
     whole     x ──> [ owner: ... up ── f ── down ... ] ──> y        what `down` gives is kept
     rank r    x ──> [ owner: ... up_r ─ f ─ down_r ╴╴ ] ──> y_r     the kept one takes its place
 
-The split is right if the ranks' results of the last layer add up to the whole one's, and all that
+The split is right if the ranks' results of the last layer add up to the full one's, and all that
 follows is the same: then nothing between the layers mixes what different ranks have, and nothing
 else reads what only one of them has. Nor may a gradient leave but through the entrance, where it is
 summed; the parameters between the layers, such as a norm of each head, are found by theirs. Values
 are random, the same on every rank; no rank waits for another.
 
 An attention that computes with the whole width is tried with query, key and value in parts that
-look whole (`parted_tensor`). Then every operation gives what it gives of the whole, but may gather
-it first: which counts as wrong, since nothing would be gained.
+look full (`dim_sharded_tensor`). Then every operation gives what it gives of the full tensor, but
+may gather it first: which counts as wrong, since nothing would be gained.
 """
 
 import copy
@@ -33,12 +33,12 @@ from lightning_shard.tensor_parallel.styles import STYLES, Style
 from lightning_shard.tensor_parallel.wrappers import bias_of, linear_sizes
 
 _BATCH, _LENGTH = 2, 6
-_LARGEST = 16  # times the layers' own size: what is copied must not be the whole model
+_LARGEST = 16  # times the layers' own size: what is copied must not be the full model
 _TOLERANCE = 1e-4  # of the largest value; a wrong split is wrong by about as much as the values
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class TrialResult:
     """What a trial says.
 
     Attributes:
@@ -53,7 +53,7 @@ class Verdict:
     inner: tuple[str, ...] = ()
 
 
-def try_out(candidate: Candidate, num_ranks: int) -> Verdict:
+def try_out(candidate: Candidate, num_ranks: int) -> TrialResult:
     """Run a candidate's layers as a whole, and in as many parts as there are ranks.
 
     Args:
@@ -63,16 +63,18 @@ def try_out(candidate: Candidate, num_ranks: int) -> Verdict:
     layers = [candidate.owner.get_submodule(name) for name in candidate.styles]
     is_large = _num_values(candidate.owner) > _LARGEST * sum(map(_num_values, layers))
     if is_large or any(map(_is_lightning_module, candidate.owner.modules())):
-        return Verdict(is_right=None)  # a copy of a LightningModule has a copy of its trainer
+        return TrialResult(is_right=None)  # a copy of a LightningModule has a copy of its trainer
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         try:
-            whole = _run_whole(candidate)
-            if whole is None or (candidate.is_attention and whole.leaves_out(candidate.styles)):
-                return Verdict(is_right=None)
-            parts = [_run_part(whole, candidate, rank, num_ranks) for rank in range(num_ranks)]
-            return _compare(whole, parts, candidate)
+            full = _run_full(candidate)
+            if full is None or (candidate.is_attention and full.leaves_out(candidate.styles)):
+                return TrialResult(is_right=None)
+            parts = [_run_part(full, candidate, rank, num_ranks) for rank in range(num_ranks)]
+            return _compare(full, parts, candidate)
         except Exception:
-            return Verdict(is_right=False)  # the owner knows another way how wide its layers are
+            return TrialResult(
+                is_right=False
+            )  # the owner knows another way how wide its layers are
 
 
 def _is_lightning_module(module: nn.Module) -> bool:
@@ -85,13 +87,13 @@ def table_is_right(table: nn.Embedding, num_ranks: int) -> bool:
     ids = torch.arange(table.num_embeddings)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         try:
-            whole = nn.ModuleDict({"table": bare_copy(table)})
+            full = nn.ModuleDict({"table": bare_copy(table)})
             parts = []
             for rank in range(num_ranks):
-                part = copy.deepcopy(whole)
+                part = copy.deepcopy(full)
                 split_alone(part, {"table": STYLES["embedding_rowwise"]}, Alone(rank, num_ranks))
                 parts.append(part["table"](ids))
-            return is_close(torch.stack(parts).sum(0), whole["table"](ids))
+            return is_close(torch.stack(parts).sum(0), full["table"](ids))
         except Exception:
             return False
 
@@ -101,7 +103,7 @@ class _NotCalledOnceError(Exception):
 
 
 class _GatheredError(Exception):
-    """What is in parts was made whole."""
+    """What is sharded was made full."""
 
 
 class _Run:
@@ -174,7 +176,7 @@ class _Run:
         return list(grads[:count]), dict(zip(params, grads[count:], strict=True))
 
 
-def _run_whole(candidate: Candidate) -> _Run | None:
+def _run_full(candidate: Candidate) -> _Run | None:
     """Run the owner on activations, if need be without what else it asks for; None if it cannot.
 
     An attention is given all that it asks for: it might be something of each head.
@@ -195,44 +197,44 @@ def _run_whole(candidate: Candidate) -> _Run | None:
     return None
 
 
-def _run_part(whole: _Run, candidate: Candidate, rank: int, num_ranks: int) -> _Run:
-    """Run one rank's part; its last layer's result is given as the whole one."""
-    part = copy.deepcopy(whole.owner)
+def _run_part(full: _Run, candidate: Candidate, rank: int, num_ranks: int) -> _Run:
+    """Run one rank's part; its last layer's result is given as the full one."""
+    part = copy.deepcopy(full.owner)
     split_alone(part, candidate.styles, Alone(rank, num_ranks), counts_heads=candidate.counts_heads)
-    return _Run(part, whole.out, whole.widths, stand_in=whole.result.detach())
+    return _Run(part, full.out, full.widths, stand_in=full.result.detach())
 
 
-def _compare(whole: _Run, parts: Sequence[_Run], candidate: Candidate) -> Verdict:
+def _compare(full: _Run, parts: Sequence[_Run], candidate: Candidate) -> TrialResult:
     total = torch.stack([part.result.detach() for part in parts]).sum(0)
-    bias = bias_of(whole.owner.get_submodule(whole.out))
+    bias = bias_of(full.owner.get_submodule(full.out))
     total = total - (len(parts) - 1) * bias  # each part has it
     # An attention may give its heads' weights as well.
-    stop = 1 if candidate.is_attention else max(len(whole.given), len(parts[0].given))
+    stop = 1 if candidate.is_attention else max(len(full.given), len(parts[0].given))
     follows = all(
-        len(part.given) == len(whole.given)
-        and all(map(is_close, part.given[:stop], whole.given[:stop]))
+        len(part.given) == len(full.given)
+        and all(map(is_close, part.given[:stop], full.given[:stop]))
         for part in parts
     )
-    if not (follows and is_close(total, whole.result.detach())):
-        return Verdict(is_right=False)
-    return _compare_gradients(whole, parts, list(candidate.styles))
+    if not (follows and is_close(total, full.result.detach())):
+        return TrialResult(is_right=False)
+    return _compare_gradients(full, parts, list(candidate.styles))
 
 
-def _compare_gradients(whole: _Run, parts: Sequence[_Run], layers: Sequence[str]) -> Verdict:
+def _compare_gradients(full: _Run, parts: Sequence[_Run], layers: Sequence[str]) -> TrialResult:
     """Find the parameters between the layers: their gradients pass no entrance, and add up."""
-    _, expected = whole.gradients(layers)
+    _, expected = full.gradients(layers)
     found = [part.gradients(layers) for part in parts]
     if any(grad.any() for inputs, _ in found for grad in inputs):
-        return Verdict(is_right=False)  # one leaves past the entrance
+        return TrialResult(is_right=False)  # one leaves past the entrance
     inner: list[str] = []
     for name, grad in expected.items():
         summed = torch.stack([params[name] for _, params in found]).sum(0)
         if not summed.any():
             continue
         if not is_close(summed, grad):
-            return Verdict(is_right=False)  # used between the layers and elsewhere
+            return TrialResult(is_right=False)  # used between the layers and elsewhere
         inner.append(name.rpartition(".")[0])
-    return Verdict(is_right=True, inner=tuple(dict.fromkeys(inner)))
+    return TrialResult(is_right=True, inner=tuple(dict.fromkeys(inner)))
 
 
 def split_alone(
@@ -270,7 +272,7 @@ class Alone:
         return self
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> "Alone":
-        """Give no gradient; forward, refuse: what has to be gathered is better left whole."""
+        """Give no gradient; forward, refuse: what has to be gathered is better left full."""
         if not in_backward():
             raise _GatheredError
         output.zero_()

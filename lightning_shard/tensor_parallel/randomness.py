@@ -135,7 +135,7 @@ def layers_around_dropout(model: nn.Module, layers: Sequence[PlannedLayer]) -> I
     for layer in layers:
         style = layer.style
         begins = style.form in ("attention", "experts", "shared") or (
-            style.form in ("colwise", "whole", "whole_shared") and not style.whole_output
+            style.form in ("colwise", "unsplit", "unsplit_shared") and not style.full_output
         )
         if begins and _drops(model.get_submodule(layer.name.rpartition(".")[0])):
             yield layer.module

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.torch_private import untraced
-from lightning_shard.elsewhere import is_elsewhere
+from lightning_shard.placeholders import is_placeholder
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -75,7 +75,7 @@ def all_reduced(tensor: Tensor, group: Collectives) -> Tensor:
     """Return the sum over the ranks, in new memory."""
     own = tensor.contiguous()
     total = torch.empty_like(own)
-    if not is_elsewhere(own):
+    if not is_placeholder(own):
         group.all_reduce(own, output=total).wait()
     return total
 
@@ -84,7 +84,7 @@ def all_gathered(tensor: Tensor, dim: int, group: Collectives) -> Tensor:
     """Return the ranks' slices one after the other along `dim`."""
     own = tensor.contiguous().view(-1)
     flat = own.new_empty(group.size * own.numel())
-    if not is_elsewhere(own):
+    if not is_placeholder(own):
         group.all_gather(flat, own).wait()
     slices = flat.view(group.size, *tensor.shape).unbind()
     return torch.cat(slices, dim=dim)
@@ -94,7 +94,7 @@ def reduce_scattered(tensor: Tensor, dim: int, group: Collectives) -> Tensor:
     """Return this rank's slice along `dim` of the sum over the ranks."""
     slices = torch.stack(tensor.chunk(group.size, dim=dim))  # (W, ...)
     own = torch.empty_like(slices[0])
-    if not is_elsewhere(own):
+    if not is_placeholder(own):
         group.reduce_scatter(own.view(-1), slices.view(-1)).wait()
     return own
 

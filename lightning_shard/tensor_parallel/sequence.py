@@ -5,12 +5,13 @@
                                    all-gather            reduce-scatter
     rank 1         positions T/2..T  ──┘  own features    └──►  positions T/2..T
 
-A layer's sum over the ranks leaves as a `PartedTensor` along its last dimension but one, whatever
-that stands for: the code between the regions sees the whole shape, and what cannot be done on
-slices is done on the gathered whole. Nothing is sliced before the first such sum, and what is
-sliced where it meets one, such as a residual stream, is cut there.
+A layer's sum over the ranks leaves as a `DimShardedTensor` along its last dimension but one,
+whatever that stands for: the code between the regions sees the full shape, and what cannot be done
+on slices is done on the gathered full tensor. Nothing is sliced before the first such sum, and what
+is sliced where it meets one, such as a residual stream, is cut there.
 
-What a region's first layer keeps for its backward is the slice: the whole is gathered once more.
+What a region's first layer keeps for its backward is the slice: the full tensor is gathered once
+more.
 
 Source: arXiv:2205.05198.
 """
@@ -26,7 +27,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.torch_private import untraced
 from lightning_shard.errors import ConfigError
-from lightning_shard.tensor_parallel.parted_tensor import PartedTensor, in_parts, made_whole
+from lightning_shard.tensor_parallel.dim_sharded_tensor import (
+    DimShardedTensor,
+    from_local,
+    full_tensor,
+)
 from lightning_shard.tensor_parallel.regions import (
     all_gathered,
     enter_layers,
@@ -36,17 +41,17 @@ from lightning_shard.tensor_parallel.regions import (
 
 
 def enter_region(tensor: Tensor, group: Collectives) -> Tensor:
-    """Enter with a whole activation, or with every rank's slice of one."""
-    if isinstance(tensor, PartedTensor):
-        return _enter_in_parts(tensor, group)
+    """Enter with a full activation, or with every rank's slice of one."""
+    if isinstance(tensor, DimShardedTensor):
+        return _enter_sharded(tensor, group)
     return enter_layers(tensor, group)
 
 
 @untraced
-def _enter_in_parts(tensor: PartedTensor, group: Collectives) -> Tensor:
+def _enter_sharded(tensor: DimShardedTensor, group: Collectives) -> Tensor:
     part = tensor.part
     if part.place == 1 or part.num_blocks > 1:
-        return enter_layers(made_whole(tensor), group)
+        return enter_layers(full_tensor(tensor), group)
     local = part.local
     if torch.is_autocast_enabled(local.device.type) and local.dtype == torch.float32:
         local = local.to(torch.get_autocast_dtype(local.device.type))  # as the layer would
@@ -58,7 +63,7 @@ def leave_in_slices(tensor: Tensor, group: Collectives) -> Tensor:
     """Leave with this rank's slice of the sum of the ranks' partial results.
 
     Args:
-        tensor: Shape (..., T, C). Without a sequence, (N, C), the sum leaves whole.
+        tensor: Shape (..., T, C). Without a sequence, (N, C), the sum leaves full.
         group: The W ranks.
 
     Returns:
@@ -66,7 +71,7 @@ def leave_in_slices(tensor: Tensor, group: Collectives) -> Tensor:
 
     Raises:
         ConfigError: T is no multiple of W while gradients are recorded; without them, as when
-            text is generated, the sum leaves whole.
+            text is generated, the sum leaves full.
     """
     length = tensor.shape[-2] if tensor.ndim > 2 else 1
     if group.size == 1 or tensor.ndim <= 2 or (length % group.size and not _is_training(tensor)):
@@ -78,13 +83,13 @@ def leave_in_slices(tensor: Tensor, group: Collectives) -> Tensor:
             f"multiple of {group.size}. Pad the batches to one, or turn sequence_parallel off."
         )
     dim = tensor.ndim - 2
-    return in_parts(reduce_scatter_from_region(tensor, dim, group), group, dim)
+    return from_local(reduce_scatter_from_region(tensor, dim, group), group, dim)
 
 
 def saved_as_slice(entered: Tensor) -> AbstractContextManager[None]:
     """While a layer works on what has entered, save the slice instead of it for backward."""
-    is_gathered = hasattr(entered.grad_fn, "num_saved")  # by the node that `_GatherSlices` makes
-    return _Saved(entered).hooks() if is_gathered else nullcontext()
+    is_unsharded = hasattr(entered.grad_fn, "num_saved")  # by the node that `_GatherSlices` makes
+    return _Saved(entered).hooks() if is_unsharded else nullcontext()
 
 
 def _is_training(tensor: Tensor) -> bool:
@@ -92,7 +97,7 @@ def _is_training(tensor: Tensor) -> bool:
 
 
 class _GatherSlices(torch.autograd.Function):
-    """As `gather_to_region`; keeps the slice, for those that save the gathered whole."""
+    """As `gather_to_region`; keeps the slice, for those that save the gathered full tensor."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, dim: int, group: Collectives) -> Tensor:
@@ -110,7 +115,7 @@ class _Saved:
     """What layers save of one gathered activation: how it lies in it, and where the slice is.
 
     The node's backward comes after that of all layers that it is given to, so its slice is there
-    for them. They share one gather: the whole is let go when all have read it.
+    for them. They share one gather: the full tensor is let go when all have read it.
     """
 
     def __init__(self, entered: Tensor) -> None:

@@ -60,7 +60,7 @@ class Sharding:
         return tuple(shape)
 
     def full_shape(self, local_shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the whole tensor whose shards have `local_shape`."""
+        """Return the shape of the full tensor whose shards have `local_shape`."""
         shape = list(local_shape)
         shape[self.dim] = sum(self.blocks)
         return tuple(shape)
@@ -72,7 +72,7 @@ class Sharding:
         return torch.cat(own, dim=self.dim).contiguous()
 
     def assemble(self, shards: Sequence[Tensor]) -> Tensor:
-        """Return the whole tensor from every rank's shard, in rank order."""
+        """Return the full tensor from every rank's shard, in rank order."""
         split = [
             shard.split(self.local_blocks, dim=self.dim)  # type: ignore[no-untyped-call]
             for shard in shards

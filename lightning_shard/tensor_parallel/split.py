@@ -12,21 +12,26 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.torch_private import pass_for_parameter, saving_hook, untraced
-from lightning_shard.elsewhere import Elsewhere, is_elsewhere
 from lightning_shard.errors import ConfigError, LayoutError
+from lightning_shard.placeholders import Placeholder, is_placeholder
 from lightning_shard.tensor_parallel.attention import attention_cuts, fast_paths
 from lightning_shard.tensor_parallel.candidates import check_heads
 from lightning_shard.tensor_parallel.copies import Copies
+from lightning_shard.tensor_parallel.dim_sharded_tensor import (
+    Part,
+    from_local,
+    full_tensor,
+    own_features,
+)
 from lightning_shard.tensor_parallel.head_counts import Attributes, count_heads
 from lightning_shard.tensor_parallel.layers import (
     Crossing,
-    Place,
-    WholeView,
+    FullView,
+    LayerContext,
     is_transposed,
     split_layer,
     unsplit_layer,
 )
-from lightning_shard.tensor_parallel.parted_tensor import Part, in_parts, made_whole, own_features
 from lightning_shard.tensor_parallel.plan import PlannedLayer
 from lightning_shard.tensor_parallel.randomness import RegionRandomness, layers_around_dropout
 from lightning_shard.tensor_parallel.regions import (
@@ -39,10 +44,10 @@ from lightning_shard.tensor_parallel.regions import (
 )
 from lightning_shard.tensor_parallel.sequence import enter_region, leave_in_slices
 from lightning_shard.tensor_parallel.sharding import Sharding
-from lightning_shard.tensor_parallel.styles import Cut, Style
+from lightning_shard.tensor_parallel.styles import ParameterCut, Style
 from lightning_shard.tensor_parallel.wrappers import inner_styles
 
-_COMPUTED_ALIKE = ("whole", "whole_shared", "shared_tail")  # by every rank
+_COMPUTED_ALIKE = ("unsplit", "unsplit_shared", "shared_tail")  # by every rank
 
 
 class SplitModel:
@@ -99,7 +104,7 @@ class SplitModel:
         self._copies = Copies()
         self._copies.watch([*(one.module for one in self._layers), *self._attributes.modules])
 
-    def copy_in_parts(self) -> None:
+    def copy_sharded(self) -> None:
         """Let copies of the model that are made from now on be in parts as it is.
 
         Without it copies have full parameters where they look full, and have to be `unsplit`.
@@ -128,14 +133,14 @@ class SplitModel:
     def _split(self, layer: PlannedLayer) -> None:
         module, style = layer.module, layer.style
         enter, leave = self._with_randomness(layer, self._enter(module, style), self._leave(style))
-        place = Place(
+        place = LayerContext(
             rank=self.group.rank,
             enter=enter,
             leave=leave,
             group=self.group,
             num_heads=style.num_blocks,
             alike=self._randomness.outside,
-            view=WholeView(self._look, self._seen(layer)),
+            view=FullView(self._look, self._seen(layer)),
         )
         if style.form == "replica" and self.group.size > 1:
             self._sum_gradients(module)
@@ -153,19 +158,19 @@ class SplitModel:
         }
 
     def _look(self, how: tuple[Sharding, torch.Size], tensor: Tensor) -> Tensor:
-        """Make a part of a weight look whole while a step runs."""
+        """Make a part of a weight look full while a step runs."""
         sharding, shape = how
         if not self._is_in_step or tensor.shape != sharding.local_shape(shape):
             return tensor
-        if is_elsewhere(tensor):
-            return Elsewhere.of(tensor, shape, getattr(tensor, "origin", ""))
-        wide = in_parts(tensor, self.group, sharding.dim, len(sharding.blocks))
+        if is_placeholder(tensor):
+            return Placeholder.of(tensor, shape, getattr(tensor, "origin", ""))
+        wide = from_local(tensor, self.group, sharding.dim, len(sharding.blocks))
         pass_for_parameter(wide)
         return wide
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Inside, code outside of a layer sees the whole shapes of its weights."""
+        """Inside, code outside of a layer sees the full shapes of its weights."""
         before, self._is_in_step = self._is_in_step, True
         try:
             yield
@@ -180,7 +185,7 @@ class SplitModel:
         if style.form in _COMPUTED_ALIKE:
             if module in self._around_dropout:
                 leave = self._randomness.starting(module, leave)
-            return (enter if style.whole_input else self._randomness.leaving(enter)), leave
+            return (enter if style.full_input else self._randomness.leaving(enter)), leave
         if module in self._around_dropout:
             enter = self._randomness.entering(module, enter)
         if style.form in ("rowwise", "attention", "experts"):
@@ -198,7 +203,7 @@ class SplitModel:
                 self._hooks.append(param.register_hook(summed))  # type: ignore[no-untyped-call]
 
     def _check_users(self, model: nn.Module) -> None:
-        """Raise if a layer that the plan leaves whole shares a weight that it cuts."""
+        """Raise if a layer that the plan leaves full shares a weight that it cuts."""
         planned = {one for layer in self._layers for one in layer.module.modules()}
         for name, module in model.named_modules():
             for param in module._parameters.values():
@@ -212,7 +217,7 @@ class SplitModel:
                         f"a head by columns."
                     )
 
-    def _check_tied(self, layer: PlannedLayer, cut: Cut, param: nn.Parameter) -> None:
+    def _check_tied(self, layer: PlannedLayer, cut: ParameterCut, param: nn.Parameter) -> None:
         """Raise unless a layer that shares its weight with another cuts it in the same way."""
         known = self.shardings[param]
         if known.dim != cut.dim or len(known.blocks) != cut.num_blocks:
@@ -222,7 +227,7 @@ class SplitModel:
                 "embedding by rows goes with a head by columns."
             )
 
-    def _sharding(self, layer: PlannedLayer, cut: Cut, param: Tensor) -> Sharding:
+    def _sharding(self, layer: PlannedLayer, cut: ParameterCut, param: Tensor) -> Sharding:
         name, num_blocks, width = f"{layer.name}.{cut.name}", cut.num_blocks, param.shape[cut.dim]
         if width % num_blocks:
             raise ConfigError(
@@ -240,33 +245,33 @@ class SplitModel:
         if isinstance(module, nn.Embedding):
             return _unchanged  # indices
         if style.form in _COMPUTED_ALIKE:
-            return _unchanged if style.whole_input else self._crossing(gather_copies, -1)
+            return _unchanged if style.full_input else self._crossing(gather_copies, -1)
         if style.form in ("attention", "experts", "shared"):
             return self._entrance
         if style.form == "colwise":
-            return self._entrance if style.whole_input else self._crossing(gather_to_region, -1)
-        return self._entering_features if style.whole_input else _unchanged
+            return self._entrance if style.full_input else self._crossing(gather_to_region, -1)
+        return self._entering_features if style.full_input else _unchanged
 
     def _leave(self, style: Style) -> Crossing:
         if style.form in _COMPUTED_ALIKE:
             if style.form == "shared_tail":
                 return partial(self._with_shared_tail, style.num_blocks)
-            is_whole = style.whole_output or style.lazy_output
-            return _unchanged if is_whole else partial(self._own_features_of, style)
+            is_full = style.full_output or style.lazy_output
+            return _unchanged if is_full else partial(self._own_features_of, style)
         if style.lazy_output:
-            return lambda tensor: in_parts(tensor, self.group, -1, style.num_blocks)
+            return lambda tensor: from_local(tensor, self.group, -1, style.num_blocks)
         if style.form == "colwise":
-            return self._crossing(gather_copies, -1) if style.whole_output else _unchanged
-        if style.whole_output:
+            return self._crossing(gather_copies, -1) if style.full_output else _unchanged
+        if style.full_output:
             leave = leave_in_slices if self._sequence_parallel else reduce_from_region
             return self._crossing(leave)
         return self._crossing(reduce_scatter_from_region, -1)
 
     def _own_features_of(self, style: Style, result: Tensor) -> Tensor:
         """Take this rank's features of what every rank has computed."""
-        result = made_whole(result)
+        result = full_tensor(result)
         dim = result.ndim - 1
-        if style.form == "whole":
+        if style.form == "unsplit":
             part = Part(local=result, dim=dim, group=self.group, num_blocks=style.num_blocks)
             return part.split(result, dim)
         width = result.shape[dim] // style.num_blocks
@@ -275,7 +280,7 @@ class SplitModel:
 
     def _with_shared_tail(self, num_features: int, result: Tensor) -> Tensor:
         """Let each rank's heads use the last features, whose gradient then comes from all ranks."""
-        result = made_whole(result)
+        result = full_tensor(result)
         head, tail = result[..., :-num_features], result[..., -num_features:]
         return torch.cat([head, copy_to_region(tail, self.group)], dim=-1)
 
@@ -283,7 +288,7 @@ class SplitModel:
         return own_features(tensor, self.group)
 
     def _crossing(self, function: Callable[..., Tensor], *dim: int) -> Crossing:
-        return lambda tensor: function(made_whole(tensor), *dim, self.group)
+        return lambda tensor: function(full_tensor(tensor), *dim, self.group)
 
     def forget_activations(self) -> None:
         """Let go of the activation that entered last, and of the graph behind it."""
@@ -306,7 +311,7 @@ class SplitModel:
 
     @property
     def group_sets(self) -> Sequence[Sequence[Collectives]]:
-        """Whole parameters are spread over no group, split ones over the tensor-parallel one."""
+        """Full parameters are spread over no group, split ones over the tensor-parallel one."""
         return (), (self.group,)
 
     def groups_of(self, param: nn.Parameter) -> Sequence[Collectives]:
@@ -326,20 +331,20 @@ class SplitModel:
         return False
 
     def counts(self, param: nn.Parameter) -> bool:
-        """Return True: parts count on each rank, and what is whole is not summed over ranks."""
+        """Return True: parts count on each rank, and what is full is not summed over ranks."""
         return True
 
-    def local(self, param: nn.Parameter, whole: Tensor) -> Tensor:
+    def local(self, param: nn.Parameter, full: Tensor) -> Tensor:
         """Return this rank's shard of a tensor shaped as the whole of `param`; others as is."""
         param = self._copies.original(param)
         sharding = self.shardings.get(param)
-        if sharding is None or whole.shape != self.full_shapes[param]:
-            return whole
-        return sharding.shard(whole, self.group.rank)
+        if sharding is None or full.shape != self.full_shapes[param]:
+            return full
+        return sharding.shard(full, self.group.rank)
 
     @torch.no_grad()
-    def whole(self, param: nn.Parameter, local: Tensor) -> Tensor:
-        """Return a whole tensor from shards that lie as `param`'s; each rank must call."""
+    def full(self, param: nn.Parameter, local: Tensor) -> Tensor:
+        """Return a full tensor from shards that lie as `param`'s; each rank must call."""
         param = self._copies.original(param)
         if param not in self.shardings:
             return local
@@ -350,7 +355,7 @@ class SplitModel:
         return self.shardings[param].assemble(shards)
 
     def full_shape(self, param: nn.Parameter) -> torch.Size:
-        """Return the whole shape of a parameter, be it split, a copy of a split one, or neither."""
+        """Return the full shape of a parameter, be it split, a copy of a split one, or neither."""
         return self.full_shapes.get(self._copies.original(param), param.shape)
 
     def _join_copies(self) -> None:
@@ -361,17 +366,17 @@ class SplitModel:
             made = copies[number]
             local = self.shardings[self._copies.original(made)].local_shape(self.full_shape(made))
             if made.shape == local:
-                made.data = self.whole(made, made.data)
+                made.data = self.full(made, made.data)
 
-    def restore(self, *, whole: bool = True) -> None:
-        """Give every layer its own class back, and with `whole` its whole parameters.
+    def restore(self, *, full: bool = True) -> None:
+        """Give every layer its own class back, and with `full` its full parameters.
 
         Args:
-            whole: Collective: each rank must call. Without it the shards stay.
+            full: Collective: each rank must call. Without it the shards stay.
         """
-        for param in self.shardings if whole else ():
-            param.data = self.whole(param, param.data)
-        if whole:
+        for param in self.shardings if full else ():
+            param.data = self.full(param, param.data)
+        if full:
             self._join_copies()
         self.unsplit_copies()
         self._copies.forget()
@@ -401,7 +406,7 @@ class _Entrance:
 
     @untraced
     def __call__(self, tensor: Tensor) -> Tensor:
-        if is_elsewhere(tensor):  # nothing travels, and nothing may keep it
+        if is_placeholder(tensor):  # nothing travels, and nothing may keep it
             return enter_region(tensor, self._group)
         entered, saver = self._entered, saving_hook()
         # Tensors of inference mode do not tell whether they were changed.
@@ -439,19 +444,19 @@ def _none() -> None:
     """Stand in for a reference to nothing."""
 
 
-def _cuts(module: nn.Module, style: Style) -> tuple[Cut, ...]:
+def _cuts(module: nn.Module, style: Style) -> tuple[ParameterCut, ...]:
     """Which parameters of a layer are cut, and how."""
     if isinstance(module, nn.MultiheadAttention):
         return attention_cuts(module)
     if style.form in ("shared", "replica", "experts", *_COMPUTED_ALIKE):
         return style.cuts
     if isinstance(module, nn.Embedding):
-        return (Cut(name="weight", dim=0 if style.form == "vocab" else 1),)
+        return (ParameterCut(name="weight", dim=0 if style.form == "vocab" else 1),)
     outputs, inputs = (1, 0) if is_transposed(module) else (0, 1)
     if style.form == "rowwise":
-        return (Cut(name="weight", dim=inputs),)
-    weight = Cut(name="weight", dim=outputs, num_blocks=style.num_blocks)
-    bias = Cut(name="bias", dim=0, num_blocks=style.num_blocks)
+        return (ParameterCut(name="weight", dim=inputs),)
+    weight = ParameterCut(name="weight", dim=outputs, num_blocks=style.num_blocks)
+    bias = ParameterCut(name="bias", dim=0, num_blocks=style.num_blocks)
     return (weight,) if getattr(module, "bias", None) is None else (weight, bias)
 
 

@@ -6,8 +6,8 @@
     colwise_parted            by outputs          whole          whole, gathered only if need be
     rowwise                   by inputs           features       whole (a sum over ranks)
     rowwise_split_input       by inputs           whole          whole (a sum over ranks)
-    embedding_rowwise         by vocabulary       whole ids      whole (a sum over ranks)
-    embedding_colwise         by features         whole ids      whole
+    embedding_rowwise         by vocabulary       full ids      whole (a sum over ranks)
+    embedding_colwise         by features         full ids      whole
     packed_colwise(n)         n fused matrices, each by outputs; as colwise
     packed_colwise_parted(n)  the same, as colwise_parted
     shared_tail(n)            not at all: a layer whose last n features all heads use as they are
@@ -18,7 +18,7 @@
                               not at all: a layer within a region, such as a norm of each head
 
 An activation is *whole* when every rank has all of it, and in *features* when each has its part
-of the last dimension. What is parted looks whole, and `rowwise_split_input` takes it as it is. The
+of the last dimension. What is parted looks full, and `rowwise_split_input` takes it as it is. The
 names are those of Hugging Face's `tp_plan`; `colwise_rep`, `rowwise_rep` and torch's style objects
 mean the same, and `colwise_logits` is `colwise_parted`.
 """
@@ -38,14 +38,14 @@ Form = Literal[
     "experts",
     "shared",
     "replica",
-    "whole",
-    "whole_shared",
+    "unsplit",
+    "unsplit_shared",
     "shared_tail",
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
+class ParameterCut:
     """How one parameter of a layer is cut.
 
     Attributes:
@@ -67,31 +67,31 @@ class Style:
         form: Which of the layer's forms in `layers`.
         num_blocks: Matrices that are fused in the weight, each of which is cut by itself; of a
             shared form, the heads in it, or the features that are shared.
-        whole_input: The layer is given whole activations, not features.
-        whole_output: The layer gives whole activations, not features.
-        lazy_output: The whole activation stays in parts for as long as what is done with it can
-            be done so; cross_entropy can, and attention by heads. See `parted_tensor`.
+        full_input: The layer is given full activations, not features.
+        full_output: The layer gives full activations, not features.
+        lazy_output: The full activation stays sharded for as long as what is done with it can
+            be done so; cross_entropy can, and attention by heads. See `dim_sharded_tensor`.
         cuts: How the parameters of experts are cut; other forms know by themselves.
     """
 
     form: Form
     num_blocks: int = 1
-    whole_input: bool = True
-    whole_output: bool = True
+    full_input: bool = True
+    full_output: bool = True
     lazy_output: bool = False
-    cuts: tuple[Cut, ...] = ()
+    cuts: tuple[ParameterCut, ...] = ()
 
 
 STYLES: dict[str, Style] = {
-    "colwise": Style(form="colwise", whole_output=False),
+    "colwise": Style(form="colwise", full_output=False),
     "colwise_gather_output": Style(form="colwise"),
     "colwise_parted": Style(form="colwise", lazy_output=True),
-    "rowwise": Style(form="rowwise", whole_input=False),
+    "rowwise": Style(form="rowwise", full_input=False),
     "rowwise_split_input": Style(form="rowwise"),
     "embedding_rowwise": Style(form="vocab"),
     "embedding_colwise": Style(form="colwise"),
     "attention": Style(form="attention"),
-    "replicated_with_grad_allreduce": Style(form="replica", whole_input=False, whole_output=False),
+    "replicated_with_grad_allreduce": Style(form="replica", full_input=False, full_output=False),
 }
 _ALIASES = {
     "colwise_rep": "colwise_gather_output",
@@ -140,7 +140,7 @@ def _named(name: str, pattern: str) -> Style:
         if counted[1] == "packed_colwise_parted":
             return Style(form="colwise", num_blocks=num_blocks, lazy_output=True)
         form: Form = "colwise" if counted[1] == "packed_colwise" else "shared"
-        return Style(form=form, num_blocks=num_blocks, whole_output=False)
+        return Style(form=form, num_blocks=num_blocks, full_output=False)
     known = [*STYLES, *_ALIASES, "packed_colwise(3)", "shared_heads(1)"]
     near = difflib.get_close_matches(name, known, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -158,12 +158,12 @@ def _of_torch(value: Any, pattern: str) -> Style:
     forms: dict[type, Form] = {ColwiseParallel: "colwise", RowwiseParallel: "rowwise"}
     form = forms.get(type(value))
     if form is not None:
-        whole = {Replicate(): True, Shard(-1): False}
-        taken, given = whole.get(value.input_layouts[0]), whole.get(value.output_layouts[0])
+        full = {Replicate(): True, Shard(-1): False}
+        taken, given = full.get(value.input_layouts[0]), full.get(value.output_layouts[0])
         if taken is not None and given is not None:
-            if not given and not value.use_local_output:  # it would look whole, as a DTensor
-                return Style(form=form, whole_input=taken, lazy_output=True)
-            return Style(form=form, whole_input=taken, whole_output=given)
+            if not given and not value.use_local_output:  # it would look full, as a DTensor
+                return Style(form=form, full_input=taken, lazy_output=True)
+            return Style(form=form, full_input=taken, full_output=given)
     raise ConfigError(
         f"The plan's entry {pattern!r} is {value!r}, expected a style's name ({', '.join(STYLES)}) "
         f"or a ColwiseParallel or RowwiseParallel between Replicate() and Shard(-1)."

@@ -1,4 +1,4 @@
-"""Whether wrappers of linear layers may be split by what is in them: tried out, else left whole.
+"""Whether wrappers of linear layers may be split by what is in them: tried out, else left full.
 
 whole      x ──> [ wrapper ] ──> y
 rank r     x, or its features ──> [ wrapper in parts ] ──> features of y, or a summand of it
@@ -22,7 +22,7 @@ from lightning_shard.tensor_parallel.wrappers import (
     has_adapter,
     inner_styles,
     linear_sizes,
-    whole_style,
+    unsplit_style,
     wrapped_embedding,
 )
 
@@ -35,7 +35,7 @@ def with_tried_wrappers(layers: Iterable[PlannedLayer], num_ranks: int) -> Itera
         num_ranks: Of the tensor-parallel group.
     """
     tried: dict[Any, bool] = {}
-    whole: dict[str, list[str]] = {}
+    full: dict[str, list[str]] = {}
     for layer in layers:
         inner = inner_styles(layer.module, layer.style)
         module = layer.module
@@ -48,9 +48,9 @@ def with_tried_wrappers(layers: Iterable[PlannedLayer], num_ranks: int) -> Itera
         if tried[key] or num_ranks == 1:
             yield layer
             continue
-        whole.setdefault(type(layer.module).__name__, []).append(layer.name)
-        yield dataclasses.replace(layer, style=whole_style(layer.style))
-    for kind, names in whole.items():
+        full.setdefault(type(layer.module).__name__, []).append(layer.name)
+        yield dataclasses.replace(layer, style=unsplit_style(layer.style))
+    for kind, names in full.items():
         rank_zero_warn(
             f"{names[0]!r} is a {kind} around a linear layer that computes something else in "
             f"parts; it is computed whole on each of the {num_ranks} tensor-parallel ranks, as are "
@@ -68,22 +68,22 @@ def _is_right(layer: PlannedLayer, num_ranks: int) -> bool:
     style = STYLES["rowwise"] if is_rowwise else STYLES["colwise"]
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         try:
-            whole = nn.ModuleDict({"layer": bare_copy(layer.module)})
-            width = linear_sizes(whole["layer"])[0]
+            full = nn.ModuleDict({"layer": bare_copy(layer.module)})
+            width = linear_sizes(full["layer"])[0]
             values = torch.randn(2, 6, width, generator=torch.Generator().manual_seed(1))
             inputs = values.chunk(num_ranks, -1) if is_rowwise else [values] * num_ranks
-            parts = [_part(whole, style, Alone(r, num_ranks), inputs[r]) for r in range(num_ranks)]
-            expected = whole["layer"](values)
+            parts = [_part(full, style, Alone(r, num_ranks), inputs[r]) for r in range(num_ranks)]
+            expected = full["layer"](values)
             if not is_rowwise:
                 return is_close(torch.cat(parts, -1), expected)
-            extra = (num_ranks - 1) * bias_of(whole["layer"])
+            extra = (num_ranks - 1) * bias_of(full["layer"])
             return is_close(torch.stack(parts).sum(0) - extra, expected)
         except Exception:
             return False
 
 
-def _part(whole: nn.ModuleDict, style: Style, group: Alone, values: Tensor) -> Tensor:
-    part = copy.deepcopy(whole)
+def _part(full: nn.ModuleDict, style: Style, group: Alone, values: Tensor) -> Tensor:
+    part = copy.deepcopy(full)
     split_alone(part, {"layer": style}, group)
     result: Tensor = part["layer"](values)
     return result

@@ -10,7 +10,7 @@ a few features and from there to its outputs (LoRA, as peft and others write it)
 trained in a layer's place (peft's `modules_to_save`) is split as the layer is.
 
 What is built in another way (DoRA's norms, LoHa's products, matrices that are parameters of the
-wrapper itself) computes the same on every rank: it is given whole inputs, and of its result each
+wrapper itself) computes the same on every rank: it is given full inputs, and of its result each
 rank takes its features.
 """
 
@@ -94,19 +94,19 @@ def inner_styles(module: nn.Module, style: Style) -> dict[str, Style]:
         return {_BASE: style}
     if style.form not in _LINEAR_FORMS or isinstance(module, nn.Embedding) or _is_bare(module):
         return {"": style}
-    around = dataclasses.replace(style, form="whole", whole_input=True, whole_output=True)
+    around = dataclasses.replace(style, form="unsplit", full_input=True, full_output=True)
     pairs = _pairs(module)
     if not pairs:
-        return {"": whole_style(style)}
+        return {"": unsplit_style(style)}
     (base,) = [name for name, one in module.named_modules() if one is wrapped_linear(module)]
     split = [up for _, up in pairs] if style.form != "rowwise" else [down for down, _ in pairs]
     inner = dict.fromkeys([base, *split], style)
     return inner if style.form == "rowwise" else {"": around, **inner}
 
 
-def whole_style(style: Style) -> Style:
+def unsplit_style(style: Style) -> Style:
     """Return how a layer computes the same on every rank in the place of one that is split."""
-    form = "whole_shared" if style.form == "shared" else "whole"
+    form = "unsplit_shared" if style.form == "shared" else "unsplit"
     return dataclasses.replace(style, form=form)  # type: ignore[arg-type]
 
 

@@ -42,7 +42,7 @@ _NO_CALLS = Expected(calls=0)
 def assert_traffic(
     collectives: Collectives, *, allow: Collection[str] = (), **expected: Expected
 ) -> Iterator[None]:
-    """Assert what this rank sends through `collectives` (and its twins) inside the block.
+    """Assert what this rank sends through `collectives` (and its duplicates) inside the block.
 
     Operations that are neither expected nor allowed must not be called. Works on every backend; an
     error in the block comes out as it is. Do not reset the counters inside.

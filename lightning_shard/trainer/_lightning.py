@@ -27,11 +27,11 @@ __all__ = [
     "accept_compiled_modules",
     "after_training_epochs",
     "around_validation",
+    "assign_under_indices",
     "before_training_ends",
-    "deal_under_indices",
     "forget_sigterm_handler",
     "handle_sigterm",
-    "is_dealt_by_trainer",
+    "is_assigned_by_trainer",
     "layer_sync",
     "prepare_dataloader",
     "request_dataloader",
@@ -70,7 +70,7 @@ def prepare_dataloader(trainer: "pl.Trainer") -> tuple[Any, str, Callable[..., A
     return connector, "_prepare_dataloader", connector._prepare_dataloader
 
 
-def is_dealt_by_trainer(trainer: "pl.Trainer", dataloader: Any) -> bool:
+def is_assigned_by_trainer(trainer: "pl.Trainer", dataloader: Any) -> bool:
     """Whether the trainer would give this loader a sampler of a rank."""
     needs_sampler: bool = trainer._data_connector._requires_distributed_sampler(dataloader)
     return needs_sampler
@@ -91,19 +91,19 @@ def without_samplers_of_ranks(trainer: "pl.Trainer") -> Iterator[None]:
         yield
 
 
-def deal_under_indices(
-    tracking: Any, is_dealt: Callable[[Any], bool], deal: Callable[[Any], Any]
+def assign_under_indices(
+    tracking: Any, is_assigned: Callable[[Any], bool], assign: Callable[[Any], Any]
 ) -> None:
     """Deal the batches of which Lightning notes the indices.
 
     Args:
         tracking: The batch sampler of a loader that was prepared for predictions.
-        is_dealt: Whether a batch sampler is to stay as it is.
-        deal: Returns a rank's batches of a batch sampler.
+        is_assigned: Whether a batch sampler is to stay as it is.
+        assign: Returns a rank's batches of a batch sampler.
     """
     batches = tracking._batch_sampler
-    if not is_dealt(batches):
-        tracking._batch_sampler = deal(batches)
+    if not is_assigned(batches):
+        tracking._batch_sampler = assign(batches)
 
 
 def accept_compiled_modules(strategies: type[Strategy]) -> None:

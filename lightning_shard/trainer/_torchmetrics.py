@@ -10,8 +10,8 @@ from torch import Tensor
 from torchmetrics import Metric
 
 
-def computes_whole(metric: Metric) -> bool:
-    """Whether `compute` would ask for the whole state: nothing cached, not inside `forward`."""
+def computes_full(metric: Metric) -> bool:
+    """Whether `compute` would ask for the full state: nothing cached, not inside `forward`."""
     return metric._computed is None and metric._should_unsync
 
 

@@ -29,7 +29,7 @@ _LAUNCHERS = {
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Return the elements of a whole model's parameters, as far as they have shapes."""
+    """Return the elements of a full model's parameters, as far as they have shapes."""
     return sum(param.numel() for param in model.parameters() if not is_lazy(param))
 
 
@@ -39,7 +39,7 @@ def announce(strategy: Any, name: str, num_parameters: int) -> None:
     Args:
         strategy: A `DataParallelStrategy` whose engine and optimizers are there.
         name: By which a Trainer makes such a strategy.
-        num_parameters: Of the whole model.
+        num_parameters: Of the full model.
     """
     mine, unknown = what_is_held(strategy.engine, strategy.optimizers)
     held = [mine]
@@ -61,13 +61,13 @@ def what_is_held(
     engine: DataParallelEngine, optimizers: Sequence[Optimizer]
 ) -> tuple[HeldBytes, tuple[str, ...]]:
     """Return what this rank will hold, and the optimizers whose state is not in it."""
-    pieces = {
-        param: piece
+    shards = {
+        param: shard
         for flat in engine.flats
-        for param, piece in zip(flat.params, flat.local_views, strict=True)
+        for param, shard in zip(flat.params, flat.local_views, strict=True)
         if engine.split.is_here(param)
     }
-    sizes = [expected_state_bytes(optimizer, pieces) for optimizer in optimizers]
+    sizes = [expected_state_bytes(optimizer, shards) for optimizer in optimizers]
     unknown = {
         type(optimizer).__name__
         for optimizer, size in zip(optimizers, sizes, strict=True)
@@ -75,8 +75,8 @@ def what_is_held(
     }
     held = expected(engine)
     state = sum(size or 0 for size in sizes)
-    whole = HeldBytes(parameters=held.parameters, gradients=held.gradients, optimizer_state=state)
-    return whole, tuple(sorted(unknown))
+    full = HeldBytes(parameters=held.parameters, gradients=held.gradients, optimizer_state=state)
+    return full, tuple(sorted(unknown))
 
 
 def announcement(
@@ -91,7 +91,7 @@ def announcement(
     Args:
         name: The strategy's, and the number of ranks.
         place: The backend's name, and who has started the ranks.
-        num_parameters: Elements of the whole model.
+        num_parameters: Elements of the full model.
         held: What each rank will hold, or what one will where all hold the same.
         not_counted: What they hold besides.
     """

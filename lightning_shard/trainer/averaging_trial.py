@@ -1,4 +1,4 @@
-"""Does a function average every element by itself? It is tried on a matrix and on its pieces."""
+"""Does a function average every element by itself? It is tried on a matrix and on its shards."""
 
 from collections.abc import Callable, Sequence
 
@@ -14,7 +14,7 @@ Averaged = Callable[[Sequence[Tensor], Sequence[Tensor]], list[Tensor]]
 
 
 def why_not_elementwise(averaged: Averaged) -> str | None:
-    """Return what the trial has shown; None when pieces come out as the matrix does.
+    """Return what the trial has shown; None when shards come out as the matrix does.
 
     Args:
         averaged: Given averages and current values, returns new averages.
@@ -23,14 +23,14 @@ def why_not_elementwise(averaged: Averaged) -> str | None:
     average, current = torch.randn((2, *_SHAPE), generator=generator).unbind()
 
     def results() -> list[list[Tensor]]:
-        pieces = averaged(_in_pieces(average), _in_pieces(current))
-        return [averaged([average], [current]), pieces]
+        shards = averaged(_in_shards(average), _in_shards(current))
+        return [averaged([average], [current]), shards]
 
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         return why_different(results)
 
 
-def _in_pieces(matrix: Tensor) -> list[Tensor]:
-    """Cut a matrix into 1-D pieces, of which one has no elements."""
+def _in_shards(matrix: Tensor) -> list[Tensor]:
+    """Cut a matrix into 1-D shards, of which one has no elements."""
     flat = matrix.flatten()
     return [flat[:0], flat[:_CUT], flat[_CUT:]]

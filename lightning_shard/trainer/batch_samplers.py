@@ -1,12 +1,12 @@
-"""A loader gets this rank's samples; a batch sampler of the user's own is dealt batch by batch.
+"""A loader gets this rank's samples; a batch sampler of the user's own is assigned batch by batch.
 
     the user's      b0  b1  b2  b3  b4
     rank 0 of 2     b0      b2      b4
     rank 1 of 2         b1      b3      b0      ranks take the same steps; predictions repeat none
 
 The batches are those of one device. Lightning would make a batch sampler anew with a sampler for
-each rank in place of the user's, or leave it out together with its batch size. All ranks deal what
-rank 0 has drawn, so that one that draws at random gives each batch to one rank.
+each rank in place of the user's, or leave it out together with its batch size. All ranks assign
+what rank 0 has drawn, so that one that draws at random gives each batch to one rank.
 
 Of other loaders Lightning makes a new one with a sampler for each rank, by the arguments of the
 user's constructor. Where it cannot (arguments by position, a subclass with a constructor of its
@@ -34,8 +34,8 @@ from lightning_shard.elastic.data_loaders import (
 )
 from lightning_shard.errors import ConfigError
 from lightning_shard.trainer._lightning import (
-    deal_under_indices,
-    is_dealt_by_trainer,
+    assign_under_indices,
+    is_assigned_by_trainer,
     prepare_dataloader,
     sampler_of_rank,
     with_indices,
@@ -45,7 +45,7 @@ from lightning_shard.trainer._lightning import (
 _OF_RANKS = ("num_replicas", "rank", "world_size")  # attributes of one that knows its rank
 
 
-class DealtBatches:
+class AssignedBatches:
     """A rank's batches of a batch sampler.
 
     Args:
@@ -92,40 +92,40 @@ class DealtBatches:
 
 
 @contextmanager
-def deals_batch_samplers(
+def assigns_batch_samplers(
     trainer: "pl.Trainer",
     place: Callable[[], dict[str, Any]],
     broadcast: Callable[[Any], Any],
     *,
     training: bool,
 ) -> Iterator[None]:
-    """Inside, a trainer's ranks are dealt the batches of the user's batch samplers.
+    """Inside, a trainer's ranks are assigned the batches of the user's batch samplers.
 
     Args:
         trainer: Of a run.
-        place: See `DealtBatches`.
-        broadcast: See `DealtBatches`.
+        place: See `AssignedBatches`.
+        broadcast: See `AssignedBatches`.
         training: Whether those of training, too; else a copy of their loader as it is.
     """
     connector, name, prepare = prepare_dataloader(trainer)
 
-    def deal(batches: Any, *, repeats: bool) -> DealtBatches:
+    def assign(batches: Any, *, repeats: bool) -> AssignedBatches:
         _check_length(batches)
         rank_zero_info(f"Rank r of N takes batches r, r + N ... of {type(batches).__name__}.")
-        return DealtBatches(batches, place, broadcast, repeats=repeats)
+        return AssignedBatches(batches, place, broadcast, repeats=repeats)
 
-    def prepare_or_deal(dataloader: Any, shuffle: bool, mode: RunningStage) -> Any:
-        if not (has_own_batches(dataloader) and is_dealt_by_trainer(trainer, dataloader)):
+    def prepare_or_assign(dataloader: Any, shuffle: bool, mode: RunningStage) -> Any:
+        if not (has_own_batches(dataloader) and is_assigned_by_trainer(trainer, dataloader)):
             return _prepared(trainer, dataloader, partial(prepare, dataloader), shuffle, mode)
         if mode == RunningStage.PREDICTING:
             with without_samplers_of_ranks(trainer):
-                return _deal_predictions(dataloader, partial(prepare, shuffle=shuffle), deal)
+                return _assign_predictions(dataloader, partial(prepare, shuffle=shuffle), assign)
         loader, own = copy.copy(dataloader), dataloader.batch_sampler
-        if (training or mode != RunningStage.TRAINING) and not _is_dealt(own):
-            replace_samplers(loader, loader.sampler, deal(own, repeats=True))
+        if (training or mode != RunningStage.TRAINING) and not _is_assigned(own):
+            replace_samplers(loader, loader.sampler, assign(own, repeats=True))
         return loader
 
-    with patch.object(connector, name, prepare_or_deal):
+    with patch.object(connector, name, prepare_or_assign):
         yield
 
 
@@ -160,8 +160,8 @@ def _batches_of(dataloader: DataLoader[Any], sampler: Any, mode: RunningStage) -
     return BatchSampler(sampler, size, drop_last and mode != RunningStage.PREDICTING)
 
 
-def _deal_predictions(
-    dataloader: Any, prepare: Callable[..., Any], deal: Callable[..., Any]
+def _assign_predictions(
+    dataloader: Any, prepare: Callable[..., Any], assign: Callable[..., Any]
 ) -> Any:
     """Deal the batches that Lightning predicts on one device, whose indices it takes note of."""
     try:
@@ -170,14 +170,14 @@ def _deal_predictions(
         loader, batches = copy.copy(dataloader), dataloader.batch_sampler
         if type(batches) is BatchSampler:  # predictions leave no sample out
             batches = BatchSampler(batches.sampler, batches.batch_size, drop_last=False)
-        replace_samplers(loader, loader.sampler, with_indices(deal(batches, repeats=False)))
+        replace_samplers(loader, loader.sampler, with_indices(assign(batches, repeats=False)))
         return loader
-    deal_under_indices(loader.batch_sampler, _knows_ranks, partial(deal, repeats=False))
+    assign_under_indices(loader.batch_sampler, _knows_ranks, partial(assign, repeats=False))
     return loader
 
 
-def _is_dealt(batches: Any) -> bool:
-    """Whether the user's sampler of ranks deals the samples.
+def _is_assigned(batches: Any) -> bool:
+    """Whether the user's sampler of ranks assigns the samples.
 
     Raises:
         ConfigError: The batch sampler itself knows the ranks.
@@ -187,7 +187,7 @@ def _is_dealt(batches: Any) -> bool:
     if _knows_ranks(batches):
         raise ConfigError(
             f"The batch sampler {type(batches).__name__} knows the ranks itself, and the Trainer "
-            f"would deal its batches to them once more. Pass "
+            f"would assign its batches to them once more. Pass "
             f"Trainer(use_distributed_sampler=False), or let it yield the batches of all ranks."
         )
     return False
@@ -203,6 +203,7 @@ def _check_length(batches: Any) -> None:
     except (TypeError, NotImplementedError) as error:
         raise ConfigError(
             f"The batch sampler {type(batches).__name__} has no length, expected one: an epoch's "
-            f"batches are dealt to the ranks together. Give it, and the sampler in it, a __len__, "
-            f"or pass Trainer(use_distributed_sampler=False) and let it yield this rank's batches."
+            "batches are assigned to the ranks together. Give it, and the sampler in it, a "
+            "__len__, or pass Trainer(use_distributed_sampler=False) and let it yield this rank's "
+            "batches."
         ) from error

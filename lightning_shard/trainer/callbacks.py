@@ -2,7 +2,7 @@
 
 ModelSummary                 counts what it sees: before the model is split
 BaseFinetuning               looks for parameters by identity: see `finetuning`
-WeightAveraging, stochastic  average pieces: see `weight_averaging`
+WeightAveraging, stochastic  average shards: see `weight_averaging`
 ModelPruning                 is refused
 """
 
@@ -25,17 +25,17 @@ def prepare_callbacks(
     trainer: "pl.Trainer",
     module: "pl.LightningModule",
     *,
-    in_parts: bool,
-    averages_in_pieces: bool,
+    from_local: bool,
+    averages_shards: bool,
 ) -> None:
-    """Do, while parameters are whole, what callbacks cannot do with parts of them.
+    """Do, while parameters are full, what callbacks cannot do with parts of them.
 
     Args:
         callbacks: Those of a fit.
         trainer: Of that fit.
         module: Still whole.
-        in_parts: Whether a rank has parts of the parameters between the steps.
-        averages_in_pieces: Whether it is to have pieces of averages.
+        from_local: Whether a rank has parts of the parameters between the steps.
+        averages_shards: Whether it is to have shards of averages.
 
     Raises:
         ConfigError: A callback cannot work.
@@ -48,10 +48,10 @@ def prepare_callbacks(
                 f"lightning_shard keeps them in flat buffers, which would not change; expected no "
                 f"pruning during the fit. Prune the fitted model, or use strategy='ddp'."
             )
-    if averages_in_pieces:
+    if averages_shards:
         for average in averaging_callbacks(callbacks, fitting=True):
             check_elementwise(average)
-    if in_parts:
+    if from_local:
         compare_by_identity(callbacks)
         for callback in callbacks:
             if isinstance(callback, ModelSummary):

@@ -17,7 +17,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_shard.environments import InProcessEnvironment
-from lightning_shard.mesh import Placement
+from lightning_shard.mesh import NodePlacement
 from lightning_shard.pipeline_parallel.blocks import BlockList
 from lightning_shard.pipeline_parallel.costs import measure_blocks
 from lightning_shard.pipeline_parallel.partition import BlockCosts
@@ -40,7 +40,7 @@ class Describable(Protocol):
     ) -> Description:
         """Say what the ranks of the world that is simulated have and do."""
 
-    def placement(self, ranks_per_node: int) -> Placement:
+    def placement(self, ranks_per_node: int) -> NodePlacement:
         """Say which groups reach over nodes of so many neighbouring ranks, and what is slow."""
 
 

@@ -1,7 +1,7 @@
 """Lightning's finetuning callbacks, which ask what parameters an optimizer has: by identity.
 
 `BaseFinetuning` compares values with `torch.equal`. Between the steps of ZeRO stage 3 each rank has
-pieces of the parameters, and empty pieces are all equal: every rank would leave others out of the
+shards of the parameters, and empty shards are all equal: every rank would leave others out of the
 group that is added, and the ranks' optimizers would no longer fit together.
 """
 

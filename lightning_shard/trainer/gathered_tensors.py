@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.elsewhere import is_elsewhere
 from lightning_shard.errors import ConfigError
+from lightning_shard.placeholders import is_placeholder
 from lightning_shard.tensor_parallel.regions import gather_to_region
 
 _MAX_DIMS = 15  # whose sizes are compared
@@ -37,7 +37,7 @@ def gathered(tensor: Tensor, collectives: Collectives, *, sync_grads: bool) -> T
     Raises:
         ConfigError: The ranks' shapes differ.
     """
-    if is_elsewhere(tensor):
+    if is_placeholder(tensor):
         return torch.stack([tensor] * collectives.size)
     _check_shapes(tensor, collectives)
     with nullcontext() if sync_grads else torch.no_grad():

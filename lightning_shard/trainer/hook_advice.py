@@ -1,4 +1,4 @@
-"""The user's hooks, in which parameters are pieces or on other stages: errors that say so."""
+"""The user's hooks, in which parameters are shards or on other stages: errors that say so."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager

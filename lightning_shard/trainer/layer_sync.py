@@ -11,7 +11,7 @@ from typing_extensions import override
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.sync_batch_norm import sync_batch_norm
 from lightning_shard.data_parallel.torch_private import BatchNorm
-from lightning_shard.elsewhere import is_elsewhere
+from lightning_shard.placeholders import is_placeholder
 
 
 class SyncBatchNormOnCpu(LayerSync):
@@ -49,7 +49,7 @@ class _Forward:
 
     def __call__(self, batch: Tensor) -> Tensor:
         weight = self._module.weight if self._module.affine else batch
-        if not self._module.training or is_elsewhere(batch) or is_elsewhere(weight):
+        if not self._module.training or is_placeholder(batch) or is_placeholder(weight):
             return type(self._module).forward(self._module, batch)
         return sync_batch_norm(self._module, batch, self._collectives)
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.backends.reduction import ReduceOpName
+from lightning_shard.backends.rank_order import ReduceOpName
 from lightning_shard.errors import ConfigError
 
 _NAMES: dict[str, ReduceOpName] = {

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.elsewhere import Elsewhere
 from lightning_shard.errors import ConfigError
+from lightning_shard.placeholders import Placeholder
 from lightning_shard.trainer import _torchmetrics
 
 
@@ -99,7 +99,7 @@ class MetricSources:
 
     def _computing(self, metric: Metric, compute: Callable[..., Any]) -> Callable[..., Any]:
         def compute_everywhere(*args: Any, **kwargs: Any) -> Any:
-            if not self._in_step and _torchmetrics.computes_whole(metric):
+            if not self._in_step and _torchmetrics.computes_full(metric):
                 self._take_over(metric)
             return compute(*args, **kwargs)
 
@@ -124,7 +124,7 @@ def _state_of(metric: Metric) -> Any:
     """Return a state to pickle, on the CPU: another rank would put it on the GPU it came from."""
 
     def on_cpu(state: Tensor) -> Tensor:
-        if isinstance(state, Elsewhere):
+        if isinstance(state, Placeholder):
             raise ConfigError(
                 f"{type(metric).__name__} was updated with a value that is computed from "
                 f"{state.origin!r}, which another stage of the pipeline holds, expected what the "

@@ -15,7 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 
 
 def draw_graphs(trainer: "pl.Trainer", module: "pl.LightningModule", device: torch.device) -> None:
-    """Let the loggers of a fit draw the module while it is whole, and not when the fit starts.
+    """Let the loggers of a fit draw the module while it is full, and not when the fit starts.
 
     Args:
         trainer: Of that fit.

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.elsewhere import Elsewhere
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.microbatches import held_values, with_values
+from lightning_shard.placeholders import Placeholder
 
 _MAX_FORMS = 64  # names that change with every batch must not fill the memory
 _MAX_NUMEL = 64  # of a tensor among the numbers
@@ -176,7 +176,7 @@ class _Packed:
 
     def _taken_tensor(self, tensor: Tensor) -> _SmallTensor | _Object:
         shape = tuple(tensor.shape)
-        if isinstance(tensor, Elsewhere):
+        if isinstance(tensor, Placeholder):
             raise ConfigError(
                 f"The step returns a tensor of shape {shape} that is computed from "
                 f"{tensor.origin!r}, which another stage of the pipeline holds, expected what the "

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 from torch import Tensor
 
-from lightning_shard.elsewhere import Elsewhere, is_elsewhere
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.leaves import map_tensors, tensors_in
 from lightning_shard.pipeline_parallel.microbatches import held_values, merge_outputs
+from lightning_shard.placeholders import Placeholder, is_placeholder
 
 Path = tuple[Any, ...]  # the name of an attribute, then keys of mappings in it
 
@@ -91,14 +91,14 @@ class StepAttributes:
         parts: defaultdict[Path, list[tuple[int, list[Any]]]] = defaultdict(list)
         for size, lists in added:
             for path, items in lists.items():
-                _refuse_elsewhere(path, items)
+                _refuse_placeholder(path, items)
                 parts[path].append((size, items))
         filled = {path: _filled(*zip(*some, strict=True)) for path, some in parts.items()}
         values = {path: now[path] for path in changed if path in now}
         return filled, {
             path: map_tensors(value, Tensor.detach)
             for path, value in values.items()
-            if not any(isinstance(one, Elsewhere) for one in tensors_in(value))
+            if not any(isinstance(one, Placeholder) for one in tensors_in(value))
         }
 
     def put(self, filled: dict[Path, _Filled], values: dict[Path, Any], *, is_source: bool) -> None:
@@ -136,7 +136,7 @@ class _Before:
         self._tensors = {
             path: (_version(one), one.detach().clone())
             for path, one in self._values.items()
-            if isinstance(one, Tensor) and not isinstance(one, Elsewhere)
+            if isinstance(one, Tensor) and not isinstance(one, Placeholder)
         }
 
     def put_back(self) -> None:
@@ -174,7 +174,7 @@ class _Before:
         if old is value or not isinstance(old, list):
             return True
         begins = all(one is other for one, other in zip(old, value, strict=False))
-        return begins and not any(is_elsewhere(one) for one in tensors_in(value))
+        return begins and not any(is_placeholder(one) for one in tensors_in(value))
 
     def changed(self) -> Iterator[Path]:
         """Yield where values are others than they were, and lists that do not go on."""
@@ -222,15 +222,15 @@ def _known(item: Any) -> Any:
     """Return what a step has added, out of the graph, with the values that are known now."""
 
     def value_of(tensor: Tensor) -> Tensor:
-        known = tensor.value if isinstance(tensor, Elsewhere) else None
+        known = tensor.value if isinstance(tensor, Placeholder) else None
         return (tensor if known is None else known).detach()
 
     return map_tensors(item, value_of)
 
 
-def _refuse_elsewhere(path: Path, items: list[Any]) -> None:
+def _refuse_placeholder(path: Path, items: list[Any]) -> None:
     for tensor in tensors_in(items):
-        if isinstance(tensor, Elsewhere):
+        if isinstance(tensor, Placeholder):
             raise ConfigError(
                 f"The step adds a value of shape {tuple(tensor.shape)} to self.{path[0]} that is "
                 f"computed from {tensor.origin!r}, which another stage of the pipeline holds; "
@@ -248,7 +248,7 @@ def _version(tensor: Tensor) -> int | None:
 def _filled(sizes: Sequence[int], parts: Sequence[list[Any]]) -> _Filled:
     """Make what each microbatch has added to a list what one step would have."""
     one_each = all(len(part) == 1 for part in parts)
-    if one_each and (max(sizes) > 1 or all(_is_whole(part[0]) for part in parts)):
+    if one_each and (max(sizes) > 1 or all(_is_full(part[0]) for part in parts)):
         items = [merge_outputs([part[0] for part in parts], list(sizes))]
     else:
         items = list(merge_outputs(list(parts), list(sizes)))
@@ -256,7 +256,7 @@ def _filled(sizes: Sequence[int], parts: Sequence[list[Any]]) -> _Filled:
     return _Filled(items, bool(tensors) and all(one.device.type == "cpu" for one in tensors))
 
 
-def _is_whole(item: Any) -> bool:
+def _is_full(item: Any) -> bool:
     """Whether what a microbatch of one sample adds is of all samples: a loss, a tensor of (1, ...).
 
     Anything else may be the one sample's, as of `self.texts.extend(texts)`.

@@ -23,8 +23,8 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.elsewhere import OtherStageError, is_elsewhere
 from lightning_shard.errors import ConfigError
+from lightning_shard.placeholders import OtherStageError, is_placeholder
 from lightning_shard.trainer import _torchmetrics
 from lightning_shard.trainer.metric_sources import MetricSources
 from lightning_shard.trainer.shared_values import SharedValues
@@ -164,7 +164,7 @@ class StepLogs:
                 attribute=self._attribute(name, value, options),
                 step_value=_scalar(step_value, self._module.device) if is_scalar else None,
             )
-        if is_elsewhere(value):
+        if is_placeholder(value):
             raise OtherStageError(
                 f"log({name!r}, ...): got a value that is computed from {value.origin!r}, which "
                 f"another stage of the pipeline holds; the last stage logs, expected what it has. "

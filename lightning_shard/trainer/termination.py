@@ -47,7 +47,7 @@ class TerminationHandler:
         self._sigterms.come(self._lifeline)
 
 
-class StopsTogether(ParallelStrategy):
+class CoordinatedShutdown(ParallelStrategy):
     """Counts the steps of a run, and ends it before the same one on every rank."""
 
     _lifeline: liveness.Lifeline | RanksTermination | None = None
@@ -88,7 +88,7 @@ class StopsTogether(ParallelStrategy):
         )
 
     @property
-    def has_stopped_together(self) -> bool:
+    def has_shut_down_together(self) -> bool:
         """Whether all ranks have stopped at the same place of the run, by agreement."""
         return self._lifeline is not None and self._lifeline.stops
 

@@ -1,13 +1,13 @@
-"""Lightning's weight averaging callbacks on pieces: each rank averages what it holds.
+"""Lightning's weight averaging callbacks on shards: each rank averages what it holds.
 
-    module's weights    whole ──split, cut──> this rank's pieces ──────────────> whole, at the end
+    module's weights    whole ──split, cut──> this rank's shards ──────────────> whole, at the end
                                                   │ average, swap, copy
-    callback's copy     whole ──split, cut──> the same pieces ──joined──> whole, to save and at the
+    callback's copy     whole ──split, cut──> the same shards ──joined──> whole, to save and at the
                                                                           end
 The callbacks copy the whole module before the strategy has split it, and then go through the
 parameters of both side by side. So the copy's are cut here as the engine has cut the module's, and
-where a callback goes through the module it is given the engine's pieces, in the optimizer's format.
-Afterwards everybody gets the whole weights anew.
+where a callback goes through the module it is given the engine's shards, in the optimizer's format.
+Afterwards everybody gets the full weights anew.
 
 Private names of Lightning are touched here alone; checked with lightning 2.6,
 `tests/strategies/test_weight_averaging.py` fails when one changes.
@@ -67,21 +67,21 @@ def averaging_callbacks(callbacks: Iterable[Callback], *, fitting: bool) -> list
 
 
 def check_elementwise(callback: Averaging) -> None:
-    """Raise ConfigError if a callback's average of pieces is not the average in pieces."""
+    """Raise ConfigError if a callback's average of shards is not the average in shards."""
     reason = why_not_elementwise(partial(_averaged, callback))
     if reason is not None:
         raise ConfigError(
             f"{type(callback).__name__} has an averaging function of its own, which does not treat "
-            f"each element by itself ({reason}), but each rank has pieces of the weights only. Use "
+            f"each element by itself ({reason}), but each rank has shards of the weights only. Use "
             f"strategy='shard_ddp', or average element by element."
         )
 
 
-class AverageInPieces:
+class AverageOfShards:
     """Cuts a callback's average until `restore`.
 
     Args:
-        callback: Holds a whole copy of the module; rank 0's values win.
+        callback: Holds a full copy of the module; rank 0's values win.
         engine: Holds the module. Each rank of the world must construct this.
         world: All ranks.
         load: Loads a whole `state_dict` into the module.
@@ -109,10 +109,10 @@ class AverageInPieces:
         for copy in self._copy.buffers():
             copy.data.copy_(self._same(copy.data, world))
         for param, copy in self._copies.items():
-            copy.data = self._piece(param, self._same(copy.data, world)).to(copy.device)
+            copy.data = self._shard(param, self._same(copy.data, world)).to(copy.device)
         self._hooks = self._hook()
         self._replaced: list[tuple[object, str]] = []
-        self._pieces = _Pieces(engine, load)
+        self._shards = _Shards(engine, load)
         self._replace(average, _OF_AVERAGE if average is not self._copy else ())
         self._replace(callback, _OF_WEIGHT_AVERAGING if self._is_plain else _OF_STOCHASTIC)
 
@@ -123,7 +123,7 @@ class AverageInPieces:
     def _paired(self) -> dict[nn.Parameter, nn.Parameter]:
         """Return the copy of each parameter of the module."""
         params, copies = list(self._engine.model.parameters()), list(self._copy.parameters())
-        shapes = [self._whole_shape(param) for param in params]
+        shapes = [self._full_shape(param) for param in params]
         if (copied := [tuple(copy.shape) for copy in copies]) != shapes:
             raise ConfigError(
                 f"{type(self._callback).__name__} has copied {len(copied)} parameters of the "
@@ -131,7 +131,7 @@ class AverageInPieces:
             )
         return dict(zip(params, copies, strict=True))
 
-    def _whole_shape(self, param: nn.Parameter) -> tuple[int, ...]:
+    def _full_shape(self, param: nn.Parameter) -> tuple[int, ...]:
         shape = self._engine.split.full_shapes.get(param)
         if shape is None:
             flat, index = self._engine.owner(param)
@@ -145,15 +145,15 @@ class AverageInPieces:
             world.broadcast(same, src=0).wait()
         return same
 
-    def _piece(self, param: nn.Parameter, whole: Tensor) -> Tensor:
-        """Return this rank's piece of a tensor shaped as the whole of `param`."""
+    def _shard(self, param: nn.Parameter, full: Tensor) -> Tensor:
+        """Return this rank's shard of a tensor shaped as the whole of `param`."""
         if not self._engine.split.is_here(param):
-            return whole.new_empty(0)
-        part = self._engine.split.local(param, whole)
+            return full.new_empty(0)
+        part = self._engine.split.local(param, full)
         flat, index = self._engine.owner(param)
         if flat.stage > 0:
-            piece = flat.layout.piece(flat.layout.slots[index], flat.shard_index)
-            part = part.flatten()[piece.param_offset : piece.param_stop]
+            shard_slice = flat.layout.shard_slice(flat.layout.slots[index], flat.shard_index)
+            part = part.flatten()[shard_slice.param_offset : shard_slice.param_stop]
         return part.clone()
 
     # Closures, not bound methods: torch marks hooks, and a copy of a module copies methods' owners.
@@ -171,17 +171,17 @@ class AverageInPieces:
 
     def _replace(self, owner: object, methods: Sequence[_Method]) -> None:
         for method in methods:
-            setattr(owner, method.name, self._on_pieces(getattr(owner, method.name), method))
+            setattr(owner, method.name, self._on_shards(getattr(owner, method.name), method))
             self._replaced.append((owner, method.name))
 
-    def _on_pieces(self, call: Callable[..., Any], method: _Method) -> Callable[..., Any]:
-        """Return a method that is given the pieces in place of the module."""
+    def _on_shards(self, call: Callable[..., Any], method: _Method) -> Callable[..., Any]:
+        """Return a method that is given the shards in place of the module."""
         place = method.place
 
         @torch.no_grad()
         def called(*args: Any) -> Any:
             self._settle()
-            result = call(*args[:place], self._pieces, *args[place + 1 :])
+            result = call(*args[:place], self._shards, *args[place + 1 :])
             if method.writes:
                 self._publish()
             return result
@@ -189,47 +189,47 @@ class AverageInPieces:
         return called
 
     def _settle(self) -> None:
-        """Carry what user code has changed in whole parameters over to the pieces."""
+        """Carry what user code has changed in full parameters over to the shards."""
         self._engine.adopt_assigned()
         if self._engine.options.stage == 3:
             for unit in self._engine.units:
-                unit.free(edited=True)
+                unit.reshard(edited=True)
             return
         for flat in self._engine.flats:
             flat.take_in_edits()
 
     def _publish(self) -> None:
-        """Bring whole parameters up to date with the pieces; stage 3 gathers when it needs them."""
+        """Bring full parameters up to date with the shards; stage 3 gathers when it needs them."""
         if self._engine.options.stage == 3:
             return
-        for handle in [flat.begin_gather() for flat in self._engine.flats]:
+        for handle in [flat.begin_unshard() for flat in self._engine.flats]:
             if handle is not None:
                 handle.wait()
 
     def _join_saved(self, state: dict[str, Any], prefix: str) -> None:
-        """Put whole tensors into the copy's `state_dict` on the rank that saves; none elsewhere."""
+        """Put full tensors into the copy's `state_dict` on the rank that saves; none elsewhere."""
         self._gather_buffers()
-        whole = {}
-        for copy, value in self._whole():
+        full = {}
+        for copy, value in self._full():
             if self._engine.is_first:
-                whole[copy] = value.to("cpu", copy=True)
+                full[copy] = value.to("cpu", copy=True)
         for name, copy in self._copy.named_parameters(remove_duplicate=False):
             if prefix + name in state and self._engine.is_first:
-                state[prefix + name] = whole[copy]
+                state[prefix + name] = full[copy]
             else:
                 state.pop(prefix + name, None)
 
     def _cut_loaded(self, state: dict[str, Any], prefix: str) -> None:
-        """Cut whole tensors that are about to be loaded into the copy."""
+        """Cut full tensors that are about to be loaded into the copy."""
         params = {copy: param for param, copy in self._copies.items()}
         for name, copy in self._copy.named_parameters(remove_duplicate=False):
             value = state.get(prefix + name)
             if isinstance(value, Tensor) and value.shape == self._shapes[copy]:
-                state[prefix + name] = self._piece(params[copy], value)
+                state[prefix + name] = self._shard(params[copy], value)
 
     @torch.no_grad()
-    def _whole(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield the copy's parameters and their whole values; each rank must call."""
+    def _full(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield the copy's parameters and their full values; each rank must call."""
         flat: FlatParameters | None = None
         come: list[Tensor] = []
         for param, copy in self._copies.items():
@@ -239,7 +239,7 @@ class AverageInPieces:
                 if home is not flat:
                     flat, come = home, self._joined(home, copy.dtype)
                 value = come[index]
-            yield copy, self._engine.split.whole(param, value)
+            yield copy, self._engine.split.full(param, value)
 
     def _joined(self, flat: FlatParameters, dtype: torch.dtype) -> list[Tensor]:
         """Bring the copies of a buffer's parameters together."""
@@ -263,16 +263,16 @@ class AverageInPieces:
             copy.copy_(own)
             own.copy_(kept)
 
-    def restore(self, *, whole: bool) -> None:
-        """Give the callback its methods back, and with `whole` the whole average.
+    def restore(self, *, full: bool) -> None:
+        """Give the callback its methods back, and with `full` the full average.
 
         Args:
-            whole: Collective: each rank must call. Without it (after a failure, when peers may be
-                gone) the callback loses an average that is in pieces.
+            full: Collective: each rank must call. Without it (after a failure, when peers may be
+                gone) the callback loses an average that is in shards.
         """
-        if whole:
+        if full:
             self._gather_buffers()
-            joined = [(copy, value.to(copy.device, copy=True)) for copy, value in self._whole()]
+            joined = [(copy, value.to(copy.device, copy=True)) for copy, value in self._full()]
             for copy, value in joined:
                 copy.data = value
         elif any(copy.shape != shape for copy, shape in self._shapes.items()):
@@ -283,8 +283,8 @@ class AverageInPieces:
             delattr(owner, name)
 
 
-class _Pieces:
-    """What a callback is given in place of the module: this rank's pieces.
+class _Shards:
+    """What a callback is given in place of the module: this rank's shards.
 
     Args:
         engine: Holds the module.
@@ -298,7 +298,7 @@ class _Pieces:
         self.load_state_dict = load
 
     def parameters(self) -> Iterator[Tensor]:
-        """Yield this rank's piece of each parameter; empty where it has none."""
+        """Yield this rank's shard of each parameter; empty where it has none."""
         for param in self._engine.model.parameters():
             if self._engine.split.is_here(param):
                 flat, index = self._engine.owner(param)

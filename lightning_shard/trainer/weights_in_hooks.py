@@ -1,4 +1,4 @@
-"""Weights that the ranks of one model share look whole to the user's hooks.
+"""Weights that the ranks of one model share look full to the user's hooks.
 
     hook ──> weight.norm(), nn.init.eye_(weight), weight[0].zero_(), load_state_dict(full) ...
                 │ the full tensor, gathered for this one operation
@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_shard.data_parallel.averaged_gradient import AveragedGradient
 from lightning_shard.data_parallel.engine import DataParallelEngine
-from lightning_shard.data_parallel.reduced_gradient import ReducedGradient
 from lightning_shard.data_parallel.sharded_tensor import ShardedTensor
 from lightning_shard.data_parallel.torch_private import innermost_function_mode
 from lightning_shard.errors import ConfigError
-from lightning_shard.tensor_parallel.parted_tensor import writes
+from lightning_shard.tensor_parallel.dim_sharded_tensor import writes
 
 _PACKAGE = __name__.partition(".")[0]
 _LAYERS = f"{_PACKAGE}.tensor_parallel."
@@ -126,7 +126,7 @@ class WeightsInHooks:
             return func(args[0], self._local(args[0], args[1]))
         if func in _OF_THE_SHAPE:
             return func(_shaped(args[0], self._shape(args[0])), *args[1:], **kwargs)
-        if any(isinstance(one, (ReducedGradient, ShardedTensor)) for one in given):
+        if any(isinstance(one, (AveragedGradient, ShardedTensor)) for one in given):
             self._settle_all()  # goes element by element, where the elements are
             return func(*args, **kwargs)
         return self._on_full(func, args, kwargs, params)
@@ -161,7 +161,7 @@ class WeightsInHooks:
             return self._kept[param]
         with self._engine.view.suspended(), torch.inference_mode(False), torch.no_grad():
             shard = param.data
-            tensor = self._engine.split.whole(param, shard)
+            tensor = self._engine.split.full(param, shard)
             if tensor.data_ptr() == shard.data_ptr():
                 tensor = tensor.clone()
         return _Full(param, shard, tensor)
@@ -192,14 +192,14 @@ class WeightsInHooks:
             if split.is_here(full.param):
                 full.shard.copy_(split.local(full.param, full.tensor.detach()))
             if split.is_shared(full.param):  # the ranks that have it may have drawn other values
-                agreed = split.whole(full.param, full.shard)
+                agreed = split.full(full.param, full.shard)
                 if split.is_here(full.param):
                     full.shard.copy_(split.local(full.param, agreed))
 
     def _local(self, param: nn.Parameter, grad: Any) -> Any:
         """Return this rank's shard of a gradient that a hook sets."""
         is_full = isinstance(grad, Tensor) and grad.shape == self._shape(param)
-        if not is_full or isinstance(grad, ReducedGradient):
+        if not is_full or isinstance(grad, AveragedGradient):
             return grad
         split = self._engine.split
         return split.local(param, grad) if split.is_here(param) else grad.new_empty(param.shape)
@@ -275,7 +275,7 @@ def _getters(names: str) -> set[Any]:
     return {getattr(Tensor, name).__get__ for name in names.split()}
 
 
-_SHARDED = (ReducedGradient, ShardedTensor)
+_SHARDED = (AveragedGradient, ShardedTensor)
 _SET_GRADIENT = Tensor.grad.__set__  # type: ignore[union-attr]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _SETTERS = (_SET_DATA,)

@@ -71,12 +71,12 @@ def test_a_widened_reduction_counts_the_bytes_on_the_wire() -> None:
 
 def test_traffic_of_every_group_of_a_rank() -> None:
     def body(rank: int) -> list[tuple[tuple[int, ...], dict[str, int]]]:
-        everyone = world()
+        dp = world()
         pair = Collectives(dist.new_group([0, 1]))
-        everyone.all_reduce(torch.ones(4))
-        twin = everyone.twin()
-        twin.all_reduce(torch.ones(4))
-        also = Collectives(everyone.group)
+        dp.all_reduce(torch.ones(4))
+        duplicate = dp.duplicate()
+        duplicate.all_reduce(torch.ones(4))
+        also = Collectives(dp.group)
         also.barrier()
         if rank == 0:
             pair.send(torch.ones(2), 1)

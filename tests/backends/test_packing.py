@@ -1,4 +1,4 @@
-"""Tensors as one piece of memory, without copies where they lie one after the other."""
+"""Tensors as one shard of memory, without copies where they lie one after the other."""
 
 import torch
 from torch import Tensor

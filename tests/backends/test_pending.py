@@ -7,18 +7,18 @@ import pytest
 import torch.distributed as dist
 
 from lightning_shard.backends import liveness
-from lightning_shard.backends.pending import Pending, Place, Stretch, Transfer
+from lightning_shard.backends.pending import OperationContext, Pending, Span, StartedTransfer
 from lightning_shard.backends.traffic import Traffic
 from lightning_shard.errors import DeadlockError, RankFailedError
 
 
-def place() -> Place:
-    return Place(operation="all_gather", rank=1, size=4, traffic=Traffic())
+def place() -> OperationContext:
+    return OperationContext(operation="all_gather", rank=1, size=4, traffic=Traffic())
 
 
 def test_finish_runs_once() -> None:
     finished: list[str] = []
-    pending = Pending(Transfer(finish=lambda: finished.append("once")), place())
+    pending = Pending(StartedTransfer(finish=lambda: finished.append("once")), place())
     assert not pending.done
     pending.wait()
     pending.wait()
@@ -28,7 +28,7 @@ def test_finish_runs_once() -> None:
 
 def test_waiting_is_charged_to_the_operation() -> None:
     here = place()
-    Pending(Transfer(), here).wait()
+    Pending(StartedTransfer(), here).wait()
     assert here.traffic["all_gather"].seconds > 0
 
 
@@ -44,7 +44,7 @@ def test_waiting_is_charged_to_the_operation() -> None:
     ],
 )
 def test_a_lost_peer(text: str) -> None:
-    with pytest.raises(RankFailedError) as caught, Stretch(place()):
+    with pytest.raises(RankFailedError) as caught, Span(place()):
         raise RuntimeError(text)
     assert str(caught.value).startswith("Rank 1 of 4 lost a peer in all_gather")
     assert text in str(caught.value)
@@ -52,7 +52,7 @@ def test_a_lost_peer(text: str) -> None:
 
 
 def test_errors_of_c10d_itself_are_about_peers() -> None:
-    with pytest.raises(RankFailedError), Stretch(place()):
+    with pytest.raises(RankFailedError), Span(place()):
         raise dist.DistBackendError("anything")
 
 
@@ -67,7 +67,7 @@ def test_errors_of_c10d_itself_are_about_peers() -> None:
     ],
 )
 def test_other_errors_pass(error: Exception) -> None:
-    with pytest.raises(type(error)) as caught, Stretch(place()):
+    with pytest.raises(type(error)) as caught, Span(place()):
         raise error
     assert caught.value is error
 
@@ -77,7 +77,7 @@ def test_a_failed_wait_stays_undone() -> None:
         def wait(self, timeout: timedelta = timedelta(0)) -> bool:
             raise RuntimeError("Connection closed by peer")
 
-    pending = Pending(Transfer(works=[Lost()]), place())
+    pending = Pending(StartedTransfer(works=[Lost()]), place())
     for _ in range(2):
         with pytest.raises(RankFailedError):
             pending.wait()
@@ -105,7 +105,7 @@ def judge(lifeline: liveness.Lifeline) -> None:
 
 def test_no_operation_starts_after_a_verdict(lifeline: liveness.Lifeline) -> None:
     judge(lifeline)
-    with pytest.raises(RankFailedError, match="in all_gather: rank 3 died"), Stretch(place()):
+    with pytest.raises(RankFailedError, match="in all_gather: rank 3 died"), Span(place()):
         raise AssertionError("started")
 
 
@@ -114,7 +114,7 @@ def test_a_transports_error_is_explained_by_the_verdict(lifeline: liveness.Lifel
         judge(lifeline)
         raise RuntimeError("Application timeout caused pair closure")
 
-    with pytest.raises(RankFailedError) as caught, Stretch(place()):
+    with pytest.raises(RankFailedError) as caught, Span(place()):
         fail()
     assert "lost a peer in all_gather: rank 3 died" in str(caught.value)
     assert "The transport said: Application timeout" in str(caught.value)

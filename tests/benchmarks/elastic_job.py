@@ -6,7 +6,7 @@ Every rank writes what it did, and when, into a file of its own in the folder, a
 the clock is the host's, so that times of different processes can be compared. On standard input a
 job that takes turns is told when to go on, and a newcomer when to join.
 
-    kill ──> regroup ──> ... ──> step        in a recovery, the time up to
+    kill ──> reconfigure ──> ... ──> step        in a recovery, the time up to
               │ noticed   │ snapshot found   │ engine made ...       each of `PARTS`
 """
 
@@ -64,10 +64,10 @@ class Timed(ElasticStrategy):
         self.marks[part] = time.monotonic()
 
     @override
-    def regroup(self, error: BaseException | None) -> None:
+    def reconfigure(self, error: BaseException | None) -> None:
         self.marks.clear()
         self._mark("detection")
-        super().regroup(error)
+        super().reconfigure(error)
 
     @override
     def _drop_generation(self) -> None:

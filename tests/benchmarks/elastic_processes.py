@@ -68,9 +68,9 @@ class _Diary:
     def new_lines(self) -> list[dict[str, Any]]:
         with self.path.open("rb") as file:
             file.seek(self.offset)
-            whole = file.read().rpartition(b"\n")[0]
-        self.offset += len(whole) + bool(whole)
-        return [json.loads(line) for line in whole.splitlines()]
+            full = file.read().rpartition(b"\n")[0]
+        self.offset += len(full) + bool(full)
+        return [json.loads(line) for line in full.splitlines()]
 
 
 @dataclass

@@ -129,10 +129,10 @@ class HandRow(nn.Linear):
 class HandBlock(Block):
     """The parts of a block that one rank has."""
 
-    def __init__(self, whole: Block, rank: int, size: int) -> None:
+    def __init__(self, full: Block, rank: int, size: int) -> None:
         nn.Module.__init__(self)
-        self.attention_norm, self.mlp_norm = whole.attention_norm, whole.mlp_norm
-        for name, layer in whole.named_children():
+        self.attention_norm, self.mlp_norm = full.attention_norm, full.mlp_norm
+        for name, layer in full.named_children():
             if name in ("query", "key", "value", "up"):
                 self.add_module(name, _columns(layer, rank, size))
             elif name in ("out", "down"):

@@ -11,14 +11,14 @@ def in_copies(num_copies: int) -> DataGroups:
     """Share the state out over all ranks in so many copies; each rank must call."""
     backend = get_backend("in_process")
     assert dist.group.WORLD is not None
-    everyone = backend.collectives(dist.group.WORLD)
+    dp = backend.collectives(dist.group.WORLD)
     if num_copies == 1:
-        return DataGroups.of(everyone)
-    ranks, size = range(everyone.size), everyone.size // num_copies
-    first, place = everyone.rank // size * size, everyone.rank % size
+        return DataGroups.of(dp)
+    ranks, size = range(dp.size), dp.size // num_copies
+    first, place = dp.rank // size * size, dp.rank % size
 
     def over(members: range) -> Collectives:
         return backend.collectives(dist.new_group([*members], use_local_synchronization=True))
 
     shard, replicate = over(ranks[first : first + size]), over(ranks[place::size])
-    return DataGroups(everyone=everyone, shard=shard, replicate=replicate)
+    return DataGroups(dp=dp, shard=shard, replicate=replicate)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.backends.reduction import ReduceOpName
+from lightning_shard.backends.rank_order import ReduceOpName
 from lightning_shard.backends.traffic import OperationTraffic, ring_share
 from lightning_shard.checkpoint.full import full_module_state
 from lightning_shard.checkpoint.optimizer_state import full_state_dict
@@ -54,7 +54,7 @@ class Training:
         self.engine = DataParallelEngine(self.model, self.groups, options)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.1)
         self.sharded = ShardedOptimizer(self.optimizer, self.engine)
-        self.rank = self.groups.everyone.rank
+        self.rank = self.groups.dp.rank
 
     def backward(self, order: tuple[int, ...] = (0, 1, 2)) -> None:
         generator = torch.Generator().manual_seed(self.rank)
@@ -69,13 +69,13 @@ class Training:
         self.backward()
         self.optimizer.step()
 
-    def pieces(self) -> Tensor:
+    def shards(self) -> Tensor:
         return torch.cat([flat.shard for flat in self.engine.flats]).clone()
 
 
 def sent_by(groups: DataGroups, action: Callable[[], object]) -> Sent:
     """What this rank sends inside `action`, by group; what costs nothing is left out."""
-    named = {"everyone": groups.everyone, "shard": groups.shard, "replicate": groups.replicate}
+    named = {"dp": groups.dp, "shard": groups.shard, "replicate": groups.replicate}
     before = {name: one.traffic.snapshot() for name, one in named.items() if one is not None}
     action()
     sent: Sent = {}
@@ -114,7 +114,7 @@ def test_gathers_stay_in_a_copy_and_a_share_of_the_gradients_goes_between(stage:
     between = ring_share(2 * (NUMEL // SHARD), NUM_COPIES)
     for sent in on_ranks(body, stage):
         assert sent == {
-            "everyone": {"all_reduce": agreement(8 if stage == 3 else 0)},
+            "dp": {"all_reduce": agreement(8 if stage == 3 else 0)},
             "shard": {"reduce_scatter": (NUM_BLOCKS, inside), "all_gather": gathers},
             "replicate": {"all_reduce": (NUM_BLOCKS, between)},
         }
@@ -126,14 +126,14 @@ def test_without_sharding_everyone_averages_at_once() -> None:
         return sent_by(training.groups, training.step)
 
     calls, elements = agreement(1)  # whether user code has changed parameters
-    whole = calls + NUM_BLOCKS, elements + ring_share(2 * NUMEL, NUM_RANKS)
-    assert on_ranks(body, stage=0) == [{"everyone": {"all_reduce": whole}}] * NUM_RANKS
+    full = calls + NUM_BLOCKS, elements + ring_share(2 * NUMEL, NUM_RANKS)
+    assert on_ranks(body, stage=0) == [{"dp": {"all_reduce": full}}] * NUM_RANKS
 
 
 def test_gradients_keep_their_travel_format_between_copies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """They went on in the float32 that pieces are kept in: twice the bytes between nodes."""
+    """They went on in the float32 that shards are kept in: twice the bytes between nodes."""
     averaged: list[torch.dtype] = []
     plain = Collectives.all_reduce
 
@@ -168,7 +168,7 @@ def test_copies_are_the_same_bit_for_bit_and_each_rank_has_its_share(stage: int)
     def body(training: Training) -> Tensor:
         for _ in range(5):
             training.step()
-        return training.pieces()
+        return training.shards()
 
     first, second, *copy = on_ranks(body, stage)
     assert first.numel() == second.numel() == NUMEL // SHARD
@@ -180,13 +180,13 @@ def test_copies_are_the_same_bit_for_bit_and_each_rank_has_its_share(stage: int)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
 def test_the_norm_counts_each_element_once(stage: int, norm_type: float) -> None:
-    def whole(rank: int) -> list[Tensor]:
+    def full(rank: int) -> list[Tensor]:
         model = Blocks()
         generator = torch.Generator().manual_seed(rank)
         model(torch.randn(3, WIDTH, generator=generator)).square().mean().backward()
         return [param.grad for param in model.parameters() if param.grad is not None]
 
-    ranks = zip(*map(whole, range(NUM_RANKS)), strict=True)
+    ranks = zip(*map(full, range(NUM_RANKS)), strict=True)
     grads = [torch.stack(of_ranks).mean(0) for of_ranks in ranks]
     expected = nn.utils.get_total_norm(grads, norm_type).item()
 
@@ -256,7 +256,7 @@ def test_copies_may_use_the_model_in_other_orders() -> None:
             training.optimizer.zero_grad()
             training.backward((0, 1, 2) if training.rank < SHARD else (2, 0))
             training.optimizer.step()
-        return training.pieces()
+        return training.shards()
 
     first, second, *copy = on_ranks(body, stage=2)
     assert torch.equal(first, copy[0])
@@ -287,12 +287,15 @@ def test_rank_zero_gives_the_first_values_to_every_copy() -> None:
 def test_a_twin_counts_where_its_original_does() -> None:
     def fn(rank: int) -> bool:
         groups = in_copies(NUM_COPIES)
-        twin = groups.twin()
-        assert twin.everyone.group is not groups.everyone.group
-        assert twin.shard.group is not groups.shard.group
-        assert dist.get_process_group_ranks(twin.shard.group) == dist.get_process_group_ranks(
+        duplicate = groups.duplicate()
+        assert duplicate.dp.group is not groups.dp.group
+        assert duplicate.shard.group is not groups.shard.group
+        assert dist.get_process_group_ranks(duplicate.shard.group) == dist.get_process_group_ranks(
             groups.shard.group
         )
-        return twin.shard.traffic is groups.shard.traffic and twin.replicate is groups.replicate
+        return (
+            duplicate.shard.traffic is groups.shard.traffic
+            and duplicate.replicate is groups.replicate
+        )
 
     assert run_ranks(fn, NUM_RANKS) == [True] * NUM_RANKS

@@ -179,18 +179,18 @@ def test_fewer_elements_than_ranks(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", range(3))
-def test_a_copy_is_whole_and_independent(stage: int) -> None:
+def test_a_copy_is_full_and_independent(stage: int) -> None:
     def fn(rank: int) -> tuple[Tensor, Tensor]:
         torch.manual_seed(0)
         model = Net()
         assert dist.group.WORLD is not None
         collectives = get_backend("in_process").collectives(dist.group.WORLD)
         engine = DataParallelEngine(model, collectives, EngineOptions(stage=stage))
-        twin = copy.deepcopy(model)
+        duplicate = copy.deepcopy(model)
         x = torch.ones(2, 4)
         with engine.step():
             loss = model(x).square().mean()
-        twin_loss = twin(x).square().mean()
+        twin_loss = duplicate(x).square().mean()
         twin_loss.backward()
         assert all(param.grad is None for param in model.parameters())
         return loss.detach(), twin_loss.detach()

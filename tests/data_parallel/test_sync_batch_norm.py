@@ -29,14 +29,14 @@ def norm(
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("affine", [True, False])
-def test_equals_the_whole_batch(shape: str, momentum: float | None, affine: bool) -> None:
+def test_equals_the_full_batch(shape: str, momentum: float | None, affine: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     batch = torch.randn(SHAPES[shape], generator=generator) * 3 + 50
     weights = torch.randn(SHAPES[shape], generator=generator)
 
-    whole, expected_in = norm(momentum, affine, shape), batch.clone().requires_grad_()
+    full, expected_in = norm(momentum, affine, shape), batch.clone().requires_grad_()
     expected = nn.functional.batch_norm(
-        expected_in, None, None, whole.weight, whole.bias, training=True
+        expected_in, None, None, full.weight, full.bias, training=True
     )
     (expected * weights).sum().backward()
 
@@ -61,9 +61,9 @@ def test_equals_the_whole_batch(shape: str, momentum: float | None, affine: bool
         torch.testing.assert_close(module.running_mean, running.running_mean)
         torch.testing.assert_close(module.running_var, running.running_var)
     if affine:
-        assert whole.weight.grad is not None
+        assert full.weight.grad is not None
         summed = sum(module.weight.grad for _, _, module in results)
-        torch.testing.assert_close(summed, whole.weight.grad, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(summed, full.weight.grad, rtol=1e-4, atol=1e-4)
 
 
 def test_narrow_types_keep_theirs() -> None:

@@ -144,7 +144,7 @@ def train_on_ranks(
         losses = []
         for batch in case.data():
             loss = case.update(session, case.loss, batch[rank::num_ranks]).detach().clone()
-            groups.everyone.all_reduce(loss, "avg").wait()
+            groups.dp.all_reduce(loss, "avg").wait()
             losses.append(loss.item())
         engine.detach(restore=True)
         sharded.detach()

@@ -39,10 +39,10 @@ class Pair(nn.Module):
 
 def test_repeated_blocks() -> None:
     assert table(Net(nn.ModuleList([Pair(), Pair()]))) == [
-        ("resident", 0, ["embed.weight"]),
+        ("root", 0, ["embed.weight"]),
         ("blocks.0", 1, ["blocks.0.a.weight", "blocks.0.b.weight"]),
         ("blocks.1", 1, ["blocks.1.a.weight", "blocks.1.b.weight"]),
-        ("resident", 0, ["head.weight"]),
+        ("root", 0, ["head.weight"]),
     ]
 
 
@@ -51,16 +51,16 @@ def test_containers_inside_containers() -> None:
     assert table(nn.Sequential(inner)) == [
         ("0.0.0", 1, ["0.0.0.weight"]),
         ("0.0.2", 1, ["0.0.2.weight"]),
-        ("resident", 0, ["0.2.weight"]),
+        ("root", 0, ["0.2.weight"]),
     ]
 
 
 def test_one_of_a_kind_is_no_block() -> None:
-    assert table(Net(nn.ModuleList([Pair()])))[1][0] == "resident"
+    assert table(Net(nn.ModuleList([Pair()])))[1][0] == "root"
 
 
 def test_blocks_without_parameters_do_not_count() -> None:
-    assert [row[0] for row in table(nn.Sequential(nn.ReLU(), linear(), nn.ReLU()))] == ["resident"]
+    assert [row[0] for row in table(nn.Sequential(nn.ReLU(), linear(), nn.ReLU()))] == ["root"]
 
 
 def test_classes() -> None:
@@ -82,15 +82,15 @@ def test_a_wrong_class_names_the_nearest(wrong: str) -> None:
         table(Net(nn.ModuleList([Pair()])), classes=[wrong])
 
 
-def test_tied_across_blocks_is_resident() -> None:
+def test_tied_across_blocks_is_in_the_root_unit() -> None:
     model = Net(nn.ModuleList([Pair(), Pair()]))
     model.blocks[1].a.weight = model.blocks[0].a.weight
     assert table(model) == [
-        ("resident", 0, ["embed.weight"]),
-        ("resident", 0, ["blocks.0.a.weight"]),
+        ("root", 0, ["embed.weight"]),
+        ("root", 0, ["blocks.0.a.weight"]),
         ("blocks.0", 1, ["blocks.0.b.weight"]),
         ("blocks.1", 1, ["blocks.1.b.weight"]),
-        ("resident", 0, ["head.weight"]),
+        ("root", 0, ["head.weight"]),
     ]
 
 
@@ -103,11 +103,11 @@ def module_shared_with_the_root(model: Net) -> None:
 
 
 @pytest.mark.parametrize("tie", [tied_to_the_head, module_shared_with_the_root])
-def test_used_outside_its_block_is_resident(tie: Callable[[Net], None]) -> None:
+def test_used_outside_its_block_is_in_the_root_unit(tie: Callable[[Net], None]) -> None:
     model = Net(nn.ModuleList([Pair(), Pair()]))
     tie(model)
     owner = {name: row[0] for row in table(model) for name in row[2]}
-    assert owner["blocks.0.a.weight"] == "resident"
+    assert owner["blocks.0.a.weight"] == "root"
     assert owner["blocks.0.b.weight"] == "blocks.0"
 
 
@@ -115,10 +115,10 @@ def test_a_block_listed_twice_is_one_block() -> None:
     twice, other = Pair(), Pair()
     rows = table(Net(nn.ModuleList([twice, other, twice])))
     assert [row[:2] for row in rows] == [
-        ("resident", 0),
+        ("root", 0),
         ("blocks.0", 1),
         ("blocks.1", 1),
-        ("resident", 0),
+        ("root", 0),
     ]
 
 

@@ -33,9 +33,9 @@ class ParsingCLI(ShardCLI):
 @pytest.mark.parametrize("source", SHOWN)
 def test_the_parser_takes_it(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = yaml.safe_load(source)
-    whole = {**yaml.safe_load(BASE.read_text()), **shown}
+    full = {**yaml.safe_load(BASE.read_text()), **shown}
     path = tmp_path / "shown.yaml"
-    path.write_text(yaml.safe_dump(whole))
+    path.write_text(yaml.safe_dump(full))
     monkeypatch.chdir(ROOT)
     monkeypatch.syspath_prepend(str(ROOT))
     set_arguments(monkeypatch, "lightning-shard", "fit", f"--config={path}")

@@ -4,8 +4,8 @@
            <─ journals: who has come how far ───────
            ── kill, SIGTERM, SIGSTOP, newcomers ──>
 
-The driver counts in steps, never in seconds: the ranks stand at the gate until it has struck as
-often as it was told to, however slow the machine is. At least two ranks train at any time.
+The driver counts in steps, never in seconds: the ranks stand at the gate until it has declared dead
+as often as it was told to, however slow the machine is. At least two ranks train at any time.
 """
 
 import json
@@ -47,10 +47,10 @@ class Seen:
         for path in Path(folder).glob("*.journal"):
             with path.open("rb") as file:
                 file.seek(self.offsets.get(path, 0))
-                whole, _, _ = file.read().rpartition(b"\n")
-            if whole:
-                self.offsets[path] = self.offsets.get(path, 0) + len(whole) + 1
-                for line in whole.splitlines():
+                full, _, _ = file.read().rpartition(b"\n")
+            if full:
+                self.offsets[path] = self.offsets.get(path, 0) + len(full) + 1
+                for line in full.splitlines():
                     self._take(int(path.stem), json.loads(line))
 
     def _take(self, process: int, line: dict[str, Any]) -> None:
@@ -124,7 +124,7 @@ class Chaos:
         """Start the job, make something of each kind happen, and wait for the job's end.
 
         Args:
-            kinds: See `_KINDS`; "any" for a random one. Also "first" and "keeper".
+            kinds: See `_KINDS`; "any" for a random one. Also "first" and "rendezvous server".
             ends_well: Whether the training is to come to its end.
 
         Raises:
@@ -183,8 +183,8 @@ class Chaos:
 
     def _is_copied(self) -> bool:
         """Whether each rank of the newest generation lives, and its buddy has its snapshot."""
-        is_whole = len(self._ranks()) == self.seen.size
-        return is_whole and self.seen.num_copied() > 0
+        is_full = len(self._ranks()) == self.seen.size
+        return is_full and self.seen.num_copied() > 0
 
     def _let_train_until(self, is_so: Any, what: str) -> None:
         """Open the gate step by step until it is so."""
@@ -239,9 +239,9 @@ class Chaos:
         """Kill rank 0."""
         self.processes.strike(ranks[0], signal.SIGKILL)
 
-    def _keeper(self, ranks: dict[int, int]) -> None:
-        """Kill the job's keeper."""
-        self.processes.strike(self.processes.keeper(), signal.SIGKILL)
+    def _server(self, ranks: dict[int, int]) -> None:
+        """Kill the job's rendezvous server."""
+        self.processes.strike(self.processes.server(), signal.SIGKILL)
 
     def _leave(self, ranks: dict[int, int]) -> None:
         process = self._pick(ranks)
@@ -249,7 +249,7 @@ class Chaos:
         self._let_train_until(lambda: not self.processes.runs(process), f"{process} has left")
 
     def _two(self, ranks: dict[int, int]) -> None:
-        """Kill two, both at once or one while the others regroup; buddies if there are files."""
+        """Kill two, both at once or one during the reconfiguration; buddies if there are files."""
         first = self._chance.randrange(2)
         second = self._chance.choice([first + 1, first + 2]) if self.job.saves_every else first + 2
         self.processes.strike(ranks[first], signal.SIGKILL)

@@ -108,8 +108,8 @@ class Processes:
             raise ValueError(f"Process {process} has ended before {signum.name} could be sent.")
         os.kill(process, signum)
 
-    def keeper(self) -> int:
-        """The keeper's process id."""
+    def server(self) -> int:
+        """The server's process id."""
         (found,) = [one for one in self.living() if b"elastic.keeper" in _read(one, "cmdline")]
         return found
 
@@ -138,7 +138,7 @@ class Processes:
         return {process: status for process, status in ended.items() if status is not None}
 
     def wait_until_all_have_ended(self, seconds: float) -> None:
-        """Wait for ranks, keeper and whatever else the job has started.
+        """Wait for ranks, rendezvous server and whatever else the job has started.
 
         Raises:
             TimeoutError: They have not.

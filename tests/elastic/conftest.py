@@ -1,4 +1,4 @@
-"""No test decides in which order another deals samples, or which rank it takes itself for."""
+"""No test decides in which order another assigns samples, or which rank it takes itself for."""
 
 from collections.abc import Iterator
 from typing import Any, cast

@@ -70,10 +70,10 @@ class Rank:
     def snapshot(self, step: int, **kept: Any) -> Snapshot:
         return take(self.engine, [self.optimizer], step=step, **kept)
 
-    def whole(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The whole parameters and optimizer state, on rank 0; each rank must call."""
+    def full(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The full parameters and optimizer state, on rank 0; each rank must call."""
         names = {param: name for name, param in self.model.named_parameters()}
-        values = {names[param]: value.clone() for param, value in self.engine.whole_parameters()}
+        values = {names[param]: value.clone() for param, value in self.engine.full_parameters()}
         return values, full_state_dict(self.optimizer, self.engine)
 
 
@@ -118,12 +118,12 @@ def attach(
 
 
 def load(
-    setting: Setting, whole: tuple[dict[str, Tensor], dict[str, Any]], *, seed: int = 0
+    setting: Setting, full: tuple[dict[str, Tensor], dict[str, Any]], *, seed: int = 0
 ) -> Rank:
-    """Make a rank from whole parameters and optimizer state; each rank must call."""
+    """Make a rank from full parameters and optimizer state; each rank must call."""
     torch.manual_seed(seed)
     model = Layers().to(setting.params)
-    values, state = deepcopy(whole)  # ranks of this process share it
+    values, state = deepcopy(full)  # ranks of this process share it
     model.load_state_dict(values)
     rank = attach(setting, model, OPTIMIZERS[setting.optimizer](model.parameters()))
     with rank.engine.optimizer_view():
@@ -134,16 +134,16 @@ def load(
 def run_to(
     setting: Setting, num_ranks: int, num_steps: int, stride: int = 1
 ) -> tuple[list[list[Snapshot]], tuple[dict[str, Tensor], dict[str, Any]]]:
-    """Train; return what each rank holds afterwards, and the whole state."""
+    """Train; return what each rank holds afterwards, and the full state."""
 
     def fn(index: int) -> tuple[list[Snapshot], Any]:
         rank = start(setting, seed=7)
-        ring = BuddyRing(rank.collectives.twin(), stride)
+        ring = BuddyRing(rank.collectives.duplicate(), stride)
         rank.train(0, num_steps)
         extra = f"rank {index} at {num_steps}".encode()
         ring.begin(rank.snapshot(num_steps, extra=extra, owner=f"member {index}"))
         ring.finish()
-        return ring.held, rank.whole()
+        return ring.held, rank.full()
 
     results = [result for result in run_ranks(fn, num_ranks) if result is not None]
     return [held for held, _ in results], results[0][1]

@@ -18,9 +18,9 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning_shard import settings
 from lightning_shard.backends.gloo import GlooBackend
 from lightning_shard.elastic.generation import Generation
-from lightning_shard.elastic.keeper import JobRules
-from lightning_shard.elastic.kept_membership import KeptMembership
 from lightning_shard.elastic.launcher import ElasticLauncher
+from lightning_shard.elastic.rendezvous_server import JobRules
+from lightning_shard.elastic.served_membership import ServedMembership
 from lightning_shard.environments import ElasticEnvironment, elastic_environment
 from lightning_shard.errors import RankFailedError
 
@@ -41,7 +41,7 @@ def run(environment: ElasticEnvironment, folder: Path) -> None:
     initial_rank = None if environment.is_newcomer else environment.local_rank()
     job = settings.job()
     assert job is not None
-    membership = KeptMembership(job, initial_rank, TIMEOUT)
+    membership = ServedMembership(job, initial_rank, TIMEOUT)
     generation = membership.begin() or membership.following()
     log = (folder / str(os.getpid())).open("w", buffering=1)
     while True:
@@ -58,7 +58,7 @@ def run(environment: ElasticEnvironment, folder: Path) -> None:
     log.close()
 
 
-def take_part(membership: KeptMembership, generation: Generation, folder: Path) -> bool:
+def take_part(membership: ServedMembership, generation: Generation, folder: Path) -> bool:
     """Add up until there is a change; return whether the job ends."""
     try:
         membership.init_groups(generation, GlooBackend(), torch.device("cpu"), TIMEOUT)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from lightning_shard.backends.registry import get_backend
 from lightning_shard.checkpoint.rank_snapshot import Snapshot
-from lightning_shard.elastic.recovery import Plan, agree
+from lightning_shard.elastic.recovery import RecoveryPlan, agree
 from lightning_shard.testing import run_ranks
 from tests.elastic.engines import Setting, run_to, start, survivors
 
@@ -37,8 +37,8 @@ def test_all_newcomers_agree_on_nothing() -> None:
     assert agreed([[], []]) is None
 
 
-def agreed(holdings: Sequence[list[Snapshot]]) -> Plan | None:
-    def fn(rank: int) -> Plan | None:
+def agreed(holdings: Sequence[list[Snapshot]]) -> RecoveryPlan | None:
+    def fn(rank: int) -> RecoveryPlan | None:
         assert dist.group.WORLD is not None
         collectives = get_backend("in_process").collectives(dist.group.WORLD)
         return agree(collectives, holdings[rank])
@@ -55,7 +55,7 @@ def snapshots(num_ranks: int, step: int, generation: int = 0) -> list[Snapshot]:
     return [one for one in run_ranks(fn, num_ranks) if one is not None]
 
 
-def test_the_newest_step_that_is_whole_counts() -> None:
+def test_the_newest_step_that_is_full_counts() -> None:
     old, new = snapshots(2, 10), snapshots(2, 20)
     plan = agreed([[old[0], new[0]], [old[1], new[1]]])
     assert plan is not None
@@ -72,6 +72,6 @@ def test_a_step_that_was_taken_back_does_not_come_again() -> None:
     assert (plan.generation, plan.step) == (2, 12)
 
 
-def test_pieces_of_two_generations_are_not_mixed() -> None:
+def test_shards_of_two_generations_are_not_mixed() -> None:
     first, second = snapshots(2, 20, generation=1), snapshots(2, 20, generation=2)
     assert agreed([[first[0]], [second[1]]]) is None

@@ -28,7 +28,7 @@ Names = list[tuple[int, int]]  # step and shard of what is held, the newest firs
 
 
 def names(held: list[Snapshot]) -> Names:
-    return sorted(((one.catalog.step, one.catalog.shard) for one in held), reverse=True)
+    return sorted(((one.metadata.step, one.metadata.shard) for one in held), reverse=True)
 
 
 def world() -> Collectives:
@@ -63,23 +63,23 @@ def test_the_copy_is_what_the_other_rank_took(stage: int) -> None:
     def fn(index: int) -> list[Snapshot]:
         rank = start(Setting(stage=stage))
         rank.train(0, 1)
-        ring = BuddyRing(rank.collectives.twin())
+        ring = BuddyRing(rank.collectives.duplicate())
         ring.begin(rank.snapshot(1, extra=bytes(100 * index), owner=str(index)))
         ring.finish()
-        return sorted(ring.held, key=lambda one: one.catalog.owner != str(index))
+        return sorted(ring.held, key=lambda one: one.metadata.owner != str(index))
 
     held = [one for one in run_ranks(fn, 3) if one]
     for rank, (own, copy) in enumerate(held):
-        assert own.catalog.owner == str(rank)
-        assert copy.catalog.owner == str((rank - 1) % 3)
+        assert own.metadata.owner == str(rank)
+        assert copy.metadata.owner == str((rank - 1) % 3)
         assert torch.equal(copy.data, held[(rank - 1) % 3][0].data)
-        assert copy.catalog.extra == bytes(100 * ((rank - 1) % 3))
+        assert copy.metadata.extra == bytes(100 * ((rank - 1) % 3))
 
 
 def test_all_hear_of_each_ranks_flags() -> None:
     def fn(index: int) -> int:
         rank = start(Setting(stage=1))
-        return BuddyRing(rank.collectives.twin()).begin(rank.snapshot(0), 1 << index)
+        return BuddyRing(rank.collectives.duplicate()).begin(rank.snapshot(0), 1 << index)
 
     assert run_ranks(fn, 3) == [0b111] * 3
 
@@ -100,7 +100,7 @@ def test_nothing_travels_where_nothing_needs_to(stage: int, size: int) -> None:
 def test_the_last_two_are_kept() -> None:
     def fn(_: int) -> list[Names]:
         rank = start(Setting(stage=2))
-        ring = BuddyRing(rank.collectives.twin())
+        ring = BuddyRing(rank.collectives.duplicate())
         seen = []
         for step in (10, 20, 30):
             ring.begin(rank.snapshot(step))
@@ -124,7 +124,7 @@ def test_five_buffers_serve_for_good() -> None:
     def fn(_: int) -> set[int]:
         rank = start(Setting(stage=2))
         buffers = HostBuffers()
-        ring = BuddyRing(rank.collectives.twin(), buffers=buffers)
+        ring = BuddyRing(rank.collectives.duplicate(), buffers=buffers)
         seen = set()
         for step in range(12):
             ring.begin(rank.snapshot(step, buffers=buffers))
@@ -138,7 +138,7 @@ def test_five_buffers_serve_for_good() -> None:
 def test_what_was_held_before_goes_once_a_new_one_is_everywhere() -> None:
     def fn(_: int) -> list[Names]:
         rank = start(Setting(stage=2))
-        ring = BuddyRing(rank.collectives.twin(), held=[rank.snapshot(5)])
+        ring = BuddyRing(rank.collectives.duplicate(), held=[rank.snapshot(5)])
         seen = [names(ring.held)]
         for step in (6, 7):
             ring.begin(rank.snapshot(step))
@@ -171,12 +171,12 @@ def test_a_loss_in_an_exchange_leaves_the_older_one_everywhere(stage: int) -> No
 
     def fn(index: int) -> None:
         rank = start(Setting(stage=stage))
-        twin = rank.collectives.twin()
-        ring = BuddyRing(twin)
+        duplicate = rank.collectives.duplicate()
+        ring = BuddyRing(duplicate)
         ring.begin(rank.snapshot(10))
         ring.finish()
         if index == 2:
-            LostInExchange(twin, held=ring.held).begin(rank.snapshot(20))
+            LostInExchange(duplicate, held=ring.held).begin(rank.snapshot(20))
         ring.begin(rank.snapshot(20))
         with pytest.raises(RankFailedError):
             finish_and_meet(ring, rank.collectives)
@@ -204,7 +204,7 @@ def join() -> tuple[DataParallelEngine, Collectives]:
     assert dist.group.WORLD is not None
     collectives = backend.collectives(dist.group.WORLD)
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))  # more than sockets hold
-    return DataParallelEngine(model, collectives, EngineOptions(stage=2)), collectives.twin()
+    return DataParallelEngine(model, collectives, EngineOptions(stage=2)), collectives.duplicate()
 
 
 def tell(folder: str, word: str) -> None:
@@ -220,14 +220,14 @@ def await_words(folder: str, *words: str) -> None:
 
 def lose_rank_2(folder: str) -> Names:
     """Rank 2 goes while its peers depend on what it sends, and then for good."""
-    engine, twin = join()
-    rank = twin.rank
-    ring = BuddyRing(twin)
+    engine, duplicate = join()
+    rank = duplicate.rank
+    ring = BuddyRing(duplicate)
     ring.begin(take(engine, [], step=10))
     if rank == 2:
         await_words(folder, "0 has it", "1 has it")  # no call to c10d in between
         ring.finish()
-        LostAtOnce(twin).begin(take(engine, [], step=20))
+        LostAtOnce(duplicate).begin(take(engine, [], step=20))
     ring.finish()
     tell(folder, f"{rank} has it")
     ring.begin(take(engine, [], step=20))

@@ -94,20 +94,20 @@ def test_25_random_events(seed: int, options: dict[str, Any], tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_training_goes_on_without_the_keeper(tmp_path: Path) -> None:
+def test_training_goes_on_without_the_server(tmp_path: Path) -> None:
     job = Job(folder=str(tmp_path), num_ranks=3, max_epochs=2)
     chaos = Chaos(job, seed=1, by_launcher=False)
-    chaos.run(["keeper"])
+    chaos.run(["rendezvous server"])
     assert_same_training(chaos)
     assert_ended_as_told(chaos)
     assert "ranks that are lost are not replaced" in chaos.processes.report()
 
 
 @pytest.mark.slow
-def test_a_loss_without_a_keeper_is_an_error_and_no_hang(tmp_path: Path) -> None:
+def test_a_loss_without_a_server_is_an_error_and_no_hang(tmp_path: Path) -> None:
     job = Job(folder=str(tmp_path), num_ranks=3, max_epochs=2)
     chaos = Chaos(job, seed=1, by_launcher=False)
-    chaos.run(["keeper", "kill"], ends_well=False)
+    chaos.run(["rendezvous server", "kill"], ends_well=False)
     assert chaos.seen.ended == {}
     assert sorted(chaos.processes.statuses().values()) == [-signal.SIGKILL, 1, 1]
     assert chaos.processes.report().count("no rank can join or be replaced any more") >= 2

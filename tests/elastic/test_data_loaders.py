@@ -24,8 +24,8 @@ from torch.utils.data import (
 
 from lightning_shard import ZeRO2Strategy
 from lightning_shard.elastic.data_loaders import find_order, install
+from lightning_shard.elastic.elastic_sampler import ElasticBatchSampler
 from lightning_shard.elastic.epoch_order import EpochOrder
-from lightning_shard.elastic.sampling import ElasticBatchSampler
 from lightning_shard.errors import ConfigError
 from tests.strategies.parity import UPSTREAM_WARNINGS
 
@@ -137,7 +137,7 @@ def test_an_iterator_of_before_goes_on() -> None:
     assert next(iter(loader)) == list(range(4))
 
 
-def test_loaders_that_cannot_be_dealt() -> None:
+def test_loaders_that_cannot_be_assigned() -> None:
     batches = OfTheUser(SequentialSampler(DATA), 2, False)
     refused: list[tuple[Any, str]] = [
         (DataLoader(Stream(), batch_size=2), r"stream \(of type Stream\)"),
@@ -170,8 +170,8 @@ class Regression(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-class Dealing(ZeRO2Strategy):
-    """Deals 10 samples a step, at most 2 at once."""
+class Assigning(ZeRO2Strategy):
+    """Assigns 10 samples a step, at most 2 at once."""
 
     batch_sampler: ElasticBatchSampler
 
@@ -211,9 +211,9 @@ def train_alone(num_epochs: int) -> Regression:
     order = DistributedSampler[Any](data, 1, 0)  # type: ignore[arg-type]
     for epoch in range(num_epochs):
         order.set_epoch(epoch)
-        whole = list(order)
-        for begin in range(0, len(whole), 10):
-            samples = [data[index] for index in whole[begin : begin + 10]]
+        full = list(order)
+        for begin in range(0, len(full), 10):
+            samples = [data[index] for index in full[begin : begin + 10]]
             inputs, targets = (torch.stack(parts) for parts in zip(*samples, strict=True))
             optimizer.zero_grad()
             model.training_step([inputs, targets], 0).backward()  # type: ignore[no-untyped-call]
@@ -225,7 +225,7 @@ def train_alone(num_epochs: int) -> Regression:
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
 def test_lightning_takes_the_steps_of_a_single_device(num_ranks: int) -> None:
     model = Regression()
-    strategy = Dealing(backend="in_process", num_ranks=num_ranks)
+    strategy = Assigning(backend="in_process", num_ranks=num_ranks)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1,

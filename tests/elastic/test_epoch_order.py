@@ -166,11 +166,11 @@ def test_of_a_distributed_sampler_the_whole_order_counts(epoch: int, shuffle: bo
     def sampler(num_ranks: int, rank: int) -> DistributedSampler[Any]:
         return DistributedSampler(DATA, num_ranks, rank, shuffle, seed=4)  # type: ignore[arg-type]
 
-    whole = sampler(1, 0)
-    whole.set_epoch(epoch)
+    full = sampler(1, 0)
+    full.set_epoch(epoch)
     order = EpochOrder(sampler(4, 2))
     order.set_epoch(epoch)
-    assert list(order) == list(whole)
+    assert list(order) == list(full)
     assert len(order) == len(DATA)
     assert len(sampler(4, 2)) == 6
 

@@ -16,8 +16,8 @@ from lightning_shard.elastic.in_process_membership import InProcessMembership
 from lightning_shard.errors import (
     ConfigError,
     DeadlockError,
+    EvictedError,
     JobOverError,
-    PutOutError,
     RankFailedError,
 )
 from lightning_shard.testing import Fault, run_ranks
@@ -76,7 +76,7 @@ class Job:
             if self.rolls_back:
                 step = 0
             try:
-                step = self._regroup(membership, generation, step)
+                step = self._reconfigure(membership, generation, step)
                 step = self._take_steps(membership, generation, step)
                 if generation.is_last or step == NUM_STEPS or membership.is_leaving:
                     membership.leave()
@@ -98,7 +98,9 @@ class Job:
         all_reduce(0)
         membership.drop_groups()
 
-    def _regroup(self, membership: InProcessMembership, generation: Generation, step: int) -> int:
+    def _reconfigure(
+        self, membership: InProcessMembership, generation: Generation, step: int
+    ) -> int:
         backend = InProcessBackend()
         membership.init_groups(generation, backend, torch.device("cpu"), timedelta(seconds=10))
         assert (dist.get_rank(), dist.get_world_size()) == (generation.rank, generation.size)
@@ -153,7 +155,7 @@ def test_all_but_one_dropped() -> None:
     assert job.sizes[-1] == (2,)
 
 
-def test_a_second_loss_while_the_others_regroup() -> None:
+def test_a_second_loss_while_the_others_reconfigure() -> None:
     # The second operation from there is the first of generation 2: the all-reduce has failed.
     job = Job([Fault(2, 1, "drop", at_step=5), Fault(1, 2, "drop", at_step=5)]).run()
     assert job.results == [NUM_STEPS, None, None, NUM_STEPS]
@@ -313,7 +315,7 @@ def test_a_deadlock_is_an_error_on_all() -> None:
     assert seen == [0, 1]
 
 
-def test_a_rank_that_fails_too_often_is_put_out() -> None:
+def test_a_rank_that_fails_too_often_is_evicted() -> None:
     def step(number: int) -> None:
         if current_thread_is(job, 2):
             raise ValueError("a broken host")
@@ -323,7 +325,7 @@ def test_a_rank_that_fails_too_often_is_put_out() -> None:
     job.run()
     assert job.results == [NUM_STEPS, NUM_STEPS, None, NUM_STEPS]
     error = job.world.scheduler.failures[2]
-    assert isinstance(error, PutOutError)
+    assert isinstance(error, EvictedError)
     assert "a broken host" in str(error)
     assert job.sizes == [(0, 1, 2, 3)] * 3 + [(0, 1, 3)]
 
@@ -336,7 +338,7 @@ def test_all_that_fail_at_once_raise_the_first_error() -> None:
     def step(number: int) -> None:
         raise ValueError("a bug of the user's")
 
-    with pytest.raises(PutOutError, match="a bug of the user's"):
+    with pytest.raises(EvictedError, match="a bug of the user's"):
         Job([], step=step).run()
 
 

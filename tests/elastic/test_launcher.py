@@ -13,11 +13,11 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
 from lightning_shard import settings
 from lightning_shard.elastic import launcher as launcher_module
-from lightning_shard.elastic.keeper import JobRules
 from lightning_shard.elastic.launcher import ElasticLauncher
+from lightning_shard.elastic.rendezvous_server import JobRules
 from lightning_shard.environments import ElasticEnvironment
 from lightning_shard.settings import Job
-from tests.elastic.keepers import wait_until
+from tests.elastic.rendezvous_servers import wait_until
 from tests.processes import REPOSITORY
 
 RULES = JobRules(initial_size=2)
@@ -25,7 +25,7 @@ RULES = JobRules(initial_size=2)
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What would have been started: keepers as (host, port, token), children as commands."""
+    """What would have been started: servers as (host, port, token), children as commands."""
     for name in ("JOB", "JOB_TOKEN", "JOB_IS_INITIAL"):
         monkeypatch.setenv(f"LIGHTNING_SHARD_{name}", "")  # put back what the launcher sets
     for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "WORLD_SIZE"):
@@ -33,11 +33,11 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         monkeypatch.delenv(name)
     calls: list[Any] = []
 
-    def start_keeper(rules: JobRules, host: str, port: int, token: str) -> Job:
+    def start_rendezvous_server(rules: JobRules, host: str, port: int, token: str) -> Job:
         calls.append((host, port, token))
         return Job(host=host, port=port or 1234, token=token)
 
-    monkeypatch.setattr(launcher_module, "start_keeper", start_keeper)
+    monkeypatch.setattr(launcher_module, "start_rendezvous_server", start_rendezvous_server)
     return calls
 
 
@@ -60,7 +60,7 @@ def launch(num_ranks: int, num_nodes: int = 1) -> ElasticLauncher:
     return launcher
 
 
-def test_the_main_process_starts_a_keeper_and_says_how_to_join(
+def test_the_main_process_starts_a_server_and_says_how_to_join(
     started: list[Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
     launch(1)

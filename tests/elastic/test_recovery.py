@@ -27,34 +27,34 @@ from tests.elastic.engines import (
     survivors,
 )
 
-Whole = tuple[dict[str, Tensor], dict[str, Any]]
+Full = tuple[dict[str, Tensor], dict[str, Any]]
 
 
 def recovered(
     setting: Setting, holdings: Sequence[list[Snapshot]], num_more_steps: int
-) -> tuple[Whole, list[tuple[bytes, bytes | None]]]:
-    """Restore on fresh ranks and train on; return the whole state and what was put beside it."""
+) -> tuple[Full, list[tuple[bytes, bytes | None]]]:
+    """Restore on fresh ranks and train on; return the full state and what was put beside it."""
 
-    def fn(index: int) -> tuple[Whole, tuple[bytes, bytes | None]]:
+    def fn(index: int) -> tuple[Full, tuple[bytes, bytes | None]]:
         rank = start(setting, seed=index)  # of other values than before
         rank.train(0, 1)
         held = holdings[index]
         plan = agree(rank.collectives, held)
         assert plan is not None
-        own = next((one.catalog.owner for one in held), "a newcomer")
+        own = next((one.metadata.owner for one in held), "a newcomer")
         extras = restore(rank.collectives, plan, held, rank.engine, [rank.optimizer], me=own)
         rank.train(plan.step, plan.step + num_more_steps)
-        return rank.whole(), extras
+        return rank.full(), extras
 
     results = [result for result in run_ranks(fn, len(holdings)) if result is not None]
     return results[0][0], [tuple(extras) for _, extras in results]
 
 
-def undisturbed(setting: Setting, whole: Whole, size: int, first: int, last: int) -> Whole:
-    def fn(index: int) -> Whole:
-        rank = load(setting, whole)
+def undisturbed(setting: Setting, full: Full, size: int, first: int, last: int) -> Full:
+    def fn(index: int) -> Full:
+        rank = load(setting, full)
         rank.train(first, last)
-        return rank.whole()
+        return rank.full()
 
     result = run_ranks(fn, size)[0]
     assert result is not None
@@ -78,7 +78,7 @@ LOWER = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("stage", range(4))
-def test_training_goes_on_as_from_a_whole_checkpoint(change: str, stage: int) -> None:
+def test_training_goes_on_as_from_a_full_checkpoint(change: str, stage: int) -> None:
     check(Setting(stage=stage), *CHANGES[change])
 
 
@@ -99,10 +99,10 @@ def test_state_that_is_not_per_element() -> None:
 
 
 def check(setting: Setting, size: int, lost: list[int], num_new: int) -> None:
-    held, whole = run_to(setting, size, 3)
+    held, full = run_to(setting, size, 3)
     holdings = survivors(held, lost, num_new)
     got, extras = recovered(setting, holdings, 2)
-    assert_same(got, undisturbed(setting, whole, len(holdings), 3, 5))
+    assert_same(got, undisturbed(setting, full, len(holdings), 3, 5))
     speaks = 0 if setting.stage or 0 not in lost else min(set(range(size)) - set(lost))
     remaining = [rank for rank in range(size) if rank not in lost]
     own = [f"rank {rank} at 3".encode() for rank in remaining] + [None] * num_new
@@ -112,7 +112,7 @@ def check(setting: Setting, size: int, lost: list[int], num_new: int) -> None:
 @pytest.mark.parametrize("stage", range(4))
 def test_survivors_keep_model_and_optimizer(stage: int) -> None:
     setting = Setting(stage=stage)
-    held, whole = run_to(setting, 3, 3)
+    held, full = run_to(setting, 3, 3)
     remains: dict[int, tuple[nn.Module, Any]] = {}
 
     def before(index: int) -> None:
@@ -122,7 +122,7 @@ def test_survivors_keep_model_and_optimizer(stage: int) -> None:
         rank.engine.abandon()
         remains[index] = rank.model, rank.optimizer
 
-    def after(index: int) -> Whole:
+    def after(index: int) -> Full:
         model, optimizer = remains[index + 1]
         take_leftovers(model)
         rank = attach(setting, model, optimizer)
@@ -130,18 +130,18 @@ def test_survivors_keep_model_and_optimizer(stage: int) -> None:
         assert plan is not None
         restore(rank.collectives, plan, holdings[index], rank.engine, [rank.optimizer])
         rank.train(3, 5)
-        return rank.whole()
+        return rank.full()
 
     run_ranks(before, 3)
     holdings = survivors(held, [0], 0)
     got = run_ranks(after, 2)[0]
-    assert_same(got, undisturbed(setting, whole, 2, 3, 5))
+    assert_same(got, undisturbed(setting, full, 2, 3, 5))
 
 
 def test_the_live_state_of_a_replicated_rank_is_newest() -> None:
     setting = Setting(stage=0)
 
-    def fn(index: int) -> tuple[int, Whole]:
+    def fn(index: int) -> tuple[int, Full]:
         rank = start(setting)
         rank.train(0, 2)
         held = [] if index == 2 else [rank.snapshot(2)]
@@ -151,12 +151,12 @@ def test_the_live_state_of_a_replicated_rank_is_newest() -> None:
         assert plan is not None
         restore(rank.collectives, plan, held, rank.engine, [rank.optimizer])
         rank.train(2, 4)
-        return plan.step, rank.whole()
+        return plan.step, rank.full()
 
-    def straight(index: int) -> Whole:
+    def straight(index: int) -> Full:
         rank = start(setting)
         rank.train(0, 4)
-        return rank.whole()
+        return rank.full()
 
     results = run_ranks(fn, 3)
     assert results[0] is not None

@@ -45,10 +45,10 @@ def test_what_was_taken_is_loaded(tmp_path: Path) -> None:
     assert len(loaded) == 4
     for one, other in zip(taken, loaded, strict=True):
         assert torch.equal(one.data, other.data)
-        assert one.catalog == other.catalog
+        assert one.metadata == other.metadata
 
 
-def test_a_buffer_is_found_only_while_it_holds_a_whole_snapshot(tmp_path: Path) -> None:
+def test_a_buffer_is_found_only_while_it_holds_a_full_snapshot(tmp_path: Path) -> None:
     buffers = SharedMemoryBuffers(tmp_path, "rank0", 3)
 
     def fn(_: int) -> Snapshot:
@@ -63,7 +63,7 @@ def test_a_buffer_is_found_only_while_it_holds_a_whole_snapshot(tmp_path: Path) 
     assert again.data_ptr() == snapshot.data.data_ptr()
     assert load_all(tmp_path) == []
     buffers.keep(again)
-    assert [one.catalog.step for one in load_all(tmp_path)] == [1]
+    assert [one.metadata.step for one in load_all(tmp_path)] == [1]
 
 
 def test_what_is_loaded_stays_readable_and_is_a_copy_on_write(tmp_path: Path) -> None:
@@ -128,9 +128,9 @@ def test_a_folder_that_others_may_enter_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_link_to_another_folder_is_refused(tmp_path: Path) -> None:
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir(mode=0o700)
-    (tmp_path / f"lightning_shard-{os.getuid()}-job").symlink_to(elsewhere)
+    is_on_other_ranks = tmp_path / "elsewhere"
+    is_on_other_ranks.mkdir(mode=0o700)
+    (tmp_path / f"lightning_shard-{os.getuid()}-job").symlink_to(is_on_other_ranks)
     with pytest.raises(ConfigError, match="got lrwxrwxrwx"):
         job_folder("job", tmp_path)
 
@@ -165,7 +165,7 @@ def be_killed_while_writing(folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_writer_that_is_killed_leaves_what_was_whole(tmp_path: Path) -> None:
+def test_a_writer_that_is_killed_leaves_what_was_full(tmp_path: Path) -> None:
     snapshots, call = tmp_path / "snapshots", tmp_path / "call"
     snapshots.mkdir()
     call.mkdir()
@@ -173,7 +173,7 @@ def test_a_writer_that_is_killed_leaves_what_was_whole(tmp_path: Path) -> None:
     (finished,) = run_commands([command], timeout_seconds=60)
     assert finished.returncode == -signal.SIGKILL, finished.output
     assert files(snapshots) == ["000001-rank0-0.open", "000001-rank0-1.snapshot"]
-    assert [one.catalog.step for one in load_all(snapshots)] == [20]
+    assert [one.metadata.step for one in load_all(snapshots)] == [20]
 
 
 def test_what_a_job_has_left_whose_agent_is_gone_is_removed(tmp_path: Path) -> None:

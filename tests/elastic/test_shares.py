@@ -89,14 +89,14 @@ def test_shares_are_even(num_samples: int, num_ranks: int, rank_batch: int) -> N
 @settings(deadline=None)
 @given(sizes, ranks, batches, st.integers(0, 2**31), st.integers(1, 40))
 def test_weighted_means_are_the_mean_over_the_step(
-    whole: int, num_ranks: int, rank_batch: int, seed: int, num_samples: int
+    full: int, num_ranks: int, rank_batch: int, seed: int, num_samples: int
 ) -> None:
-    num_samples = min(num_samples, whole)  # a last step may be smaller
+    num_samples = min(num_samples, full)  # a last step may be smaller
     step = StepShares(
         num_samples=num_samples,
         num_ranks=num_ranks,
         rank_batch=rank_batch,
-        accumulation=whole_step(whole, num_ranks, rank_batch).accumulation,
+        accumulation=whole_step(full, num_ranks, rank_batch).accumulation,
     )
     generator = torch.Generator().manual_seed(seed)
     losses = torch.randn(num_samples, dtype=torch.float64, generator=generator)
@@ -109,7 +109,7 @@ def test_weighted_means_are_the_mean_over_the_step(
 
 
 @pytest.mark.parametrize("num_samples", [8, 16, 12, 24])
-def test_a_shorter_last_step_counted_as_much_as_a_whole_one(num_samples: int) -> None:
+def test_a_shorter_last_step_counted_as_much_as_one_one(num_samples: int) -> None:
     """One device accumulates three batches of 8 and divides by three, however many there are."""
     for num_ranks, rank_batch in itertools.product(range(1, 6), range(1, 5)):
         shares = EpochShares(
@@ -120,9 +120,9 @@ def test_a_shorter_last_step_counted_as_much_as_a_whole_one(num_samples: int) ->
             step_batches=3,
         )
         for step, share in ((0, 1.0), (1, math.ceil(num_samples / 8) / 3)):
-            dealt = shares.step(step)
-            weights = math.fsum(dealt.weight(*cell) for cell in cells(dealt))
-            assert weights / dealt.accumulation / num_ranks == pytest.approx(share)
+            assigned = shares.step(step)
+            weights = math.fsum(assigned.weight(*cell) for cell in cells(assigned))
+            assert weights / assigned.accumulation / num_ranks == pytest.approx(share)
 
 
 def epoch_sets(
@@ -192,14 +192,14 @@ def test_equal_shares_are_those_of_torchs_distributed_sampler(num_ranks: int) ->
         rank_batch=rank_batch,
     )
     for rank in range(num_ranks):
-        dealt = [
+        assigned = [
             shares.begin(step) + place
             for step in shares.steps
             for microbatch in range(shares.accumulation)
             for place in shares.step(step).places(microbatch, rank)
         ]
         theirs = DistributedSampler[int](data, num_ranks, rank, False)  # type: ignore[arg-type]
-        assert dealt == list(theirs)
+        assert assigned == list(theirs)
 
 
 def test_steps_of_before_and_after_are_errors() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from lightning_shard.checkpoint.host_buffers import HostBuffers
-from lightning_shard.checkpoint.rank_snapshot import PARAMETERS, Snapshot, TrackKey, take
+from lightning_shard.checkpoint.rank_snapshot import PARAMETERS, Snapshot, TensorKey, take
 from lightning_shard.errors import CheckpointError
 from lightning_shard.testing import run_ranks
 from tests.elastic.engines import Setting, attach, start
@@ -20,8 +20,10 @@ def alone(fn: Any) -> Any:
 
 def values(snapshot: Snapshot, flat: int, name: str, optimizer: int = 0) -> Tensor:
     place = optimizer if name else PARAMETERS
-    key = TrackKey(flat=flat, optimizer=place, name=name, dtype=torch.float32)
-    return snapshot.elements(key, 0, snapshot.catalog.tracks[key].numel).view(torch.float32)
+    key = TensorKey(flat=flat, optimizer=place, name=name, dtype=torch.float32)
+    return snapshot.elements(key, 0, snapshot.metadata.tensor_entries[key].numel).view(
+        torch.float32
+    )
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -33,14 +35,14 @@ def test_says_what_it_is(stage: int) -> None:
 
     for rank, snapshot in enumerate(run_ranks(fn, 3)):
         assert snapshot is not None
-        catalog = Snapshot.read(snapshot.data.clone()).catalog
-        assert (catalog.generation, catalog.step, catalog.owner) == (3, 7, f"member {rank}")
-        assert (catalog.shard, catalog.num_shards) == ((rank, 3) if stage else (0, 1))
-        assert catalog.extra == b"loops"
+        metadata = Snapshot.read(snapshot.data.clone()).metadata
+        assert (metadata.generation, metadata.step, metadata.owner) == (3, 7, f"member {rank}")
+        assert (metadata.shard, metadata.num_shards) == ((rank, 3) if stage else (0, 1))
+        assert metadata.extra == b"loops"
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_holds_the_shards_and_the_state_in_pieces(stage: int) -> None:
+def test_holds_the_shards_and_the_state_in_shards(stage: int) -> None:
     def fn(_: int) -> None:
         rank = start(Setting(stage=stage))
         rank.train(0, 2)
@@ -48,10 +50,10 @@ def test_holds_the_shards_and_the_state_in_pieces(stage: int) -> None:
         for number, flat in enumerate(rank.engine.flats):
             assert torch.equal(values(snapshot, number, ""), flat.shard)
             for index, param in enumerate(flat.params):
-                piece = rank.optimizer.state.get(param, {}).get("exp_avg")
-                if piece is not None and piece.numel():
+                shard = rank.optimizer.state.get(param, {}).get("exp_avg")
+                if shard is not None and shard.numel():
                     views = flat.shard_views(values(snapshot, number, "exp_avg"))
-                    assert torch.equal(views[index], piece)
+                    assert torch.equal(views[index], shard)
 
     run_ranks(fn, 3)
 
@@ -61,10 +63,10 @@ def test_what_happens_afterwards_does_not_change_it() -> None:
         rank = start(Setting(stage=2))
         rank.train(0, 1)
         snapshot = rank.snapshot(1)
-        before = snapshot.data.clone(), pickle.dumps(snapshot.catalog)
+        before = snapshot.data.clone(), pickle.dumps(snapshot.metadata)
         rank.train(1, 3)
         assert torch.equal(snapshot.data, before[0])
-        assert pickle.dumps(snapshot.catalog) == before[1]
+        assert pickle.dumps(snapshot.metadata) == before[1]
 
     run_ranks(fn, 2)
 
@@ -76,7 +78,7 @@ def test_learning_rates_that_are_tensors_are_copied() -> None:
         rank.optimizer.param_groups[0]["lr"] = rate
         snapshot = rank.snapshot(0)
         rate.fill_(0.25)
-        assert snapshot.catalog.groups[0][0]["lr"] == 0.5
+        assert snapshot.metadata.groups[0][0]["lr"] == 0.5
 
     alone(fn)
 
@@ -105,8 +107,8 @@ def test_equal_entries_are_stored_once() -> None:
             engine = attach(Setting(stage=0), model, optimizer).engine
             model(torch.ones(1)).backward()
             optimizer.step()
-            catalog = take(engine, [optimizer], step=1).catalog
-            return len(pickle.dumps(catalog.states))
+            metadata = take(engine, [optimizer], step=1).metadata
+            return len(pickle.dumps(metadata.states))
 
         return int(alone(fn))
 
@@ -125,7 +127,7 @@ def test_buffers_are_used_again() -> None:
         assert third.data.data_ptr() == second.data.data_ptr()
         fourth = rank.snapshot(3, buffers=buffers)
         assert fourth.data.data_ptr() not in (first.data.data_ptr(), third.data.data_ptr())
-        assert third.catalog.step == 2
+        assert third.metadata.step == 2
 
     run_ranks(fn, 2)
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn, optim
 
 from lightning_shard.checkpoint.state_entries import (
+    CommonValue,
     Entries,
-    PieceMark,
     Scalar,
-    Whole,
+    ShardMark,
     describe,
     merge,
     rebuild,
@@ -37,12 +37,12 @@ def described(state: dict[str, Any]) -> Entries:
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        (torch.zeros(6), PieceMark(torch.float32)),
-        (torch.zeros(6, dtype=torch.bfloat16), PieceMark(torch.bfloat16)),
+        (torch.zeros(6), ShardMark(torch.float32)),
+        (torch.zeros(6, dtype=torch.bfloat16), ShardMark(torch.bfloat16)),
         (torch.tensor(3.0), Scalar(3.0, torch.float32, on_device=False)),
         (torch.tensor(3), Scalar(3, torch.int64, on_device=False)),
-        (True, Whole(True, on_device=False)),
-        (None, Whole(None, on_device=False)),
+        (True, CommonValue(True, on_device=False)),
+        (None, CommonValue(None, on_device=False)),
     ],
 )
 def test_kinds(value: Any, expected: object) -> None:
@@ -68,7 +68,7 @@ def test_keys_keep_their_order() -> None:
 )
 def test_tensors_come_back_as_they_were(value: Tensor) -> None:
     ((_, entry),) = described({"key": value})
-    assert not isinstance(entry, PieceMark)
+    assert not isinstance(entry, ShardMark)
     back = rebuild(entry, nn.Parameter(torch.ones(1)))
     assert (back.dtype, back.shape) == (value.dtype, value.shape)
     assert torch.equal(back, value)

@@ -233,9 +233,9 @@ class _Sized(Loaders):
         self.batch_size = 1
 
     def train_dataloader(self) -> Any:
-        whole = super().train_dataloader()
+        full = super().train_dataloader()
         return torch.utils.data.DataLoader(
-            whole.dataset, batch_size=self.batch_size, sampler=whole.sampler
+            full.dataset, batch_size=self.batch_size, sampler=full.sampler
         )
 
 

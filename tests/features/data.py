@@ -15,7 +15,16 @@ from torch.utils.data import (
 
 from tests.features.columns import GLOBAL_BATCH, Here
 from tests.features.declared import add, by, feature
-from tests.features.network import Loaders, Network, Report, dataset, dealt, fitted, left_by, loader
+from tests.features.network import (
+    Loaders,
+    Network,
+    Report,
+    assigned,
+    dataset,
+    fitted,
+    left_by,
+    loader,
+)
 
 GROUP = "Data"
 
@@ -58,8 +67,8 @@ class _Predicting(Loaders):
     """One sample more than full batches hold."""
 
     def predict_dataloader(self) -> Any:
-        whole = dataset(GLOBAL_BATCH + 1, seed=2)
-        return DataLoader(whole, batch_size=self.here.column.batch_size)
+        full = dataset(GLOBAL_BATCH + 1, seed=2)
+        return DataLoader(full, batch_size=self.here.column.batch_size)
 
 
 @feature(GROUP, "predict of uneven batches")
@@ -77,8 +86,8 @@ class _Stream(IterableDataset):
     def __iter__(self) -> Any:
         ranks = self.here.column.num_batches
         rank = torch.distributed.get_rank() % ranks if ranks > 1 else 0
-        whole = dataset(self.num_samples)
-        yield from (whole[index] for index in range(rank, self.num_samples, ranks))
+        full = dataset(self.num_samples)
+        yield from (full[index] for index in range(rank, self.num_samples, ranks))
 
 
 class _Streaming(Loaders):
@@ -95,8 +104,8 @@ def _combined(mode: str, here: Here) -> Report:
     class Combined(Loaders):
         def train_dataloader(self) -> Any:
             parts = {
-                "long": dealt(here, self.trainer, 4),
-                "short": dealt(here, self.trainer, 2, seed=3),
+                "long": assigned(here, self.trainer, 4),
+                "short": assigned(here, self.trainer, 2, seed=3),
             }
             return CombinedLoader(parts, mode)
 
@@ -108,8 +117,8 @@ class _OfSeveral(Network):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         parts = [part for part in batch.values() if part is not None]
-        whole = [torch.cat(entries) for entries in zip(*parts, strict=True)]
-        return super().training_step(whole, batch_idx)
+        full = [torch.cat(entries) for entries in zip(*parts, strict=True)]
+        return super().training_step(full, batch_idx)
 
 
 SEVERAL = by("elastic", "several|one training loader|CombinedLoader")
@@ -138,8 +147,8 @@ def dictionary(here: Here) -> Report:
     class Several(Loaders):
         def train_dataloader(self) -> Any:
             return {
-                "one": dealt(here, self.trainer, 4),
-                "two": dealt(here, self.trainer, 4, seed=3),
+                "one": assigned(here, self.trainer, 4),
+                "two": assigned(here, self.trainer, 4, seed=3),
             }
 
     return fitted(here, _OfSeveral(), data=Several(here))
@@ -149,7 +158,7 @@ class _OwnBatches(Loaders):
     """Has a batch sampler of its own."""
 
     def train_dataloader(self) -> Any:
-        sampler = dealt(self.here, self.trainer, 4).sampler
+        sampler = assigned(self.here, self.trainer, 4).sampler
         batches = BatchSampler(sampler, self.here.column.batch_size, drop_last=True)
         return DataLoader(sampler.dataset, batch_sampler=batches)
 
@@ -163,13 +172,13 @@ class _BatchesOfAll(Loaders):
     """Has a batch sampler that knows of no ranks."""
 
     def train_dataloader(self) -> Any:
-        whole = loader(self.here, 4).dataset
-        batches = BatchSampler(SequentialSampler(whole), self.here.column.batch_size, True)
-        return DataLoader(whole, batch_sampler=batches)
+        full = loader(self.here, 4).dataset
+        batches = BatchSampler(SequentialSampler(full), self.here.column.batch_size, True)
+        return DataLoader(full, batch_sampler=batches)
 
 
 @feature(GROUP, "batch_sampler that the Trainer deals")
-def dealt_batch_sampler(here: Here) -> Report:
+def assigned_batch_sampler(here: Here) -> Report:
     return fitted(here, data=_BatchesOfAll(here))
 
 
@@ -178,9 +187,9 @@ def weighted(here: Here) -> Report:
     class Weighted(Loaders):
         def train_dataloader(self) -> Any:
             generator = torch.Generator().manual_seed(3)
-            whole = loader(here, 4).dataset
+            full = loader(here, 4).dataset
             sampler = WeightedRandomSampler([1.0] * 32, 32, generator=generator)
-            return DataLoader(whole, here.column.batch_size, sampler=sampler)
+            return DataLoader(full, here.column.batch_size, sampler=sampler)
 
     module = Network()
     trainer = here.trainer(max_epochs=1)
@@ -212,4 +221,4 @@ class _OnlyTraining(Network):
         self._here = here
 
     def train_dataloader(self) -> Any:
-        return dealt(self._here, self.trainer, 4)
+        return assigned(self._here, self.trainer, 4)

@@ -14,8 +14,8 @@ from tests.features.network import (
     Loaders,
     Network,
     Report,
+    assigned,
     dataset,
-    dealt,
     fitted,
     left_by,
     loader,
@@ -74,7 +74,7 @@ class _OwnLoaders(Network):
         self._here = here
 
     def train_dataloader(self) -> Any:
-        return dealt(self._here, self.trainer, 4)
+        return assigned(self._here, self.trainer, 4)
 
     def val_dataloader(self) -> Any:
         return loader(self._here, 2, seed=2)

@@ -112,8 +112,8 @@ class _Gathered(Network):
     """Gathers outputs of a validation from all ranks."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        whole = self.all_gather(self(batch[0])).flatten(0, -2)
-        self.log("largest", whole.max(), reduce_fx="max")
+        full = self.all_gather(self(batch[0])).flatten(0, -2)
+        self.log("largest", full.max(), reduce_fx="max")
 
 
 MODULES = {

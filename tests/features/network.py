@@ -72,18 +72,18 @@ def dataset(num_samples: int, seed: int = 1) -> TensorDataset:
 
 
 def loader(here: Here, num_batches: int, seed: int = 1, **options: Any) -> DataLoader:
-    """Return so many global batches; those of validation are dealt to the ranks by the Trainer."""
-    whole = dataset(num_batches * GLOBAL_BATCH, seed)
-    return DataLoader(whole, batch_size=here.column.batch_size, **options)
+    """Return so many global batches; the Trainer assigns those of validation to the ranks."""
+    full = dataset(num_batches * GLOBAL_BATCH, seed)
+    return DataLoader(full, batch_size=here.column.batch_size, **options)
 
 
-def dealt(here: Here, trainer: L.Trainer | None, num_batches: int, seed: int = 1) -> DataLoader:
+def assigned(here: Here, trainer: L.Trainer | None, num_batches: int, seed: int = 1) -> DataLoader:
     """Return global batches in their order, which the Trainer would shuffle."""
     assert trainer is not None
     place = trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
-    whole = loader(here, num_batches, seed).dataset
-    sampler = DistributedSampler(whole, **place, shuffle=False)
-    return DataLoader(whole, batch_size=here.column.batch_size, sampler=sampler)
+    full = loader(here, num_batches, seed).dataset
+    sampler = DistributedSampler(full, **place, shuffle=False)
+    return DataLoader(full, batch_size=here.column.batch_size, sampler=sampler)
 
 
 class Loaders(L.LightningDataModule):
@@ -94,7 +94,7 @@ class Loaders(L.LightningDataModule):
         self.here = here
 
     def train_dataloader(self) -> Any:
-        return dealt(self.here, self.trainer, NUM_TRAINING)
+        return assigned(self.here, self.trainer, NUM_TRAINING)
 
     def val_dataloader(self) -> Any:
         return loader(self.here, NUM_VALIDATION, seed=2)
@@ -126,7 +126,7 @@ class Hooks(Callback):
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
-    """Return a copy of the state of a module that is whole."""
+    """Return a copy of the state of a module that is full."""
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 

@@ -119,7 +119,7 @@ def test_all_fail_and_the_caller_sees_the_first_error() -> None:
 def test_a_failure_that_others_survive_is_a_warning() -> None:
     def work() -> int:
         thread = world().thread
-        world().regroup(1, [0, 1, 2])
+        world().reconfigure(1, [0, 1, 2])
         if thread == 0:
             raise ValueError("of the caller's thread")
         return thread

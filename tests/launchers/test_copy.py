@@ -66,17 +66,17 @@ def test_a_copys_functions_reach_the_copy(way: str) -> None:
     model.found["it"] = WAYS[way](model)
     expected = model.layer if way == "closure over a part" else model
     assert model.found["it"]() is expected
-    twin = copy_with_functions(model, {}, [model], [])
-    assert twin is not model
-    assert twin.found["it"]() is (twin.layer if way == "closure over a part" else twin)
+    copied = copy_with_functions(model, {}, [model], [])
+    assert copied is not model
+    assert copied.found["it"]() is (copied.layer if way == "closure over a part" else copied)
     assert model.found["it"]() is expected
 
 
 def test_functions_that_reach_nothing_of_it_are_shared() -> None:
     model, calls = Net(), list[int]()
     model.found = {"count": lambda: calls.append(1), "module's": torch.zeros, "own": len}
-    twin = copy_with_functions(model, {}, [model], [])
-    assert all(twin.found[name] is model.found[name] for name in model.found)
+    copied = copy_with_functions(model, {}, [model], [])
+    assert all(copied.found[name] is model.found[name] for name in model.found)
 
 
 def test_two_functions_share_a_variable_in_the_copy() -> None:
@@ -91,10 +91,10 @@ def test_two_functions_share_a_variable_in_the_copy() -> None:
         current = value
 
     model.found = {"read": read, "write": write}
-    twin = copy_with_functions(model, {}, [model], [])
-    assert twin.found["read"]() is twin
-    twin.found["write"](5)
-    assert (twin.found["read"](), model.found["read"]()) == (5, model)
+    copied = copy_with_functions(model, {}, [model], [])
+    assert copied.found["read"]() is copied
+    copied.found["write"](5)
+    assert (copied.found["read"](), model.found["read"]()) == (5, model)
 
 
 def test_hooks_of_modules_and_parameters_are_the_copys() -> None:
@@ -103,11 +103,11 @@ def test_hooks_of_modules_and_parameters_are_the_copys() -> None:
     model.layer.weight.register_hook(lambda grad: grad * len(list(model.children())) * 3)
     model.layer.bias.register_post_accumulate_grad_hook(lambda _: seen.append(model.layer))
     model.layer.bias.no_decay = True
-    twin = copy_with_functions(model, {}, [model], [])
-    twin.layer(torch.ones(1, 2)).sum().backward()
-    assert seen == [twin, twin.layer]
-    assert torch.equal(twin.layer.weight.grad, torch.full((2, 2), 3.0))
-    assert twin.layer.bias.no_decay
+    copied = copy_with_functions(model, {}, [model], [])
+    copied.layer(torch.ones(1, 2)).sum().backward()
+    assert seen == [copied, copied.layer]
+    assert torch.equal(copied.layer.weight.grad, torch.full((2, 2), 3.0))
+    assert copied.layer.bias.no_decay
 
 
 def test_other_deep_copies_are_as_ever() -> None:
@@ -137,11 +137,11 @@ def test_compiled_code_of_a_copy_computed_with_the_original() -> None:
     model: Any = nn.Linear(1, 1)
     model.compiled = torch.compile(model.forward, backend="eager")
     model.closure = torch.compile(lambda x: x * model.weight, backend="eager")
-    twin = copy_with_functions(model, {}, [model], [])
+    copied = copy_with_functions(model, {}, [model], [])
     with torch.no_grad():
-        model.weight.zero_(), twin.weight.fill_(3.0), twin.bias.zero_()
-    assert twin.compiled(torch.ones(1)) == 3
-    assert twin.closure(torch.ones(1)) == 3
+        model.weight.zero_(), copied.weight.fill_(3.0), copied.bias.zero_()
+    assert copied.compiled(torch.ones(1)) == 3
+    assert copied.closure(torch.ones(1)) == 3
     assert model.closure(torch.ones(1)) == 0
 
 
@@ -150,12 +150,12 @@ def test_compiled_code_of_a_copy_computed_with_the_original() -> None:
 def test_a_copy_of_a_compiled_block_was_not_compiled() -> None:
     model = nn.Sequential(nn.Linear(1, 1))
     model[0].compile(backend="eager")
-    twin = copy_with_functions(model, {}, [model], [])
-    assert twin[0]._compiled_call_impl is not None
-    assert twin[0]._compiled_call_impl is not model[0]._compiled_call_impl
+    copied = copy_with_functions(model, {}, [model], [])
+    assert copied[0]._compiled_call_impl is not None
+    assert copied[0]._compiled_call_impl is not model[0]._compiled_call_impl
     with torch.no_grad():
-        twin[0].weight.zero_(), twin[0].bias.fill_(5.0)
-    assert twin(torch.ones(1)) == 5
+        copied[0].weight.zero_(), copied[0].bias.fill_(5.0)
+    assert copied(torch.ones(1)) == 5
 
 
 def test_hooks_and_schedulers_of_an_optimizer_are_the_copys() -> None:
@@ -163,8 +163,8 @@ def test_hooks_and_schedulers_of_an_optimizer_are_the_copys() -> None:
     model.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.optimizer.register_step_post_hook(lambda *_: seen.append(model))
     model.scheduler = torch.optim.lr_scheduler.StepLR(model.optimizer, 1)
-    twin = copy_with_functions(model, {}, [model], [])
-    twin.optimizer.step()
-    twin.scheduler.step()  # warns if it does not know the optimizer's step
-    assert twin.optimizer._opt_called
-    assert seen == [twin]
+    copied = copy_with_functions(model, {}, [model], [])
+    copied.optimizer.step()
+    copied.scheduler.step()  # warns if it does not know the optimizer's step
+    assert copied.optimizer._opt_called
+    assert seen == [copied]

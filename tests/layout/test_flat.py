@@ -7,20 +7,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_shard.errors import LayoutError
-from lightning_shard.layout.flat import Piece, build_layout
+from lightning_shard.layout.flat import ShardSlice, build_layout
 
 
 def test_two_ranks_share_a_weight_that_straddles_the_cut() -> None:
     layout = build_layout([("weight", (3, 2)), ("bias", (3,))], num_shards=2, align=1)
     weight, bias = layout.slots
     assert (weight.offset, bias.offset, layout.shard_numel, layout.full_numel) == (0, 6, 5, 10)
-    assert list(layout.pieces(0)) == [
-        Piece(shard_offset=0, param_offset=0, numel=5),
-        Piece(shard_offset=0, param_offset=0, numel=0),
+    assert list(layout.shard_slices(0)) == [
+        ShardSlice(shard_offset=0, param_offset=0, numel=5),
+        ShardSlice(shard_offset=0, param_offset=0, numel=0),
     ]
-    assert list(layout.pieces(1)) == [
-        Piece(shard_offset=0, param_offset=5, numel=1),
-        Piece(shard_offset=1, param_offset=0, numel=3),
+    assert list(layout.shard_slices(1)) == [
+        ShardSlice(shard_offset=0, param_offset=5, numel=1),
+        ShardSlice(shard_offset=1, param_offset=0, numel=3),
     ]
 
 
@@ -34,7 +34,7 @@ def test_alignment_moves_slots_and_shards() -> None:
 def test_scalars_and_empty_parameters_have_a_place() -> None:
     layout = build_layout([("scale", ()), ("nothing", (0, 4)), ("w", (2,))], num_shards=1)
     assert [slot.numel for slot in layout.slots] == [1, 0, 2]
-    assert layout.piece(layout.slots[1], 0).numel == 0
+    assert layout.shard_slice(layout.slots[1], 0).numel == 0
 
 
 @pytest.mark.parametrize(
@@ -51,17 +51,17 @@ def test_refusals(shapes: list[tuple[str, tuple[int, ...]]], num_shards: int, al
     num_shards=st.integers(1, 9),
     align=st.sampled_from([1, 4, 8]),
 )
-def test_pieces_cover_every_parameter_once(
+def test_shards_cover_every_parameter_once(
     shapes: list[list[int]], num_shards: int, align: int
 ) -> None:
     named = [(f"p{i}", tuple(shape)) for i, shape in enumerate(shapes)]
     layout = build_layout(named, num_shards=num_shards, align=align)
     for slot in layout.slots:
         assert slot.offset % align == 0
-        pieces = [layout.piece(slot, shard) for shard in range(num_shards)]
-        owned = [i for p in pieces for i in range(p.param_offset, p.param_stop)]
+        shard_slices = [layout.shard_slice(slot, shard) for shard in range(num_shards)]
+        owned = [i for p in shard_slices for i in range(p.param_offset, p.param_stop)]
         assert owned == list(range(prod(slot.shape)))
-        assert all(p.shard_stop <= layout.shard_numel for p in pieces)
+        assert all(p.shard_stop <= layout.shard_numel for p in shard_slices)
     assert max(slot.stop for slot in layout.slots) <= layout.full_numel
     total = sum(slot.numel for slot in layout.slots)
     padding = layout.full_numel - total

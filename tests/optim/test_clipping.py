@@ -1,4 +1,4 @@
-"""Against torch.nn.utils, whatever the stage and wherever the pieces lie."""
+"""Against torch.nn.utils, whatever the stage and wherever the shards lie."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Which of torch's optimizers may update pieces; asking leaves no trace."""
+"""Which of torch's optimizers may update shards; asking leaves no trace."""
 
 import warnings
 from collections.abc import Callable
@@ -30,7 +30,7 @@ ELEMENTWISE: dict[str, Callable[[Any], Optimizer]] = {
     "Adadelta": lambda p: optim.Adadelta(p),
     "ASGD": lambda p: optim.ASGD(p),
 }
-WHOLE: dict[str, Callable[[Any], Optimizer]] = {
+FULL: dict[str, Callable[[Any], Optimizer]] = {
     "Adafactor": lambda p: optim.Adafactor(p),
     "LBFGS": lambda p: optim.LBFGS(p),
     "LBFGS that searches lines": lambda p: optim.LBFGS(p, line_search_fn="strong_wolfe"),
@@ -40,7 +40,7 @@ WHOLE: dict[str, Callable[[Any], Optimizer]] = {
 
 
 class Normalised(Optimizer):
-    """Divides by the norm of the whole gradient, as LARS does."""
+    """Divides by the norm of the full gradient, as LARS does."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -63,9 +63,9 @@ def test_elementwise(name: str) -> None:
     assert why_not_elementwise(make(ELEMENTWISE[name])) is None
 
 
-@pytest.mark.parametrize("name", WHOLE)
-def test_whole_matrices(name: str) -> None:
-    assert why_not_elementwise(make(WHOLE[name])) is not None
+@pytest.mark.parametrize("name", FULL)
+def test_full_matrices(name: str) -> None:
+    assert why_not_elementwise(make(FULL[name])) is not None
 
 
 def test_an_optimizer_of_the_users() -> None:
@@ -73,8 +73,8 @@ def test_an_optimizer_of_the_users() -> None:
 
 
 @pytest.mark.parametrize("name", [*ELEMENTWISE, "Adafactor", "Muon"])
-def test_whole_parameters_by_themselves(name: str) -> None:
-    assert why_not_separate(make({**ELEMENTWISE, **WHOLE}[name])) is None
+def test_full_parameters_by_themselves(name: str) -> None:
+    assert why_not_separate(make({**ELEMENTWISE, **FULL}[name])) is None
 
 
 def test_what_one_parameter_gets_depends_on_the_others() -> None:
@@ -86,12 +86,12 @@ def test_what_one_parameter_gets_depends_on_the_others() -> None:
     assert "came out differently" in str(
         why_not_separate(ClipsByItself(make(Normalised).param_groups))
     )
-    assert why_not_separate(make(WHOLE["LBFGS"])) is not None
-    assert why_not_separate(make(WHOLE["LBFGS that searches lines"])) is not None
+    assert why_not_separate(make(FULL["LBFGS"])) is not None
+    assert why_not_separate(make(FULL["LBFGS that searches lines"])) is not None
 
 
-def test_what_one_piece_gets_depends_on_the_others() -> None:
-    """A rank has one piece, so pieces are tried one by one."""
+def test_what_one_shard_gets_depends_on_the_others() -> None:
+    """A rank has one shard, so shards are tried one by one."""
 
     class ScaledByAll(optim.SGD):
         def step(self, closure: Any = None) -> Any:
@@ -138,7 +138,7 @@ def test_an_optimizer_that_requires_a_closure_is_tried_with_one(kind: Any) -> No
 
 
 @pytest.mark.parametrize("kind", [optim.Adafactor, optim.Muon, Normalised])
-def test_a_warm_up_from_zero_does_not_hide_the_need_for_whole_matrices(
+def test_a_warm_up_from_zero_does_not_hide_the_need_for_full_matrices(
     kind: Callable[[Any], Optimizer],
 ) -> None:
     optimizer = make(kind)
@@ -163,9 +163,9 @@ def test_each_group_is_asked() -> None:
     assert why_not_elementwise(SecondGroupIsOdd(groups[:1])) is None
 
 
-@pytest.mark.parametrize("name", [*ELEMENTWISE, *WHOLE])
+@pytest.mark.parametrize("name", [*ELEMENTWISE, *FULL])
 def test_asking_leaves_no_trace(name: str) -> None:
-    optimizer = make({**ELEMENTWISE, **WHOLE}[name])
+    optimizer = make({**ELEMENTWISE, **FULL}[name])
     steps: list[str] = []
     optimizer.register_step_post_hook(lambda *_: steps.append("hook"))
     params = [param for group in optimizer.param_groups for param in group["params"]]

@@ -1,4 +1,4 @@
-"""The user's own optimizer object on pieces."""
+"""The user's own optimizer object on shards."""
 
 import copy
 from collections.abc import Callable
@@ -205,7 +205,7 @@ def test_zero_grad(stage: int, set_to_none: bool) -> None:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("kind", [optim.LBFGS, optim.Adafactor, optim.Muon])
-def test_optimizers_of_whole_matrices_are_refused(stage: int, kind: Any) -> None:
+def test_optimizers_of_full_matrices_are_refused(stage: int, kind: Any) -> None:
     def fn(rank: int) -> None:
         model = nn.Linear(3, 3, bias=False)
         ShardedOptimizer(kind(model.parameters()), make_engine(model, stage))

@@ -1,4 +1,4 @@
-"""The two halves of a backward together are the whole one."""
+"""The two halves of a backward together are the full one."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -57,19 +57,19 @@ def run(name: str) -> tuple[list[Tensor], list[Tensor], list[nn.Parameter], list
 
 
 @pytest.mark.parametrize("name", STAGES)
-def test_the_halves_are_the_whole(name: str) -> None:
+def test_the_halves_are_the_full(name: str) -> None:
     roots, inputs, params, grads = run(name)
-    whole_inputs, whole_params = full_backward(roots, grads, inputs, params)
+    full_inputs, full_params = full_backward(roots, grads, inputs, params)
     roots, inputs, params, grads = run(name)
     kept = torch.ones_like(params[0])
     params[0].grad = kept
     half_inputs, rest = input_backward(roots, grads, inputs, params)
     half_params = weight_backward(rest, params)
-    torch.testing.assert_close(half_inputs, whole_inputs)
-    for half, whole in zip(half_params, whole_params, strict=True):
-        assert (half is None) == (whole is None)
-        if whole is not None:
-            torch.testing.assert_close(half, whole)
+    torch.testing.assert_close(half_inputs, full_inputs)
+    for half, full in zip(half_params, full_params, strict=True):
+        assert (half is None) == (full is None)
+        if full is not None:
+            torch.testing.assert_close(half, full)
     assert params[0].grad is kept
     assert all(one.grad is None for one in (*params[1:], *inputs))
 
@@ -86,25 +86,25 @@ class Reformatted:
 
     def __init__(self) -> None:
         self.weight = nn.Parameter(torch.arange(16.0).view(4, 4) / 16)
-        self.whole, self.pieces = self.weight.data.bfloat16(), self.weight.data.flatten()
-        self.weight.data = self.pieces
+        self.full, self.shards = self.weight.data.bfloat16(), self.weight.data.flatten()
+        self.weight.data = self.shards
 
     def forward(self, x: Tensor, times: int = 1) -> Tensor:
         for _ in range(times):
-            self.weight.data = self.whole
+            self.weight.data = self.full
             x = (x.bfloat16() @ self.weight).float()
-            self.weight.data = self.pieces
+            self.weight.data = self.shards
         return x
 
     def backward(self, x: Tensor, y: Tensor, *, halves: bool) -> list[Tensor | None]:
         grads, params = [torch.ones_like(y)], [self.weight]
-        self.weight.data = self.whole
+        self.weight.data = self.full
         if halves:
             of_x, rest = input_backward([y], grads, [x], params)
             of_weight = weight_backward(rest, params)
         else:
             of_x, of_weight = full_backward([y], grads, [x], params, reformatted=True)
-        self.weight.data = self.pieces
+        self.weight.data = self.shards
         return [*of_x, *of_weight]
 
 
@@ -116,7 +116,7 @@ def test_a_weight_whose_format_has_changed_since_the_forward(times: int, *, halv
     outputs = [layer.forward(x, times) for x in inputs]
     for x, y in zip(inputs, outputs, strict=True):
         found = layer.backward(x, y, halves=halves)
-        alone = layer.whole.clone().requires_grad_()
+        alone = layer.full.clone().requires_grad_()
         expected = x
         for _ in range(times):
             expected = (expected.bfloat16() @ alone).float()

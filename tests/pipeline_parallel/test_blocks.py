@@ -194,13 +194,13 @@ def test_two_heavy_lists_are_refused_with_what_becomes_of_the_other() -> None:
         find_blocks(model)
     assert listed in str(info.value)
     assert str(info.value).startswith("Name the list to cut, such as blocks='decoder.block', or")
-    assert "blocks='decoder.block' encoder.block stays whole on the first" in str(info.value)
+    assert "blocks='decoder.block' encoder.block stays full on the first" in str(info.value)
     assert find_blocks(model, "decoder.block").path == "decoder.block"
 
 
 def test_four_stages_of_a_convolutional_network_are_refused() -> None:
     model = nn.ModuleDict({f"layer{i}": nn.Sequential(*linears(2, 4 * i)) for i in range(1, 5)})
-    with pytest.raises(ConfigError, match=r"layer1, layer2, layer3 stays whole on the first"):
+    with pytest.raises(ConfigError, match=r"layer1, layer2, layer3 stays full on the first"):
         find_blocks(model)
 
 

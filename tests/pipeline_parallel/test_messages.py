@@ -1,4 +1,4 @@
-"""Tensors between ranks: any number of any type, their looks told once."""
+"""Tensors between ranks: any number of any type, their metadata told once."""
 
 import pytest
 import torch
@@ -7,16 +7,16 @@ from torch.distributed import group
 
 from lightning_shard import ConfigError
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.pipeline_parallel.messages import Look, Messages
+from lightning_shard.pipeline_parallel.messages import StageMessages, TensorMetadata
 from lightning_shard.testing import run_ranks
 
 CPU = torch.device("cpu")
 
 
-def pair() -> tuple[Collectives, Messages]:
+def pair() -> tuple[Collectives, StageMessages]:
     assert group.WORLD is not None
     collectives = Collectives(group.WORLD)
-    return collectives, Messages(collectives, CPU)
+    return collectives, StageMessages(collectives, CPU)
 
 
 def tensors(size: int) -> list[Tensor]:
@@ -69,8 +69,8 @@ def test_receives_may_be_posted_before_their_looks_are_known() -> None:
                 messages.send([torch.full((2,), float(tag))], 1, tag, key="same")
             messages.finish()
             return []
-        receipts = [messages.receive(0, tag, key="same") for tag in range(3)]
-        return [receipt.wait()[0] for receipt in receipts]
+        handles = [messages.receive(0, tag, key="same") for tag in range(3)]
+        return [handle.wait()[0] for handle in handles]
 
     got = run_ranks(work, 2)[1]
     assert [one.tolist() for one in got] == [[0, 0], [1, 1], [2, 2]]
@@ -101,6 +101,6 @@ def test_too_many_tensors_for_a_header() -> None:
 
 def test_no_gradient_is_expected_where_none_is_followed() -> None:
     tensor = torch.ones(2, requires_grad=True)
-    assert Look.of(tensor).requires_grad
+    assert TensorMetadata.of(tensor).requires_grad
     with torch.no_grad():
-        assert not Look.of(tensor).requires_grad
+        assert not TensorMetadata.of(tensor).requires_grad

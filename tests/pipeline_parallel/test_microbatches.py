@@ -76,9 +76,9 @@ def test_parts_are_views() -> None:
     assert batch.sum() == 8
 
 
-def test_what_is_not_of_the_samples_goes_whole_into_every_microbatch() -> None:
+def test_what_is_not_of_the_samples_goes_full_into_every_microbatch() -> None:
     weights, scalar, marker = torch.ones(10), torch.tensor(0.5), object()
-    whole = {
+    full = {
         "weights": weights,
         "scalar": scalar,
         "text": "abcd",
@@ -86,8 +86,8 @@ def test_what_is_not_of_the_samples_goes_whole_into_every_microbatch() -> None:
         "n": 4,
         "o": marker,
     }
-    for part in contents({"x": torch.zeros(4, 2), **whole, "pair": (1, 2)}, 2):
-        assert all(part[name] is value for name, value in whole.items())
+    for part in contents({"x": torch.zeros(4, 2), **full, "pair": (1, 2)}, 2):
+        assert all(part[name] is value for name, value in full.items())
         assert part["pair"] == (1, 2)
         assert part["x"].shape == (2, 2)
 
@@ -153,7 +153,7 @@ def test_scalars_are_averaged_by_size() -> None:
     assert merge_outputs([7, 7], [3, 1]) == 7
 
 
-def test_the_merged_loss_has_the_gradient_of_the_whole_batch() -> None:
+def test_the_merged_loss_has_the_gradient_of_the_full_one_batch() -> None:
     x = torch.arange(5.0, requires_grad=True)
     parts = x.split([3, 2])
     merge_outputs([(part**2).mean() for part in parts], [3, 2]).backward()

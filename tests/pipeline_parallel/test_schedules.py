@@ -167,8 +167,8 @@ def test_each_stage_computes_each_microbatch_once_forward_then_backward(
             if action.computes:
                 kinds[action.stage, action.microbatch].append(action.kind)
     assert len(kinds) == schedule.num_stages * schedule.num_microbatches
-    whole, halves = ["F", "B"], ["F", "I", "W"]
-    expected = [["F"]] if schedule.name == "forward_only" else [whole, halves]
+    full, halves = ["F", "B"], ["F", "I", "W"]
+    expected = [["F"]] if schedule.name == "forward_only" else [full, halves]
     assert all(order in expected for order in kinds.values())
 
 

@@ -168,8 +168,8 @@ def durations(draw: st.DrawFn) -> Durations:
         return Durations()
     forward, backward, halves = (draw(st.integers(1, 6)) for _ in range(3))
     weight = draw(st.integers(1, 6))
-    whole = draw(st.sampled_from((backward, halves + weight)))
-    return Durations(forward=forward, backward=whole, backward_input=halves, backward_weight=weight)
+    full = draw(st.sampled_from((backward, halves + weight)))
+    return Durations(forward=forward, backward=full, backward_input=halves, backward_weight=weight)
 
 
 @settings(deadline=None, max_examples=200)

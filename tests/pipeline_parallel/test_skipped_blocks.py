@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_shard.elsewhere import Elsewhere, is_elsewhere
 from lightning_shard.pipeline_parallel.skipped_blocks import SkippedBlock
+from lightning_shard.placeholders import Placeholder, is_placeholder
 
 
 class Counted(nn.Module):
@@ -24,8 +24,8 @@ class Counted(nn.Module):
         return (x + 1, len(x)) if with_length else x + 1
 
 
-def stand_in(length: int) -> Elsewhere:
-    return Elsewhere.of(torch.empty(0), (length, 3), "embed.weight")
+def stand_in(length: int) -> Placeholder:
+    return Placeholder.of(torch.empty(0), (length, 3), "embed.weight")
 
 
 def test_a_result_that_looks_like_the_argument_is_known_for_all_shapes() -> None:
@@ -47,7 +47,7 @@ def test_numbers_in_a_result_were_those_of_the_first_shapes() -> None:
 def test_a_result_was_that_of_other_settings() -> None:
     block = Counted()
     skipped = SkippedBlock(block)
-    assert is_elsewhere(skipped(block, (stand_in(4),), {"with_length": False}))
+    assert is_placeholder(skipped(block, (stand_in(4),), {"with_length": False}))
     assert len(skipped(block, (stand_in(4),), {"with_length": True})) == 2
 
 
@@ -57,7 +57,7 @@ def test_a_block_that_keeps_values_runs_every_time() -> None:
     for _ in range(3):
         skipped(block, (stand_in(4),), {"keep": True})
     assert block.runs == 3
-    assert all(map(is_elsewhere, block.kept))
+    assert all(map(is_placeholder, block.kept))
 
 
 def test_hooks_of_skipped_blocks_were_not_called() -> None:
@@ -67,10 +67,10 @@ def test_hooks_of_skipped_blocks_were_not_called() -> None:
     for _ in range(2):
         skipped(block, (stand_in(4),), {})
     assert len(seen) == 2
-    assert all(map(is_elsewhere, seen))
+    assert all(map(is_placeholder, seen))
 
 
 def test_a_hook_that_asks_for_elements_is_left_out() -> None:
     block = Counted()
     block.register_forward_hook(lambda module, args, output: output.sum().item() and None)
-    assert is_elsewhere(SkippedBlock(block)(block, (stand_in(4),), {}))
+    assert is_placeholder(SkippedBlock(block)(block, (stand_in(4),), {}))

@@ -136,10 +136,10 @@ def test_restoring_gives_every_rank_what_the_stages_have_made() -> None:
     assert first["blocks.3.running_mean"] == [1]
 
 
-def test_without_the_whole_model_nothing_is_gathered() -> None:
+def test_without_the_full_model_nothing_is_gathered() -> None:
     def work(rank: int) -> int:
         model = Net()
-        split_of(model, (0, 1)).restore(whole=False)
+        split_of(model, (0, 1)).restore(full=False)
         return model.blocks[0].weight.numel()
 
     assert run_ranks(work, 2) == [3, 0]

@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_shard.elsewhere import Elsewhere
 from lightning_shard.errors import ConfigError
-from lightning_shard.pipeline_parallel.stage_run import Cut, Needed, Probe, StageRun
+from lightning_shard.pipeline_parallel.stage_run import Needed, Probe, StageRun, StepCutShort
+from lightning_shard.placeholders import Placeholder
 
 NAMES = [f"blocks.{index}" for index in range(4)]
 Call = Callable[..., Any]  # of a block: its index and its tensors
 
 
-def stand_in() -> Elsewhere:
-    return Elsewhere.of(torch.empty(0), (2, 3), "embed.weight")
+def stand_in() -> Placeholder:
+    return Placeholder.of(torch.empty(0), (2, 3), "embed.weight")
 
 
 def first_stage(stop: int = 2) -> StageRun:
@@ -46,7 +46,7 @@ def run_through(run: StageRun | Probe, step: Callable[[Call], Any]) -> Any:
     return run.forward(lambda: step(call))
 
 
-def whole(x: Tensor) -> Callable[[Call], Tensor]:
+def full(x: Tensor) -> Callable[[Call], Tensor]:
     """Return a step that calls all blocks in order."""
 
     def step(call: Call) -> Tensor:
@@ -60,7 +60,7 @@ def whole(x: Tensor) -> Callable[[Call], Tensor]:
 
 def test_the_first_stage_gives_out_what_the_next_block_is_called_with() -> None:
     run = first_stage()
-    run_through(run, whole(torch.ones(2, 3)))
+    run_through(run, full(torch.ones(2, 3)))
     assert [one.tolist() for one in run.outputs] == [[[4.0] * 3] * 2]
     assert run.result is None
 
@@ -68,7 +68,7 @@ def test_the_first_stage_gives_out_what_the_next_block_is_called_with() -> None:
 def test_the_last_stage_goes_on_from_what_it_has_received() -> None:
     received = torch.full((2, 3), 5.0, requires_grad=True)
     run = last_stage(received)
-    run_through(run, whole(stand_in()))
+    run_through(run, full(stand_in()))
     assert run.result.item() == 4 * 5 * 6
     run.result.backward()
     assert torch.equal(run.inputs[0].grad, torch.full((2, 3), 4.0))
@@ -77,13 +77,13 @@ def test_the_last_stage_goes_on_from_what_it_has_received() -> None:
 def test_code_that_catches_exceptions_does_not_see_where_a_stage_ends() -> None:
     def step(call: Call) -> None:
         with suppress(Exception):
-            whole(torch.ones(2, 3))(call)
+            full(torch.ones(2, 3))(call)
         raise AssertionError("the step went on")
 
     run = first_stage()
     run_through(run, step)
     assert len(run.outputs) == 1
-    assert not issubclass(Cut, Exception)
+    assert not issubclass(StepCutShort, Exception)
 
 
 def test_a_tensor_that_is_given_twice_was_received_twice() -> None:

@@ -76,7 +76,7 @@ def test_the_stages_together_are_the_step(split: list[int]) -> None:
     assert torch.equal(result, expected)
 
 
-def test_outside_of_steps_the_model_is_whole() -> None:
+def test_outside_of_steps_the_model_is_full() -> None:
     net, x = Net().eval(), torch.randn(3, 2)
     expected, classes = net(x), [type(one) for one in net.modules()]
     attributes, params = [sorted(vars(one)) for one in net.modules()], dict(net.named_parameters())

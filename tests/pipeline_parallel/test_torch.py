@@ -53,7 +53,7 @@ def test_neighbouring_stages_on_one_rank_exchange_no_message() -> None:
     assert rows == [[(0, "F", 0), (1, "F", 0), (1, "B", 0), (0, "B", 0)]]
 
 
-def test_the_halves_of_a_backward_give_the_gradients_of_a_whole_one() -> None:
+def test_the_halves_of_a_backward_give_the_gradients_of_a_full_one() -> None:
     layer = torch.nn.Linear(3, 2)
     x = torch.randn(4, 3, requires_grad=True)
     expected = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])

@@ -39,8 +39,8 @@ def test_parameters() -> None:
 def test_bytes_of_mixed_precision() -> None:
     """Matrices in bf16 beside 1/d of a master copy; ZeRO stage 1 divides Adam's moments."""
     for memory in (run("bf16-mixed").ranks[stage].memory for stage in INNER):
-        whole = HALF * MATRICES + SINGLE * VECTORS
-        assert memory.parameters == pytest.approx(whole + SINGLE * MATRICES / D, rel=1e-4)
+        full = HALF * MATRICES + SINGLE * VECTORS
+        assert memory.parameters == pytest.approx(full + SINGLE * MATRICES / D, rel=1e-4)
         assert memory.gradients == pytest.approx(SINGLE * (MATRICES + VECTORS), rel=1e-4)
         assert memory.optimizer_state == pytest.approx(memory.gradients * 2 / D, rel=1e-4)
 

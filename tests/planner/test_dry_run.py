@@ -57,10 +57,10 @@ class Census(L.Callback):
         self._totals.append(totals(trainer.strategy.mesh, trainer.global_rank))
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        everyone = trainer.strategy.collectives
+        dp = trainer.strategy.collectives
         before, after = self._totals[-2:]
-        self.held = everyone.all_gather_object(self._held)
-        self.sent = everyone.all_gather_object({axis: after[axis] - before[axis] for axis in AXES})
+        self.held = dp.all_gather_object(self._held)
+        self.sent = dp.all_gather_object({axis: after[axis] - before[axis] for axis in AXES})
 
 
 def totals(mesh: ParallelMesh, rank: int) -> dict[Axis, int]:

@@ -193,7 +193,7 @@ class ByGradients(Hooked):
 
 
 class Loads(Hooked):
-    """A whole state of another network."""
+    """A full state of another network."""
 
     def on_fit_start(self) -> None:
         torch.manual_seed(9)

@@ -37,7 +37,7 @@ VOCABULARY = 64
 CONTEXT = 16
 # Adam divides by the root of the mean square + eps. The bias of attention's keys has no effect on
 # the loss, so its gradient is rounding noise (about 1e-9); with the usual eps of 1e-8 Adam would
-# make whole steps of it, in another direction for every order of summation.
+# make full steps of it, in another direction for every order of summation.
 EPS = 1e-6
 WARMUP_STEPS = 5
 

@@ -62,7 +62,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a training run leaves: the curve, and the whole weights and buffers.
+    """What a training run leaves: the curve, and the full weights and buffers.
 
     Attributes:
         losses: Of each micro-batch, averaged over ranks.

@@ -92,7 +92,7 @@ class Fitted:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """The whole state."""
+        """The full state."""
         return dict(self.model.state_dict())
 
 

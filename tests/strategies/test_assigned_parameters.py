@@ -58,7 +58,7 @@ def test_view_is_put_back_over_an_assigned_tensor(update: str, hook: str, strate
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-def test_edit_of_frozen_pieces_before_the_update_reaches_one_rank_only(strategy: str) -> None:
+def test_edit_of_frozen_shards_before_the_update_reaches_one_rank_only(strategy: str) -> None:
     make = partial(Taught, "in_place", "on_before_optimizer_step")
     result = train(make, strategy=f"{strategy}_in_process", devices=3)
     assert_same(result, single_device("in_place", "on_before_optimizer_step"))
@@ -317,7 +317,7 @@ def test_weights_kept_by_reference_are_not_what_copies_are(strategy: str, precis
     assert_same(train(SwappingInSinglePrecision, **options), train(SwappingByCopies, **options))
 
 
-def test_initialising_a_piece_is_an_error_of_torchs() -> None:
+def test_initialising_a_shard_is_an_error_of_torchs() -> None:
     def then(model: Hooked) -> None:
         nn.init.eye_(model.neck.weight)
         torch.manual_seed(5)

@@ -125,7 +125,7 @@ class OwnNorm(L.Callback):
         torch.testing.assert_close(trainer.strategy.gradient_norm(), expected)
 
 
-def test_user_code_sees_the_own_gradient_whole() -> None:
+def test_user_code_sees_the_own_gradient_full() -> None:
     trainer_of(2, 5, 2, callbacks=[OwnNorm(), SlowRank()]).fit(Tiny(), datamodule=tiny_run(2, 5))
 
 
@@ -230,15 +230,15 @@ def saved(file: Path, num_ranks: int, optimizer: str = "adamw") -> dict[str, Any
 
 
 def test_one_rank_resumes_with_the_same_bits(tmp_path: Path) -> None:
-    file, whole, resumed = tmp_path / "five.ckpt", Scheduled("adamw"), Scheduled("adamw")
+    file, full, resumed = tmp_path / "five.ckpt", Scheduled("adamw"), Scheduled("adamw")
     data = tiny_run(1, 5)
-    trainer_of(1, 9, 3, max_epochs=2, callbacks=[SaveAt(file, 5)]).fit(whole, datamodule=data)
+    trainer_of(1, 9, 3, max_epochs=2, callbacks=[SaveAt(file, 5)]).fit(full, datamodule=data)
     trainer_of(1, 9, 3, max_epochs=2).fit(resumed, datamodule=data, ckpt_path=file)
-    assert_same_weights(weights_of(resumed), weights_of(whole), rtol=0, atol=0)
+    assert_same_weights(weights_of(resumed), weights_of(full), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_a_checkpoint_is_whole_and_other_numbers_of_ranks_resume_it(
+def test_a_checkpoint_is_full_and_other_numbers_of_ranks_resume_it(
     num_ranks: int, tmp_path: Path
 ) -> None:
     file = tmp_path / "five.ckpt"

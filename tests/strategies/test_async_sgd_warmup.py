@@ -67,7 +67,7 @@ class SaveAt(L.Callback):
 
 
 @pytest.mark.parametrize(("saved_at", "num_asynchronous"), [(3, 7), (8, 4)])
-def test_a_warm_up_counts_the_steps_of_the_whole_run(
+def test_a_warm_up_counts_the_steps_of_the_full_one_run(
     saved_at: int, num_asynchronous: int, tmp_path: Path
 ) -> None:
     """A run that is resumed within its warm-up ends it; one that is resumed later has none."""

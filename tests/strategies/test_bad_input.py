@@ -107,7 +107,7 @@ def test_an_unknown_precision_names_the_known() -> None:
         trainer("zero3_in_process", precision="bf16-mixd")
 
 
-def test_a_precision_plugin_that_cannot_work_on_pieces() -> None:
+def test_a_precision_plugin_that_cannot_work_on_shards() -> None:
     class Odd(L.pytorch.plugins.precision.MixedPrecision):
         pass
 

@@ -432,7 +432,7 @@ def test_what_loads_on_one_device_loads(strategy: str, saved: Path, tmp_path: Pa
 
 
 class Holds(L.Callback):
-    """Keeps the whole weights with which training starts."""
+    """Keeps the full weights with which training starts."""
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         state = trainer.strategy.lightning_module_state_dict()
@@ -476,7 +476,7 @@ class Extending(Counted):
 
 @pytest.mark.parametrize("strategy", ["zero3", "zero1"])
 def test_what_hooks_leave_alone_keeps_its_value(strategy: str) -> None:
-    """Loaded in the middle of a run, when parameters are in pieces."""
+    """Loaded in the middle of a run, when parameters are in shards."""
     model, before = fresh(Extending)
     ones = {name: torch.ones_like(value) for name, value in before.items()}
     ones["head.weight"] = ones["head.weight"][:2]

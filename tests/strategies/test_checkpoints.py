@@ -159,7 +159,7 @@ QUICK_RESUMES = [
 
 
 def _check_resume(before: Scheme, after: Scheme, saved: Any) -> None:
-    whole, curve = saved("mixture", PLAIN), Curve()
+    full, curve = saved("mixture", PLAIN), Curve()
     model = build_double("mixture")
     trainer = after.trainer(callbacks=[curve])
     trainer.fit(
@@ -167,9 +167,9 @@ def _check_resume(before: Scheme, after: Scheme, saved: Any) -> None:
         datamodule=batches(model),
         ckpt_path=saved("mixture", before).first_epoch,
     )
-    assert_same(curve.losses, whole.curve.losses[-EPOCH_STEPS * ACCUMULATE :])
-    assert_same(curve.norms, whole.curve.norms[-EPOCH_STEPS:])
-    assert_same(dict(model.state_dict()), dict(load(whole.last_epoch)["state_dict"]))
+    assert_same(curve.losses, full.curve.losses[-EPOCH_STEPS * ACCUMULATE :])
+    assert_same(curve.norms, full.curve.norms[-EPOCH_STEPS:])
+    assert_same(dict(model.state_dict()), dict(load(full.last_epoch)["state_dict"]))
 
 
 @pytest.mark.parametrize(("before", "after"), QUICK_RESUMES, ids=str)

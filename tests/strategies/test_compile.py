@@ -53,7 +53,7 @@ pytestmark = [
 ]
 
 NUM_STEPS = 3
-WHOLE = ("net", "net_in_place", "self", "wrapped")  # a pipeline cannot cut these
+FULL = ("net", "net_in_place", "self", "wrapped")  # a pipeline cannot cut these
 IN_PROCESS: dict[str, tuple[type, int, dict[str, Any]]] = {
     "shard_ddp": (DDPStrategy, 2, {}),
     "zero2": (ZeRO2Strategy, 2, {}),
@@ -179,8 +179,8 @@ def test_compiled_modules_under_the_splits_of_a_model(strategy: str, way: str) -
     assert_parity(fit_compiled(strategy, way), not_compiled())
 
 
-@pytest.mark.parametrize("way", WHOLE)
-def test_a_pipeline_names_what_is_compiled_as_a_whole(way: str) -> None:
+@pytest.mark.parametrize("way", FULL)
+def test_a_pipeline_names_what_is_compiled_as_one(way: str) -> None:
     with pytest.raises(ConfigError, match=r"is compiled as a whole.*block\.compile\(\)"):
         fit_compiled("pipeline", way)
 

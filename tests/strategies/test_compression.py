@@ -140,7 +140,7 @@ class Sent(L.Callback):
         self.ratio = trainer.strategy.compression_tally().ratio
 
 
-class WholeGPT(ExampleGPT):
+class FullGPT(ExampleGPT):
     """The example's model in its own size."""
 
     def __init__(self) -> None:
@@ -152,7 +152,7 @@ class WholeGPT(ExampleGPT):
 
 
 def sent_bytes(made: DataParallelStrategy, num_ranks: int, num_steps: int = 2) -> Sent:
-    sent, model = Sent(), WholeGPT()
+    sent, model = Sent(), FullGPT()
     options = {"accumulate_grad_batches": 1, "max_steps": num_steps, "gradient_clip_val": None}
     trainer = quiet_trainer(strategy=made, devices=num_ranks, callbacks=[sent], **options)
     trainer.fit(model, datamodule=GlobalBatches(model, num_steps=num_steps))
@@ -365,7 +365,7 @@ def test_momentum_correction_trains_as_sgd_with_momentum(name: str) -> None:
         torch.manual_seed(7)
         return train(WithSGD(momentum), strategy=made, **options)
 
-    whole = run(0.0, TopK(ratio=1.0, momentum=0.9))
-    assert whole.losses == pytest.approx(run(0.0, None).losses, rel=1e-5)
+    full = run(0.0, TopK(ratio=1.0, momentum=0.9))
+    assert full.losses == pytest.approx(run(0.0, None).losses, rel=1e-5)
     some = run(0.0, TopK(ratio=0.3, momentum=0.9))
-    assert some.losses != whole.losses
+    assert some.losses != full.losses

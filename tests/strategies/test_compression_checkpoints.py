@@ -147,11 +147,11 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(
     place: tuple[str, int], compression: Compressor | str, tmp_path: Path
 ) -> None:
     """Random rounding, too, goes on where it was, and so does a frozen second moment."""
-    whole, rest = Curve(), Curve()
-    fit(place, compression, whole, num_steps=8)
+    full, rest = Curve(), Curve()
+    fit(place, compression, full, num_steps=8)
     fit(place, compression, folder=tmp_path)
     fit(place, compression, rest, num_steps=8, ckpt_path=tmp_path / "first.ckpt")
-    assert rest.losses == pytest.approx(whole.losses[NUM_STEPS:], rel=1e-6)
+    assert rest.losses == pytest.approx(full.losses[NUM_STEPS:], rel=1e-6)
 
 
 def test_a_resumed_warm_up_is_not_begun_anew(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_shard import ZeRO1Strategy, ZeRO3Strategy
-from lightning_shard.backends.checked import CheckedExchange, CheckedGroup
+from lightning_shard.backends.debug_wrapper import DebugExchange, DebugGroup
 from lightning_shard.errors import ConfigError
-from tests.backends.checked.programs import outcome
+from tests.backends.debug_wrapper.programs import outcome
 from tests.processes import run_processes
 from tests.strategies.parity import (
     SMALL_BUCKET_MB,
@@ -32,8 +32,8 @@ def train_each(names: list[str], debug: bool) -> list[Run]:
     for name in names:
         strategy = STRATEGIES[name](backend="gloo", bucket_mb=SMALL_BUCKET_MB, debug=debug)
         runs.append(train(build("gpt"), strategy=strategy, devices=2))
-        assert isinstance(dist.group.WORLD, CheckedGroup) is debug
-        assert isinstance(strategy.collectives, CheckedExchange) is debug
+        assert isinstance(dist.group.WORLD, DebugGroup) is debug
+        assert isinstance(strategy.collectives, DebugExchange) is debug
     return runs
 
 

@@ -224,7 +224,7 @@ def test_a_checkpoint_that_the_callbacks_have_forgotten_is_found(tmp_path: Path)
     assert journal.samples() == EVERY_SAMPLE
 
 
-def test_ranks_that_regroup_in_vain_end_with_their_error() -> None:
+def test_ranks_that_reconfigure_in_vain_end_with_their_error() -> None:
     class Broken(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if self.global_step == 2:

@@ -280,7 +280,7 @@ def test_an_epoch_that_was_cut_short_left_samples_out_after_a_later_loss() -> No
     assert {epoch: len(seen) for epoch, seen in journal.samples().items()} == {0: 80, 1: 100}
 
 
-def test_drop_last_dropped_a_whole_step_and_not_a_batch() -> None:
+def test_drop_last_dropped_a_full_step_and_not_a_batch() -> None:
     class Dropping(Classifier):
         def train_dataloader(self) -> Any:
             return DataLoader(samples(), batch_size=4, shuffle=True, drop_last=True)

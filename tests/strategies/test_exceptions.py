@@ -1,4 +1,4 @@
-"""A run raises: the caller gets that very error, and what is whole is saved before."""
+"""A run raises: the caller gets that very error, and what is full is saved before."""
 
 import copy
 import io
@@ -151,7 +151,7 @@ def test_the_users_error_became_ours_and_nothing_was_saved(strategy: str, tmp_pa
     saved = torch.load(tmp_path / "own.ckpt", weights_only=False)
     if strategy not in {"local_sgd", *SPLITTING}:  # which train on other batches
         assert_same(saved, reference(2, tmp_path / "reference"))
-    model.make = None  # the caller's model is whole, and trains again
+    model.make = None  # the caller's model is full, and trains again
     make_trainer(strategy, tmp_path / "again").fit(model)
 
 

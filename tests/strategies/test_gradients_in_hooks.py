@@ -1,4 +1,4 @@
-"""What user code reads of `.grad` in its hooks is the whole model's, the same on every rank."""
+"""What user code reads of `.grad` in its hooks is the full model's, the same on every rank."""
 
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -166,7 +166,7 @@ def assert_same(got: Reader, expected: Reader, rtol: float = 1e-4, atol: float =
 
 
 @pytest.mark.parametrize("name", MANY)
-def test_ranks_see_norms_of_their_own_pieces(name: str) -> None:
+def test_ranks_see_norms_of_their_own_shards(name: str) -> None:
     """With clipping and accumulation."""
     assert_same(fit((SCHEMES | SLOW_SCHEMES)[name]), alone())
 

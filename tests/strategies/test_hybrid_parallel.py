@@ -82,7 +82,7 @@ QUICK = {
     Layout(model="gpt", sizes=(2, 2, 1), zero_stage=1),
     Layout(model="gpt", sizes=(2, 1, 2), zero_stage=3, schedule="gpipe"),
 }
-WHOLE = [
+FULL = [
     Layout(model=model, sizes=sizes, zero_stage=stage, schedule=schedule)
     for model, sizes, stage, schedule in product(
         ("gpt", "llama_8"),
@@ -99,7 +99,7 @@ WHOLE = [
     "layout",
     [
         pytest.param(one, marks=() if one in QUICK else pytest.mark.slow, id=str(one))
-        for one in WHOLE
+        for one in FULL
     ],
 )
 def test_parity(layout: Layout) -> None:

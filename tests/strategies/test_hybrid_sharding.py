@@ -1,4 +1,4 @@
-"""Copies of the state, each in pieces on a node's ranks: the same training, and less to gather."""
+"""Copies of the state, each in shards on a node's ranks: the same training, and less to gather."""
 
 import warnings
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ from lightning_shard.strategies.hybrid_sharding import (
     replicate_ranks,
     shard_ranks,
     shard_size,
-    warning_of_gathers,
+    warning_of_unshards,
 )
 from tests.processes import run_processes
 from tests.strategies.models import ExampleGPT
@@ -148,12 +148,12 @@ class Census(L.Callback):
     Attributes:
         held: Each rank's bytes inside the last step.
         sent: Elements that each rank sends in a step but the first, by group and operation.
-        pieces: Each rank's pieces of the parameters.
+        shards: Each rank's shards of the parameters.
     """
 
     held: list[HeldBytes] = field(default_factory=list)
     sent: list[dict[tuple[str, str], int]] = field(default_factory=list)
-    pieces: list[Tensor] = field(default_factory=list)
+    shards: list[Tensor] = field(default_factory=list)
     _held: HeldBytes | None = None
 
     def on_before_optimizer_step(self, trainer: L.Trainer, *_: Any) -> None:
@@ -171,9 +171,9 @@ class Census(L.Callback):
             for group in ("shard", "replicate")
             for operation, total in getattr(strategy.data_groups, group).traffic.items()
         }
-        pieces = torch.cat([flat.shard for flat in strategy.engine.flats])
-        everyone = strategy.collectives.all_gather_object((self._held, sent, pieces))
-        self.held, self.sent, self.pieces = (list(one) for one in zip(*everyone, strict=True))
+        shards = torch.cat([flat.shard for flat in strategy.engine.flats])
+        dp = strategy.collectives.all_gather_object((self._held, sent, shards))
+        self.held, self.sent, self.shards = (list(one) for one in zip(*dp, strict=True))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -189,8 +189,8 @@ def test_a_rank_holds_and_gathers_what_one_of_its_copy_does(stage: int) -> None:
     )
     trainer.fit(model, datamodule=GlobalBatches(model, num_steps=4))
     num_params = sum(param.numel() for param in model.parameters())
-    bytes_each = [whole + shared / 2 for whole, shared in BYTES_PER_PARAMETER[STAGES[stage]]]
-    padded = 2 * census.pieces[0].numel()
+    bytes_each = [full + shared / 2 for full, shared in BYTES_PER_PARAMETER[STAGES[stage]]]
+    padded = 2 * census.shards[0].numel()
     assert padded == pytest.approx(num_params, rel=PADDING)
     for held, sent in zip(census.held, census.sent, strict=True):
         got = [held.parameters, held.gradients, held.optimizer_state]
@@ -198,7 +198,7 @@ def test_a_rank_holds_and_gathers_what_one_of_its_copy_does(stage: int) -> None:
         assert sent["shard", "reduce_scatter"] == padded // 2
         assert sent["replicate", "all_reduce"] == padded // 2  # twice half of half
         assert {operation for group, operation in sent if group == "replicate"} == {"all_reduce"}
-    for first, copy in zip(census.pieces[:2], census.pieces[2:], strict=True):
+    for first, copy in zip(census.shards[:2], census.shards[2:], strict=True):
         assert torch.equal(first, copy)
 
 
@@ -255,14 +255,14 @@ ZERO2_OF_THREE = Layout(size=3, num_ranks=3, zero_stage=2)
     ids=str,
 )
 def test_resume(before: Layout | None, after: Layout | None, tmp_path: Path) -> None:
-    _, expected, whole = saved(None, tmp_path / "alone")
+    _, expected, full = saved(None, tmp_path / "alone")
     first, last, _ = saved(before, tmp_path / "before")
     assert_same(load(last), load(expected))
     model, curve = build_double("mixture"), Curve()
     trainer = double_trainer(after, callbacks=[curve])
     trainer.fit(model, datamodule=batches(model), ckpt_path=first)
-    assert_same(curve.losses, whole.losses[-EPOCH_STEPS * ACCUMULATE :])
-    assert_same(curve.norms, whole.norms[-EPOCH_STEPS:])
+    assert_same(curve.losses, full.losses[-EPOCH_STEPS * ACCUMULATE :])
+    assert_same(curve.norms, full.norms[-EPOCH_STEPS:])
     assert_same(dict(model.state_dict()), dict(load(expected)["state_dict"]))
 
 
@@ -322,8 +322,8 @@ def test_a_pair_of_another_size_than_the_ranks_is_refused() -> None:
 
 def test_copies_across_nodes_are_warned_of() -> None:
     mesh = ParallelMesh(dp=8, tp=2)
-    assert warning_of_gathers(mesh, 4, ranks_per_node=8) is None
-    warning = warning_of_gathers(mesh, 8, ranks_per_node=8)
+    assert warning_of_unshards(mesh, 4, ranks_per_node=8) is None
+    warning = warning_of_unshards(mesh, 8, ranks_per_node=8)
     assert warning is not None
     assert "over 8 ranks cross nodes of 8 ranks" in warning
     assert "data_parallel_size=(2, 4) keeps them inside" in warning

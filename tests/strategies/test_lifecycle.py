@@ -101,17 +101,17 @@ def test_a_failed_mixed_precision_fit_left_bf16_parameters(strategy: str) -> Non
     make_trainer(strategy).validate(model, verbose=False)
 
 
-def test_pieces_that_a_failed_stage_3_leaves_are_refused() -> None:
+def test_shards_that_a_failed_stage_3_leaves_are_refused() -> None:
     model = FailsInTheThirdStep()
     strategy = lightning_shard.ZeRO3Strategy(backend="in_process", bucket_mb=1e-3)
     with pytest.raises(ValueError, match="on purpose"):
         make_trainer(strategy).fit(model)
-    with pytest.raises(ConfigError, match="only one rank's piece"):
+    with pytest.raises(ConfigError, match="only one rank's shard"):
         make_trainer("zero3").fit(model)
     make_trainer("zero3").fit(Deep())
 
 
-def test_a_stage_3_that_fails_before_its_first_step_leaves_the_model_whole() -> None:
+def test_a_stage_3_that_fails_before_its_first_step_leaves_the_model_full() -> None:
     class WithAdafactor(Deep):
         def configure_optimizers(self) -> Any:
             return torch.optim.Adafactor(self.parameters())
@@ -218,11 +218,11 @@ def test_the_loss_scaler_kept_the_engine_alive() -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES[1:])
-def test_pieces_of_a_failed_run_were_saved_as_if_whole(strategy: str, tmp_path: Path) -> None:
+def test_shards_of_a_failed_run_were_saved_as_if_full(strategy: str, tmp_path: Path) -> None:
     trainer = make_trainer(strategy)
     with pytest.raises(ValueError, match="on purpose"):
         trainer.fit(FailsInTheThirdStep())
-    with pytest.raises(CheckpointError, match="the last run failed and left pieces"):
+    with pytest.raises(CheckpointError, match="the last run failed and left shards"):
         trainer.save_checkpoint(tmp_path / "broken.ckpt")
 
 

@@ -137,7 +137,7 @@ def test_a_constructor_that_lightning_could_not_call_was_an_error(kind: str, hoo
 
 
 @pytest.mark.parametrize("kind", KINDS_WITH_BATCHES)
-def test_batches_passed_by_position_are_dealt(kind: str) -> None:
+def test_batches_passed_by_position_are_assigned(kind: str) -> None:
     seen, expected = seen_in(KINDS_WITH_BATCHES[kind], hooked=True), seen_of_keywords(True)
     if kind.startswith("own"):  # Lightning cannot tell it not to leave out the rest
         seen.pop("predict")

@@ -27,7 +27,7 @@ from torch.utils.data import (
 
 from lightning_shard import HybridParallelStrategy, TensorParallelStrategy
 from lightning_shard.errors import ConfigError
-from lightning_shard.trainer.batch_samplers import DealtBatches
+from lightning_shard.trainer.batch_samplers import AssignedBatches
 from tests.examples.commands import ignore_upstream_warnings
 
 pytestmark = [
@@ -197,7 +197,7 @@ def test_a_batch_sampler_of_ones_own_was_refused(strategy: str, batches: Any) ->
 
 
 @pytest.mark.parametrize("kind", [TensorParallelStrategy, HybridParallelStrategy])
-def test_ranks_of_one_model_are_dealt_the_same_batches(kind: Any) -> None:
+def test_ranks_of_one_model_are_assigned_the_same_batches(kind: Any) -> None:
     model = Counting()
     strategy = kind(backend="in_process", tensor_parallel_size=2)
     trainer = trainer_of(strategy, devices=4)
@@ -207,16 +207,21 @@ def test_ranks_of_one_model_are_dealt_the_same_batches(kind: Any) -> None:
     assert seen == set(range(28))
 
 
-def test_predictions_of_dealt_batches_repeat_none() -> None:
+def test_predictions_of_assigned_batches_repeat_none() -> None:
     place = [{"num_replicas": 3, "rank": rank} for rank in range(3)]
     batches = DerivedBatches([2, 3, 1, 4])
     for repeats, expected in ((False, [[0, 3], [1], [2]]), (True, [[0, 3], [1, 0], [2, 1]])):
         drawn = list(batches)
         for rank in range(3):
-            dealt = DealtBatches(batches, lambda: place[rank], lambda one: one, repeats=repeats)  # noqa: B023
-            assert list(dealt) == [drawn[number] for number in expected[rank]]
-            assert len(dealt) == len(expected[rank])
-            assert dealt.sizes == batches.sizes
+            assigned = AssignedBatches(
+                batches,
+                lambda: place[rank],  # noqa: B023
+                lambda one: one,
+                repeats=repeats,
+            )
+            assert list(assigned) == [drawn[number] for number in expected[rank]]
+            assert len(assigned) == len(expected[rank])
+            assert assigned.sizes == batches.sizes
 
 
 class BatchesLikeTorchs(BatchSampler):
@@ -280,7 +285,7 @@ def test_batches_of_a_batch_sampler_had_one_sample_or_another_sampler(kind: str)
 
 
 @pytest.mark.parametrize("strategy", ["tensor_parallel", "pipeline_parallel", "local_sgd"])
-def test_a_batch_sampler_is_dealt_to_data_parallel_ranks_under(strategy: str) -> None:
+def test_a_batch_sampler_is_assigned_to_data_parallel_ranks_under(strategy: str) -> None:
     model = OwnLoader("weighted")
     trainer_of(strategy, max_epochs=2).fit(model)
     if strategy == "local_sgd":
@@ -323,13 +328,13 @@ def test_a_batch_sampler_without_an_end_is_refused() -> None:
         trainer_of("zero2").fit(Counting(), loader)
 
 
-@pytest.mark.parametrize("dealt_by_trainer", [True, False])
+@pytest.mark.parametrize("assigned_by_trainer", [True, False])
 def test_elastic_training_took_single_samples_of_a_plain_batch_sampler(
-    dealt_by_trainer: bool,
+    assigned_by_trainer: bool,
 ) -> None:
     batches = BatchSampler(SequentialSampler(SAMPLES), 5, drop_last=True)
     model = Counting()
-    trainer = trainer_of("elastic", max_epochs=2, use_distributed_sampler=dealt_by_trainer)
+    trainer = trainer_of("elastic", max_epochs=2, use_distributed_sampler=assigned_by_trainer)
     trainer.fit(model, DataLoader(SAMPLES, batch_sampler=batches))
     first, second = model.of_ranks
     for steps in zip(first, second, strict=True):

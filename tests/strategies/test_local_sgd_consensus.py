@@ -195,11 +195,11 @@ class SaveAt(L.Callback):
 def test_a_single_rank_resumes_with_the_same_bits(way: str, step: int, tmp_path: Path) -> None:
     """What is the mean over ranks in a checkpoint is everything there is of one."""
     same_batches = TensorDataset(*(part.repeat(12, 1) for part in tiny_data(BATCH).tensors))
-    data, file, whole = TinyData(same_batches), tmp_path / "saved.ckpt", Tiny()
-    trainer_of(1, 12, WAYS[way], callbacks=[SaveAt(file, step)]).fit(whole, datamodule=data)
+    data, file, full = TinyData(same_batches), tmp_path / "saved.ckpt", Tiny()
+    trainer_of(1, 12, WAYS[way], callbacks=[SaveAt(file, step)]).fit(full, datamodule=data)
     resumed = Tiny(learning_rate=0.0)
     trainer_of(1, 12, WAYS[way]).fit(resumed, datamodule=data, ckpt_path=file)
-    assert_same_bits(weights_of(resumed), weights_of(whole))
+    assert_same_bits(weights_of(resumed), weights_of(full))
 
 
 @pytest.mark.parametrize("num_ranks", slow_but([3], [1, 2, 3]))
@@ -236,13 +236,13 @@ def test_a_checkpoint_after_the_fit_keeps_the_outer_momentum(tmp_path: Path) -> 
     """Going on from the end of a round is going on."""
     options: dict[str, Any] = {"sync_every": 3, "outer_optimizer": "nesterov"}
     same_batches = TensorDataset(*(part.repeat(12, 1) for part in tiny_data(BATCH).tensors))
-    data, whole, first, second = TinyData(same_batches), Tiny(), Tiny(), Tiny()
-    trainer_of(1, 9, options).fit(whole, datamodule=data)
+    data, full, first, second = TinyData(same_batches), Tiny(), Tiny(), Tiny()
+    trainer_of(1, 9, options).fit(full, datamodule=data)
     trainer = trainer_of(1, 6, options)
     trainer.fit(first, datamodule=data)
     trainer.save_checkpoint(tmp_path / "six.ckpt")
     trainer_of(1, 9, options).fit(second, datamodule=data, ckpt_path=tmp_path / "six.ckpt")
-    assert_same_bits(weights_of(second), weights_of(whole))
+    assert_same_bits(weights_of(second), weights_of(full))
 
 
 def test_a_checkpoint_of_averaged_gradients_goes_on_as_local_sgd(tmp_path: Path) -> None:

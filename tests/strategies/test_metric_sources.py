@@ -15,8 +15,8 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, Mul
 from torchmetrics.wrappers import ClasswiseWrapper, MetricTracker
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.elsewhere import Elsewhere
 from lightning_shard.errors import ConfigError
+from lightning_shard.placeholders import Placeholder
 from lightning_shard.testing import run_ranks
 from lightning_shard.trainer import _torchmetrics
 from lightning_shard.trainer.metric_groups import MetricGroups
@@ -157,7 +157,7 @@ def test_updates_by_other_stages_of_the_only_rank_do_not_count() -> None:
 
 
 def test_an_update_with_a_value_of_another_stage_is_refused() -> None:
-    elsewhere = Elsewhere.of(torch.zeros(()), (3,), "embedding.weight")
+    elsewhere = Placeholder.of(torch.zeros(()), (3,), "embedding.weight")
 
     def run(rank: int, sources: MetricSources, module: Any) -> None:
         with sources.step(counts=rank == 1):
@@ -270,16 +270,16 @@ def test_nothing_is_said_of_updates_on_other_stages_but_of_none_at_all() -> None
 
 def test_the_private_names_are_torchmetrics_own() -> None:
     metric = CatMetric(compute_on_cpu=True)
-    assert _torchmetrics.computes_whole(metric)
+    assert _torchmetrics.computes_full(metric)
     assert not _torchmetrics.is_persistent(metric)
     metric.persistent(True)
     assert _torchmetrics.is_persistent(metric)
     _torchmetrics.set_state(metric, {"value": [torch.tensor([1.0, 2.0])]}, update_count=2)
     assert metric.update_count == 2
     assert metric.compute().tolist() == [1.0, 2.0]
-    assert not _torchmetrics.computes_whole(metric)
+    assert not _torchmetrics.computes_full(metric)
     _torchmetrics.forget_computed(metric)
-    assert _torchmetrics.computes_whole(metric)
+    assert _torchmetrics.computes_full(metric)
     shown = metric(3.0)
     assert _torchmetrics.step_value(metric) is shown
     _torchmetrics.set_step_value(metric, None)

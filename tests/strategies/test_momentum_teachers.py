@@ -1,4 +1,4 @@
-"""Momentum teachers under ZeRO stage 3, where student and teacher are in pieces between steps."""
+"""Momentum teachers under ZeRO stage 3, where student and teacher are in shards between steps."""
 
 import copy
 from collections.abc import Callable
@@ -152,7 +152,7 @@ def averaged(hook: str, make: Callable[[nn.Module], Any], **options: Any) -> Own
 
 @pytest.mark.parametrize("make", [AverageOfState, torchs_average])
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_batch_start"])
-def test_average_of_a_callback_has_whole_tensors_or_keeps_pieces(
+def test_average_of_a_callback_has_full_tensors_or_keeps_shards(
     hook: str, make: Callable[[nn.Module], Any]
 ) -> None:
     expected = averaged(hook, make)
@@ -174,7 +174,7 @@ def test_copy_of_full_tensors_meets_shards_as_it_meets_full_ones() -> None:
 
 
 class Wrong(Taught):
-    """Does in its hook what cannot work on pieces.
+    """Does in its hook what cannot work on shards.
 
     Args:
         act: What.
@@ -225,14 +225,14 @@ def test_parameters_that_are_cut_otherwise_meet_other_elements(
         (train_copy, r"A copy of a Backbone .* torch.no_grad"),
     ],
 )
-def test_what_cannot_work_on_pieces_is_torchs_error(
+def test_what_cannot_work_on_shards_is_torchs_error(
     act: Callable[[Wrong], None], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         train(partial(Wrong, act), strategy=zero3(), devices=2)
 
 
-def test_whole_tensors_are_not_loaded_into_pieces() -> None:
+def test_full_tensors_are_not_loaded_into_shards() -> None:
     values = {"weight": torch.full((WIDTH, WIDTH), 0.5), "bias": torch.full((WIDTH,), 0.25)}
 
     def act(model: Wrong) -> None:
@@ -255,7 +255,7 @@ class SavingAverage(OwnAverage):
         return {"average": self.average.module.state_dict()}
 
 
-def test_checkpoint_has_pieces_of_what_a_hook_has_put_there(tmp_path: Path) -> None:
+def test_checkpoint_has_shards_of_what_a_hook_has_put_there(tmp_path: Path) -> None:
     files = []
     for number, options in enumerate([{}, {"strategy": zero3(), "devices": 3}]):
         average = SavingAverage("on_train_batch_start", AverageOfState)
@@ -270,5 +270,5 @@ def test_checkpoint_has_pieces_of_what_a_hook_has_put_there(tmp_path: Path) -> N
     torch.testing.assert_close(got["own"]["neck"], expected["own"]["neck"], **TOLERANCE)
     averages = expected["callbacks"]["SavingAverage"]["average"]
     for name, value in averages.items():
-        whole = got["callbacks"]["SavingAverage"]["average"][name]
-        torch.testing.assert_close(whole, value, msg=name, **TOLERANCE)
+        full = got["callbacks"]["SavingAverage"]["average"][name]
+        torch.testing.assert_close(full, value, msg=name, **TOLERANCE)

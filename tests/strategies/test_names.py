@@ -56,4 +56,4 @@ def test_a_notebook_was_told_to_use_ddp_notebook(name: str) -> None:
 def test_one_rank_needs_no_process_and_works_in_a_notebook() -> None:
     assert trainer_of("zero2", devices=1).world_size == 1
     with pytest.raises(ConfigError, match="elastic_in_process"):
-        trainer_of("elastic", devices=1)  # its keeper is a process
+        trainer_of("elastic", devices=1)  # its rendezvous server is a process

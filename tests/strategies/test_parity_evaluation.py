@@ -88,26 +88,26 @@ def results(fitted: L.Trainer, model: Trained) -> tuple[float, float, list[Tenso
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_fit_then_validate_test_predict_and_fit_again(strategy: str) -> None:
     num_ranks = 3
-    whole, single = seeded(EvaluatedGPT), trainer()
-    single.fit(whole, datamodule=batches(whole))
+    full, single = seeded(EvaluatedGPT), trainer()
+    single.fit(full, datamodule=batches(full))
     model, ranks = seeded(EvaluatedGPT), trainer(strategy, num_ranks)
     ranks.fit(model, datamodule=batches(model))
     assert ranks.callback_metrics["val_loss"].item() == pytest.approx(
         single.callback_metrics["val_loss"].item(), rel=1e-5
     )
-    got, expected = results(ranks, model), results(single, whole)
+    got, expected = results(ranks, model), results(single, full)
     assert got[:2] == pytest.approx(expected[:2], rel=1e-5)
     for ours, theirs in zip(got[2], expected[2], strict=True):
         torch.testing.assert_close(ours, theirs[::num_ranks], rtol=1e-5, atol=1e-5)
-    for fitted, its_model in ((ranks, model), (single, whole)):
+    for fitted, its_model in ((ranks, model), (single, full)):
         fitted.fit_loop.max_epochs, fitted.fit_loop.epoch_loop.max_steps = -1, 2 * NUM_STEPS
         fitted.fit(its_model, datamodule=batches(its_model))
     for name, value in model.state_dict().items():
-        torch.testing.assert_close(value, whole.state_dict()[name], rtol=1e-5, atol=2e-7)
+        torch.testing.assert_close(value, full.state_dict()[name], rtol=1e-5, atol=2e-7)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_callers_module_is_whole_and_free_after_a_fit(strategy: str) -> None:
+def test_the_callers_module_is_full_and_free_after_a_fit(strategy: str) -> None:
     model = seeded(EvaluatedGPT)
     shapes = {name: param.shape for name, param in model.named_parameters()}
     ours = trainer(strategy, 4)
@@ -131,8 +131,8 @@ def test_the_callers_module_is_whole_and_free_after_a_fit(strategy: str) -> None
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_rank_validates_with_rank_zeros_running_statistics(strategy: str) -> None:
     num_ranks = 2
-    whole, single = seeded(EvaluatedConvNetOfRanks, num_ranks), trainer()
-    single.fit(whole, datamodule=batches(whole))
+    full, single = seeded(EvaluatedConvNetOfRanks, num_ranks), trainer()
+    single.fit(full, datamodule=batches(full))
     model, ranks = seeded(EvaluatedConvNet), trainer(strategy, num_ranks)
     ranks.fit(model, datamodule=batches(model))
     assert ranks.callback_metrics["val_loss"].item() == pytest.approx(

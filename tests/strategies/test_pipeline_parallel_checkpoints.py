@@ -182,25 +182,25 @@ def test_the_file_is_that_of_a_single_device(model: str, scheme: Scheme, saved: 
 )
 @pytest.mark.slow
 def test_resume(before: Scheme, after: Scheme, saved: Any) -> None:
-    whole, curve = saved("layers", PLAIN), Curve()
+    full, curve = saved("layers", PLAIN), Curve()
     model = build_double("layers")
     after.trainer(callbacks=[curve]).fit(
         model, datamodule=batches(model), ckpt_path=saved("layers", before).first_epoch
     )
-    assert_same(curve.losses, whole.curve.losses[-EPOCH_STEPS * ACCUMULATE :])
-    assert_same(curve.norms, whole.curve.norms[-EPOCH_STEPS:])
-    assert_same(dict(model.state_dict()), dict(load(whole.last_epoch)["state_dict"]))
+    assert_same(curve.losses, full.curve.losses[-EPOCH_STEPS * ACCUMULATE :])
+    assert_same(curve.norms, full.curve.norms[-EPOCH_STEPS:])
+    assert_same(dict(model.state_dict()), dict(load(full.last_epoch)["state_dict"]))
 
 
 @pytest.mark.parametrize("name", ["layers", pytest.param("gpt2_8", marks=pytest.mark.slow)])
 def test_one_curve_through_many_schemes(name: str, tmp_path: Path) -> None:
     """An epoch of two steps on each, every run from the file of the one before."""
     schemes = (PP4, PP2, PLAIN, ZERO3, ZBV, PP4)
-    whole, expected = build_double(name), Curve()
+    full, expected = build_double(name), Curve()
     PLAIN.trainer(callbacks=[expected], max_steps=2 * len(schemes)).fit(
-        whole, datamodule=GlobalBatches(whole, 2)
+        full, datamodule=GlobalBatches(full, 2)
     )
-    curves, file, model = [], None, whole
+    curves, file, model = [], None, full
     for number, scheme in enumerate(schemes):
         model, curve = build_double(name), Curve()
         writer = ModelCheckpoint(tmp_path / str(number), "last", every_n_train_steps=2)
@@ -212,7 +212,7 @@ def test_one_curve_through_many_schemes(name: str, tmp_path: Path) -> None:
         curves.append(curve)
     assert_same([loss for curve in curves for loss in curve.losses], expected.losses)
     assert_same([norm for curve in curves for norm in curve.norms], expected.norms)
-    assert_same(dict(model.state_dict()), dict(whole.state_dict()))
+    assert_same(dict(model.state_dict()), dict(full.state_dict()))
 
 
 def test_plain_torch_and_lightning_load_the_weights(saved: Any, tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ def test_plain_torch_and_lightning_load_the_weights(saved: Any, tmp_path: Path) 
 
 
 class Failing(L.Callback):
-    """Stops rank 1 in its second step: where all ranks fail at one place the model is whole."""
+    """Stops rank 1 in its second step: where all ranks fail at one place the model is full."""
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step == 2 and trainer.global_rank == 1:
@@ -234,7 +234,7 @@ class Failing(L.Callback):
 
 
 @pytest.mark.parametrize("scheme", [PP2, ZBV], ids=str)
-def test_a_failed_fit_leaves_nothing_that_can_be_mistaken_for_a_whole_model(
+def test_a_failed_fit_leaves_nothing_that_can_be_mistaken_for_a_full_model(
     scheme: Scheme, tmp_path: Path
 ) -> None:
     model = build_double("layers")
@@ -243,8 +243,8 @@ def test_a_failed_fit_leaves_nothing_that_can_be_mistaken_for_a_whole_model(
     with pytest.raises(RuntimeError, match="the disk is full"):
         trainer.fit(model, datamodule=batches(model))
     assert [type(module) for module in model.modules()] == classes
-    with pytest.raises(CheckpointError, match="left pieces of its state on the ranks"):
+    with pytest.raises(CheckpointError, match="left shards of its state on the ranks"):
         trainer.save_checkpoint(tmp_path / "broken.ckpt")
     for again in (scheme, ZERO3):
-        with pytest.raises(ValueError, match="only one rank's piece"):
+        with pytest.raises(ValueError, match="only one rank's shard"):
             again.trainer().fit(model, datamodule=batches(model))

@@ -117,12 +117,12 @@ def fit_scaled(at: int, strategy: Any, clip: float | None) -> tuple[Fitted, Scal
 def test_an_overflow_on_one_stage_skips_the_step_on_all(
     num_ranks: int, schedule: str, at: int, clip: float | None
 ) -> None:
-    whole, single = fit_scaled(at, "auto", clip)
+    full, single = fit_scaled(at, "auto", clip)
     staged, ranks = fit_scaled(at, pipeline(num_ranks, schedule), clip)
     assert single.scales == [[32768.0]] * 4  # half of the first one
     assert ranks.scales == [[32768.0] * num_ranks] * 4
     assert ranks.updates == [[float(step)] * num_ranks for step in range(4)]
-    torch.testing.assert_close(staged.weights, whole.weights, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(staged.weights, full.weights, rtol=1e-3, atol=1e-5)
 
 
 def test_sixteen_bits_with_a_scaler_train_as_a_single_device() -> None:

@@ -300,13 +300,13 @@ def test_values_of_another_stage_went_into_an_out_argument() -> None:
     torch.testing.assert_close(staged.weights, alone.weights, rtol=1e-5, atol=2e-7)
 
 
-def test_a_network_that_is_compiled_as_a_whole() -> None:
-    class Whole(Stack):
+def test_a_network_that_is_compiled_as_one() -> None:
+    class Full(Stack):
         def __init__(self) -> None:
             super().__init__()
             self.blocks.compile(backend="eager")
 
-    refused(Whole, "'blocks' is compiled as a whole.*block.compile")
+    refused(Full, "'blocks' is compiled as a whole.*block.compile")
 
 
 class WrittenThroughView(Stack):

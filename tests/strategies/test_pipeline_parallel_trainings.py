@@ -117,7 +117,7 @@ class ByAdafactor(Stack):
 
 
 class ByMuon(Stack):
-    """An optimizer of whole matrices; one of them is on two ranks."""
+    """An optimizer of full matrices; one of them is on two ranks."""
 
     def __init__(self) -> None:
         super().__init__()

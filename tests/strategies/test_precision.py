@@ -191,9 +191,9 @@ class Scales(L.Callback):
         steps = [state["step"].item() for state in trainer.optimizers[0].state.values()]
         gather = getattr(trainer.strategy, "collectives", None)
         mine = (trainer.precision_plugin.scaler.get_scale(), max(steps, default=0.0))
-        everyone = [mine] if gather is None else gather.all_gather_object(mine)
-        self.scales.append([scale for scale, _ in everyone])
-        self.updates.append([updates for _, updates in everyone])
+        dp = [mine] if gather is None else gather.all_gather_object(mine)
+        self.scales.append([scale for scale, _ in dp])
+        self.updates.append([updates for _, updates in dp])
 
 
 def _train_scaled(strategy: str, num_ranks: int, *, fused: bool, **options: Any) -> tuple[Any, ...]:
@@ -215,11 +215,11 @@ def _train_scaled(strategy: str, num_ranks: int, *, fused: bool, **options: Any)
 
 @pytest.mark.parametrize(("fused", "clip"), [(False, None), (False, 0.05), (True, None)])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_an_overflow_in_one_piece_skips_the_step_everywhere(
+def test_an_overflow_in_one_shard_skips_the_step_everywhere(
     strategy: str, fused: bool, clip: float | None
 ) -> None:
-    """From stage 1 on only the last rank has the piece that overflows."""
-    _, whole, single = _train_scaled("auto", 1, fused=fused, gradient_clip_val=clip)
+    """From stage 1 on only the last rank has the shard that overflows."""
+    _, full, single = _train_scaled("auto", 1, fused=fused, gradient_clip_val=clip)
     _, model, ranks = _train_scaled(
         f"{strategy}_in_process", 4, fused=fused, gradient_clip_val=clip
     )
@@ -227,7 +227,7 @@ def test_an_overflow_in_one_piece_skips_the_step_everywhere(
     assert ranks.scales == [[32768.0] * 4] * 3
     assert single.updates == [[0.0], [1.0], [2.0]]
     assert ranks.updates == [[0.0] * 4, [1.0] * 4, [2.0] * 4]
-    for got, expected in zip(model.parameters(), whole.parameters(), strict=True):
+    for got, expected in zip(model.parameters(), full.parameters(), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-5)
 
 

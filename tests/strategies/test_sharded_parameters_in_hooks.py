@@ -130,7 +130,7 @@ SCHEMES: dict[str, tuple[Callable[[], Any], int]] = {
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_norms_and_elements_were_those_of_a_ranks_own_piece(scheme: str) -> None:
+def test_norms_and_elements_were_those_of_a_ranks_own_shard(scheme: str) -> None:
     make, num_ranks = SCHEMES[scheme]
     expected = read_alone()
     for seen in what_is_read(strategy=make(), devices=num_ranks):
@@ -218,7 +218,7 @@ def edited_alone() -> Any:
 
 
 @pytest.mark.parametrize("scheme", ["zero3", "two copies"])
-def test_edit_by_index_reached_one_element_of_each_piece(scheme: str) -> None:
+def test_edit_by_index_reached_one_element_of_each_shard(scheme: str) -> None:
     make, num_ranks = SCHEMES[scheme]
     assert_same(train(Edits, strategy=make(), devices=num_ranks), edited_alone())
 

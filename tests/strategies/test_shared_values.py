@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.elsewhere import Elsewhere
 from lightning_shard.errors import ConfigError
+from lightning_shard.placeholders import Placeholder
 from lightning_shard.testing import run_ranks
 from lightning_shard.trainer.shared_values import SharedValues
 
@@ -81,6 +81,6 @@ def test_forms_without_end_are_forgotten_and_still_arrive() -> None:
 
 
 def test_a_value_of_another_stage_is_refused() -> None:
-    elsewhere = Elsewhere.of(torch.zeros(()), (4, 2), "embedding.weight")
+    elsewhere = Placeholder.of(torch.zeros(()), (4, 2), "embedding.weight")
     with pytest.raises(ConfigError, match=r"\(4, 2\) that is computed from 'embedding.weight'"):
         _shared([{"out": elsewhere}], 2)

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MaxMetric, MeanMetric, MetricCollection, SumMetric
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.elsewhere import Elsewhere
 from lightning_shard.errors import ConfigError
+from lightning_shard.placeholders import Placeholder
 from lightning_shard.testing import run_ranks
 from lightning_shard.trainer.step_logs import StepLogs
 from tests.strategies.parity import UPSTREAM_WARNINGS
@@ -186,7 +186,7 @@ class _Recorder(L.LightningModule):
         self.reached.append((name, value, args, kwargs))
 
 
-def test_calls_are_replayed_in_order_with_their_options_and_the_whole_batch_size() -> None:
+def test_calls_are_replayed_in_order_with_their_options_and_the_full_batch_size() -> None:
     def calls(module: L.LightningModule, index: int) -> None:
         module.log("a", index * 3, True, on_epoch=True)
         module.log("b", torch.tensor(float(index)), batch_size=10 + index)
@@ -243,7 +243,7 @@ def test_a_metric_without_a_value_on_the_step_is_logged_for_the_epoch() -> None:
 
 
 def test_what_cannot_be_logged_is_refused_by_name() -> None:
-    elsewhere = Elsewhere.of(torch.zeros(()), (), "model.embedding.weight")
+    elsewhere = Placeholder.of(torch.zeros(()), (), "model.embedding.weight")
     refused: list[tuple[Any, str]] = [
         ({"value": torch.zeros(3)}, r"'x'.*shape \(3,\).*value.mean"),
         ({"value": "text"}, "'x'.*<class 'str'>"),

@@ -56,7 +56,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 MODELS = (
     *("encoder", "gpt", "llama", "gpt2", "bert", "t5", "vit", "mixtral", "qwen3"),
-    "nanogpt",  # its attention in parts that look whole
+    "nanogpt",  # its attention in parts that look full
 )
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks, and the strategy's options
     "tp2": (2, {}),

@@ -126,14 +126,14 @@ def test_the_file_is_that_of_a_single_device(model: str, scheme: Scheme, saved: 
     ids=str,
 )
 def test_resume(before: Scheme, after: Scheme, saved: Any) -> None:
-    whole, curve = saved("gpt", PLAIN), Curve()
+    full, curve = saved("gpt", PLAIN), Curve()
     model = build_double("gpt")
     after.trainer("gpt", callbacks=[curve]).fit(
         model, datamodule=batches(model), ckpt_path=saved("gpt", before).first_epoch
     )
-    assert_same(curve.losses, whole.curve.losses[-EPOCH_STEPS * ACCUMULATE :])
-    assert_same(curve.norms, whole.curve.norms[-EPOCH_STEPS:])
-    assert_same(dict(model.state_dict()), dict(load(whole.last_epoch)["state_dict"]))
+    assert_same(curve.losses, full.curve.losses[-EPOCH_STEPS * ACCUMULATE :])
+    assert_same(curve.norms, full.curve.norms[-EPOCH_STEPS:])
+    assert_same(dict(model.state_dict()), dict(load(full.last_epoch)["state_dict"]))
 
 
 def test_plain_torch_loads_the_weights(saved: Any) -> None:
@@ -145,7 +145,7 @@ def test_plain_torch_loads_the_weights(saved: Any) -> None:
 
 
 class Failing(L.Callback):
-    """Stops rank 1 in its second step: where all ranks fail at one place the model is whole."""
+    """Stops rank 1 in its second step: where all ranks fail at one place the model is full."""
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step == 2 and trainer.global_rank == 1:
@@ -153,7 +153,7 @@ class Failing(L.Callback):
 
 
 @pytest.mark.parametrize("scheme", [TP2, TP2_STAGES[3]], ids=str)
-def test_a_failed_fit_leaves_nothing_that_can_be_mistaken_for_a_whole_model(
+def test_a_failed_fit_leaves_nothing_that_can_be_mistaken_for_a_full_model(
     scheme: Scheme, tmp_path: Path
 ) -> None:
     model = build_double("gpt")
@@ -162,10 +162,10 @@ def test_a_failed_fit_leaves_nothing_that_can_be_mistaken_for_a_whole_model(
     with pytest.raises(RuntimeError, match="the disk is full"):
         trainer.fit(model, datamodule=batches(model))
     assert [type(module) for module in model.modules()] == classes
-    with pytest.raises(CheckpointError, match="left pieces of its state on the ranks"):
+    with pytest.raises(CheckpointError, match="left shards of its state on the ranks"):
         trainer.save_checkpoint(tmp_path / "broken.ckpt")
     for again in (scheme, ZERO2):
-        with pytest.raises(ConfigError, match="only one rank's piece"):
+        with pytest.raises(ConfigError, match="only one rank's shard"):
             again.trainer("gpt").fit(model, datamodule=batches(model))
 
 

@@ -181,7 +181,7 @@ class CompiledLM(HuggingFaceLM):
 def test_compiled_code_between_parts_took_the_size_of_a_tensor_for_the_tensor(
     model: str, layout: str
 ) -> None:
-    """Dynamo traced the rules of parted tensors, and `numel()` of one was the tensor itself."""
+    """Dynamo traced the rules of sharded tensor, and `numel()` of one was the tensor itself."""
     torch._dynamo.reset()
     compiled = build(model)
     compiled.__class__ = CompiledLM

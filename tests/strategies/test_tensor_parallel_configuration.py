@@ -47,7 +47,7 @@ class Watched(L.LightningModule):
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         strategy = self.trainer.strategy
-        up = tuple(self.up._parameters["weight"].shape)  # its `weight` looks whole in a step
+        up = tuple(self.up._parameters["weight"].shape)  # its `weight` looks full in a step
         self.seen.update(mesh=strategy.mesh, up=up, stage=strategy.stage)
         return self.down(torch.relu(self.up(batch[0]))).square().mean()
 

@@ -43,22 +43,22 @@ def trainer(num_ranks: int, size: int, stage: int = 0, plan: str = "gpt", **opti
 def test_fit_then_validate_test_predict_and_fit_again(
     num_ranks: int, size: int, stage: int
 ) -> None:
-    whole, single = seeded(EvaluatedGPT), plain_trainer()
-    single.fit(whole, datamodule=batches(whole))
+    full, single = seeded(EvaluatedGPT), plain_trainer()
+    single.fit(full, datamodule=batches(full))
     model, ranks = seeded(EvaluatedGPT), trainer(num_ranks, size, stage)
     ranks.fit(model, datamodule=batches(model))
     assert ranks.callback_metrics["val_loss"].item() == pytest.approx(
         single.callback_metrics["val_loss"].item(), rel=1e-5
     )
-    got, expected = results(ranks, model), results(single, whole)
+    got, expected = results(ranks, model), results(single, full)
     assert got[:2] == pytest.approx(expected[:2], rel=1e-5)
     for ours, theirs in zip(got[2], expected[2], strict=True):
         torch.testing.assert_close(ours, theirs[:: num_ranks // size], rtol=1e-5, atol=1e-5)
-    for fitted, its_model in ((ranks, model), (single, whole)):
+    for fitted, its_model in ((ranks, model), (single, full)):
         fitted.fit_loop.max_epochs, fitted.fit_loop.epoch_loop.max_steps = -1, 2 * NUM_STEPS
         fitted.fit(its_model, datamodule=batches(its_model))
     for name, value in model.state_dict().items():
-        torch.testing.assert_close(value, whole.state_dict()[name], rtol=1e-5, atol=2e-7)
+        torch.testing.assert_close(value, full.state_dict()[name], rtol=1e-5, atol=2e-7)
 
 
 def test_evaluation_without_a_fit() -> None:
@@ -70,7 +70,7 @@ def test_evaluation_without_a_fit() -> None:
         torch.testing.assert_close(ours, theirs[::2], rtol=1e-5, atol=1e-5)
 
 
-def test_the_callers_module_is_whole_and_free_after_a_fit() -> None:
+def test_the_callers_module_is_full_and_free_after_a_fit() -> None:
     model = seeded(EvaluatedGPT)
     shapes = {name: param.shape for name, param in model.named_parameters()}
     attributes = [sorted(vars(module)) for module in model.modules()]
@@ -91,7 +91,7 @@ def test_the_callers_module_is_whole_and_free_after_a_fit() -> None:
 def test_a_graph_that_lived_on_remembered_the_shape_of_a_part(
     num_ranks: int, size: int, stage: int
 ) -> None:
-    """Before a fit the shape of the whole, and after it that of the part: backward failed."""
+    """Before a fit the full shape, and after it that of the part: backward failed."""
     model = seeded(EvaluatedGPT)
     text = torch.zeros(2, 8, dtype=torch.long)
     before = model(text).sum()
@@ -138,9 +138,9 @@ def prompts() -> Any:
 @pytest.mark.parametrize("size", [2])
 @pytest.mark.parametrize("sample", [False, True])
 def test_generation(sample: bool, size: int) -> None:
-    whole, split = Writer(sample=sample), Writer(sample=sample)
+    full, split = Writer(sample=sample), Writer(sample=sample)
     L.seed_everything(11, verbose=False)
-    expected = plain_trainer().predict(whole, prompts())
+    expected = plain_trainer().predict(full, prompts())
     L.seed_everything(11, verbose=False)
     got = trainer(size, size, plan="llama").predict(split, prompts())
     for ranks in split.written:

@@ -151,7 +151,7 @@ class LimitedMemory(TwoOptimizers):
         return torch.optim.LBFGS(self.parameters())
 
 
-def test_an_optimizer_of_whole_matrices_stepped_on_parts_of_them() -> None:
+def test_an_optimizer_of_full_matrices_stepped_on_parts_of_them() -> None:
     with pytest.raises(ConfigError, match=r"LBFGS does not update.*parallel gives each rank"):
         quiet_trainer(strategy=strategy_of(2, 2, 0, PAIR)).fit(LimitedMemory())
 
@@ -191,8 +191,8 @@ SHARES = {  # of a parameter's bytes, on 2 data-parallel ranks: parameters, grad
 def test_held_bytes_are_divided_by_the_ranks_of_a_group(stage: int) -> None:
     model, census = build("gpt"), Census()
     split = {"qkv", "attention_out", "up", "down", "head", "byte_embedding", "position_embedding"}
-    whole = sum(param.nbytes for param in model.parameters())
-    local = whole
+    full = sum(param.nbytes for param in model.parameters())
+    local = full
     for name, param in model.named_parameters():
         layer, kind = name.split(".")[-2:]
         rowwise_bias = kind == "bias" and layer in ("attention_out", "down")
@@ -201,17 +201,17 @@ def test_held_bytes_are_divided_by_the_ranks_of_a_group(stage: int) -> None:
     quiet_trainer(
         strategy=strategy_of(4, 2, stage, PLANS["gpt"]), max_steps=2, callbacks=[census]
     ).fit(model, datamodule=GlobalBatches(model, 2))
-    assert local < 0.55 * whole
+    assert local < 0.55 * full
     for held in census.held:
         got = [held.parameters, held.gradients, held.optimizer_state]
         assert got == pytest.approx([share * local for share in SHARES[stage]], rel=0.02)
     replicated = census.replicated
     assert replicated is not None
     got = [replicated.parameters, replicated.gradients, replicated.optimizer_state]
-    assert got == pytest.approx([whole, whole, 2 * whole], rel=0.02)
+    assert got == pytest.approx([full, full, 2 * full], rel=0.02)
 
 
-def test_gpt_is_whole_in_the_model_summary() -> None:
+def test_gpt_is_full_in_the_model_summary() -> None:
     """The summary is made before the split, so that it counts what the user wrote."""
     model = ExampleGPT()
     numel = sum(param.numel() for param in model.parameters())

@@ -1,4 +1,4 @@
-"""Logits and activations in parts under unmodified Lightning modules: parity, what steps return."""
+"""Logits and activations sharded under unmodified Lightning modules: parity, what steps return."""
 
 from typing import Any
 
@@ -77,7 +77,7 @@ class Predictor(ExampleGPT):
         return {"logits": self(batch[0])}
 
 
-def test_predictions_are_whole() -> None:
+def test_predictions_are_full() -> None:
     torch.manual_seed(7)
     model = Predictor()
     loader = DataLoader(model.data(8), batch_size=4, shuffle=False)

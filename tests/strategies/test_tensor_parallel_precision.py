@@ -91,10 +91,10 @@ def test_only_the_rank_with_the_overflow_skipped_its_step(
 ) -> None:
     """The parts of one layer then belonged to different steps."""
     plan = {"first": "colwise_gather_output", "last": "colwise_gather_output"}
-    whole, single = _train_scaled("auto", fused=fused, clip=clip)
+    full, single = _train_scaled("auto", fused=fused, clip=clip)
     model, ranks = _train_scaled(strategy_of(num_ranks, size, stage, plan), fused=fused, clip=clip)
     assert single.scales == [[32768.0]] * 3
     assert ranks.scales == [[32768.0] * num_ranks] * 3
     assert ranks.updates == [[float(step)] * num_ranks for step in range(3)]
-    for got, expected in zip(model.parameters(), whole.parameters(), strict=True):
+    for got, expected in zip(model.parameters(), full.parameters(), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-5)

@@ -104,8 +104,8 @@ def test_a_plan_without_an_entry_or_a_size_of_zero_is_refused() -> None:
         quiet_trainer(strategy=strategy, devices=2).fit(model, datamodule=GlobalBatches(model, 1))
 
 
-def test_state_that_an_optimizer_makes_before_training_was_whole() -> None:
-    """Adagrad's sums had the shapes of whole parameters in the first step."""
+def test_state_that_an_optimizer_makes_before_training_was_full() -> None:
+    """Adagrad's sums had the shapes of full parameters in the first step."""
 
     class Summing(ExampleGPT):
         def configure_optimizers(self) -> Any:

@@ -81,7 +81,7 @@ def test_styles(style: type[Automatic]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("style", "stage"),
-    # under stage 3 a copy is one of pieces
+    # under stage 3 a copy is one of shards
     [(style, stage) for style in STYLES for stage in (0, 1, 3) if (style, stage) != (Copies, 3)],
 )
 def test_styles_with_data_parallel(style: type[Automatic], stage: int) -> None:

@@ -58,7 +58,7 @@ class BackboneWithState(Backbone):
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_finetuning_takes_no_empty_piece_for_another(num_ranks: int) -> None:
+def test_finetuning_takes_no_empty_shard_for_another(num_ranks: int) -> None:
     """It looks by `torch.equal` for parameters that the optimizer has: ranks' groups differed."""
 
     def state(strategy: Any) -> dict[str, Any]:
@@ -185,7 +185,7 @@ def test_two_fits_of_one_module(stage: int) -> None:
 
 @pytest.mark.parametrize("callback", [ModelSummary, RichModelSummary])
 @pytest.mark.parametrize("stage", range(4))
-def test_model_summaries_count_whole_parameters(
+def test_model_summaries_count_full_parameters(
     callback: type[ModelSummary], stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts = []

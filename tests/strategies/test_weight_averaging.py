@@ -1,4 +1,4 @@
-"""Averages of weights in pieces are a single device's: while training, in files and afterwards."""
+"""Averages of weights in shards are a single device's: while training, in files and afterwards."""
 
 import warnings
 from collections.abc import Callable
@@ -416,7 +416,7 @@ def by_the_norm(average: Tensor, current: Tensor, count: Any) -> Tensor:
     [WeightAveraging(avg_fn=by_the_norm), StochasticWeightAveraging(0.05, avg_fn=by_the_norm)],
     ids=lambda callback: type(callback).__name__,
 )
-def test_averages_of_whole_weights_are_refused(callback: Callback) -> None:
+def test_averages_of_full_weights_are_refused(callback: Callback) -> None:
     model = seeded(EvaluatedGPT)
     trainer = SCHEMES["zero2"].trainer(callbacks=[callback])
     with pytest.raises(ConfigError, match=r"does not treat each element by itself .*differently"):
@@ -429,7 +429,7 @@ class Fails(Callback):
             raise RuntimeError("no space left")
 
 
-def test_a_failed_run_leaves_no_average_in_pieces() -> None:
+def test_a_failed_run_leaves_no_average_in_shards() -> None:
     averaging = EMAWeightAveraging(decay=0.5)
     model, trainer = seeded(EvaluatedGPT), SCHEMES["zero2"].trainer(callbacks=[averaging, Fails()])
     with pytest.raises(RuntimeError, match="no space left"):
@@ -455,7 +455,7 @@ def test_a_tuner_puts_the_average_back(name: str, tmp_path: Path) -> None:
         assert torch.equal(value, before[key]), key
 
 
-def test_the_names_of_lightning_that_averages_in_pieces_replace() -> None:
+def test_the_names_of_lightning_that_averages_in_shards_replace() -> None:
     """Lightning calls these where it goes through the module, and nothing else."""
     for name in ("_swap_models", "_copy_average_to_current", "on_load_checkpoint"):
         assert callable(getattr(WeightAveraging, name))

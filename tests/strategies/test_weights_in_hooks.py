@@ -42,7 +42,7 @@ def test_hooks_had_parts_of_some_layers_where_both_split_them(style: type[Hooked
 
 
 @pytest.mark.parametrize("style", [Edits, Reads])
-def test_hooks_had_pieces_of_some_layers_in_two_pipelines(style: type[Hooked]) -> None:
+def test_hooks_had_shards_of_some_layers_in_two_pipelines(style: type[Hooked]) -> None:
     assert_equal(fit(style, replicas()), alone(style))
 
 

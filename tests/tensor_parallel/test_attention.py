@@ -64,7 +64,7 @@ CALLS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     "options", [{}, {"batch_first": True}, {"bias": False}, {"kdim": 8, "vdim": 12}]
 )
-def test_masks_and_weights_are_those_of_the_whole(options: dict[str, Any], call: str) -> None:
+def test_masks_and_weights_are_those_of_the_full_one(options: dict[str, Any], call: str) -> None:
     widths = WIDTH, options.get("kdim", WIDTH), options.get("vdim", WIDTH)
     inputs = [random(n, BATCH, w) for n, w in zip((TARGETS, SOURCES, SOURCES), widths, strict=True)]
     if options.get("batch_first"):
@@ -131,7 +131,7 @@ def planned(make: Callable[[], nn.Module], num_ranks: int) -> dict[str, Any]:
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])
-def test_layers_of_torch_are_split_as_a_whole(
+def test_layers_of_torch_are_split_as_one(
     kind: str, norm_first: bool, batch_first: bool, bias: bool
 ) -> None:
     def make() -> Holder:
@@ -148,7 +148,7 @@ def test_layers_of_torch_are_split_as_a_whole(
 @pytest.mark.parametrize("only", [("self_attn",), ("linear1", "linear2")])
 @pytest.mark.parametrize("padded", [False, True])
 def test_the_fast_path_in_evaluation_is_not_taken(padded: bool, only: tuple[str, ...]) -> None:
-    """It would hand a rank's part of the weights to a kernel that takes them for the whole."""
+    """It would hand a rank's part of the weights to a kernel that takes them for all."""
     padding = torch.arange(TARGETS) >= torch.tensor([[5], [3], [4]]) if padded else None
 
     def make() -> Holder:
@@ -189,12 +189,12 @@ class Doubled(nn.MultiheadAttention):
         lambda: Doubled(WIDTH, HEADS),
     ],
 )
-def test_an_attention_that_is_not_torch_s_own_is_left_whole(make: Callable[[], nn.Module]) -> None:
+def test_an_attention_that_is_not_torch_s_own_is_left_full(make: Callable[[], nn.Module]) -> None:
     feed_forward = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
     model = nn.ModuleDict({"layer": make(), "other": feed_forward})
     plan = automatic_plan(model, 2)
     assert {layer.name for layer in plan.layers} == {"other.0", "other.2"}
-    reasons = {one.name: one.reason for one in plan.whole}
+    reasons = {one.name: one.reason for one in plan.full}
     assert reasons == {"layer": "has add_bias_kv, add_zero_attn or a forward of its own"}
     with pytest.raises(ConfigError, match="expected torch's MultiheadAttention"):
         match_plan(model, {"layer": "attention"})

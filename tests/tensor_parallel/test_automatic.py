@@ -1,4 +1,4 @@
-"""What an automatic plan splits, what it leaves whole, and what it refuses."""
+"""What an automatic plan splits, what it leaves full, and what it refuses."""
 
 import itertools
 import re
@@ -29,7 +29,7 @@ def found(model: nn.Module, num_ranks: int = 2) -> dict[str, str]:
 
 
 def reasons(model: nn.Module, num_ranks: int = 2) -> dict[str, str]:
-    return {left.name: left.reason for left in automatic_plan(model, num_ranks).whole}
+    return {left.name: left.reason for left in automatic_plan(model, num_ranks).full}
 
 
 def plan_of(make: Callable[[], nn.Module], num_ranks: int = 2) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def test_a_pair_with_an_elementwise_function_between_is_split(between: Any) -> N
     "between",
     [lambda x: x.softmax(-1), lambda x: x.cumsum(-1), lambda x: x.flip(-1), nn.LayerNorm(HIDDEN)],
 )
-def test_a_pair_with_another_function_between_is_left_whole(between: Any) -> None:
+def test_a_pair_with_another_function_between_is_left_full(between: Any) -> None:
     model = FeedForward(between)
     assert blocks(model) == {}
     assert "computes something else in parts" in reasons(Net(model))["block.first"]
@@ -90,7 +90,7 @@ class Leak(FeedForward):
         return self.second(hidden), hidden
 
 
-def test_a_pair_whose_hidden_activation_is_used_elsewhere_is_left_whole() -> None:
+def test_a_pair_whose_hidden_activation_is_used_elsewhere_is_left_full() -> None:
     assert blocks(Leak(F.relu)) == {}
 
 
@@ -105,7 +105,7 @@ class GateOfInput(FeedForward):
         return self.second(self.first(x).relu() * self.gate(x))
 
 
-def test_a_pair_whose_region_a_gradient_leaves_elsewhere_is_left_whole() -> None:
+def test_a_pair_whose_region_a_gradient_leaves_elsewhere_is_left_full() -> None:
     """Forward all is right; but each rank would have a part of the gate's gradient."""
     assert blocks(GateOfInput()) == {}
 
@@ -281,7 +281,7 @@ def test_a_vocabulary_is_split_with_its_output_layer() -> None:
     assert "places" not in plan
 
 
-def test_a_vocabulary_that_does_not_divide_is_left_whole() -> None:
+def test_a_vocabulary_that_does_not_divide_is_left_full() -> None:
     assert not {"words", "logits"} & set(found(Words(25)))
     assert reasons(Words(25))["logits"] == "25 rows are not divisible by 2 ranks"
 
@@ -374,7 +374,7 @@ def test_a_model_is_left_as_it_is_and_random_numbers_too() -> None:
 
 def test_the_description_says_what_is_split_and_what_is_not_and_why() -> None:
     plan = automatic_plan(MODELS["gpt2"](), 2)
-    assert list(describe_plan(plan.layers, plan.whole)) == [
+    assert list(describe_plan(plan.layers, plan.full)) == [
         "network.transformer.wte              embedding_rowwise  1 x Embedding",
         "network.transformer.h.*.attn.c_attn  packed_colwise(3)  2 x Conv1D",
         "network.transformer.h.*.attn.c_proj  rowwise            2 x Conv1D",
@@ -432,7 +432,7 @@ def test_a_split_model_s_own_forward_of_a_linear_layer_is_refused_by_rows() -> N
         match_plan(model, {"layer": "rowwise"})
 
 
-def test_heads_that_the_ranks_share_are_whole_on_each() -> None:
+def test_heads_that_the_ranks_share_are_full_on_each() -> None:
     def fn(rank: int) -> None:
         model = Net(Grouped(num_kv_heads=1))
         split = SplitModel(model, automatic_plan(model, 2).layers, group_of_all())

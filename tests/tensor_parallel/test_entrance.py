@@ -47,16 +47,16 @@ def check(between: Callable[[Model, Tensor], Tensor], *, train: bool = True) -> 
 
     def fn(rank: int) -> None:
         torch.manual_seed(0)
-        whole = Model(between).double()
+        full = Model(between).double()
         torch.manual_seed(0)
         model = Model(between).double()
         layers = match_plan(model, PLAN)
         split = SplitModel(model, layers, group_of_all(), sequence_parallel=True)
-        torch.testing.assert_close(run(model), run(whole))
-        for param, expected in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(run(model), run(full))
+        for param, expected in zip(model.parameters(), full.parameters(), strict=True):
             if expected.grad is not None:
                 assert param.grad is not None
-                torch.testing.assert_close(split.whole(param, param.grad), expected.grad)
+                torch.testing.assert_close(split.full(param, param.grad), expected.grad)
 
     run_ranks(fn, 2)
 

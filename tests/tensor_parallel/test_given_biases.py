@@ -87,7 +87,7 @@ def test_a_bias_of_all_heads_met_an_attention_that_was_told_of_fewer() -> None:
 
 def test_an_attention_that_is_given_no_biases_is_told_of_its_heads() -> None:
     plan = styles(nn.ModuleDict({"attention": Attention()}))
-    assert not plan["attention.q_proj"].whole_output
+    assert not plan["attention.q_proj"].full_output
 
 
 def test_what_a_trial_could_not_reach_was_taken_to_be_right() -> None:

@@ -32,18 +32,18 @@ def test_a_gradient_penalty_had_only_each_rank_s_part_of_the_second_derivative(
         return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8), nn.Tanh()).double()
 
     def fn(rank: int) -> None:
-        whole, model = make(), make()
-        expected = penalty(whole)
+        full, model = make(), make()
+        expected = penalty(full)
         expected.backward()
         layers = match_plan(model, plan)
         split = SplitModel(model, layers, group_of_all(), sequence_parallel=sequence_parallel)
         loss = penalty(model)
         loss.backward()
         torch.testing.assert_close(loss, expected)
-        for param, reference in zip(model.parameters(), whole.parameters(), strict=True):
+        for param, reference in zip(model.parameters(), full.parameters(), strict=True):
             if reference.grad is not None:
                 assert param.grad is not None
-                torch.testing.assert_close(split.whole(param, param.grad), reference.grad)
+                torch.testing.assert_close(split.full(param, param.grad), reference.grad)
 
     run_ranks(fn, num_ranks)
 

@@ -14,7 +14,11 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from examples.train_gpt import GPT
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.errors import ConfigError
-from lightning_shard.tensor_parallel.parted_tensor import PartedTensor, in_parts, made_whole
+from lightning_shard.tensor_parallel.dim_sharded_tensor import (
+    DimShardedTensor,
+    from_local,
+    full_tensor,
+)
 from lightning_shard.tensor_parallel.plan import match_plan
 from lightning_shard.tensor_parallel.split import SplitModel
 from lightning_shard.testing import run_ranks
@@ -124,11 +128,11 @@ def made(make: Callable[[], nn.Module]) -> nn.Module:
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("name", CASES)
-def test_equals_the_whole_model(name: str, num_ranks: int) -> None:
+def test_equals_the_full_model(name: str, num_ranks: int) -> None:
     make, plan, loss = CASES[name]
-    whole = made(make)
+    full = made(make)
     torch.manual_seed(1)  # of the dropout
-    expected = loss(whole)
+    expected = loss(full)
     expected.backward()
 
     def fn(rank: int) -> set[str]:
@@ -139,12 +143,12 @@ def test_equals_the_whole_model(name: str, num_ranks: int) -> None:
         torch.testing.assert_close(own, expected)
         own.backward()
         for (param_name, param), reference in zip(
-            model.named_parameters(), whole.parameters(), strict=True
+            model.named_parameters(), full.parameters(), strict=True
         ):
             if reference.grad is not None:
                 assert param.grad is not None, param_name
                 torch.testing.assert_close(
-                    split.whole(param, param.grad),
+                    split.full(param, param.grad),
                     reference.grad,
                     msg=lambda message, n=param_name: f"{n}: {message}",
                 )
@@ -198,7 +202,7 @@ def test_projections_of_one_activation_gather_it_once_each_way() -> None:
         group = world()
         SplitModel(model, match_plan(model, {"*": "colwise"}), group, sequence_parallel=True)
         local = torch.ones(2, 2, 4, requires_grad=True)
-        x = in_parts(local * 1, group, 1)
+        x = from_local(local * 1, group, 1)
         loss = sum(layer(x).square().sum() for layer in model.values())
         assert group.traffic["all_gather"].calls == 1
         loss.backward(retain_graph=True)
@@ -214,7 +218,7 @@ def test_projections_of_one_activation_gather_it_once_each_way() -> None:
     run_ranks(fn, 2)
 
 
-def test_blocks_see_the_whole_shape_and_what_cannot_be_sliced_is_gathered() -> None:
+def test_blocks_see_the_full_shape_and_what_cannot_be_sliced_is_gathered() -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -232,9 +236,9 @@ def test_blocks_see_the_whole_shape_and_what_cannot_be_sliced_is_gathered() -> N
     shapes: list[tuple[int, ...]] = []
     plan = {"up": "colwise", "down": "rowwise"}
     x = torch.linspace(-1, 1, 64, dtype=torch.double).view(2, 8, 4)
-    whole = made(Odd)
+    full = made(Odd)
     torch.manual_seed(1)
-    expected = whole(x).square().sum()
+    expected = full(x).square().sum()
     expected.backward()
 
     def fn(rank: int) -> None:
@@ -242,12 +246,12 @@ def test_blocks_see_the_whole_shape_and_what_cannot_be_sliced_is_gathered() -> N
         split = SplitModel(model, match_plan(model, plan), world(), sequence_parallel=True)
         torch.manual_seed(1)
         result = model(x)
-        assert isinstance(result, PartedTensor)
+        assert isinstance(result, DimShardedTensor)
         assert result.part.local.shape == (2, 4, 4)
         result.square().sum().backward()
-        for param, reference in zip(model.parameters(), whole.parameters(), strict=True):
+        for param, reference in zip(model.parameters(), full.parameters(), strict=True):
             assert param.grad is not None
-            torch.testing.assert_close(split.whole(param, param.grad), reference.grad)
+            torch.testing.assert_close(split.full(param, param.grad), reference.grad)
 
     run_ranks(fn, 2)
     assert set(shapes) == {(2, 8, 4)}
@@ -282,15 +286,15 @@ def test_checkpointed_blocks_recompute_the_same(reentrant: bool) -> None:
     run_ranks(fn, 2)
 
 
-def test_an_odd_length_is_refused_in_training_and_whole_without_gradients() -> None:
+def test_an_odd_length_is_refused_in_training_and_full_without_gradients() -> None:
     def fn(rank: int) -> None:
-        model, whole = made(gpt), made(gpt)
+        model, full = made(gpt), made(gpt)
         SplitModel(model, match_plan(model, GPT_PLAN), world(), sequence_parallel=True)
         odd = TEXT[:, :7]
         with pytest.raises(ConfigError, match=r"\(3, 7, 16\) into 2 slices.* Pad the batches"):
             model(odd)
         with torch.no_grad():
-            torch.testing.assert_close(made_whole(model(odd)), whole(odd))
+            torch.testing.assert_close(full_tensor(model(odd)), full(odd))
 
     run_ranks(fn, 2)
 
@@ -302,7 +306,7 @@ def test_under_autocast_what_enters_is_gathered_in_the_narrow_type() -> None:
         SplitModel(wrapped, match_plan(wrapped, {"up": "colwise"}), group, sequence_parallel=True)
         local = torch.ones(2, 2, 4, requires_grad=True)
         with torch.autocast("cpu", torch.bfloat16):
-            result = model(in_parts(local * 1, group, 1))
+            result = model(from_local(local * 1, group, 1))
         assert result.dtype == torch.bfloat16
         assert group.traffic["all_gather"].bytes == 2 * local.numel()
         result.sum().backward()

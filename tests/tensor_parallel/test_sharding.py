@@ -36,7 +36,7 @@ def test_an_uneven_block_names_the_sizes_that_work() -> None:
     factors=st.lists(st.integers(1, 3), min_size=1, max_size=3),
     dim=st.integers(0, 2),
 )
-def test_shards_make_the_whole_again(num_shards: int, factors: list[int], dim: int) -> None:
+def test_shards_make_the_full_again(num_shards: int, factors: list[int], dim: int) -> None:
     blocks = tuple(num_shards * factor for factor in factors)
     sharding = Sharding(dim=dim, blocks=blocks, num_shards=num_shards)
     shape = [2, 3, 2]

@@ -1,4 +1,4 @@
-"""A split model computes what the whole one does: outputs, gradients, and the whole again."""
+"""A split model computes what the full one does: outputs, gradients, and the whole again."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -43,8 +43,8 @@ def compare(
     loss: Callable[[nn.Module], Tensor],
     num_ranks: int,
 ) -> None:
-    whole = make()
-    expected_loss = loss(whole)
+    full = make()
+    expected_loss = loss(full)
     expected_loss.backward()
 
     def fn(rank: int) -> None:
@@ -55,16 +55,16 @@ def compare(
         torch.testing.assert_close(own, expected_loss)
         own.backward()
         for (name, param), reference in zip(
-            model.named_parameters(), whole.parameters(), strict=True
+            model.named_parameters(), full.parameters(), strict=True
         ):
             assert param.grad is not None, name
-            gradient = split.whole(param, param.grad)
+            gradient = split.full(param, param.grad)
             torch.testing.assert_close(gradient, reference.grad, msg=lambda m, n=name: f"{n}: {m}")
         for param in model.parameters():
             param.grad = None
         split.restore()
         assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
-        assert type(model) is type(whole)
+        assert type(model) is type(full)
         torch.testing.assert_close(loss(model), expected_loss)
 
     run_ranks(fn, num_ranks)

@@ -114,8 +114,8 @@ def test_a_parametrized_weight_is_refused_in_a_given_plan(name: str, style: str)
 
 
 @pytest.mark.parametrize("named", ["words", "logits"])
-def test_a_tied_weight_of_which_one_layer_is_left_whole_is_refused(named: str) -> None:
-    """The one that was left whole failed in the first step: an index out of range."""
+def test_a_tied_weight_of_which_one_layer_is_left_full_is_refused(named: str) -> None:
+    """The one that was left full failed in the first step: an index out of range."""
 
     def fn(rank: int) -> None:
         model = nn.ModuleDict({"words": nn.Embedding(8, 4), "logits": nn.Linear(4, 8, bias=False)})

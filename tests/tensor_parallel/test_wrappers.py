@@ -1,4 +1,4 @@
-"""Adapters around linear layers are split as their layer, and what is built otherwise stays whole.
+"""Adapters around linear layers are split as their layer, and what is built otherwise stays full.
 
 The wrappers here have the attributes that peft's have.
 """
@@ -137,10 +137,10 @@ def loss_of(model: nn.Module, steps: int = 1) -> Tensor:
     return model(x).square().sum()
 
 
-def same_as_whole(make: Callable[[], nn.Module], plan: dict[str, str] | None) -> None:
+def same_as_full(make: Callable[[], nn.Module], plan: dict[str, str] | None) -> None:
     """Compare loss and gradients of all that is trained."""
-    whole = make()
-    expected = loss_of(whole)
+    full = make()
+    expected = loss_of(full)
     expected.backward()
 
     def fn(rank: int) -> None:
@@ -153,12 +153,12 @@ def same_as_whole(make: Callable[[], nn.Module], plan: dict[str, str] | None) ->
         own = loss_of(model)
         torch.testing.assert_close(own, expected)
         own.backward()
-        for (name, param), one in zip(model.named_parameters(), whole.parameters(), strict=True):
+        for (name, param), one in zip(model.named_parameters(), full.parameters(), strict=True):
             assert (param.grad is None) == (one.grad is None), name
             if param.grad is not None:
-                torch.testing.assert_close(split.whole(param, param.grad), one.grad, msg=name)
+                torch.testing.assert_close(split.full(param, param.grad), one.grad, msg=name)
         split.restore()
-        assert type(getattr(model, "up", model)) is type(getattr(whole, "up", whole))
+        assert type(getattr(model, "up", model)) is type(getattr(full, "up", full))
         torch.testing.assert_close(loss_of(model), expected)
 
     run_ranks(fn, 2)
@@ -167,7 +167,7 @@ def same_as_whole(make: Callable[[], nn.Module], plan: dict[str, str] | None) ->
 @pytest.mark.filterwarnings("ignore:.*around a linear layer that computes something else")
 @pytest.mark.parametrize("wrap", WRAPPERS)
 def test_a_wrapper_that_a_plan_names_was_refused_as_no_linear_layer(wrap: Any) -> None:
-    same_as_whole(lambda: made(wrap), PLAN)
+    same_as_full(lambda: made(wrap), PLAN)
 
 
 @pytest.mark.parametrize("wrap", SPLIT)
@@ -187,11 +187,11 @@ def test_adapters_are_split_as_their_layer(wrap: Any) -> None:
         assert shapes["down.lora_B.default.weight"] == (WIDTH, RANK)
 
 
-def test_what_computes_something_else_in_parts_is_whole_with_a_word() -> None:
+def test_what_computes_something_else_in_parts_is_full_with_a_word() -> None:
     model = made(Normed)
     with pytest.warns(UserWarning, match="'up' is a Normed around a linear layer .* 1 others"):
         layers = list(with_tried_wrappers(match_plan(model, PLAN), 2))
-    assert [layer.style.form for layer in layers] == ["whole", "whole"]
+    assert [layer.style.form for layer in layers] == ["unsplit", "unsplit"]
 
 
 def test_an_automatic_plan_finds_layers_with_adapters() -> None:
@@ -200,7 +200,7 @@ def test_an_automatic_plan_finds_layers_with_adapters() -> None:
         "up": "colwise",
         "down": "rowwise",
     }
-    same_as_whole(lambda: made(Linear), None)
+    same_as_full(lambda: made(Linear), None)
 
 
 def test_a_dropout_before_adapters_was_drawn_apart_so_that_ranks_parted_ways() -> None:

@@ -180,7 +180,7 @@ def test_a_rank_that_has_finished_is_named() -> None:
         run_ranks(lambda rank: None if rank else dist.barrier(), 2)
 
 
-def test_what_a_dropped_rank_had_done_its_part_for_is_whole() -> None:
+def test_what_a_dropped_rank_had_done_its_part_for_is_full() -> None:
     def fn(rank: int) -> float:
         tensor = torch.ones(1)
         work = dist.all_reduce(tensor, async_op=True)

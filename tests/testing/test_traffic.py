@@ -27,7 +27,7 @@ def test_expected_traffic_passes() -> None:
         ):
             for _ in range(2):
                 collectives.all_reduce(torch.ones(4))
-            collectives.twin().broadcast(torch.ones(3))
+            collectives.duplicate().broadcast(torch.ones(3))
             collectives.barrier()
         with assert_traffic(collectives):
             pass

@@ -282,8 +282,8 @@ def _forecast(make: Callable[[Any], L.LightningModule], **options: Any) -> Subje
         target_normalizer=normalizer(groups=["series"]),
         **options,
     )
-    whole = torch.utils.data.Subset(dataset, range(NUM_SAMPLES))
-    return Subject(module=make(dataset), data=whole, collate=dataset._collate_fn)
+    full = torch.utils.data.Subset(dataset, range(NUM_SAMPLES))
+    return Subject(module=make(dataset), data=full, collate=dataset._collate_fn)
 
 
 def tft() -> Subject:

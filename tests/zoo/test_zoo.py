@@ -75,7 +75,7 @@ class Losses(Callback):
 
 
 class Batches(L.LightningDataModule):
-    """The samples of a subject in their order, dealt to the ranks."""
+    """The samples of a subject in their order, assigned to the ranks."""
 
     def __init__(self, subject: Subject, here: Here) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Batches(L.LightningDataModule):
 
 
 def train(name: str, here: Here) -> Report:
-    """Train for three steps and return the losses and the whole state."""
+    """Train for three steps and return the losses and the full state."""
     torch.manual_seed(11)
     subject = SUBJECTS[name]()
     losses = Losses()

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from lightning_shard.backends import _c10d
 from lightning_shard.backends.in_process.faults import Fault, num_ranks_added
-from lightning_shard.backends.in_process.rank import Place, Status, Wait
+from lightning_shard.backends.in_process.rank import RankPosition, Status, Wait
 from lightning_shard.backends.in_process.rank_globals import assume_identity
 from lightning_shard.backends.in_process.run import survivors
 from lightning_shard.backends.in_process.world import World
@@ -133,7 +133,7 @@ class ElasticWorld(World):
         self.leave_generation(self.scheduler.running.place.generation)
         _c10d.forget_groups()
 
-    def regroup(self, number: int, threads: Sequence[int]) -> None:
+    def reconfigure(self, number: int, threads: Sequence[int]) -> None:
         """Give the running rank its place in another generation, before it makes its groups.
 
         Args:
@@ -150,7 +150,7 @@ class ElasticWorld(World):
                 f"expected a generation after {rank.left} with thread {rank.index} in it, after "
                 "drop_groups()."
             )
-        place = Place(list(threads).index(rank.index), len(threads), tuple(threads), number)
+        place = RankPosition(list(threads).index(rank.index), len(threads), tuple(threads), number)
         rank.place = place
         assume_identity(place.rank, place.num_ranks)
 

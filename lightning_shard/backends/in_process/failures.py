@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from lightning_shard.backends.in_process.channel import Channel
-from lightning_shard.backends.in_process.rank import Place, Rank, Status
+from lightning_shard.backends.in_process.rank import Rank, RankPosition, Status
 from lightning_shard.backends.in_process.scheduler import Scheduler
 from lightning_shard.backends.in_process.verdicts import peer_failed_verdict
 
@@ -70,10 +70,10 @@ class Failures:
         self._scheduler.failures.pop(rank.index, None)
         return False
 
-    def _members(self, place: Place) -> list[Rank]:
+    def _members(self, place: RankPosition) -> list[Rank]:
         return [self._scheduler.ranks[thread] for thread in place.threads]
 
-    def _have_failed_alike(self, place: Place) -> bool:
+    def _have_failed_alike(self, place: RankPosition) -> bool:
         """Whether all ranks have raised, and have met in whatever collectives they have called.
 
         One that only waited for a message, as stages of a pipeline do, can still talk to the rest.

@@ -1,8 +1,8 @@
 """numpy's global random stream, swapped without copying it.
 
-Reading or writing its whole state takes 25 µs; putting another bit generator in its place takes
+Reading or writing its full state takes 25 µs; putting another bit generator in its place takes
 0.2 µs. But that drops the spare normal number which numpy keeps beside the bit generator, so
-the whole state is read whenever a number was drawn since the rank was let run.
+the full state is read whenever a number was drawn since the rank was let run.
 """
 
 import ctypes

@@ -59,14 +59,14 @@ class Wait:
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class RankPosition:
     """A rank's place in a generation of groups, and the groups that it has made there.
 
     Attributes:
         rank: Its number, by which it and the messages go.
         num_ranks: The number of ranks; where a spare rank is alone still, of those that began.
         threads: Those of the default group, in the order of its ranks.
-        generation: Number of the generation; 0 until the world is regrouped.
+        generation: Number of the generation; 0 until the world is reconfigured.
     """
 
     rank: int
@@ -94,7 +94,7 @@ class Rank:
         failing: What it has raised, once it only waits for what becomes of the others.
     """
 
-    def __init__(self, index: int, own: RankGlobals, place: Place) -> None:
+    def __init__(self, index: int, own: RankGlobals, place: RankPosition) -> None:
         self.index = index
         self.globals = own
         self.place = place

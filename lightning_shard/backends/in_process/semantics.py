@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from lightning_shard.backends.c10d_reductions import reduce_tensors
+from lightning_shard.backends.c10d_reduce_ops import reduce_tensors
 from lightning_shard.backends.calls import Call, Disagreement, describe_tensor
 from lightning_shard.backends.packing import raw, unaliased, write
 

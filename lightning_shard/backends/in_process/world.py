@@ -11,7 +11,7 @@ from lightning_shard.backends.in_process.channel import Channel, Meeting
 from lightning_shard.backends.in_process.failures import Failure, Failures
 from lightning_shard.backends.in_process.faults import Fault, FaultPlan, RankDropped
 from lightning_shard.backends.in_process.losses import Losses, check_place
-from lightning_shard.backends.in_process.rank import NOT_YET, Place, Rank, Status, Wait
+from lightning_shard.backends.in_process.rank import NOT_YET, Rank, RankPosition, Status, Wait
 from lightning_shard.backends.in_process.rank_globals import RankGlobals
 from lightning_shard.backends.in_process.run import Run
 from lightning_shard.backends.in_process.scheduler import Scheduler
@@ -128,7 +128,7 @@ class World:
     def _make_rank(self, index: int) -> Rank:
         size = self.num_first_ranks
         is_spare = index >= size
-        place = Place(index, size, (index,) if is_spare else tuple(range(size)))
+        place = RankPosition(index, size, (index,) if is_spare else tuple(range(size)))
         rank = Rank(index, RankGlobals.for_rank(index, size), place)
         if is_spare:
             rank.status = Status.PARKED

@@ -286,7 +286,7 @@ class Lifeline:
 
     def lost(self, rank: int, event: str) -> None:
         """Take note of what has become of a rank, from who watches the ranks as well."""
-        self._judge(Verdict(rank=rank, event=event, doing="the job's keeper says so"))
+        self._judge(Verdict(rank=rank, event=event, doing="the job's rendezvous server says so"))
 
     def _tell_if_past(self) -> None:
         """Tell the hub if this rank waits in an operation that the failing one never comes to."""

@@ -13,10 +13,10 @@ from typing_extensions import override
 from lightning_shard.backends import _c10d, liveness
 from lightning_shard.backends._c10d import PrefixStore, Store, TCPStore
 from lightning_shard.backends.base import DEFAULT_TIMEOUT, Backend
-from lightning_shard.backends.checked import (
-    checked_name,
+from lightning_shard.backends.debug_wrapper import (
+    debug_name,
     exchange_collectives,
-    register_checked,
+    register_debug,
 )
 from lightning_shard.backends.exchange import ExchangeCollectives
 from lightning_shard.backends.mpi import runtime
@@ -40,7 +40,7 @@ class MPIBackend(Backend):
     @property
     @override
     def c10d_name(self) -> str:
-        return checked_name(BACKEND_NAME) if self.debug else BACKEND_NAME
+        return debug_name(BACKEND_NAME) if self.debug else BACKEND_NAME
 
     @override
     def unavailable_reason(self) -> str | None:
@@ -119,5 +119,5 @@ def _check_place(rank: int = -1, world_size: int = -1) -> None:
 
 
 _c10d.register_backend(BACKEND_NAME, _make_group, ["cpu", "cuda"])
-register_checked(BACKEND_NAME, _make_group, ["cpu", "cuda"])
+register_debug(BACKEND_NAME, _make_group, ["cpu", "cuda"])
 register_rendezvous_handler("mpi", _meet)  # type: ignore[no-untyped-call]

@@ -111,7 +111,7 @@ class Flight:
             callback()
 
 
-class Progress:
+class ProgressThread:
     """Moves the flights of this process on while nobody waits for them."""
 
     def __init__(self) -> None:
@@ -157,4 +157,4 @@ class Progress:
             time.sleep(_PERIOD_SECONDS)
 
 
-progress = Progress()
+progress = ProgressThread()

@@ -18,10 +18,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from lightning_shard.backends.c10d_reductions import reduce_tensors
+from lightning_shard.backends.c10d_reduce_ops import reduce_tensors
 from lightning_shard.backends.calls import Call, describe_tensor
 from lightning_shard.backends.mpi.runtime import mpi
-from lightning_shard.backends.mpi.wire import parts, whole
+from lightning_shard.backends.mpi.wire import full, parts
 from lightning_shard.backends.packing import pack, raw, room_for, unaliased, unpack
 from lightning_shard.backends.python_group import ANY_SOURCE
 from lightning_shard.errors import CollectiveMismatchError, ConfigError
@@ -54,7 +54,7 @@ def _all_reduce(group: GroupOfRanks, call: Call) -> Steps:
     flat = pack(call.inputs)
     if flat.numel() * flat.itemsize * group.size() <= _GATHERED_BYTES:
         everyones = flat.new_empty(group.size(), flat.numel())
-        yield [group.comm.Iallgather(whole(flat), _evenly(everyones))]
+        yield [group.comm.Iallgather(full(flat), _evenly(everyones))]
         flat = reduce_tensors(everyones.unbind(), call.reduce_op).to(flat.dtype)
     else:
         yield from _reduce_in_slices(group, call, flat, to=range(group.size()))
@@ -79,8 +79,8 @@ def _reduce_in_slices(group: GroupOfRanks, call: Call, flat: Tensor, *, to: Sequ
     receives = [s for s in range(group.size()) if call.rank in to and s != call.rank]
     sends = [target for target in to if target != call.rank]
     yield [
-        *(group.inner.Irecv(whole(slices[source]), source, number) for source in receives),
-        *(group.inner.Isend(whole(own), target, number) for target in sends),
+        *(group.inner.Irecv(full(slices[source]), source, number) for source in receives),
+        *(group.inner.Isend(full(own), target, number) for target in sends),
     ]
 
 
@@ -121,7 +121,7 @@ def _reduce_scatter_single(group: GroupOfRanks, call: Call) -> Steps:
 
 def _broadcast(group: GroupOfRanks, call: Call) -> Steps:
     flat = pack(call.inputs)
-    yield [group.comm.Ibcast(whole(flat), call.root)]
+    yield [group.comm.Ibcast(full(flat), call.root)]
     if call.rank != call.root:
         unpack(flat, call.inputs)
 
@@ -130,7 +130,7 @@ def _all_gather(group: GroupOfRanks, call: Call) -> Steps:
     _check_room(call, call.outputs[call.rank], call.inputs[0])
     flat = room_for(call.outputs)
     source = pack(unaliased(call.inputs, call.outputs))
-    yield [group.comm.Iallgatherv(whole(source), parts(flat, _numels(call.outputs)))]
+    yield [group.comm.Iallgatherv(full(source), parts(flat, _numels(call.outputs)))]
     unpack(flat, call.outputs)
 
 
@@ -139,7 +139,7 @@ def _all_gather_single(group: GroupOfRanks, call: Call) -> Steps:
     given = [_to_give(group, call, *pair) for pair in zip(call.inputs, flats, strict=True)]
     yield [
         group.comm.Iallgather(
-            mpi().IN_PLACE if own is None else whole(own), _evenly(flat, group.size())
+            mpi().IN_PLACE if own is None else full(own), _evenly(flat, group.size())
         )
         for own, flat in zip(given, flats, strict=True)
     ]
@@ -158,11 +158,11 @@ def _to_give(group: GroupOfRanks, call: Call, own: Tensor, flat: Tensor) -> Tens
 def _gather(group: GroupOfRanks, call: Call) -> Steps:
     own = pack(unaliased(call.inputs, call.outputs))
     if call.rank != call.root:
-        yield [group.comm.Igatherv(whole(own), None, call.root)]
+        yield [group.comm.Igatherv(full(own), None, call.root)]
         return
     _check_room(call, call.outputs[call.rank], call.inputs[0])
     flat = room_for(call.outputs)
-    yield [group.comm.Igatherv(whole(own), parts(flat, _numels(call.outputs)), call.root)]
+    yield [group.comm.Igatherv(full(own), parts(flat, _numels(call.outputs)), call.root)]
     unpack(flat, call.outputs)
 
 
@@ -172,9 +172,9 @@ def _scatter(group: GroupOfRanks, call: Call) -> Steps:
         _check_room(call, call.outputs[0], call.inputs[call.rank])
         given = pack(unaliased(call.inputs, call.outputs))
         sent = parts(given, _numels(call.inputs))
-        yield [group.comm.Iscatterv(sent, whole(flat), call.root)]
+        yield [group.comm.Iscatterv(sent, full(flat), call.root)]
     else:
-        yield [group.comm.Iscatterv(None, whole(flat), call.root)]
+        yield [group.comm.Iscatterv(None, full(flat), call.root)]
     unpack(flat, call.outputs)
 
 
@@ -195,15 +195,15 @@ def _barrier(group: GroupOfRanks, call: Call) -> Steps:
 def _send(group: GroupOfRanks, call: Call) -> Steps:
     comm, tag = group.lane(call.tag or 0)
     flats = [pack([tensor]) for tensor in call.inputs]
-    yield [comm.Isend(whole(flat), call.root, tag) for flat in flats]
+    yield [comm.Isend(full(flat), call.root, tag) for flat in flats]
 
 
 def _recv(group: GroupOfRanks, call: Call) -> Steps:
     comm, tag = group.lane(call.tag or 0)
     source = mpi().ANY_SOURCE if call.root == ANY_SOURCE else call.root
     flats = [room_for([tensor]) for tensor in call.outputs]
-    status = yield [comm.Irecv(whole(flat), source, tag) for flat in flats]
-    _check_whole(call, status)
+    status = yield [comm.Irecv(full(flat), source, tag) for flat in flats]
+    _check_full(call, status)
     for flat, tensor in zip(flats, call.outputs, strict=True):
         unpack(flat, [tensor])
 
@@ -215,7 +215,7 @@ def _numels(tensors: Sequence[Tensor]) -> list[int]:
 def _evenly(flat: Tensor, size: int | None = None) -> list[Any]:
     """Describe a tensor of equal parts, one for each rank, as `Iallgather` and such want it."""
     size = len(flat) if size is None else size
-    memory, numel, datatype = whole(flat)
+    memory, numel, datatype = full(flat)
     return [memory, numel // size, datatype]
 
 
@@ -228,7 +228,7 @@ def _check_room(call: Call, slot: Tensor, own: Tensor) -> None:
         )
 
 
-def _check_whole(call: Call, status: Any) -> None:
+def _check_full(call: Call, status: Any) -> None:
     """Raise when less has come than there is room for; MPI itself refuses more."""
     expected = sum(tensor.numel() * tensor.itemsize for tensor in call.outputs)
     if len(call.outputs) == 1 and (got := status.Get_elements(mpi().BYTE)) != expected:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 BACKEND_NAME = "mpi4py"  # c10d keeps the name "mpi" for its own, even where torch lacks it
-_LOOK_SECONDS = 0.0005
+_POLL_SECONDS = 0.0005
 _RECV_ANY = f"recv {ANY_SOURCE}"
 
 
@@ -85,7 +85,7 @@ class MPIGroup(PythonGroup):
         while not board.check(keys):
             if (error := watch.why_it_stops()) is not None:
                 raise error
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
 
     def next_number(self) -> int:
         """Return a tag for the inner messages of one more collective, the same on every rank."""

@@ -30,7 +30,7 @@ departures = Departures()
 given_up: list[object] = []  # operations that never ended: MPI may still write to their memory
 _before_end: list[Callable[[], None]] = []
 
-_LEAVING_LOOK_SECONDS = 0.001
+_LEAVING_POLL_SECONDS = 0.001
 _PATIENCE_SECONDS = 30.0
 _HOW_TO_INSTALL = "Install both with: pip install 'lightning-shard[mpi]'."
 
@@ -170,7 +170,7 @@ def _all_leave() -> bool:
                 departures.listen(world, tag)
                 if departures.num_left == world.size - 1 and module.Request.Testall(goodbyes):
                     return True
-            time.sleep(_LEAVING_LOOK_SECONDS)
+            time.sleep(_LEAVING_POLL_SECONDS)
     except module.Exception:  # who has gone cannot be told goodbye
         pass
     return False

@@ -16,7 +16,7 @@ from lightning_shard.errors import LayoutError
 _MOST_ELEMENTS = 2**31 - 1
 
 
-def whole(tensor: Tensor) -> list[Any]:
+def full(tensor: Tensor) -> list[Any]:
     """Describe a contiguous tensor to MPI."""
     return [_memory(tensor), _checked(tensor.numel()), _type_of_size(tensor.itemsize)]
 

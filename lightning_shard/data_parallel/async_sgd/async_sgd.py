@@ -33,7 +33,7 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.async_sgd.clocks import Clocks
 from lightning_shard.data_parallel.async_sgd.engine import AsyncEngine
 from lightning_shard.data_parallel.async_sgd.mailbox import Mailbox
-from lightning_shard.data_parallel.async_sgd.view import ShardView, Update
+from lightning_shard.data_parallel.async_sgd.view import ShardOptimizerView, Update
 from lightning_shard.data_parallel.async_sgd.wire import Kind, Message, Wire, is_last
 from lightning_shard.errors import ConfigError
 
@@ -90,7 +90,7 @@ class AsyncSGD:
 
     Args:
         engine: Alone from now on.
-        optimizer: The one whose steps are taken; its state lies in pieces.
+        optimizer: The one whose steps are taken; its state lies in shards.
         ranks: All of them, over a group in which nothing else is sent.
         mailbox_type: Makes a mailbox over that group.
         bound: Steps that a rank may be ahead; 1 or more.
@@ -115,7 +115,7 @@ class AsyncSGD:
         self._make_mailbox = mailbox_type
         self._bound = bound
         self._wire = Wire([], ranks.size)
-        self._view = ShardView(engine.reducer, optimizer, self._own_update)
+        self._view = ShardOptimizerView(engine.reducer, optimizer, self._own_update)
         self._clocks = Clocks(ranks.rank, ranks.size, bound)
         self._mailbox: Mailbox | None = None
         self._waiting: list[Arrived] = []  # to be applied, in the order of arrival

@@ -1,10 +1,10 @@
 """The engine of ZeRO stage 1 with a switch: average gradients, or leave each rank its own.
 
-    together    backward ──reduce-scatter──> a piece of the average     as stage 1
+    together    backward ──reduce-scatter──> a shard of the average     as stage 1
     alone       backward ──────────────────> the rank's own, whole      nothing is sent
 
 Alone, parameters and gradients show themselves whole, clipping goes by the rank's own norm, and
-buffers (running statistics) are each rank's own. The optimizer's state stays in pieces: what
+buffers (running statistics) are each rank's own. The optimizer's state stays in shards: what
 updates it, and with which gradient, is the business of the view that is put in.
 """
 
@@ -31,10 +31,10 @@ class AsyncEngine(DataParallelEngine):
     def part(self, view: OptimizerView) -> None:
         """Leave each rank to itself from now on; between two optimizer steps.
 
-        Gradients that are left of the last step together go: they are pieces of an average.
+        Gradients that are left of the last step together go: they are shards of an average.
 
         Args:
-            view: Of the optimizer, in which it updates this rank's pieces.
+            view: Of the optimizer, in which it updates this rank's shards.
         """
         self._together, self.view = (self.view, self.reducer), view
         usage = UsageAgreement(self.gradients, self.collectives, self.device)

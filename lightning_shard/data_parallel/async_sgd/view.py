@@ -3,7 +3,7 @@
     optimizer.step(closure)    closure: backward, clipping; then the rank's own gradient, and more
     optimizer.step()           more that has come from peers
 
-Inside, each parameter shows the piece that this rank owns and `.grad` shows that piece's gradient.
+Inside, each parameter shows the shard that this rank owns and `.grad` shows that shard's gradient.
 The learning rate is scaled for as long: the owner's own, as its scheduler has set it.
 """
 
@@ -24,7 +24,7 @@ class Update:
     """A step of the optimizer on this rank's shard.
 
     Attributes:
-        grads: By parameter, this rank's piece; None where there is none.
+        grads: By parameter, this rank's shard; None where there is none.
         scale: Of the learning rate.
     """
 
@@ -32,12 +32,12 @@ class Update:
     scale: float
 
 
-class ShardView(OptimizerView):
+class ShardOptimizerView(OptimizerView):
     """Shows updates to the optimizer.
 
     Args:
         reducer: The engine's; what it has accumulated is not reduced.
-        optimizer: Works on pieces.
+        optimizer: Works on shards.
         own_update: Called when the optimizer is about to take this rank's own step.
 
     Attributes:
@@ -54,7 +54,7 @@ class ShardView(OptimizerView):
         self.flats: Sequence[FlatParameters] = ()
         self._optimizer, self._own_update = optimizer, own_update
         self._update: Update | None = None
-        self._whole_grads: list[Tensor | None] = []
+        self._full_grads: list[Tensor | None] = []
         self._rates: list[float | Tensor] = []
 
     def apply(self, update: Update) -> None:
@@ -70,7 +70,7 @@ class ShardView(OptimizerView):
     @override
     def enter(self) -> None:
         update, self._update = self._update or self._own_update(), None
-        self._whole_grads = [param.grad for param in self.params]
+        self._full_grads = [param.grad for param in self.params]
         self._show(None for _ in self.params)
         for flat in self.flats:
             flat.present_local()
@@ -86,8 +86,8 @@ class ShardView(OptimizerView):
         self._show(None for _ in self.params)
         for flat in self.flats:
             flat.present_full()
-        self._show(self._whole_grads)
-        self._whole_grads = []
+        self._show(self._full_grads)
+        self._full_grads = []
 
     def _show(self, grads: Iterable[Tensor | None]) -> None:
         for param, grad in zip(self.params, grads, strict=True):

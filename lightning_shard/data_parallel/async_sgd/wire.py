@@ -92,8 +92,8 @@ class Wire:
         self.num_params = sum(len(flat.params) for flat in flats)
         sizes = [(2 + num_ranks) * _WORD, self.num_params, *(flat.shard.nbytes for flat in flats)]
         self.num_words = sum(map(_aligned, sizes)) // _WORD
-        self._pieces = [
-            [piece for flat in flats for piece in flat.layout.pieces(rank)]
+        self._shard_slices = [
+            [shard_slice for flat in flats for shard_slice in flat.layout.shard_slices(rank)]
             for rank in range(num_ranks)
         ]
         self._homes = [number for number, flat in enumerate(flats) for _ in flat.params]
@@ -113,10 +113,12 @@ class Wire:
         message = self.new()
         flags = [int(grad is not None) for grad in grads]
         message.present.copy_(torch.tensor(flags, dtype=torch.uint8))
-        for home, piece, grad in zip(self._homes, self._pieces[rank], grads, strict=True):
-            if grad is not None and piece.numel:
-                part = grad.flatten()[piece.param_offset : piece.param_stop]
-                message.shards[home][piece.shard_offset : piece.shard_stop].copy_(part)
+        for home, shard_slice, grad in zip(
+            self._homes, self._shard_slices[rank], grads, strict=True
+        ):
+            if grad is not None and shard_slice.numel:
+                part = grad.flatten()[shard_slice.param_offset : shard_slice.param_stop]
+                message.shards[home][shard_slice.shard_offset : shard_slice.shard_stop].copy_(part)
         return message
 
     @torch.no_grad()
@@ -139,9 +141,11 @@ class Wire:
             shard.to(f.full.device) for shard, f in zip(message.shards, self.flats, strict=True)
         ]
         return [
-            shards[home][piece.shard_offset : piece.shard_stop] if used and piece.numel else None
-            for home, piece, used in zip(
-                self._homes, self._pieces[rank], message.present.tolist(), strict=True
+            shards[home][shard_slice.shard_offset : shard_slice.shard_stop]
+            if used and shard_slice.numel
+            else None
+            for home, shard_slice, used in zip(
+                self._homes, self._shard_slices[rank], message.present.tolist(), strict=True
             )
         ]
 

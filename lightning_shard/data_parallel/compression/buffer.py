@@ -21,7 +21,7 @@ class FlatBuffer:
     Attributes:
         layout: The tensors' places. With several shards, as many as there are ranks.
         ranks: Those that average.
-        keeps_all: Whether each rank needs the whole average, or its own segment only.
+        keeps_all: Whether each rank needs the full average, or its own segment only.
         number: Tells this buffer from the others of a model, for random streams.
         device: Where the values are.
         dense_itemsize: Bytes of a value that travels dense.

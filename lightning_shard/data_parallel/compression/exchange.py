@@ -8,7 +8,7 @@
 Each rank sends 2(N-1)/N of the encoded buffer, as a ring does of a dense one. A rank that needs
 its own segment only stops before the second encoding. All ranks decode the same bytes, so they
 hold the same bits. Whether all values were finite travels along, and so does, where something is
-kept from step to step (`memory.py`), which tensors anybody has values for.
+kept from step to step (`error_feedback.py`), which tensors anybody has values for.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,13 +24,16 @@ from lightning_shard.backends.traffic import ring_share
 from lightning_shard.data_parallel.compression import wire
 from lightning_shard.data_parallel.compression.buffer import FlatBuffer
 from lightning_shard.data_parallel.compression.compressor import Exchange, State, Turn, if_sound
-from lightning_shard.data_parallel.compression.memory import Memory, MemoryRules
+from lightning_shard.data_parallel.compression.error_feedback import (
+    ErrorFeedback,
+    ErrorFeedbackRules,
+)
 from lightning_shard.errors import ConfigError
 
 _SEED_FACTORS = (1_000_003, 8_191, 2_053, 257)  # primes, for mixing counters into a seed
 
 
-class SegmentCodec(MemoryRules, Protocol):
+class SegmentCodec(ErrorFeedbackRules, Protocol):
     """What an exchange asks of its codec; see `Codec`, which makes the exchange."""
 
     update_limit: float
@@ -95,7 +98,7 @@ class CodecExchange(Exchange):
         self.fills_variance, self.update_limit = codec.is_sparse, codec.update_limit
         num_slots = len(buffer.layout.slots)
         self.momentum_factors = [codec.momentum or 0.9] * num_slots  # Adam's are told
-        self._memory = Memory(codec, buffer, self.momentum_factors)
+        self._kept_values = ErrorFeedback(codec, buffer, self.momentum_factors)
         self._tells_usage = codec.error_feedback or self.keeps_momentum
         self._used = torch.ones(num_slots, dtype=torch.uint8, device=buffer.device)
         self._used_all = True
@@ -105,7 +108,7 @@ class CodecExchange(Exchange):
     @property
     @override
     def kept(self) -> list[Tensor]:
-        return self._memory.tensors
+        return self._kept_values.tensors
 
     @override
     @torch.no_grad()
@@ -113,15 +116,15 @@ class CodecExchange(Exchange):
         if not self.codec.is_dense(self.step):
             return False
         if self.keeps_momentum:
-            self._memory.allocate()
+            self._kept_values.allocate()
             gradient = self._taken(values)
             self._note_used(used)
             told = torch.cat([self._used, ~_is_finite(gradient)[None]])
             self.buffer.ranks.all_reduce(told, "max").wait()
             self._learn_unused(told[:-1])
-            self._memory.take_up(gradient, None, self._unused, told[-1] == 0)
+            self._kept_values.take_up(gradient, None, self._unused, told[-1] == 0)
             if not self.codec.is_dense(self.step + 1):
-                self.tally.sent_bytes += self._memory.share_momentum()
+                self.tally.sent_bytes += self._kept_values.share_momentum()
             self.tally.sent_bytes += ring_share(2 * told.numel(), self.buffer.ranks.size)
         self.froze_variance = False
         self._count(self.buffer.dense_bytes)
@@ -131,13 +134,13 @@ class CodecExchange(Exchange):
     @override
     @torch.no_grad()
     def begin(self, values: Tensor, out: Tensor, used: Sequence[bool] | None = None) -> None:
-        self._memory.allocate()
+        self._kept_values.allocate()
         self._note_used(used)
         self.froze_variance = self.freezes_variance
         gradient = self._taken(values)
-        whole = self._memory.with_kept(gradient)
-        sound = _is_finite(whole)
-        sent, form = self._encode(if_sound(sound, whole), sound)
+        full = self._kept_values.with_kept(gradient)
+        sound = _is_finite(full)
+        sent, form = self._encode(if_sound(sound, full), sound)
         rows, ranks = torch.empty_like(sent), self.buffer.ranks
         self._travel = _Travel(
             out=out,
@@ -231,7 +234,7 @@ class CodecExchange(Exchange):
         if travel is None or travel.owned is not None or not self.buffer.keeps_all:
             return
         mean, sound = self._mean(travel)
-        travel.owned = self._memory.with_owned(mean)
+        travel.owned = self._kept_values.with_owned(mean)
         sound = sound & _is_finite(travel.owned)
         values = if_sound(sound, travel.owned)
         if self._unused:
@@ -278,7 +281,7 @@ class CodecExchange(Exchange):
     def _take_up(self, travel: _Travel, sound: Tensor) -> None:
         if travel.gradient is not None:
             sent = (self._decode(row, travel.sent_form) for row in travel.sent)
-            self._memory.take_up(travel.gradient, sent, self._unused, sound)
+            self._kept_values.take_up(travel.gradient, sent, self._unused, sound)
 
     def _take_all(self, travel: _Travel) -> Tensor:
         """Decode every segment's average into `out`; return whether they are sound."""
@@ -291,21 +294,21 @@ class CodecExchange(Exchange):
             average = self._without_unused(average, index)
             part.copy_(average[: part.numel()])
             if index == self.buffer.ranks.rank:
-                self._memory.take_up_owned(travel.owned, average, self._unused, sound)
-            if self._memory.shares_momentum:
-                self._memory.go_on_from(average, index, self._unused, sound)
+                self._kept_values.take_up_owned(travel.owned, average, self._unused, sound)
+            if self._kept_values.shares_momentum:
+                self._kept_values.go_on_from(average, index, self._unused, sound)
         return sound
 
     @override
     @torch.no_grad()
     def state(self) -> State:
-        return self._memory.state()
+        return self._kept_values.state()
 
     @override
     @torch.no_grad()
     def load(self, state: Mapping[str, Mapping[str, Tensor]], step: int) -> None:
         self.step = step
-        self._memory.load(state)
+        self._kept_values.load(state)
 
 
 def _is_finite(values: Tensor) -> Tensor:

@@ -171,10 +171,10 @@ class LowRankExchange(Exchange):
             matrix = one.matrix(work).add_(one.matrix(self._residual))
             torch.mm(matrix, one.q, out=one.p)
         for slot, part in self._plain_parts():
-            whole = work[slot.offset : slot.stop].add_(self._residual[slot.offset : slot.stop])
-            part.copy_(whole)
+            full = work[slot.offset : slot.stop].add_(self._residual[slot.offset : slot.stop])
+            part.copy_(full)
             self._first.round_(part)
-            whole.sub_(part)  # what is lost
+            full.sub_(part)  # what is lost
         self._count(self._first.begin())
 
     def _mark_used(self, work: Tensor, used: Sequence[bool] | None) -> None:

@@ -18,7 +18,7 @@ _FREEZES_BEFORE = "sends_momentum"  # its name in older checkpoints
 _SETTINGS = {"compressor", "step", _FREEZES, _FREEZES_BEFORE}  # all but the kinds of tensors
 
 
-def whole_state(
+def full_state(
     compressor: Compressor, exchanges: Sequence[Exchange], *, keep: bool
 ) -> dict[str, Any]:
     """Bring the state together, one buffer at a time; each rank must call.
@@ -31,21 +31,21 @@ def whole_state(
     Returns:
         On the CPU; {} where it is not wanted.
     """
-    whole: dict[str, Any] = {"compressor": type(compressor).__name__, "step": {}}
-    whole[_FREEZES] = any(exchange.freezes_variance for exchange in exchanges)
+    full: dict[str, Any] = {"compressor": type(compressor).__name__, "step": {}}
+    full[_FREEZES] = any(exchange.freezes_variance for exchange in exchanges)
     for exchange in exchanges:
         state = exchange.state()
         if not keep:
             continue
-        whole["step"].update({slot.name: exchange.step for slot in exchange.buffer.layout.slots})
+        full["step"].update({slot.name: exchange.step for slot in exchange.buffer.layout.slots})
         for kind, tensors in state.items():
             copies = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
-            whole.setdefault(kind, {}).update(copies)
-    return whole if keep else {}
+            full.setdefault(kind, {}).update(copies)
+    return full if keep else {}
 
 
-def load_whole_state(
-    compressor: Compressor, exchanges: Sequence[Exchange], whole: Mapping[str, Any]
+def load_full_state(
+    compressor: Compressor, exchanges: Sequence[Exchange], full: Mapping[str, Any]
 ) -> None:
     """Take up the state of any number of ranks and any buffers; no communication.
 
@@ -54,11 +54,11 @@ def load_whole_state(
     warm-up.
     """
     freezes = any(exchange.freezes_variance for exchange in exchanges)
-    is_same = whole.get("compressor") == type(compressor).__name__
-    is_same &= whole.get(_FREEZES, whole.get(_FREEZES_BEFORE, freezes)) == freezes
-    kinds = whole.keys() - _SETTINGS if is_same else {"residual"}
-    state = {kind: whole.get(kind, {}) for kind in kinds}
-    steps = whole.get("step", {}) if is_same else {}
+    is_same = full.get("compressor") == type(compressor).__name__
+    is_same &= full.get(_FREEZES, full.get(_FREEZES_BEFORE, freezes)) == freezes
+    kinds = full.keys() - _SETTINGS if is_same else {"residual"}
+    state = {kind: full.get(kind, {}) for kind in kinds}
+    steps = full.get("step", {}) if is_same else {}
     for exchange in exchanges:
         names = [slot.name for slot in exchange.buffer.layout.slots]
         exchange.load(state, step=max((steps.get(name, 0) for name in names), default=0))

@@ -49,8 +49,8 @@ class LocalEngine(DataParallelEngine):
             self._buffers.follow(training=False)  # as the next step together would
         for gradients in self.gradients:
             gradients.reduce_over(groups)
-        usage = UsageAgreement(self.gradients, groups.everyone, self.device)
-        self.reducer = Reducer(self.gradients, groups.everyone, usage)
+        usage = UsageAgreement(self.gradients, groups.dp, self.device)
+        self.reducer = Reducer(self.gradients, groups.dp, usage)
         self.view = OptimizerView(self.gradients, self.reducer, None, self.absent, self.edits)
         self.is_alone = alone
 

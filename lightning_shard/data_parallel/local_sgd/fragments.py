@@ -2,7 +2,7 @@
 
     parameters   a b c d e f g h      2 fragments   a b c | d e f g h
 
-A fragment is a run of whole parameters: an outer optimizer and a compressor see their shapes, and
+A fragment is a run of full parameters: an outer optimizer and a compressor see their shapes, and
 sizes come out more even than with whole blocks, of which streaming DiLoCo (arXiv:2501.18512) makes
 its fragments.
 """

@@ -36,7 +36,7 @@ from lightning_shard.data_parallel.local_sgd.sending import Arrival, Sender, che
 
 
 @dataclass
-class Flight:
+class PendingSync:
     """Parameters whose mean is on its way.
 
     Attributes:
@@ -88,7 +88,7 @@ class LocalSGD:
         self._sender = Sender(collectives, parts, compressor)
         self.step = step
         self._stale: set[str] = set()  # changed here since they were last sent
-        self._flights: list[Flight] = []
+        self._flights: list[PendingSync] = []
         self._kept: dict[str, Tensor] | None = None  # own values, while the module has others
 
     def after_step(self) -> None:
@@ -124,7 +124,7 @@ class LocalSGD:
         self._stale.difference_update(landing)
         buffer = pack(self.rule.outgoing({name: self._own.views[name] for name in names}))
         arrival = self._sender.send(buffer, fragment)
-        self._flights.append(Flight(names, landing, due, buffer, arrival))
+        self._flights.append(PendingSync(names, landing, due, buffer, arrival))
 
     def _meet_newcomers(self, names: list[str]) -> list[str]:
         """Average at once what the rule should have common values of; return the others."""
@@ -158,7 +158,7 @@ class LocalSGD:
             ):
                 flight.arrival.proceed()
 
-    def _arrived(self, flight: Flight) -> dict[str, Tensor]:
+    def _arrived(self, flight: PendingSync) -> dict[str, Tensor]:
         """The mean that a flight brings; waits for it."""
         if flight.arrival is not None:
             flight.arrival.wait()
@@ -295,7 +295,9 @@ class LocalSGD:
             place = next(iter(self._own.views.values())).device
             if mean:
                 buffer = pack([value.to(place) for value in mean.values()])
-                self._flights.append(Flight(list(mean), list(mean), flight["due"], buffer, None))
+                self._flights.append(
+                    PendingSync(list(mean), list(mean), flight["due"], buffer, None)
+                )
 
     def _understood(self, state: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
         """What was on its way, if this rule sends the same; another could only misread it."""

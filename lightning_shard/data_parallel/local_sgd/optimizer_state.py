@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.local_sgd.packing import mean_over_ranks
 
-_Place = tuple[int, str]  # the parameter's number and the key of its state
+_StateKey = tuple[int, str]  # the parameter's number and the key of its state
 
 
 @contextmanager
@@ -36,7 +36,7 @@ def averaged_state(optimizer: Optimizer, collectives: Collectives) -> Iterator[N
 
 def _means(
     params: list[nn.Parameter], optimizer: Optimizer, collectives: Collectives
-) -> dict[_Place, Tensor]:
+) -> dict[_StateKey, Tensor]:
     mine = {
         (index, key): value
         for index, param in enumerate(params)
@@ -45,7 +45,7 @@ def _means(
     }
     kinds = {place: (tuple(value.shape), value.dtype) for place, value in mine.items()}
     on_ranks = collectives.all_gather_object(kinds)
-    means: dict[_Place, Tensor] = {}
+    means: dict[_StateKey, Tensor] = {}
     for place in sorted(set().union(*on_ranks)):
         having = [kinds[place] for kinds in on_ranks if place in kinds]
         shape, dtype = having[0]

@@ -80,7 +80,7 @@ class LocalParameters:
             view = self.views[name]
             view.copy_(value.lerp(view.to(value.dtype), keep) if keep else value)
         for flat in self._flats:
-            flat.begin_gather()  # carries the optimizer's format over; nothing is sent
+            flat.begin_unshard()  # carries the optimizer's format over; nothing is sent
             if flat in self._marks:
                 self._marks[flat] = _mark(flat)
 

@@ -13,7 +13,7 @@ from lightning_shard.data_parallel.compression import (
     FlatBuffer,
     Tally,
 )
-from lightning_shard.data_parallel.compression.state import load_whole_state, whole_state
+from lightning_shard.data_parallel.compression.state import full_state, load_full_state
 from lightning_shard.errors import ConfigError
 from lightning_shard.layout.flat import build_layout
 
@@ -86,12 +86,12 @@ class Sender:
         """
         if self._compressor is None:
             return {}
-        return whole_state(self._compressor, self._exchanges, keep=keep)
+        return full_state(self._compressor, self._exchanges, keep=keep)
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take over what `state` gave, of any fragments and any number of ranks."""
         if self._compressor is not None:
-            load_whole_state(self._compressor, self._exchanges, state)
+            load_full_state(self._compressor, self._exchanges, state)
 
 
 def on_cpu(values: Mapping[str, Tensor]) -> dict[str, Tensor]:

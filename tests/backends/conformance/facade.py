@@ -85,11 +85,11 @@ def average_of_halves_sums_in_float32(collectives: Collectives) -> None:
 
 @check
 def average_of_integers_is_refused(collectives: Collectives) -> None:
-    whole = torch.ones(collectives.size, dtype=torch.int64)
+    full = torch.ones(collectives.size, dtype=torch.int64)
     with pytest.raises(LayoutError, match=r"Cannot average torch\.int64"):
-        collectives.all_reduce(whole, "avg")
+        collectives.all_reduce(full, "avg")
     with pytest.raises(LayoutError, match=r"Cannot average torch\.int64"):
-        collectives.reduce_scatter(torch.ones(1, dtype=torch.int64), whole, "avg")
+        collectives.reduce_scatter(torch.ones(1, dtype=torch.int64), full, "avg")
 
 
 @check

@@ -48,8 +48,8 @@ def groups_made_by_their_members_alone(collectives: Collectives) -> None:
 
 @check
 def groups_used_in_another_order_than_made(collectives: Collectives) -> None:
-    everyone = list(range(collectives.size))
-    groups = [dist.new_group(everyone) for _ in range(3)]
+    dp = list(range(collectives.size))
+    groups = [dist.new_group(dp) for _ in range(3)]
     tensors = [torch.full((4,), float(number)) for number in range(3)]
     # Groups do not order each other: ranks may begin and end them in orders of their own.
     order = [(collectives.rank + step) % 3 for step in range(3)]

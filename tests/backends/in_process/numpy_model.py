@@ -40,7 +40,7 @@ class Step:
         number: The step's place in the program; also the seed of its data.
         ranks: The members of its group, in the group's order.
         dtype: A torch dtype's name.
-        shape: Of a piece of data.
+        shape: Of a shard of data.
         op: A reduction's name.
         root: A place in `ranks`: root, or sender; the receiver is the next one.
         sizes: W numbers from 0: uneven sizes along the first dimension.
@@ -75,9 +75,9 @@ def reduce_ops(dtype: str) -> Sequence[str]:
     return ("SUM", "PRODUCT", "MIN", "MAX") + (("AVG",) if dtype in FLOATS[:2] else ())
 
 
-def data(step: Step, rank: int, shape: Sequence[int], piece: int = 0) -> Array:
+def data(step: Step, rank: int, shape: Sequence[int], shard: int = 0) -> Array:
     """Return what `rank` brings to a step."""
-    random = np.random.RandomState(step.number * 10_000 + rank * 100 + piece)
+    random = np.random.RandomState(step.number * 10_000 + rank * 100 + shard)
     if step.dtype in NARROW_FLOATS:
         return random.randint(0, 2, shape).astype(np.float32)
     kind = np.dtype(step.dtype).kind
@@ -103,7 +103,7 @@ def fold(parts: Sequence[Array], op: str) -> Array:
 
 
 def sized(step: Step, place: int) -> tuple[int, ...]:
-    """Return the shape of the piece of one place, of uneven size."""
+    """Return the shape of the shard of one place, of uneven size."""
     return (step.sizes[place], *step.shape)
 
 

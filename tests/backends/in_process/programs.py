@@ -175,8 +175,8 @@ class Calls:
     def receiver(self) -> int:
         return self.step.ranks[(self.step.root + 1) % len(self.step.ranks)]
 
-    def mine(self, shape: Sequence[int], piece: int = 0) -> Tensor:
-        return self.laid_out(data(self.step, self.step.ranks[self.place], shape, piece))
+    def mine(self, shape: Sequence[int], shard: int = 0) -> Tensor:
+        return self.laid_out(data(self.step, self.step.ranks[self.place], shape, shard))
 
     def empty(self, shape: Sequence[int]) -> Tensor:
         return self.laid_out(np.full(shape, 77).astype(np.float32))
@@ -192,8 +192,8 @@ class Calls:
             return wide[..., 1]
         return tensor
 
-    def contiguous(self, shape: Sequence[int], piece: int | None = None) -> Tensor:
-        return (self.empty(shape) if piece is None else self.mine(shape, piece)).contiguous()
+    def contiguous(self, shape: Sequence[int], shard: int | None = None) -> Tensor:
+        return (self.empty(shape) if shard is None else self.mine(shape, shard)).contiguous()
 
     def keywords(self) -> dict[str, Any]:
         return {"group": self.group, "async_op": self.is_async}

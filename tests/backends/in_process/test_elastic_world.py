@@ -64,7 +64,7 @@ def test_a_rank_has_another_identity_in_the_next_generation() -> None:
         assert not dist.is_initialized()
         if thread == 1:
             return seen
-        world().regroup(1, [2, 0])
+        world().reconfigure(1, [2, 0])
         init()
         assert total() == 2.0
         return [*seen, identity()]
@@ -102,7 +102,7 @@ def test_an_added_rank_begins_alone_and_is_not_rank_zero() -> None:
 def test_each_thread_has_streams_of_its_own_that_generations_leave_alone() -> None:
     def fn(thread: int) -> float:
         torch.manual_seed(thread)
-        world().regroup(1, [1, 0])
+        world().reconfigure(1, [1, 0])
         init()
         dist.barrier()
         return torch.rand(()).item()
@@ -137,7 +137,7 @@ def test_a_rank_that_raises_does_not_end_the_others() -> None:
         with pytest.raises(RankFailedError, match="rank 1 raised ValueError: own"):
             dist.barrier()
         world().drop_groups()
-        world().regroup(1, [0, 2])
+        world().reconfigure(1, [0, 2])
         init()
         return total()
 
@@ -173,7 +173,7 @@ def test_an_error_that_ends_all_is_raised_and_not_one_that_they_had_survived() -
         if thread == 0:
             raise SystemExit(143)
         world().drop_groups()
-        world().regroup(1, [1, 2])
+        world().reconfigure(1, [1, 2])
         init()
         dist.recv(torch.ones(1), 1 - dist.get_rank())
 
@@ -189,7 +189,7 @@ def test_a_failure_that_somebody_swallows_comes_again() -> None:
         with pytest.raises(RankFailedError, match="broken" if thread == 0 else "has left"):
             dist.barrier()
         world().drop_groups()
-        world().regroup(1, [0, 1])
+        world().reconfigure(1, [0, 1])
         init()
         return total()
 
@@ -239,7 +239,7 @@ def test_what_is_shared_with_one_that_has_gone_on_raises() -> None:
         init()
         if thread == 0:
             world().drop_groups()
-            world().regroup(1, [0])
+            world().reconfigure(1, [0])
             init()
             assert total() == 1.0
             return ""
@@ -282,7 +282,7 @@ def test_generations_do_not_meet_in_the_store_or_in_groups_of_one_name() -> None
         store = dist.distributed_c10d._get_default_store()
         store.set("key", "old")
         world().drop_groups()
-        world().regroup(1, [0, 1])
+        world().reconfigure(1, [0, 1])
         init()
         pair = dist.new_group([0, 1])
         ones = torch.ones(1)
@@ -301,7 +301,7 @@ def test_messages_name_rank_and_thread_where_they_differ() -> None:
     def fn(thread: int) -> str:
         if thread == 0:
             return ""
-        world().regroup(1, [2, 1])
+        world().reconfigure(1, [2, 1])
         init()
         if thread == 1:
             dist.barrier()
@@ -317,7 +317,7 @@ def test_messages_name_rank_and_thread_where_they_differ() -> None:
 
 
 def _swapped(thread: int) -> str:
-    world().regroup(1, [1, 0])
+    world().reconfigure(1, [1, 0])
     init()
     with pytest.raises(RankFailedError) as caught:
         dist.barrier()
@@ -329,7 +329,7 @@ def _swapped(thread: int) -> str:
     [(1, [0]), (0, [0, 1]), (1, [0, 1])],
     ids=["without it", "an old one", "with groups still"],
 )
-def test_a_wrong_regrouping_is_refused(number: int, threads: list[int]) -> None:
+def test_a_wrong_reconfiguration_is_refused(number: int, threads: list[int]) -> None:
     def fn(thread: int) -> None:
         if thread == 0:
             return
@@ -338,7 +338,7 @@ def test_a_wrong_regrouping_is_refused(number: int, threads: list[int]) -> None:
         else:
             world().leave_generation(0)
         with pytest.raises(ConfigError, match=r"after drop_groups"):
-            world().regroup(number, threads)
+            world().reconfigure(number, threads)
 
     assert run(fn, 2) == [None, None]
 
@@ -346,7 +346,7 @@ def test_a_wrong_regrouping_is_refused(number: int, threads: list[int]) -> None:
 def test_survivors_are_those_of_the_last_generation() -> None:
     def fn(thread: int) -> None:
         if thread != 0:
-            world().regroup(1, [2, 1])
+            world().reconfigure(1, [2, 1])
         if thread == 1:
             raise ValueError("own")
 
@@ -406,7 +406,7 @@ def test_the_callers_globals_are_as_before() -> None:
 
     def fn(thread: int) -> None:
         world().begin_step(0)
-        world().regroup(1, [thread])
+        world().reconfigure(1, [thread])
         init()
         total()
 

@@ -86,7 +86,7 @@ def depends(step: Step, rank: int, other: int, done: int) -> bool:
 
 
 def check_drop(program: Program, fault: Fault) -> None:
-    """Check each step: it is whole, or it needed the dropped rank and says so."""
+    """Check each step: it is full, or it needed the dropped rank and says so."""
     struck, done = locate(program, fault)
 
     def fn(rank: int) -> dict[int, Any]:

@@ -99,7 +99,7 @@ class Worker:
         engine = AsyncEngine(model, ranks, EngineOptions(stage=1))
         optimizer = make_optimizer(model.parameters())
         sharded = ShardedOptimizer(optimizer, engine)
-        sgd = RecordedSGD(engine, optimizer, ranks.twin(), mailbox_type(backend), bound, rule)
+        sgd = RecordedSGD(engine, optimizer, ranks.duplicate(), mailbox_type(backend), bound, rule)
         return cls(engine, optimizer, sgd, sharded)
 
     def step(

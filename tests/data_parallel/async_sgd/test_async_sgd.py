@@ -156,15 +156,15 @@ def train_network(rank: int, num_ranks: int, rule: str | None) -> Any:
             schedule.step()
     worker.sgd.agree()
     layout = [
-        [(slot.name, piece.param_offset, piece.param_stop) for slot, piece in _pieces(flat, owner)]
+        [(slot.name, shard.param_offset, shard.param_stop) for slot, shard in _shards(flat, owner)]
         for owner in range(num_ranks)
         for flat in worker.engine.flats
     ]
     return worker.sgd.recording, {n: p.detach() for n, p in model.named_parameters()}, layout
 
 
-def _pieces(flat: Any, owner: int) -> Any:
-    return zip(flat.layout.slots, flat.layout.pieces(owner), strict=True)
+def _shards(flat: Any, owner: int) -> Any:
+    return zip(flat.layout.slots, flat.layout.shard_slices(owner), strict=True)
 
 
 class Simulation:
@@ -189,9 +189,9 @@ class Simulation:
         self.ages: list[int] = []
 
     def cut(self, named: Any, owner: int) -> Tensor:
-        whole = dict(named)
+        full = dict(named)
         return torch.cat(
-            [whole[name].detach().flatten()[a:b] for name, a, b in self.layout[owner]]
+            [full[name].detach().flatten()[a:b] for name, a, b in self.layout[owner]]
         ).clone()
 
     def gradient(self, rank: int, step: int) -> list[Tensor] | None:

@@ -27,7 +27,7 @@ def exchange(backend: str) -> dict[int, list[int]]:
     """Send everybody numbers, twice over, and return what has come from whom the second time."""
     world = dist.group.WORLD
     assert world is not None
-    ranks = get_backend(backend).collectives(world).twin()
+    ranks = get_backend(backend).collectives(world).duplicate()
     for _ in range(2):
         box = mailbox_type(backend)(ranks, NUM_WORDS, is_last)
         came: dict[int, list[int]] = {peer: [] for peer in box.peers}
@@ -54,7 +54,7 @@ def stay_silent(backend: str, seconds: float) -> bool:
     """After the last message nothing waits: a silence longer than the time-out is no error."""
     world = dist.group.WORLD
     assert world is not None
-    ranks = get_backend(backend).collectives(world).twin(timedelta(seconds=seconds / 2))
+    ranks = get_backend(backend).collectives(world).duplicate(timedelta(seconds=seconds / 2))
     for _ in range(2):
         box = mailbox_type(backend)(ranks, 1, is_last)
         for peer in box.peers:

@@ -30,7 +30,7 @@ def wire_of(num_ranks: int) -> tuple[Mixed, Wire]:
     return model, Wire(engine.flats, num_ranks)
 
 
-def test_the_parts_of_a_gradient_make_up_the_whole() -> None:
+def test_the_parts_of_a_gradient_make_up_the_full() -> None:
     def program(rank: int) -> None:
         model, wire = wire_of(3)
         names = {param: name for name, param in model.named_parameters()}

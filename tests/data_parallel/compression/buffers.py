@@ -71,7 +71,7 @@ def gradient(buffer: FlatBuffer, rank: int, step: int, seed: int = 0) -> Tensor:
 
 
 def average(exchange: Exchange, values: Tensor) -> Tensor:
-    """Average once; the whole, or the own segment."""
+    """Average once; the full tensor, or the own segment."""
     buffer = exchange.buffer
     out = torch.empty(buffer.numel if buffer.keeps_all else buffer.segment_numel)
     exchange.begin(values, out)
@@ -79,8 +79,8 @@ def average(exchange: Exchange, values: Tensor) -> Tensor:
     return out
 
 
-def whole(exchange: Exchange, part: Tensor) -> Tensor:
-    """The whole average of what `average` returned; each rank must call."""
+def full(exchange: Exchange, part: Tensor) -> Tensor:
+    """The full average of what `average` returned; each rank must call."""
     if exchange.buffer.keeps_all:
         return part
     full = part.new_empty(exchange.buffer.numel)

@@ -96,11 +96,11 @@ def test_hybrid_sharding_is_refused() -> None:
     def fn(rank: int) -> None:
         assert dist.group.WORLD is not None
         backend = get_backend("in_process")
-        everyone = backend.collectives(dist.group.WORLD)
+        dp = backend.collectives(dist.group.WORLD)
         pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
         across = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
         groups = DataGroups(
-            everyone=everyone,
+            dp=dp,
             shard=backend.collectives(pairs[rank // 2]),
             replicate=backend.collectives(across[rank % 2]),
         )

@@ -20,10 +20,10 @@ from tests.data_parallel.compression.buffers import (
     SHIPPED,
     Exact,
     average,
+    full,
     gradient,
     make_exchange,
     mean,
-    whole,
 )
 
 
@@ -51,7 +51,7 @@ ENDS = [True, False]  # each rank keeps all, or its own segment
 def test_an_exact_codec_gives_the_average(num_ranks: int, keeps_all: bool) -> None:
     def fn(rank: int) -> None:
         exchange = make_exchange(Exact(), keeps_all=keeps_all)
-        got = whole(exchange, average(exchange, gradient(exchange.buffer, rank, 0)))
+        got = full(exchange, average(exchange, gradient(exchange.buffer, rank, 0)))
         torch.testing.assert_close(got, mean(exchange.buffer, [0], num_ranks))
 
     run_ranks(fn, num_ranks)
@@ -75,7 +75,7 @@ def test_ranks_hold_the_same_bits(name: str, num_ranks: int) -> None:
 def test_rounding_is_close(name: str, error: float, keeps_all: bool) -> None:
     def fn(rank: int) -> None:
         exchange = make_exchange(LOSSY[name], keeps_all=keeps_all)
-        got = whole(exchange, average(exchange, gradient(exchange.buffer, rank, 0)))
+        got = full(exchange, average(exchange, gradient(exchange.buffer, rank, 0)))
         exact = mean(exchange.buffer, [0], 3)
         assert (got - exact).abs().max() <= error * 4  # the greatest of so many values is below 4
 
@@ -84,14 +84,14 @@ def test_rounding_is_close(name: str, error: float, keeps_all: bool) -> None:
 
 @pytest.mark.parametrize("keeps_all", ENDS)
 @pytest.mark.parametrize("name", [*WITH_FEEDBACK, "powersgd"])
-def test_what_was_sent_and_what_was_kept_make_up_the_whole(name: str, keeps_all: bool) -> None:
+def test_what_was_sent_and_what_was_kept_make_up_the_full(name: str, keeps_all: bool) -> None:
     """Over any number of steps the averages and the residual add up to the exact averages."""
 
     def fn(rank: int) -> None:
         exchange = make_exchange(LOSSY[name], keeps_all=keeps_all)
         buffer = exchange.buffer
         steps = [average(exchange, gradient(buffer, rank, step)) for step in range(5)]
-        sent = buffer.views(whole(exchange, torch.stack(steps).sum(0)))
+        sent = buffer.views(full(exchange, torch.stack(steps).sum(0)))
         kept = exchange.state()["residual"]
         for tensor, exact in buffer.views(mean(buffer, range(5), 3)).items():
             total = sent[tensor] + kept[tensor] if tensor in kept else sent[tensor]
@@ -112,11 +112,11 @@ def test_non_finite_values_are_seen_by_all_and_kept_by_none(
         poisoned = gradient(exchange.buffer, rank, 1)
         if rank == 1:
             poisoned[3] = bad
-        got = whole(exchange, average(exchange, poisoned))
+        got = full(exchange, average(exchange, poisoned))
         assert got.isnan().any()
         for kind in exchange.state().values():
             assert all(tensor.isfinite().all() for tensor in kind.values())
-        after = whole(exchange, average(exchange, gradient(exchange.buffer, rank, 2)))
+        after = full(exchange, average(exchange, gradient(exchange.buffer, rank, 2)))
         assert after.isfinite().all()
 
     run_ranks(fn, 2)
@@ -177,7 +177,7 @@ def test_topk_of_all_with_momentum_is_momentum(keeps_all: bool) -> None:
             momentum = 0.9 * momentum + gradient(buffer, rank, step)
             waiting += momentum
             average(exchange, gradient(buffer, rank, step))
-            kept = exchange._memory._residual.view(-1)[: buffer.numel]  # type: ignore[attr-defined]
+            kept = exchange._kept_values._residual.view(-1)[: buffer.numel]  # type: ignore[attr-defined]
             sent = (kept.abs() < 0.01 * waiting.abs()) & (waiting != 0)
             waiting[sent] -= waiting[sent].bfloat16().float()
             momentum[sent] = 0.0  # ... and starts anew where it was sent
@@ -380,7 +380,7 @@ def test_a_residual_that_overflowed_was_kept_for_good(keeps_all: bool) -> None:
             view.fill_(2e38)  # what is not sent comes to more than float32 holds
         average(exchange, much)
         before = exchange.state()
-        assert whole(exchange, average(exchange, much)).isnan().any()
+        assert full(exchange, average(exchange, much)).isnan().any()
         for kind, tensors in exchange.state().items():
             for name, kept in tensors.items():
                 assert torch.equal(kept, before[kind][name]), (kind, name)
@@ -398,7 +398,7 @@ def test_momentum_of_a_codec_that_is_not_sparse_began_anew_in_each_step(keeps_al
         exchange = make_exchange(Heavy(), keeps_all=keeps_all)
         momentum = torch.zeros(exchange.buffer.numel)
         for step in range(4):
-            got = whole(exchange, average(exchange, gradient(exchange.buffer, rank, step)))
+            got = full(exchange, average(exchange, gradient(exchange.buffer, rank, step)))
             momentum = 0.5 * momentum + mean(exchange.buffer, [step], 2)
             torch.testing.assert_close(got, momentum)
 

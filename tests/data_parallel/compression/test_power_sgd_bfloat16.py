@@ -10,10 +10,10 @@ from lightning_shard.layout.flat import build_layout
 from lightning_shard.testing import run_ranks
 from tests.data_parallel.compression.buffers import (
     average,
+    full,
     gradient,
     make_exchange,
     mean,
-    whole,
     world,
 )
 
@@ -34,7 +34,7 @@ def test_what_a_rank_rounds_off_it_sends_later(num_ranks: int, keeps_all: bool) 
         exchange = make_exchange(bfloat16(), keeps_all=keeps_all)
         buffer = exchange.buffer
         steps = [average(exchange, gradient(buffer, 0, step)) for step in range(8)]
-        sent = buffer.views(whole(exchange, torch.stack(steps).sum(0)))
+        sent = buffer.views(full(exchange, torch.stack(steps).sum(0)))
         kept = exchange.state()["residual"]
         for name, exact in buffer.views(mean(buffer, range(8), 1)).items():
             torch.testing.assert_close(sent[name] + kept[name], exact, rtol=1e-4, atol=1e-4)
@@ -52,8 +52,8 @@ def test_ranks_that_differ_lose_the_averages_rounding_alone(keeps_all: bool) -> 
         grads = [gradient(buffer, r, step) for r in range(3) for step in range(8)]
         large = 1000 * (rank - 1) * gradient(buffer, 3, 0)
         steps = [average(exchange, grads[8 * rank + step] + large) for step in range(8)]
-        sent = buffer.views(whole(exchange, torch.stack(steps).sum(0)))
-        kept, size = exchange.state()["residual"], whole(exchange, torch.stack(steps).abs().sum(0))
+        sent = buffer.views(full(exchange, torch.stack(steps).sum(0)))
+        kept, size = exchange.state()["residual"], full(exchange, torch.stack(steps).abs().sum(0))
         for name, exact in buffer.views(torch.stack(grads).sum(0) / 3).items():
             off = (sent[name] + kept[name] - exact).norm()
             assert off <= ROUNDING * buffer.views(size)[name].norm()

@@ -8,16 +8,16 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_shard import DDPStrategy, ZeRO2Strategy
 from lightning_shard.data_parallel.compression import Exchange, FlatBuffer, PowerSGD, TopK
-from lightning_shard.data_parallel.compression.state import load_whole_state, whole_state
+from lightning_shard.data_parallel.compression.state import full_state, load_full_state
 from lightning_shard.layout.flat import build_layout
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from lightning_shard.testing import run_ranks
 from tests.data_parallel.compression.buffers import (
     average,
+    full,
     gradient,
     make_exchange,
     mean,
-    whole,
     world,
 )
 from tests.strategies.parity import UPSTREAM_WARNINGS, quiet_trainer
@@ -157,7 +157,7 @@ def test_topks_residual_of_vectors_and_scalars_was_dropped(keeps_all: bool) -> N
         exchange = make_exchange(settings, keeps_all=True)
         for step in range(5):
             average(exchange, gradient(exchange.buffer, rank, step))
-        return whole_state(settings, [exchange], keep=True)
+        return full_state(settings, [exchange], keep=True)
 
     saved = run_ranks(first, 2)[0]
     assert isinstance(saved, dict)
@@ -165,13 +165,13 @@ def test_topks_residual_of_vectors_and_scalars_was_dropped(keeps_all: bool) -> N
     def second(rank: int) -> None:
         settings = PowerSGD(rank=2)
         exchange = make_exchange(settings, keeps_all=keeps_all)
-        load_whole_state(settings, [exchange], saved)
-        again = whole_state(settings, [exchange], keep=True)["residual"]
+        load_full_state(settings, [exchange], saved)
+        again = full_state(settings, [exchange], keep=True)["residual"]
         for name, residual in saved["residual"].items():
             torch.testing.assert_close(again[name], residual)
         buffer = exchange.buffer
         for step in range(2):
-            got = buffer.views(whole(exchange, average(exchange, gradient(buffer, rank, step))))
+            got = buffer.views(full(exchange, average(exchange, gradient(buffer, rank, step))))
             for name, exact in buffer.views(mean(buffer, [step], 3)).items():
                 if name in ("vector", "scalar"):
                     waited = saved["residual"][name] if step == 0 else 0.0

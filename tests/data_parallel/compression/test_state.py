@@ -13,7 +13,7 @@ from lightning_shard.data_parallel.compression import (
     PowerSGD,
     TopK,
 )
-from lightning_shard.data_parallel.compression.state import load_whole_state, whole_state
+from lightning_shard.data_parallel.compression.state import full_state, load_full_state
 from lightning_shard.layout.flat import build_layout
 from lightning_shard.testing import run_ranks
 from tests.data_parallel.compression.buffers import average, gradient, world
@@ -37,9 +37,9 @@ def test_a_tensor_that_the_checkpoint_did_not_know_could_not_be_loaded(kind: str
         saved = named(compressor, "old")
         if not saved.passes(gradient(saved.buffer, rank, 0)):
             average(saved, gradient(saved.buffer, rank, 0))
-        whole = whole_state(compressor, [saved], keep=True)
+        full = full_state(compressor, [saved], keep=True)
         both = [named(compressor, "old"), named(compressor, "new")]
-        load_whole_state(compressor, both, whole)
+        load_full_state(compressor, both, full)
         assert [exchange.step for exchange in both] == [1, 0]
         assert both[0].kept
         assert not both[1].kept
@@ -55,13 +55,13 @@ def test_taking_up_a_checkpoint_made_memory_for_frozen_buffers(kind: str) -> Non
         if not trained.passes(gradient(trained.buffer, rank, 0)):
             average(trained, gradient(trained.buffer, rank, 0))
         assert not frozen.kept
-        whole = whole_state(compressor, [trained, frozen], keep=True)
+        full = full_state(compressor, [trained, frozen], keep=True)
         again = [named(compressor, "trained"), named(compressor, "frozen")]
-        load_whole_state(compressor, again, whole)
+        load_full_state(compressor, again, full)
         assert again[0].kept
         assert not again[1].kept
         for tag, tensors in again[0].state().items():
-            torch.testing.assert_close(tensors["trained"], whole[tag]["trained"])
+            torch.testing.assert_close(tensors["trained"], full[tag]["trained"])
 
     run_ranks(fn, 2)
 
@@ -76,10 +76,10 @@ def test_a_checkpoint_from_before_a_key_was_renamed_could_not_be_loaded(
         saved = named(compressor, "weight")
         if not saved.passes(gradient(saved.buffer, rank, 0)):
             average(saved, gradient(saved.buffer, rank, 0))
-        whole = whole_state(compressor, [saved], keep=True)
-        whole["sends_momentum"] = whole.pop("freezes_variance") == is_same
+        full = full_state(compressor, [saved], keep=True)
+        full["sends_momentum"] = full.pop("freezes_variance") == is_same
         again = named(compressor, "weight")
-        load_whole_state(compressor, [again], whole)
+        load_full_state(compressor, [again], full)
         assert again.step == int(is_same)
 
     run_ranks(fn, 2)

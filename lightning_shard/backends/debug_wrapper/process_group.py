@@ -1,0 +1,179 @@
+"""A process group that hands each operation to another group, once its ranks agree on it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Work
+from typing_extensions import override
+
+from lightning_shard.backends import _c10d
+from lightning_shard.backends.calls import Call
+from lightning_shard.backends.debug_wrapper.bulletin import Bulletin
+from lightning_shard.backends.debug_wrapper.comparer import Comparer
+from lightning_shard.backends.debug_wrapper.messages import ComparedMessages
+from lightning_shard.backends.debug_wrapper.torch_groups import (
+    carriers,
+    debug_name,
+    make_gloo,
+    make_nccl,
+)
+from lightning_shard.backends.group_handle import GroupHandle, describe_group
+from lightning_shard.backends.liveness.interruption import interrupt_backend
+from lightning_shard.backends.python_group import ANY_SOURCE, Tensors, as_list
+from lightning_shard.backends.shapes import FIRST_RESERVED_TAG
+
+MakeGroup = Callable[[Any, Any], dist.ProcessGroup]
+"""Makes a rank's handle of a group from c10d's `_DistributedBackendOptions` and its own options."""
+
+
+def _compared(name: str) -> Callable[..., Work]:
+    """Make the method of this c10d name: compare the call, then hand it over as it came."""
+
+    def method(self: "DebugGroup", *args: Any, **kwargs: Any) -> Work:
+        with self.comparer.turn():
+            getattr(self.comparer, name)(*args, **kwargs)
+            work: Work = getattr(self._inner, name)(*args, **kwargs)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    method.__name__ = name
+    method.__doc__ = f"Compare {name} with the other ranks', then do it."
+    return method
+
+
+class DebugGroup(GroupHandle):
+    """One rank's handle of a group whose ranks compare their calls before they are carried out.
+
+    Args:
+        options: c10d's `_DistributedBackendOptions`.
+        inner: The group that carries the calls out.
+        name: The backend's name.
+        devices: Types of the devices whose tensors it takes.
+
+    Attributes:
+        comparer: Compares a call without carrying it out.
+    """
+
+    backend_name: ClassVar[str] = "checked"
+
+    def __init__(
+        self, options: Any, inner: dist.ProcessGroup, name: str, devices: Sequence[str]
+    ) -> None:
+        ranks = tuple(options.global_ranks_in_group)
+        self._is_default = not ranks
+        ranks = ranks or tuple(range(options.group_size))
+        super().__init__(options.group_id, ranks, options.group_rank)
+        self._inner, self._backend, self._devices = inner, name, devices
+        self._bulletin = Bulletin(
+            options.store,
+            ranks,
+            options.group_rank,
+            options.timeout,
+            describe_group(options.group_id, ranks),
+        )
+        self.comparer = Comparer(options.group_id, self._bulletin)
+        self._messages = ComparedMessages(self._bulletin, self._bulletin.reconnected(), inner)
+
+    allreduce = _compared("allreduce")
+    allreduce_coalesced = _compared("allreduce_coalesced")
+    reduce = _compared("reduce")
+    reduce_scatter = _compared("reduce_scatter")
+    reduce_scatter_single = _compared("reduce_scatter_single")
+    reduce_scatter_single_coalesced = _compared("reduce_scatter_single_coalesced")
+    _reduce_scatter_base = _compared("_reduce_scatter_base")
+    reduce_scatter_tensor_coalesced = _compared("reduce_scatter_tensor_coalesced")
+    broadcast = _compared("broadcast")
+    allgather = _compared("allgather")
+    allgather_coalesced = _compared("allgather_coalesced")
+    all_gather_single = _compared("all_gather_single")
+    all_gather_single_coalesced = _compared("all_gather_single_coalesced")
+    _allgather_base = _compared("_allgather_base")
+    allgather_into_tensor_coalesced = _compared("allgather_into_tensor_coalesced")
+    gather = _compared("gather")
+    scatter = _compared("scatter")
+    alltoall = _compared("alltoall")
+    all_to_all_single = _compared("all_to_all_single")
+    alltoall_base = _compared("alltoall_base")
+    barrier = _compared("barrier")
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """Wait until every rank has come; comparing does just that, and names who has not."""
+        with self.comparer.turn():
+            self.comparer.monitored_barrier(timeout, wait_all_ranks)
+
+    def send(self, tensors: Tensors, dst_rank: int, tag: int = 0) -> Work:
+        """Send to a rank of the group; compared with its receive."""
+        if tag >= FIRST_RESERVED_TAG:  # part of a collective that has been compared
+            return self._inner.send(as_list(tensors), dst_rank, tag)
+        return self._post("send", as_list(tensors), root=dst_rank, tag=tag)
+
+    def recv(self, tensors: Tensors, src_rank: int, tag: int = 0) -> Work:
+        """Receive from a rank of the group, once compared with what that sends."""
+        if tag >= FIRST_RESERVED_TAG:
+            return self._inner.recv(as_list(tensors), src_rank, tag)
+        return self._post("recv", [], as_list(tensors), root=src_rank, tag=tag)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
+        """Receive from whichever rank sends first."""
+        return self.recv(tensors, ANY_SOURCE, tag)
+
+    @override
+    def _start(self, call: Call) -> Work:
+        return self._messages.send(call) if call.op == "send" else self._messages.receive(call)
+
+    # --- the rest of c10d's questions -----------------------------------------------------------
+
+    @override
+    def getBackendName(self) -> str:
+        return self._backend
+
+    @override
+    def _get_backend_name(self) -> str:
+        return self._backend
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(device) for device in self._devices]
+
+    @override
+    def _get_sequence_number_for_group(self) -> int:
+        return self.comparer._get_sequence_number_for_group()
+
+    def interrupt(self) -> None:
+        """Have every waiting operation raise; may be called from any thread."""
+        for carrier in carriers(self._inner):
+            interrupt_backend(carrier)
+
+    @override
+    def shutdown(self) -> None:
+        if self._is_default:
+            self._bulletin.meet_briefly("left")
+        self._inner.shutdown()
+
+    @override
+    def abort(self) -> None:
+        self._inner.abort()
+
+
+def register_debug(backend: str, make_inner: MakeGroup, devices: Sequence[str]) -> None:
+    """Tell c10d of the checked form of a backend, under `debug_name(backend)`.
+
+    Args:
+        backend: Its name.
+        make_inner: Makes the groups that carry the operations out.
+        devices: Types of the devices whose tensors it moves.
+    """
+    name = debug_name(backend)
+
+    def make_group(options: Any, backend_options: Any) -> DebugGroup:
+        return DebugGroup(options, make_inner(options, backend_options), name, devices)
+
+    _c10d.register_backend(name, make_group, devices)
+
+
+if dist.is_available():
+    register_debug("gloo", make_gloo, ["cpu"])
+    register_debug("nccl", make_nccl, ["cuda"])

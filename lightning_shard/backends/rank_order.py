@@ -1,0 +1,104 @@
+"""Reductions by name, and the local half of an exchange: combining the ranks' shards in rank order.
+
+Combining in rank order makes the result independent of which shard arrived first, and the same on
+every rank, bit for bit. Types narrower than float32 are summed in float32 and rounded once; a chain
+of bf16 additions loses about a bit per doubling of the group.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from lightning_shard.errors import ConfigError, LayoutError
+
+ReduceOpName = Literal["sum", "avg", "max", "min"]
+
+C10D_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.SUM,  # and one division: Gloo has no AVG for every type
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
+
+_COMBINE: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+
+# Float32 accumulators: small enough to stay in the cache between shards, large enough that the cost
+# of a call does not show.
+_BLOCK_NUMEL = 1 << 18
+
+
+def is_narrow(dtype: torch.dtype) -> bool:
+    """Say whether sums of this type need a float32 accumulator (bf16, fp16, fp8)."""
+    return dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize
+
+
+def check_op(op: str, dtype: torch.dtype) -> None:
+    """Raise unless `op` is known and defined for `dtype`.
+
+    Raises:
+        ConfigError: An unknown reduction.
+        LayoutError: An average of integers, which would have to round.
+    """
+    if op not in C10D_OPS:
+        raise ConfigError(f"Unknown reduction {op!r}; expected one of {', '.join(C10D_OPS)}.")
+    if op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
+        raise LayoutError(
+            f"Cannot average {dtype}: the mean of integers is no integer. "
+            "Reduce with op='sum' and divide, or convert to a floating type first."
+        )
+
+
+def combine_in_rank_order(
+    shards: Sequence[torch.Tensor], own: int, op: ReduceOpName, output: torch.Tensor
+) -> None:
+    """Reduce the ranks' shards into `output`; the shards other than the own are used up.
+
+    Args:
+        shards: One shard of shape (S,) per rank, in rank order, all of one dtype; at least two.
+        own: Index of the shard that lies in the caller's own tensor and must not be written.
+        op: The reduction; "avg" divides by the number of shards.
+        output: Shape (S,). May be the own shard itself. Its dtype is the shards', or float32 when
+            they are narrower.
+    """
+    if op in ("sum", "avg") and _needs_float32(shards, op, output):
+        _combine_in_float32(shards, op, output)
+        return
+    combine = _COMBINE[op]
+    total = shards[0]
+    for index, shard in enumerate(shards[1:], start=1):
+        # Ahead of the own shard the partial result stays in the first received one: `output` may
+        # be the own shard, which is still to be read.
+        total = combine(total, shard, out=output if index >= own else total)
+    if op == "avg":
+        output.div_(len(shards))
+
+
+def _needs_float32(shards: Sequence[torch.Tensor], op: ReduceOpName, output: torch.Tensor) -> bool:
+    dtype = shards[0].dtype
+    if len(shards) == 2 and output.dtype == dtype:
+        # One addition rounds once by itself, and halving bf16 is exact (fp16 could overflow).
+        return is_narrow(dtype) and (dtype.itemsize == 1 or (op, dtype) == ("avg", torch.float16))
+    return is_narrow(dtype)
+
+
+def _combine_in_float32(
+    shards: Sequence[torch.Tensor], op: ReduceOpName, output: torch.Tensor
+) -> None:
+    block_numel = min(output.numel(), _BLOCK_NUMEL)
+    total, term = torch.empty(2, block_numel, dtype=torch.float32, device=output.device).unbind()
+    for start in range(0, output.numel(), _BLOCK_NUMEL):
+        block = slice(start, min(start + _BLOCK_NUMEL, output.numel()))
+        size = block.stop - block.start
+        total[:size].copy_(shards[0][block])
+        for shard in shards[1:]:
+            total[:size].add_(term[:size].copy_(shard[block]))
+        if op == "avg":
+            total[:size].div_(len(shards))
+        output[block].copy_(total[:size])

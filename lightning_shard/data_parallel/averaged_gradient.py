@@ -1,0 +1,303 @@
+"""What stands in `.grad` once a gradient has been averaged and cut into shards.
+
+    autograd ──add──> AveragedGradient <── user code: norm(), mul_(), clamp ...
+                            │                     computed as of a `ShardedTensor`
+                            └── note ── source ── this rank's elements, in memory of the engine's
+
+The shards lie elsewhere, but `.grad` must go on telling the truth: None means that there is no
+gradient (user code zeroes it so), anything else that there is one, and autograd adds to it. So a
+tensor without memory stands there. It has the shape that the parameter shows at the moment, as
+torch demands of a `.grad`, but to user code it looks as the full gradient does. It notes what
+autograd adds and whether it was zeroed.
+
+What user code computes of it element by element can be put into `.grad` in turn: it is one, too,
+with elements of its own.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from lightning_shard.data_parallel.sharded_tensor import ShardedTensor, refusal, refuse
+from lightning_shard.data_parallel.torch_private import is_traced
+from lightning_shard.errors import ConfigError
+
+_ADD = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
+_ZERO = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
+_HARMLESS = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+
+
+class GradientSource(Protocol):
+    """Where the elements of one parameter's gradient are."""
+
+    def sharded(self) -> ShardedTensor:
+        """Return the gradient; writing to it writes to what the optimizer will see."""
+
+    def changed(self) -> None:
+        """Take note that its elements have changed."""
+
+    def operand(self, tensor: Tensor, operation: str) -> Tensor:
+        """Return what to compute with in the place of a tensor that is no gradient."""
+
+
+@dataclass
+class GradientNote:
+    """What has happened to the stand-ins of one parameter.
+
+    Attributes:
+        param_name: For messages.
+        arrival: What autograd has added since the last `take_arrival`.
+        zeroed: Whether `zero_` was called.
+        source: The gradient; there once an engine has it.
+        is_gone: Whether there is another gradient by now, or none.
+    """
+
+    param_name: str
+    arrival: Tensor | None = None
+    zeroed: bool = False
+    source: GradientSource | None = None
+    is_gone: bool = False
+
+    def take_arrival(self) -> Tensor:
+        """The gradient that autograd has just added."""
+        arrival, self.arrival = self.arrival, None
+        assert arrival is not None
+        return arrival
+
+    def zero(self) -> None:
+        """Remember that user code has zeroed the gradient."""
+        self.zeroed = True
+        if self.source is not None:
+            self.source.changed()
+
+
+class AveragedGradient(Tensor):
+    """Stands for the averaged gradient of one parameter; holds no memory.
+
+    Attributes:
+        note: Shared by the stand-ins for the parameter's full shape and for its shard.
+        own: What user code has computed, with elements of its own; None in a stand-in.
+    """
+
+    note: GradientNote
+    own: ShardedTensor | None
+
+    @staticmethod
+    def __new__(
+        cls, like: Tensor, note: GradientNote, own: ShardedTensor | None = None
+    ) -> "AveragedGradient":
+        """Make one of the shape, format and device of `like`."""
+        with torch._C.DisableTorchFunctionSubclass():
+            stand_in: AveragedGradient = Tensor._make_wrapper_subclass(
+                cls, like.shape, dtype=like.dtype, device=like.device
+            )
+        stand_in.note, stand_in.own = note, own
+        return stand_in
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"AveragedGradient(of={self.note.param_name!r})"
+
+    def sharded(self) -> ShardedTensor:
+        """The gradient, of which this rank has some elements."""
+        if self.own is not None:
+            return self.own
+        if self.note.is_gone:
+            raise self._gone()
+        if self.note.source is None:
+            raise ConfigError(
+                f"The gradient of {self.note.param_name!r} is gone: its run has ended. Compute "
+                f"with it in the hooks of training."
+            )
+        return self.note.source.sharded()
+
+    def lose(self) -> None:
+        """Stand for a gradient that is gone: whoever has kept this is told so."""
+        if self.own is None:
+            self.note = GradientNote(self.note.param_name, is_gone=True)
+
+    def full_tensor(self) -> Tensor:
+        """Bring the full gradient together; each rank must call."""
+        return self.sharded().full_tensor()
+
+    def _gone(self) -> ConfigError:
+        return ConfigError(
+            f"What stood in .grad of {self.note.param_name!r} before it was set to None is used, "
+            f"but its elements are gone; expected a copy. Keep p.grad.clone()."
+        )
+
+    def settle(self, note: GradientNote) -> None:
+        """Where user code has put a result of its own into `.grad`, let the gradient be that.
+
+        Args:
+            note: Of the parameter in whose `.grad` this is.
+
+        Raises:
+            ConfigError: It is that of another parameter.
+        """
+        if self.note.is_gone:
+            raise self._gone()
+        is_of_other = self.own is not None or self.note.param_name != note.param_name
+        if self.note is not note and is_of_other:  # else an engine before this one has left it
+            raise ConfigError(
+                f".grad of {note.param_name!r} was set to what is computed of the gradient of "
+                f"{self.note.param_name!r}, whose elements lie on other ranks; expected its own. "
+                f"Change it in place, or use strategy='shard_ddp'."
+            )
+        if self.own is not None and note.source is not None:
+            own, self.own = self.own, None
+            note.source.sharded().local.copy_(own.local)
+            note.source.changed()
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Compute what user code asks for: of the full gradient, where its elements are.
+
+        Raises:
+            ConfigError: That needs more than what goes element by element, or a single number.
+        """
+        given = tuple(args), dict(kwargs or {})
+        if not all(issubclass(one, AveragedGradient) for one in types):
+            return NotImplemented  # together with a sharded parameter, which knows what to do
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _OF_STAND_IN or is_traced():
+                return func(*given[0], **given[1])
+            if func in _ITSELF:
+                return given[0][0]
+            return _computed(func, *given)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Take what autograd adds, and zeroing."""
+        if func in _ZERO:
+            return _zero(args[0])
+        if func in _HARMLESS:
+            return args[0]
+        stand_in, *_ = [arg for arg in _flat(args) if isinstance(arg, cls)]
+        if func in _ADD:
+            stand_in.note.arrival = args[1] if args[0] is stand_in else args[0]
+            return stand_in
+        raise refusal(func, stand_in.sharded())
+
+
+_OF_STAND_IN = (
+    Tensor.zero_,
+    torch.zero_,
+    torch._foreach_zero_,
+    Tensor.requires_grad_,
+    Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+    Tensor.__hash__,
+)
+_ITSELF = (Tensor.detach, Tensor.detach_, torch.detach, torch.detach_, Tensor.data.__get__)  # type: ignore[attr-defined]
+_ELEMENTS = ("numpy", "__array__", "tolist", "data_ptr", "untyped_storage", "__reduce_ex__")
+
+
+_Found = dict[int, tuple[ShardedTensor, AveragedGradient]]
+
+
+def _computed(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Compute with the sharded tensors that the gradients among the arguments are."""
+    found: _Found = {}
+
+    def sharded(gradient: AveragedGradient) -> ShardedTensor:
+        if id(gradient) not in found:
+            found[id(gradient)] = gradient.sharded(), gradient
+        return found[id(gradient)][0]
+
+    name = getattr(func, "__name__", "")
+    if _is_written_to_full(name, args):  # as in an update by hand
+        args, kwargs = tree_map_only(AveragedGradient, _brought, (args, kwargs))
+        return func(*args, **kwargs)
+    args, kwargs = tree_map_only(AveragedGradient, sharded, (args, kwargs))
+    first, like = next(iter(found.values()))
+    args, kwargs = _with_operands((args, kwargs), name, found, like)
+    if func is Tensor.data.__set__:  # type: ignore[attr-defined]
+        return args[0].copy_(args[1]) and None
+    if name == "__deepcopy__":
+        return _shown(first.beside(first.local.clone()), found, like)
+    if name in _ELEMENTS:
+        refuse(name, first)
+    try:
+        result = func(*args, **kwargs)
+    except (RuntimeError, NotImplementedError) as error:
+        refuse(f"{name or func}", first, str(error))
+    return tree_map_only(ShardedTensor, lambda one: _shown(one, found, like), result)
+
+
+def _is_written_to_full(name: str, args: Sequence[Any]) -> bool:
+    """Whether what changes is full tensors, not a gradient: an operation in place on the first."""
+    in_place = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+    targets = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
+    return in_place and not any(isinstance(one, AveragedGradient) for one in targets)
+
+
+def _brought(gradient: AveragedGradient) -> Tensor:
+    """Return the gradient of what this rank has of the model; each rank must call."""
+    return gradient.sharded().own_full()
+
+
+def _with_operands(
+    given: Any, name: str, found: "_Found", like: AveragedGradient
+) -> tuple[Any, Any]:
+    """Exchange tensors among arguments for those with which all ranks compute."""
+    known = {id(sharded): gradient for sharded, gradient in found.values()}
+    lists = [arg for arg in given[0] if isinstance(arg, (list, tuple))]
+    gradients: dict[int, AveragedGradient] = {}
+    for row in zip(*lists, strict=False) if lists else ():  # of `_foreach_add_` and its like
+        of_row = next((known[id(one)] for one in row if id(one) in known), like)
+        gradients |= {id(one): of_row for one in row}
+
+    def exchanged(tensor: Tensor) -> Tensor:
+        source = gradients.get(id(tensor), like).note.source
+        if isinstance(tensor, ShardedTensor) or source is None:
+            return tensor
+        return source.operand(tensor, name)
+
+    args, kwargs = tree_map_only(Tensor, exchanged, given)
+    return args, kwargs
+
+
+def _shown(
+    result: ShardedTensor,
+    found: _Found,
+    like: AveragedGradient,
+) -> Tensor:
+    """Return what user code gets: what it has changed in place, or something new."""
+    for sharded, gradient in found.values():
+        if result is sharded:
+            return gradient
+        if result.spread is sharded.spread and result.shape == sharded.spread.shape:
+            return AveragedGradient(gradient, gradient.note, result)
+    return result
+
+
+def _zero(target: Tensor | Sequence[Tensor]) -> Tensor | Sequence[Tensor]:
+    for tensor in [target] if isinstance(target, Tensor) else target:
+        if not isinstance(tensor, AveragedGradient):
+            tensor.zero_()
+        elif tensor.own is not None:
+            tensor.own.zero_()
+        else:
+            tensor.note.zero()
+    return target
+
+
+def _flat(args: Sequence[Any]) -> list[Any]:
+    return [
+        item for arg in args for item in (_flat(arg) if isinstance(arg, (list, tuple)) else [arg])
+    ]

@@ -1,0 +1,404 @@
+"""Stage 3: parameters come before a module needs them and go when it is done.
+
+    forward    unshard 0 | forward 0, unshard 1 | forward 1, unshard 2 | forward 2 ...
+                         |        reshard 0     |        reshard 1     |
+    backward   ... backward 2, unshard 1 | backward 1, unshard 0 | backward 0 |
+                               reshard 2 |             reshard 1 |  reshard 0
+
+A block's forward is bracketed by module hooks, its backward by hooks on its outputs (gradients
+are about to enter) and inputs (they have left). The order of the last step says what to prefetch.
+Parameters of the root unit stay from the start of a step to the end of its backward; outside a
+step, for as long as any module that holds one is in its forward.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils.hooks import RemovableHandle
+
+from lightning_shard.data_parallel.shard_copies import ShardCopies
+from lightning_shard.data_parallel.torch_private import in_backward, untraced
+from lightning_shard.data_parallel.unit import Unit
+from lightning_shard.data_parallel.unshard_record import UnshardRecord
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+
+
+class Unsharder:
+    """Unshards and reshards the units of a model.
+
+    Args:
+        model: The module whose forward, or whose children's, the units serve.
+        units: All units, in registration order.
+        on_left: Called when backward has left a unit's modules for good.
+
+    Attributes:
+        record: What has been unsharded.
+        copies: Of the parameters, made by user code.
+    """
+
+    def __init__(
+        self, model: nn.Module, units: Sequence[Unit], on_left: Callable[[Unit], None]
+    ) -> None:
+        self._units = units
+        self._on_left = on_left
+        self._root_units = [unit for unit in units if unit.is_root]
+        self._next: dict[Unit, Unit] = {}
+        self._previous: dict[Unit, Unit] = {}
+        self._trace: list[Unit] = []
+        self._depth = 0
+        self._in_step = False
+        self._has_stepped = False
+        self._holds = False
+        self._within = False
+        self._handles: list[RemovableHandle] = []
+        self._is_removed = False
+        self.copies = ShardCopies(
+            [flat for unit in units for flat in unit.flats], lambda: self._in_step or self._holds
+        )
+        self.record = UnshardRecord()
+        for index, unit in enumerate(units):
+            unit.on_unshard = partial(self.record.note, index, unit.name)
+        self._install(model)
+
+    def _install(self, model: nn.Module) -> None:
+        inside: set[nn.Module] = set()
+        for unit in self._units:
+            for module in unit.modules:
+                inside.update(module.modules())
+                self._hook_block(unit, module)
+                for part in module.modules():
+                    if (
+                        part is not module
+                        and next(part.parameters(recurse=False), None) is not None
+                    ):
+                        self._hook_part(unit, part)
+        in_root = {id(p) for unit in self._root_units for flat in unit.flats for p in flat.params}
+        for module in model.modules():
+            if module not in inside and any(id(p) in in_root for p in module.parameters()):
+                self._hook_holder(module)
+
+    def _hook_block(self, unit: Unit, module: nn.Module) -> None:
+        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+            self._before_forward(unit, (args, kwargs))
+
+        def before_other(called: nn.Module, args: Any, kwargs: Any) -> None:
+            if not self._enter_copy(called):
+                self._before_forward(unit, (args, kwargs))
+
+        def after(called: nn.Module, _: Any, output: Any) -> None:
+            self._after_forward(unit, called, output)
+
+        def after_other(called: nn.Module, _: Any, output: Any) -> None:
+            if not self._leave_copy(called):
+                self._after_forward(unit, called, output)
+
+        first, last = _Hook(before, before_other), _Hook(after, after_other)
+        self._handles.append(module.register_forward_pre_hook(first, with_kwargs=True))
+        self._handles.append(module.register_forward_hook(last))
+
+    def _hook_part(self, unit: Unit, part: nn.Module) -> None:
+        """A block may be used by another method than its forward (a flow's inverse)."""
+
+        def keep() -> None:
+            unit.ensure_full()
+            unit.kept = True
+
+        keep_full = _Hook(keep)
+
+        def before(_: nn.Module, __: Any) -> None:
+            if not unit.is_full:
+                keep_full()
+
+        def before_other(called: nn.Module, _: Any) -> None:
+            if not self._is_copy(called):
+                before(called, _)
+            elif not self._is_removed:
+                self.copies.check_entered(called)
+
+        self._handles.append(part.register_forward_pre_hook(_TracedHook(before, before_other)))
+
+    def _hook_holder(self, module: nn.Module) -> None:
+        enter, leave = _Hook(self._enter_holder), _Hook(self._leave_holder)
+
+        def before(_: nn.Module, __: Any) -> None:
+            if not self._in_step:  # where all is here
+                enter()
+
+        def before_other(called: nn.Module, _: Any) -> None:
+            if not self._enter_copy(called):
+                before(called, _)
+
+        def after(_: nn.Module, __: Any, ___: Any) -> None:
+            if not self._in_step:
+                leave()
+
+        def after_other(called: nn.Module, _: Any, __: Any) -> None:
+            if not self._leave_copy(called):
+                after(called, _, __)
+
+        first, last = _TracedHook(before, before_other), _TracedHook(after, after_other)
+        self._handles.append(module.register_forward_pre_hook(first, prepend=True))
+        self._handles.append(module.register_forward_hook(last, always_call=True))
+
+    def _is_copy(self, called: nn.Module) -> bool:
+        """Whether a module is a copy of one of the model's: copies keep the hooks for good."""
+        return self._is_removed or self.copies.own(called)
+
+    def _enter_copy(self, called: nn.Module) -> bool:
+        is_copy = self._is_copy(called)
+        if is_copy and not self._is_removed:
+            self.copies.enter(called)
+        return is_copy
+
+    def _leave_copy(self, called: nn.Module) -> bool:
+        is_copy = self._is_copy(called)
+        if is_copy and not self._is_removed:
+            self.copies.leave()
+        return is_copy
+
+    def remove(self) -> None:
+        """Take the hooks off the model."""
+        self._is_removed = True
+        while self._handles:
+            self._handles.pop().remove()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Keep parameters of the root unit here from now until their backward is over."""
+        if not self._has_stepped:  # until now, full parameters: model summaries count them
+            self.reshard_all()
+            self._has_stepped = True
+        self._follow_trace()
+        self._in_step = True
+        try:
+            self.unshard_root_units()
+            yield
+        finally:
+            self._in_step = False
+        if not (torch.is_grad_enabled() or self._holds):
+            self.reshard_all()
+
+    def hold(self) -> None:
+        """Unshard everything for good: ranks may take different numbers of steps.
+
+        Each rank must call.
+        """
+        self.reshard_all()
+        for unit in self._units:
+            unit.ensure_full()
+        self._holds = self._has_stepped = True
+
+    @contextmanager
+    def at_hand(self, params: Collection[nn.Parameter]) -> Iterator[None]:
+        """Have some parameters here, for a backward that does not enter and leave their blocks.
+
+        It may begin and end within them: their hooks then say nothing of what is over.
+        """
+        wanted = set(params)
+        resharded = [unit for unit in self._units if unit.is_resharded]
+        used = [unit for unit in self._units if unit.has_any_of(wanted)]
+        for unit in used:
+            unit.begin_unshard()
+        self._within = True
+        try:
+            for unit in used:
+                unit.ensure_full()
+            yield
+        finally:
+            self._within = False
+            for unit in resharded:
+                unit.reshard()
+
+    def bring(self, unit: Unit) -> bool:
+        """Have a unit here until the step ends, for a graph; each rank must call.
+
+        Returns:
+            False outside of a step, of which there is no backward.
+        """
+        if self._in_step:
+            unit.ensure_full()
+            unit.kept = unit.brought = True
+        return self._in_step
+
+    def unshard_root_units(self) -> None:
+        """Gather what any module may use at any time; all of it at once."""
+        for unit in self._root_units:
+            unit.begin_unshard()
+        for unit in self._root_units:
+            unit.ensure_full()
+
+    def end_backward(self) -> None:
+        """Reshard what backward has finished with; inside a step the root unit stays."""
+        self._see_assigned()
+        for unit in self._units:
+            unit.forget_calls()
+            if not (unit.is_root and self._in_step):
+                unit.reshard(edited=unit.is_root)
+
+    def reshard_all(self) -> None:
+        """Reshard every unit: the optimizer, or the world outside a step, wants the shards."""
+        self._see_assigned()
+        for unit in self._units:
+            unit.forget_calls()
+            unit.reshard(edited=unit.is_root or not self._has_stepped)
+
+    def _see_assigned(self) -> None:
+        """Before any reshard: what is assigned to one unit may lie in another's memory."""
+        for unit in self._units:
+            for flat in unit.flats:
+                flat.see_assigned()
+
+    def after_update(self) -> None:
+        """Inside a step (manual optimization) the root unit's parameters must be unsharded anew."""
+        if self._in_step:
+            self.unshard_root_units()
+
+    def _follow_trace(self) -> None:
+        """Expect the next step to visit the units in the order of the last one."""
+        if self._trace:
+            self._next = dict(zip(self._trace, self._trace[1:], strict=False))
+            self._previous = {after: before for before, after in self._next.items()}
+            self._trace = []
+
+    def _before_forward(self, unit: Unit, inputs: Any) -> None:
+        unit.ensure_full()
+        if in_backward():  # recomputation of a checkpointed block
+            return
+        if self._in_step and unit not in self._trace:
+            self._trace.append(unit)
+        self._prefetch(self._next.get(unit), unit)
+        if not torch.is_grad_enabled():
+            return
+        unit.open_calls += 1
+        tensors = [tensor for tensor in _tensors(inputs) if tensor.requires_grad]
+        # a leaf's hook runs before what else is ready, such as the backward of a weight norm
+        if tensors and not any(tensor.is_leaf for tensor in tensors):
+
+            def left(_: Any) -> None:
+                self._after_backward(unit)
+
+            register_multi_grad_hook(tensors, left)
+
+    def _after_forward(self, unit: Unit, module: nn.Module, output: Any) -> None:
+        if in_backward():
+            return
+        if torch.is_grad_enabled():
+            if _hides_tensors(output) or _leaves_graph_on(module):
+                unit.kept = True  # we cannot see its backward coming
+            if tensors := [tensor for tensor in _tensors(output) if tensor.requires_grad]:
+
+                def entered(_: Any) -> None:
+                    self._before_backward(unit)
+
+                register_multi_grad_hook(tensors, entered, mode="any")
+        if unit.note_forward(module) and not (unit.kept or self._holds):
+            unit.reshard(edited=True)  # a forward may keep its own weights small
+
+    def _before_backward(self, unit: Unit) -> None:
+        unit.ensure_full()
+        if self._within:
+            return
+        unit.open_backwards += 1
+        self._prefetch(self._previous.get(unit), unit)
+
+    def _after_backward(self, unit: Unit) -> None:
+        if self._within:
+            return
+        unit.open_calls = max(unit.open_calls - 1, 0)
+        unit.open_backwards = max(unit.open_backwards - 1, 0)
+        if torch.is_grad_enabled():
+            unit.kept = True  # create_graph: a second backward reads the parameters again
+        elif not (unit.open_calls or unit.open_backwards or unit.kept):
+            self._on_left(unit)
+            unit.reshard()
+
+    def _prefetch(self, unit: Unit | None, running: Unit) -> None:
+        """Gather ahead, but no teacher's: it may be moved once its student has run."""
+        if unit is not None and unit.is_trained == running.is_trained:
+            unit.begin_unshard()
+
+    def _enter_holder(self) -> None:
+        self._depth += 1
+        if self._depth == 1 and not in_backward():
+            self.unshard_root_units()
+
+    def _leave_holder(self) -> None:
+        self._depth -= 1
+        in_use = self._in_step or self._holds or in_backward() or torch.is_grad_enabled()
+        if self._depth == 0 and not in_use:
+            self.reshard_all()
+
+
+class _TracedHook:
+    """A hook of a module, and what it becomes in a copy of the module, as EMA makes one.
+
+    Compiled code checks its class: it is compiled once for all blocks that are alike.
+
+    Args:
+        function: What it runs.
+        of_copy: What it runs in a copy; it must not copy an unsharder.
+    """
+
+    def __init__(
+        self, function: Callable[..., None], of_copy: Callable[..., None] | None = None
+    ) -> None:
+        self._function, self._of_copy = function, of_copy
+
+    def __call__(self, *args: Any) -> None:
+        self._function(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_TracedHook":
+        return self if self._of_copy is None else _Hook(self._of_copy)
+
+
+class _Hook(_TracedHook):
+    """Runs as it is written where the module that calls it is compiled.
+
+    Compiled code ends before its call and begins again after it; traced hooks are part of compiled
+    code, which sees that they have nothing to do. Were each hook an untraced function of its own,
+    every block would be compiled for itself.
+    """
+
+    @untraced
+    def __call__(self, *args: Any) -> None:
+        self._function(*args)
+
+
+def _tensors(collection: Any) -> list[Tensor]:
+    """Every tensor in nested mappings, sequences and dataclasses."""
+    return [leaf for leaf in _leaves(collection) if isinstance(leaf, Tensor)]
+
+
+def _hides_tensors(collection: Any) -> bool:
+    """Whether an object that we do not know may carry tensors out of a block."""
+    return any(not isinstance(leaf, (Tensor, *_PLAIN)) for leaf in _leaves(collection))
+
+
+def _leaves_graph_on(block: nn.Module) -> bool:
+    """Whether forward has left a tensor with a graph on some module, as MoE routers do."""
+    return any(
+        isinstance(value, Tensor) and value.grad_fn is not None
+        for module in block.modules()
+        for value in vars(module).values()
+    )
+
+
+def _leaves(collection: Any) -> Iterator[Any]:
+    if isinstance(collection, Mapping):
+        children: Iterable[Any] = collection.values()
+    elif isinstance(collection, (list, tuple)):
+        children = collection
+    elif is_dataclass(collection):
+        children = [getattr(collection, field.name) for field in fields(collection)]
+    else:
+        yield collection
+        return
+    for child in children:
+        yield from _leaves(child)

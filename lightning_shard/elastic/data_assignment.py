@@ -1,0 +1,348 @@
+"""The training data of an elastic run: assigned to the ranks of the moment, each sample once.
+
+    global batch held      24 samples a step:  4 ranks x 6        3 ranks x 8 = 2 x 4 accumulated
+    batch per rank held    24 samples a step on 4 ranks, 18 on 3, with a smaller learning rate
+
+How a step's samples are shared out: see `shares`.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+
+from lightning_shard import settings
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.elastic._lightning import epoch_of_samplers, val_check_interval
+from lightning_shard.elastic.counting import (
+    FirstBatches,
+    counting_steps,
+    recount,
+    recount_epoch,
+)
+from lightning_shard.elastic.data_loaders import (
+    Installed,
+    batches_asked_for,
+    find_order,
+    install,
+)
+from lightning_shard.elastic.elastic_sampler import ElasticBatchSampler
+from lightning_shard.elastic.epoch_order import Position
+from lightning_shard.elastic.learning_rate import rescale
+from lightning_shard.elastic.shares import num_parts
+from lightning_shard.errors import ConfigError, RankFailedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchAssignment:
+    """How an optimizer step is fed, as the first ranks have settled it; newcomers take it over.
+
+    Attributes:
+        global_batch: Samples of an optimizer step; None where each rank's batch is held.
+        accumulation: Batches that the first ranks accumulated.
+        num_ranks: For which the learning rates are now.
+        position: In the data.
+    """
+
+    global_batch: int | None
+    accumulation: int
+    num_ranks: int
+    position: Position
+
+
+class DataAssignment:
+    """Assigns one training loader.
+
+    Args:
+        global_batch_size: Samples of an optimizer step; None for what the first ranks have.
+        scaling: Hold each rank's batch and scale the learning rate; None holds the global batch.
+
+    Raises:
+        ConfigError: The two contradict each other.
+    """
+
+    def __init__(
+        self, global_batch_size: int | None, scaling: Literal["linear", "sqrt"] | None
+    ) -> None:
+        if global_batch_size is not None and global_batch_size < 1:
+            raise ConfigError(f"global_batch_size must be at least 1, got {global_batch_size}.")
+        if scaling not in (None, "linear", "sqrt"):
+            raise ConfigError(
+                f"learning_rate_scaling must be 'linear', 'sqrt' or None, got {scaling!r}."
+            )
+        if scaling is not None and global_batch_size is not None:
+            raise ConfigError(
+                f"learning_rate_scaling={scaling!r} lets the global batch change with the ranks, "
+                f"but global_batch_size={global_batch_size} holds it. Leave one of them out."
+            )
+        self._global_batch_size = global_batch_size
+        self._scaling = scaling
+        self._sampler: ElasticBatchSampler | None = None
+        self.begin(None)
+
+    def begin(self, trainer: "pl.Trainer | None") -> None:
+        """Forget an earlier fit.
+
+        Args:
+            trainer: Of this one.
+        """
+        self._user_accumulation = 1 if trainer is None else trainer.accumulate_grad_batches
+        self._first_accumulation: int | None = None
+        self._global_batch = self._global_batch_size
+        self._num_ranks = 0
+        self._position = Position(epoch=0)
+        self._noted_step = 0
+        self._has_taken_over = False
+        self._loaded_accumulation: int | None = None
+        self._loaded_ranks = 0
+        self._limit: float | None = None  # the Trainer's, while the loader is made
+        self._sampler = None
+        self._installed: Installed | None = None
+
+    def end(self, trainer: "pl.Trainer") -> None:
+        """Give the loader and the trainer back as they were."""
+        if self._installed is not None:
+            self._installed.remove()
+            self._installed = None
+            trainer.accumulate_grad_batches = self._user_accumulation
+
+    @property
+    def batch_assignment(self) -> BatchAssignment:
+        """What newcomers, and these ranks after a loss, go on from."""
+        return BatchAssignment(
+            global_batch=self._global_batch,
+            accumulation=self._first_accumulation or self._user_accumulation,
+            num_ranks=self._num_ranks,
+            position=self._position,
+        )
+
+    def assign(self, trainer: "pl.Trainer", loader: Any, rank: int, num_ranks: int) -> None:
+        """Have a loader yield this rank's batches from the position on; the trainer accumulates.
+
+        Args:
+            trainer: In its fit.
+            loader: As Lightning has prepared it.
+            rank: This rank's.
+            num_ranks: Between which samples are assigned.
+
+        Raises:
+            ConfigError: Its samples cannot be assigned.
+        """
+        if self._installed is not None:
+            self._installed.remove()  # the loader may be the same one
+        order = find_order(loader, settings.global_seed())
+        rank_batch, drop_last = batches_asked_for(loader)
+        assigns: dict[str, Any] = {"rank_batch": rank_batch, "rank": rank, "num_ranks": num_ranks}
+        if self._scaling is not None:
+            assigns |= {"accumulation": self._user_accumulation, "drop_last": drop_last}
+            self._first_accumulation = self._user_accumulation
+        else:
+            if self._global_batch is None:
+                self._global_batch = rank_batch * num_ranks * self._user_accumulation
+            if self._first_accumulation is None:
+                self._first_accumulation = num_parts(self._global_batch, num_ranks * rank_batch)
+            limit = trainer.limit_train_batches if self._limit is None else self._limit
+            assigns["global_batch"] = self._global_batch
+            assigns["max_samples"] = self._max_samples(len(order), limit, drop_last)
+            assigns["drop_last"] = drop_last and len(order) < self._first_batch  # all of it
+        assigns["step_batches"] = self._step_batches
+        self._sampler = ElasticBatchSampler(order, **assigns)
+        self._num_ranks = num_ranks
+        epoch = epoch_of_samplers(trainer)
+        is_present = self._position.epoch == epoch  # else the loader was made anew between epochs
+        self._resume(self._position if is_present else Position(epoch=epoch))
+        self._installed = install(loader, self._sampler)
+        trainer.accumulate_grad_batches = self._sampler.accumulation
+
+    def _max_samples(self, num_samples: int, limit: float | None, drop_last: bool) -> int | None:
+        """Samples of an epoch, where they are not all.
+
+        Both limits count batches of the first ranks, so that steps hold what they held.
+
+        Args:
+            num_samples: Of the dataset.
+            limit: The Trainer's `limit_train_batches`.
+            drop_last: The loader's.
+
+        Raises:
+            ConfigError: The share is of less than a batch.
+        """
+        batch = self._first_batch
+        full = num_samples // batch if drop_last else num_parts(num_samples, batch)
+        counted = min(limit, full) if isinstance(limit, int) else int(full * (limit or 0.0))
+        if full and limit and not counted:
+            raise ConfigError(
+                f"limit_train_batches={limit} of {full} batches is less than one, expected at "
+                f"least {1 / full:.2g}."
+            )
+        samples = min(counted * batch, num_samples)
+        return samples if 0 < samples < num_samples else None
+
+    @property
+    def _step_batches(self) -> int:
+        """What one device would accumulate; `global_batch_size` says it in samples instead."""
+        if self._global_batch_size is not None:
+            return self._user_accumulation
+        return self._first_accumulation or self._user_accumulation
+
+    @property
+    def _first_batch(self) -> int:
+        """Samples that the first ranks took together at once."""
+        assert self._global_batch is not None
+        assert self._first_accumulation is not None
+        return max(1, self._global_batch // self._first_accumulation)
+
+    def check_alike(self, collectives: Collectives) -> None:
+        """Raise unless all ranks would assign the same order; each must call.
+
+        Raises:
+            ConfigError: They would give samples twice, or not at all. Before training on every
+                rank; later on those whose order is another than rank 0's, the eldest.
+            RankFailedError: The same on the others, which may go on without those.
+        """
+        assert self._sampler is not None
+        orders = collectives.all_gather_object(self._sampler.sampler.fingerprint())
+        strangers = [rank for rank, order in enumerate(orders) if order != orders[0]]
+        if not strangers:
+            return
+        what = f"the ranks {strangers} would train on the samples in another order than rank 0"
+        if self._has_taken_over and collectives.rank not in strangers:
+            raise RankFailedError(f"Rank {collectives.rank}: {what}, and so take no part.")
+        raise ConfigError(
+            f"Rank {collectives.rank}: {what}, so that some would be seen twice. Call "
+            f"seed_everything(seed) with one seed on all ranks, newcomers included, and give "
+            f"them the same dataset and sampler."
+        )
+
+    def _resume(self, position: Position) -> None:
+        assert self._sampler is not None
+        self._sampler.resume(position.epoch, position.samples, position.steps)
+
+    def take_over(
+        self, trainer: "pl.Trainer", batch_assignment: BatchAssignment, num_ranks: int
+    ) -> None:
+        """Go on from where others, or this rank, were; before the loader is asked for anew.
+
+        Args:
+            trainer: In its fit, with the optimizers and schedulers of `batch_assignment.num_ranks`.
+            batch_assignment: Of that moment.
+            num_ranks: From now on.
+        """
+        self._global_batch, self._position = (
+            batch_assignment.global_batch,
+            batch_assignment.position,
+        )
+        self._first_accumulation, self._noted_step = (
+            batch_assignment.accumulation,
+            trainer.global_step,
+        )
+        self._has_taken_over = True
+        self._rescale(trainer, batch_assignment.num_ranks, num_ranks)
+
+    def _rescale(self, trainer: "pl.Trainer", old_ranks: int, num_ranks: int) -> None:
+        if self._scaling is not None and old_ranks != num_ranks:
+            schedulers = [one.scheduler for one in trainer.lr_scheduler_configs]
+            rescale(trainer.optimizers, schedulers, old_ranks, num_ranks, self._scaling)
+
+    def recount(self, trainer: "pl.Trainer", old_accumulation: int) -> None:
+        """Count the epoch's batches as if they had been of the present size.
+
+        Args:
+            trainer: In its fit, after the loader was asked for anew.
+            old_accumulation: When they were counted.
+        """
+        first = self._first_batches(trainer) if self._scaling is None else None
+        recount(trainer, first, old_accumulation)
+        if epoch_of_samplers(trainer) == self._position.epoch:
+            recount_epoch(trainer, self._position.steps)
+
+    @contextmanager
+    def assigning_batches(self, trainer: "pl.Trainer") -> Iterator[None]:
+        """Let the loader be made, whose batches Lightning is not to count itself.
+
+        Limits are those of the first ranks' batches, and so is what lies between two validations.
+        """
+        interval, limit = val_check_interval(trainer), trainer.limit_train_batches
+        counts_anew = isinstance(interval, int) and self._first_accumulation is not None
+        if self._scaling is None and limit:
+            self._limit, trainer.limit_train_batches = limit, 1.0
+        if counts_anew:
+            trainer.val_check_interval = 1.0
+        try:
+            yield
+        finally:
+            self._limit, trainer.limit_train_batches = None, limit
+            if counts_anew and interval is not None:
+                trainer.val_check_interval = trainer.val_check_batch = interval
+
+    def counting_steps(self, trainer: "pl.Trainer") -> AbstractContextManager[None]:
+        """In which is due, behind a step, what was due there for the first ranks."""
+        if self._sampler is None or trainer.accumulate_grad_batches == self._first_accumulation:
+            return nullcontext()
+        return counting_steps(trainer, self._first_batches(trainer))
+
+    def _first_batches(self, trainer: "pl.Trainer") -> FirstBatches:
+        assert self._sampler is not None
+        assert self._first_accumulation is not None
+        epoch = epoch_of_samplers(trainer)
+        steps = self._position.steps if self._position.epoch == epoch else 0
+        return FirstBatches(
+            accumulation=self._first_accumulation,
+            in_epoch=num_parts(self._sampler.num_samples, self._first_batch),
+            epoch=epoch,
+            steps=steps + (trainer.global_step > self._noted_step),  # the last one may not be noted
+        )
+
+    def note_step(self, epoch: int, global_step: int) -> None:
+        """Take note of an optimizer step.
+
+        Args:
+            epoch: In which it was.
+            global_step: The steps of the fit that are done.
+        """
+        self._position, self._noted_step = self._position_behind(epoch, 1), global_step
+
+    def _position_behind(self, epoch: int, num_steps: int) -> Position:
+        assert self._sampler is not None
+        steps = self._position.steps if self._position.epoch == epoch else 0
+        return self._sampler.position(steps + num_steps)
+
+    def weight(self, batch_idx: int) -> float:
+        """By what the mean loss of this rank's batch is multiplied, 1.0 where all are alike."""
+        return 1.0 if self._sampler is None else self._sampler.weight_of_batch(batch_idx)
+
+    def state(self, trainer: "pl.Trainer") -> dict[str, Any]:
+        """For a checkpoint, which may be saved between an optimizer step and its boundary."""
+        position = self._position
+        if self._sampler is not None and trainer.global_step > self._noted_step:
+            epoch = epoch_of_samplers(trainer)
+            position = self._position_behind(epoch, 1)
+        return {
+            **vars(self.batch_assignment),
+            "position": vars(position),
+            "batches_per_step": trainer.accumulate_grad_batches,
+        }
+
+    def load_state(self, state: Mapping[str, Any], global_step: int) -> None:
+        """Go on from a checkpoint, at whatever number of ranks; `recount_loaded` comes later.
+
+        Args:
+            state: What `state` has returned.
+            global_step: The checkpoint's.
+        """
+        wanted = self._global_batch_size
+        self._global_batch = wanted or state["global_batch"]
+        is_same = self._global_batch == state["global_batch"]
+        self._first_accumulation = state["accumulation"] if is_same else None
+        self._position = Position(**state["position"])
+        self._noted_step, self._loaded_accumulation = global_step, state["batches_per_step"]
+        self._loaded_ranks = state["num_ranks"]
+
+    def recount_loaded(self, trainer: "pl.Trainer") -> None:
+        """After a checkpoint, when the loader is there: see `recount`."""
+        if self._loaded_accumulation is not None:
+            self.recount(trainer, self._loaded_accumulation)
+            self._rescale(trainer, self._loaded_ranks, self._num_ranks)
+            self._loaded_accumulation = None

@@ -1,0 +1,194 @@
+"""The batch sampler of elastic training: an epoch's samples, each once, whatever ranks there are.
+
+It stands in a DataLoader for as long as this lives. When ranks come or go, its content changes:
+
+    resume(position) ─┐
+    rescale(rank, W) ─┴──> what `iter` assigns from now on, `len`, `accumulation` and `weight`
+
+A position is counted in samples of the epoch's order, by steps that the optimizer has made. What
+workers have merely fetched ahead counts for nothing: they are asked anew from the position.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import Sampler
+
+from lightning_shard.elastic.epoch_order import EpochOrder, Position
+from lightning_shard.elastic.shares import EpochShares, num_parts
+from lightning_shard.errors import ConfigError
+
+
+class ElasticBatchSampler(Sampler[list[Any]]):
+    """This rank's batches of an epoch, from where it is taken up.
+
+    Either the samples of a step are given, and the accumulation follows from the number of ranks;
+    or the accumulation is given, and a step has as many samples as all ranks together take.
+
+    Args:
+        sampler: The epoch's order, whose epoch and position count.
+        rank_batch: Samples at once on a rank, at most.
+        rank: This rank.
+        num_ranks: W.
+        global_batch: Samples of an optimizer step at every W.
+        accumulation: Microbatches of an optimizer step at every W, each of `rank_batch` samples.
+        drop_last: Leave out an epoch's last step where it is smaller than the others.
+        max_samples: Deal no more of an epoch than this.
+        step_batches: See `EpochShares`.
+
+    Raises:
+        ConfigError: A number below 1, or not exactly one of `global_batch` and `accumulation`.
+    """
+
+    def __init__(
+        self,
+        sampler: EpochOrder,
+        *,
+        rank_batch: int,
+        rank: int = 0,
+        num_ranks: int = 1,
+        global_batch: int | None = None,
+        accumulation: int | None = None,
+        drop_last: bool = False,
+        max_samples: int | None = None,
+        step_batches: int = 1,
+    ) -> None:
+        if (global_batch is None) == (accumulation is None):
+            raise ConfigError(
+                f"Expected one of global_batch and accumulation, got {global_batch=} and "
+                f"{accumulation=}: the one gives the other."
+            )
+        given = {"rank_batch": rank_batch, "global_batch": global_batch}
+        given |= {"accumulation": accumulation, "max_samples": max_samples}
+        given |= {"step_batches": step_batches}
+        for name, value in given.items():
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}.")
+        self.sampler = sampler
+        self.rank_batch = rank_batch
+        self.drop_last = drop_last
+        self._max_samples = max_samples
+        self._step_batches = step_batches
+        self._global_batch = global_batch
+        self._accumulation = accumulation
+        self.rescale(rank, num_ranks)
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._rank
+
+    @property
+    def num_ranks(self) -> int:
+        """W, between which the samples are assigned."""
+        return self._num_ranks
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of an optimizer step, over all ranks."""
+        if self._global_batch is not None:
+            return self._global_batch
+        assert self._accumulation is not None
+        return self.rank_batch * self._num_ranks * self._accumulation
+
+    @property
+    def accumulation(self) -> int:
+        """Microbatches of an optimizer step on every rank; the Trainer must accumulate as many."""
+        return self.shares.accumulation
+
+    @property
+    def num_samples(self) -> int:
+        """Of an epoch; `drop_last` may leave some of them out."""
+        length = len(self.sampler)
+        return length if self._max_samples is None else min(length, self._max_samples)
+
+    @property
+    def holds_global_batch(self) -> bool:
+        """Whether a step has as many samples at every number of ranks."""
+        return self._global_batch is not None
+
+    @property
+    def shares(self) -> EpochShares:
+        """The present epoch from where it is taken up, assigned to the present ranks."""
+        start = self.sampler.start
+        return EpochShares(
+            num_samples=self.num_samples,
+            step_samples=self.global_batch,
+            num_ranks=self._num_ranks,
+            rank_batch=self.rank_batch,
+            drop_last=self.drop_last,
+            samples_done=start.samples,
+            steps_done=start.steps,
+            step_batches=self._step_batches,
+        )
+
+    def rescale(self, rank: int, num_ranks: int) -> None:
+        """Deal to another number of ranks from the position on; `resume` says which that is.
+
+        Raises:
+            ConfigError: There is no such rank.
+        """
+        if not 0 <= rank < num_ranks:
+            raise ConfigError(
+                f"Rank {rank} of {num_ranks} does not exist, expected 0 <= rank < num_ranks."
+            )
+        self._rank = rank
+        self._num_ranks = num_ranks
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch; has no effect on the present one."""
+        self.sampler.set_epoch(epoch)
+
+    def resume(self, epoch: int, samples_done: int, steps_done: int | None = None) -> None:
+        """Take an epoch up where others, or this rank, have left it.
+
+        Args:
+            epoch: From 0.
+            samples_done: In this epoch, by optimizer steps.
+            steps_done: In this epoch; None for as many as the samples make at the present size.
+
+        Raises:
+            LayoutError: The epoch has fewer samples.
+        """
+        if steps_done is None:
+            steps_done = num_parts(samples_done, self.global_batch)
+        self.sampler.take_up(Position(epoch=epoch, samples=samples_done, steps=steps_done))
+
+    def position(self, steps_done: int) -> Position:
+        """Where training is after so many optimizer steps of the present epoch.
+
+        Raises:
+            LayoutError: Fewer than where the epoch was taken up, or more than it has.
+        """
+        samples = self.shares.begin(steps_done)
+        return Position(epoch=self.sampler.epoch, samples=samples, steps=steps_done)
+
+    def weight(self, step_in_epoch: int, microbatch: int, rank: int | None = None) -> float:
+        """By what a rank multiplies the mean loss of a microbatch, None being this one.
+
+        Raises:
+            LayoutError: The step is not left in this epoch.
+        """
+        step = self.shares.step(step_in_epoch)
+        return step.weight(microbatch, self._rank if rank is None else rank)
+
+    def weight_of_batch(self, batch_in_epoch: int) -> float:
+        """The same of this rank's batch, counted from the epoch's start as `len` counts."""
+        step, microbatch = divmod(batch_in_epoch, self.accumulation)
+        return self.weight(step, microbatch)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        """Yield this rank's batches from the position on.
+
+        Position, rank and size count as they are when the first batch is asked for; an iterator
+        that is under way stays as it is.
+        """
+        order, shares, rank = self.sampler.indices(), self.shares, self._rank
+        for step in shares.steps:
+            begin, assigned = shares.begin(step), shares.step(step)
+            for microbatch in range(assigned.num_microbatches):
+                yield [order[begin + place] for place in assigned.places(microbatch, rank)]
+
+    def __len__(self) -> int:
+        """This rank's batches in the epoch: the steps done, as if of this size, and those left."""
+        return self.shares.num_batches

@@ -1,0 +1,295 @@
+"""The rendezvous server: a process beside the ranks with the job's store and members.
+
+    rank 0 ──┐ starts it                     ┌── TCPStore: where each generation makes its groups
+    rank 1 ──┼──── one connection each ────> server
+    newcomer ┘                               └── table: who takes part
+
+It trains nothing and starts nothing, so that no rank's death takes it along; it ends after the last
+participant. Who starts it opens its sockets, so that the address is known before it runs.
+"""
+
+import hmac
+import json
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from selectors import EVENT_READ, DefaultSelector
+from time import monotonic
+
+from lightning_shard import settings
+from lightning_shard.backends._c10d import TCPStore
+from lightning_shard.backends.liveness.connection import Connection, Message
+from lightning_shard.elastic.membership_table import SHORTEST_START_SECONDS, MembershipTable
+from lightning_shard.errors import BackendUnavailableError
+
+_LONGEST_TICK_SECONDS = 1.0
+_UNSENT_SECONDS = 0.01
+_LINGER_SECONDS = 3.0
+_BACKLOG = 128
+# Not `-m`: the package's own `__init__` imports Lightning, of which the server needs nothing. So it
+# finds an empty package of that name, whose modules it can import. It is nobody's child: who has
+# started it needs not wait for its end.
+_PROGRAM = """
+import os, sys, types
+if os.fork():
+    os._exit(0)
+package = sys.modules["lightning_shard"] = types.ModuleType("lightning_shard")
+package.__path__ = [sys.argv[1]]
+from lightning_shard.elastic.rendezvous_server import main
+main(sys.argv[2:])
+"""
+_PACKAGE_FOLDER = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRules:
+    """What a job's membership table goes by.
+
+    Attributes:
+        initial_size: How many ranks the job starts with.
+        min_ranks: Fewer do not train.
+        max_ranks: More do not train; None for no bound.
+        patience_seconds: How long to wait below `min_ranks`.
+        max_failures: A member that fails more often is evicted.
+        timeout_seconds: Of the groups; who is silent for most of it is declared dead.
+    """
+
+    initial_size: int
+    min_ranks: int = 1
+    max_ranks: int | None = None
+    patience_seconds: float = 60.0
+    max_failures: int = 3
+    timeout_seconds: float = 1800.0
+
+    @property
+    def silence_seconds(self) -> float:
+        """Who says nothing for so long is declared dead."""
+        return 0.7 * self.timeout_seconds
+
+    @property
+    def tick_seconds(self) -> float:
+        """How often participants and rendezvous server say that they live."""
+        return min(self.timeout_seconds / 10, _LONGEST_TICK_SECONDS)
+
+
+class RendezvousServer:
+    """Serves a `MembershipTable` over a listening socket.
+
+    Args:
+        rules: The membership table's.
+        listener: Where participants connect; each says the token first.
+        token: What a participant must know.
+        store_port: Where the job's store listens, on the same host.
+    """
+
+    def __init__(
+        self, rules: JobRules, listener: socket.socket, token: str, store_port: int
+    ) -> None:
+        listener.setblocking(False)
+        self._rules = rules
+        self._listener = listener
+        self._token = token
+        self._store_port = store_port
+        self._selector = DefaultSelector()
+        self._selector.register(listener, EVENT_READ, self._accept)
+        self._members: dict[Connection, str | None] = {}
+        self._connections: dict[str, Connection] = {}
+        self._told_early: list[Message] = []
+        self.membership_table = MembershipTable(
+            initial_size=rules.initial_size,
+            min_ranks=rules.min_ranks,
+            max_ranks=rules.max_ranks,
+            silence_seconds=rules.silence_seconds,
+            patience_seconds=rules.patience_seconds,
+            max_failures=rules.max_failures,
+            tell=self._tell,
+            now=monotonic(),
+        )
+
+    def run(self) -> None:
+        """Serve until the last participant has gone, for good."""
+        last_tick = alone_since = monotonic()
+        has_begun = False
+        while True:
+            for key, _ in self._selector.select(self._patience(last_tick)):
+                key.data()
+            for connection in self._members:
+                connection.flush()
+            now = monotonic()
+            if now - last_tick >= self._rules.tick_seconds:
+                self._tick(now, now - last_tick)
+                last_tick = now
+            if self._members:
+                alone_since, has_begun = now, True
+            if now - alone_since >= self._linger_seconds(has_begun):
+                return
+
+    def close(self) -> None:
+        """Close every socket."""
+        self._selector.close()
+        self._listener.close()
+        for connection in self._members:
+            connection.close()
+
+    def _linger_seconds(self, has_begun: bool) -> float:
+        if self.membership_table.is_over:
+            return 0.0
+        return _LINGER_SECONDS if has_begun else 2 * SHORTEST_START_SECONDS
+
+    def _patience(self, last_tick: float) -> float:
+        until_tick = max(0.0, last_tick + self._rules.tick_seconds - monotonic())
+        has_unsent = any(connection.has_unsent for connection in self._members)
+        return min(until_tick, _UNSENT_SECONDS) if has_unsent else until_tick
+
+    def _tick(self, now: float, seconds: float) -> None:
+        if seconds > self._rules.silence_seconds / 2:  # this process was stopped
+            self.membership_table.forgive(now)
+        self.membership_table.tick(now)
+        for connection, member in self._members.items():
+            if member is not None:
+                connection.send({"kind": "beat"})
+
+    def _accept(self) -> None:
+        try:
+            stream, _ = self._listener.accept()
+        except OSError:  # gone before it was greeted
+            return
+        connection = Connection(stream)
+        self._members[connection] = None
+        self._selector.register(connection, EVENT_READ, partial(self._read, connection))
+
+    def _read(self, connection: Connection) -> None:
+        for message in connection.receive():
+            if not self._take(connection, message):
+                connection.is_open = False
+                break
+        if not connection.is_open:
+            self._drop(connection)
+
+    def _take(self, connection: Connection, message: Message) -> bool:
+        """Hand a message to the table; return whether it was one of a participant."""
+        now, member = monotonic(), self._members[connection]
+        try:
+            if message.get("kind") == "join":
+                return self._join(connection, message, now)
+            if member is not None:
+                self._hand_on(member, message, now)
+            return member is not None
+        except (KeyError, TypeError, ValueError):  # no participant says so
+            return False
+
+    def _hand_on(self, member: str, message: Message, now: float) -> None:
+        match message["kind"]:
+            case "beat":
+                self.membership_table.beat(member, now)
+            case "arrive":
+                self.membership_table.arrive(member, message["generation"], message["error"], now)
+            case "ready":
+                self.membership_table.ready(member, message["generation"], now)
+            case "leave":
+                self.membership_table.leave(member, message["is_done"], now)
+
+    def _join(self, connection: Connection, message: Message, now: float) -> bool:
+        told = str(message.get("token")).encode(errors="replace")
+        if not hmac.compare_digest(told, self._token.encode()):
+            return False
+        name, rank = str(message["name"]), message["initial_rank"]
+        rank = None if rank is None else int(rank)
+        if (before := self._members[connection]) is not None:
+            del self._connections[before]  # was declared dead, and comes again
+            self.membership_table.lost(before, now)
+        member = self.membership_table.join(name, rank, now)
+        self._members[connection], self._connections[member] = member, connection
+        job = {"store_port": self._store_port, "first_size": self._rules.initial_size}
+        connection.send({"kind": "joined", "member": member, **job})
+        for early in self._told_early:
+            connection.send(early)
+        self._told_early.clear()
+        return True
+
+    def _drop(self, connection: Connection) -> None:
+        member = self._members.pop(connection)
+        self._selector.unregister(connection)
+        connection.close()
+        if member is not None:
+            self._connections.pop(member, None)
+            self.membership_table.lost(member, monotonic())
+
+    def _tell(self, member: str, message: Message) -> None:
+        """Send to a participant; one unknown here is the one that just joins, or is gone."""
+        if member in self._connections:
+            self._connections[member].send(message)
+        elif self.membership_table.is_there(member):
+            self._told_early.append(message)
+
+
+def start_rendezvous_server(rules: JobRules, host: str, port: int, token: str) -> settings.Job:
+    """Start a rendezvous server on this host; it lives in a session of its own and ends by itself.
+
+    Args:
+        rules: The job's.
+        host: An address of this host that all participants reach.
+        port: Where participants connect; 0 for any.
+        token: What a participant must know.
+
+    Returns:
+        Where the job is to be reached.
+
+    Raises:
+        BackendUnavailableError: It did not start.
+    """
+    listener, store = listen(host, port), listen(host, 0)
+    handed = [listener.fileno(), store.fileno()]
+    with listener, store:
+        starting = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, str(_PACKAGE_FOLDER), *map(str, handed)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            pass_fds=handed,
+            start_new_session=True,  # Ctrl-C is for the ranks
+        )
+        assert starting.stdin is not None
+        with starting.stdin as told:  # no argument, which other users of the host could read
+            told.write(json.dumps({"rules": asdict(rules), "token": token}).encode())
+        if status := starting.wait():
+            raise BackendUnavailableError(
+                f"The elastic job's rendezvous server could not be started: {sys.executable} ended "
+                f"with status {status}; its own output says why."
+            )
+        return settings.Job(host=host, port=listener.getsockname()[1], token=token)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Open a socket where participants connect, on this host alone if `host` is its loopback."""
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    address = host if settings.is_loopback(host) else ""
+    return socket.create_server((address, port), family=family, backlog=_BACKLOG)
+
+
+def main(descriptors: list[str]) -> None:
+    """Serve one job over two sockets, participants' and the store's; standard input says which."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    told = json.load(sys.stdin)
+    rules = JobRules(**told["rules"])
+    listener, store_listener = (socket.socket(fileno=int(number)) for number in descriptors)
+    store_port = store_listener.getsockname()[1]
+    store = TCPStore(
+        "127.0.0.1" if store_listener.family == socket.AF_INET else "::1",
+        store_port,
+        None,
+        True,
+        timedelta(seconds=rules.timeout_seconds),
+        wait_for_workers=False,
+        master_listen_fd=store_listener.detach(),
+    )
+    server = RendezvousServer(rules, listener, told["token"], store_port)
+    try:
+        server.run()
+    finally:
+        server.close()
+        del store

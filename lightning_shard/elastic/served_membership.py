@@ -1,0 +1,362 @@
+"""Membership of real processes: one connection to the job's rendezvous server, kept by a thread.
+
+    main thread                     ServedMembership                membership thread
+    begin, following ─────────────> what it wants ──────────────> server
+    is_wanted, init_groups <─────── what the server has said <─── rendezvous server
+                                    groups interrupted  <──────── "lost": a member has gone
+
+The process groups of a generation are made over the server's store, which no rank's death takes
+along. Nobody begins before all are ready, so that a member that dies meanwhile is heard of first.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from threading import Condition
+from time import monotonic, sleep
+from types import FrameType
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from typing_extensions import override
+
+from lightning_shard import settings
+from lightning_shard.backends import liveness
+from lightning_shard.backends._c10d import PrefixStore, RankGroups, TCPStore, set_groups
+from lightning_shard.backends.base import Backend
+from lightning_shard.backends.liveness.connection import Message
+from lightning_shard.backends.liveness.interruption import interrupt_groups
+from lightning_shard.backends.rendezvous import HOST_KEY
+from lightning_shard.elastic.generation import Generation, Membership
+from lightning_shard.elastic.heartbeats import LONGEST_START_SECONDS, HeartbeatThread
+from lightning_shard.errors import EvictedError, JobOverError, RankFailedError
+
+_LONGEST_ERROR = 500
+_RETRY_SECONDS = 0.2
+
+_memberships: "WeakSet[ServedMembership]" = WeakSet()
+
+
+class ServedMembership(Membership):
+    """This process's part in the job that a rendezvous server keeps.
+
+    Args:
+        job: Where the server is.
+        initial_rank: This process's rank among those that the job starts with; None for a newcomer.
+        timeout: Of the groups; a rendezvous server that is silent for most of it is given up.
+
+    Raises:
+        RankFailedError: The server cannot be reached.
+    """
+
+    def __init__(self, job: settings.Job, initial_rank: int | None, timeout: timedelta) -> None:
+        self.me, self.first_size = "", 0
+        self._process = os.getpid()
+        self._job = job
+        self._initial_rank = initial_rank
+        self._timeout = timeout
+        self._generation: Generation | None = None
+        self._grouped = 0  # the generation whose groups stand or are being made
+        self._store_port = 0
+        # What the server has said; guarded by `_news`, and notified.
+        self._news = Condition()
+        self._next: Message | None = None
+        self._go = 0
+        self._losses: dict[int, list[Message]] = {}
+        self._is_wanted = False
+        self._is_leaving = False
+        self._end: Exception | None = None  # nothing more comes
+        self._is_declared_dead = False
+        self._is_late = False
+        self._thread = HeartbeatThread(
+            _connect(job, is_starting=initial_rank is not None),
+            timeout.total_seconds(),
+            hear=self._hear,
+            on_server_lost=self._on_server_lost,
+            ask_to_leave=self.ask_to_leave,
+        )
+        _memberships.add(self)
+        self._thread.start()
+        self._join(initial_rank)
+
+    # --- asked by the main thread ---------------------------------------------------------------
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a newcomer waits and there is room."""
+        return self._is_wanted
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether this process has received SIGTERM, or was told to leave."""
+        return self._is_leaving
+
+    def ask_to_leave(self) -> None:
+        """Have this rank leave at the next boundary; from any thread."""
+        with self._news:
+            self._is_leaving = True
+            self._news.notify_all()
+
+    def on_sigterm(self, signum: int, frame: FrameType | None) -> None:
+        """Handle SIGTERM: ask this rank to leave; at a later one that insists end the process."""
+        if os.getpid() != self._process:  # a forked child, which is no rank
+            signal.signal(signum, signal.SIG_DFL)
+            signal.raise_signal(signum)
+        self._thread.come()
+
+    def watch_signals(self) -> None:
+        """Have the thread told of signals when the main thread is where no handler can run.
+
+        Does nothing outside the main thread, or where an event loop watches already.
+        """
+        if threading.current_thread() is threading.main_thread():
+            before = signal.set_wakeup_fd(self._thread.signal_fd, warn_on_full_buffer=False)
+            if before != -1:
+                signal.set_wakeup_fd(before)
+
+    def unwatch_signals(self) -> None:
+        """Undo `watch_signals`."""
+        if threading.current_thread() is threading.main_thread():
+            before = signal.set_wakeup_fd(-1)
+            if before != self._thread.signal_fd:
+                signal.set_wakeup_fd(before)
+
+    @override
+    def begin_step(self, step: int) -> None:
+        """Do nothing: real processes need no faults."""
+
+    @override
+    def begin(self) -> Generation | None:
+        if self._initial_rank is None:
+            return None
+        with self._news:
+            self._await(lambda: self._next is not None or self._is_late)
+            return None if self._is_late else self._enter()
+
+    @override
+    def following(self, error: BaseException | None = None) -> Generation:
+        text = None if error is None else f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]
+        while True:
+            if self._is_declared_dead:
+                self._join(None)
+                text = None
+            with self._news:
+                number = 0 if self._generation is None else self._generation.number
+                self._thread.send({"kind": "arrive", "generation": number, "error": text})
+                self._await(
+                    lambda: self._next is not None or self._is_declared_dead or self._gives_up
+                )
+                if self._next is not None:
+                    return self._enter()
+                if not self._is_declared_dead:
+                    break
+        self.leave()
+        raise JobOverError("This rank was asked to leave while it waited to take part in the job.")
+
+    @override
+    def init_groups(
+        self, generation: Generation, backend: Backend, device: torch.device, timeout: timedelta
+    ) -> None:
+        number = generation.number
+        with self._news:
+            self._grouped = number
+        self._thread.send({"kind": "ready", "generation": number})
+        with self._news:
+            self._await(
+                lambda: (
+                    self._go == number or bool(self._losses.get(number)) or self._is_declared_dead
+                ),
+                timeout,
+            )
+            if self._go != number:
+                raise self._lost_while_meeting(generation)
+        # One for each generation: a thread that was given up may wait in an earlier one for ever.
+        client = TCPStore(
+            self._job.host, self._store_port, None, False, timeout, wait_for_workers=False
+        )
+        store = PrefixStore(f"lightning_shard/generation{number}", client)
+        if generation.rank == 0:
+            store.set(HOST_KEY, self._thread.own_address)
+        backend.init_process_group(
+            rank=generation.rank,
+            world_size=generation.size,
+            device=device,
+            timeout=timeout,
+            store=store,
+        )
+
+    @override
+    def drop_groups(self) -> None:
+        with self._news:
+            number, self._grouped = self._grouped, 0
+            is_broken = bool(self._losses.get(number)) or self._is_declared_dead
+        lifeline = liveness.current()
+        # Whole groups are not interrupted: a slower peer may still read what was sent to it.
+        if is_broken or (lifeline is not None and lifeline.has_verdict):
+            interrupt_groups()
+        liveness.stop()
+        with contextlib.suppress(RuntimeError):  # what fails on a broken group is forgotten
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        set_groups(RankGroups())  # a start that was given up has counted a group
+
+    @override
+    def leave(self) -> None:
+        self.unwatch_signals()  # before the thread closes what is written to
+        self._thread.leave({"kind": "leave", "is_done": not self._is_leaving})
+
+    def forget(self) -> None:
+        """Let go of the sockets in a forked child, which is no member."""
+        self._thread.forget()
+
+    # --- states ---------------------------------------------------------------------------------
+
+    @property
+    def _gives_up(self) -> bool:
+        """Whether to wait no longer: a member's boundary is still to come, a newcomer has none."""
+        return self._is_leaving and self._generation is None
+
+    def _join(self, initial_rank: int | None) -> None:
+        """Become a participant, under a new id."""
+        with self._news:
+            self.me, self._is_declared_dead, self._is_wanted = "", False, False
+            self._generation = self._next = None
+            name = f"{socket.gethostname()}:{os.getpid()}"
+            token = self._job.token
+            self._thread.send(
+                {"kind": "join", "name": name, "initial_rank": initial_rank, "token": token}
+            )
+            self._await(lambda: bool(self.me))
+
+    def _enter(self) -> Generation:
+        """Take up the generation that the server has told of."""
+        assert self._next is not None
+        told, self._next = self._next, None
+        self._losses = {n: lost for n, lost in self._losses.items() if n >= told["number"]}
+        self._generation = Generation(
+            number=told["number"],
+            members=tuple(told["members"]),
+            me=self.me,
+            is_last=told["is_last"],
+            reason=told["reason"],
+        )
+        return self._generation
+
+    def _await(self, is_so: Callable[[], bool], timeout: timedelta | None = None) -> None:
+        """Wait, holding `_news`, until it is so, or until nothing more can come."""
+        seconds = None if timeout is None else timeout.total_seconds()
+        self._news.wait_for(lambda: is_so() or self._end is not None, seconds)
+        if self._end is not None and not is_so():
+            raise self._end
+
+    def _lost_while_meeting(self, generation: Generation) -> RankFailedError:
+        losses = self._losses.get(generation.number, [])
+        what = "; ".join(f"rank {one['rank']} {one['event']}" for one in losses)
+        if self._is_declared_dead:
+            what = "this rank itself was given up by the job"
+        return RankFailedError(
+            f"Rank {generation.rank} of {generation.size} lost a peer in making the groups of "
+            f"generation {generation.number}: {what or 'a rank does not come'}."
+        )
+
+    # --- told by the membership thread ----------------------------------------------------------
+
+    def _hear(self, message: Message) -> None:
+        """Take a message of the server."""
+        with self._news:
+            kind = message["kind"]
+            if kind == "joined":
+                self.me, self._store_port = message["member"], message["store_port"]
+                self.first_size = message["first_size"]
+            elif kind == "generation":
+                self._next, self._is_wanted = message, False
+            elif kind == "wanted":
+                self._is_wanted = message["is_wanted"]
+            elif kind == "go":
+                self._go = message["generation"]
+            elif kind == "lost":
+                self._losses.setdefault(message["generation"], []).append(message)
+            elif kind == "declared_dead" and message["member"] == self.me:
+                self._is_declared_dead = True
+            else:
+                self._hear_of_end(message)
+            self._news.notify_all()
+        self._interrupt_if_broken()
+
+    def _hear_of_end(self, message: Message) -> None:
+        kind = message["kind"]
+        if kind == "late":
+            self._is_late, self._initial_rank = True, None
+        elif kind == "waiting":
+            self._print(message["text"])
+        elif kind == "over":
+            self._end = JobOverError("The job has ended before this rank could take part in it.")
+        elif kind == "evicted":
+            self._end = EvictedError(
+                f"This rank (member {self.me}) was evicted from the job: it has failed "
+                f"{message['failures']} time(s), the last time with {message['error']}. Mend the "
+                "cause; the ranks that are left, if any, go on without it."
+            )
+
+    def _interrupt_if_broken(self) -> None:
+        """Have the main thread give up what it waits for in the groups of a broken generation."""
+        with self._news:
+            number = self._grouped
+            losses = self._losses.get(number, []) if number else []
+            lifeline = liveness.current()
+            if self._is_declared_dead and number:
+                interrupt_groups()
+            elif losses and lifeline is not None:
+                lifeline.lost(losses[0]["rank"], losses[0]["event"])
+            elif losses:
+                interrupt_groups()
+
+    def _on_server_lost(self, event: str) -> None:
+        with self._news:
+            if self._end is None:
+                self._end = RankFailedError(
+                    f"The elastic job's rendezvous server on {self._job.host}, port "
+                    f"{self._job.port}, {event}: no rank can join or be replaced any more. Go on "
+                    "from the last checkpoint."
+                )
+                self._print(
+                    f"the job's rendezvous server {event}; ranks that are lost are not replaced"
+                )
+            self._news.notify_all()
+
+    def _print(self, news: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # closed
+            print(f"[member {self.me}] {news}", file=sys.stderr, flush=True)
+
+
+def _connect(job: settings.Job, is_starting: bool) -> socket.socket:
+    """Connect; while the job starts on several hosts, its server may still be to come."""
+    deadline = monotonic() + LONGEST_START_SECONDS
+    while True:
+        try:
+            return socket.create_connection((job.host, job.port), timeout=LONGEST_START_SECONDS)
+        except OSError as error:
+            if is_starting and monotonic() < deadline:
+                sleep(_RETRY_SECONDS)
+                continue
+            raise RankFailedError(
+                f"The elastic job at {job.host}, port {job.port}, cannot be reached. Check that it "
+                f"still runs and that LIGHTNING_SHARD_JOB is what its first process has printed. "
+                f"The system said: {error}"
+            ) from error
+
+
+def _forget_in_child() -> None:
+    """A forked child (a DataLoader's worker) is no member, and must not keep the sockets open."""
+    for membership in list(_memberships):
+        membership.forget()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forget_in_child)

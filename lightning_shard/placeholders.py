@@ -1,0 +1,232 @@
+"""Values of other stages: tensors that know everything about themselves but their elements.
+
+    stage 0    ids ──> embedding ──> dropout ──> block 0 ──> block 1 ──send──┐
+    stage 1    ids ──> Placeholder ──> Placeholder ──> (skipped) ────────────> block 2 ──> block 3
+
+A stage runs the user's whole step, but has only its own parameters. `Placeholder` stands in for the
+others, and whatever is computed from it is a `Placeholder` again: it costs no arithmetic and no
+memory, and it cannot be mistaken for a value. So the arguments of a stage's first block that are
+`Placeholder` are exactly those that have to be received; all others every stage computes by itself.
+Once one has been received, it has a `value`, with which everything goes on.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from lightning_shard.errors import ConfigError
+
+_UPDATES_STATISTICS = ("batch_norm",)  # of another stage: they are its own to keep
+_born: ContextVar[list["weakref.ref[Placeholder]"] | None] = ContextVar("born", default=None)
+
+
+class OtherStageError(ConfigError):
+    """A value of another stage was used as if it were known here.
+
+    Attributes:
+        origins: What the value is computed from: names of parameters, and of blocks' results.
+    """
+
+    def __init__(self, message: str, origins: frozenset[str]) -> None:
+        super().__init__(message)
+        self.origins = origins
+
+
+class Placeholder(Tensor):
+    """A tensor whose elements are known on another stage only.
+
+    Attributes:
+        like: A meta tensor of the same shape and format.
+        place: The device that it seems to be on.
+        origin: The parameter that it was computed from, for messages.
+        origins: All that it was computed from.
+        value: What it stands for, while that is known here.
+    """
+
+    like: Tensor
+    place: torch.device
+    origin: str
+    origins: frozenset[str]
+    value: Tensor | None
+
+    @staticmethod
+    def __new__(cls, like: Tensor, device: torch.device, origin: str) -> "Placeholder":
+        """Make one that looks as `like`, a meta tensor, does on `device`."""
+        with torch.inference_mode(mode=False):  # or it could be no view, and had no version
+            tensor: Placeholder = Tensor._make_wrapper_subclass(
+                cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device
+            )
+        tensor.like, tensor.place, tensor.origin, tensor.value = like, device, origin, None
+        tensor.origins = frozenset((origin,))
+        born = _born.get()
+        if born is not None:
+            born.append(weakref.ref(tensor))
+        return tensor
+
+    @classmethod
+    def of(cls, value: Tensor, shape: Sequence[int], origin: str) -> "Placeholder":
+        """Stand in for a parameter of `shape` that is `value` in format and device."""
+        return cls(torch.empty(shape, dtype=value.dtype, device="meta"), value.device, origin)
+
+    def again(self) -> "Placeholder":
+        """Return another one that looks the same: a value of its own."""
+        other = Placeholder(self.like, self.place, self.origin)
+        other.origins = self.origins
+        return other
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Placeholder(of={self.origin!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Compute with the values that are known: autograd sees those."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(
+                *map(_known, args), **{key: _known(one) for key, one in (kwargs or {}).items()}
+            )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Compute shape and format only.
+
+        Raises:
+            ConfigError: The elements themselves are asked for, or would go into another tensor.
+        """
+        given = (args, dict(kwargs or {}))
+        sources: list[Placeholder] = []
+        apply_to_collection(given, cls, sources.append)
+        source = sources[0]
+        origins = source.origins.union(*(one.origins for one in sources[1:]))
+        _refuse_writes(func, *given, source.origin, origins)
+        _draw(func, given)
+        device = given[1].get("device") or source.device
+        if "device" in given[1]:
+            given[1]["device"] = torch.device("meta")
+        meta_args, meta_kwargs = apply_to_collection(given, Tensor, _as_meta)
+        try:
+            result = func(*meta_args, **meta_kwargs)
+        except (RuntimeError, NotImplementedError) as error:
+            raise OtherStageError(
+                f"Compute this from the batch, or inside a block, or use strategy='zero3': code "
+                f"outside of the blocks asks for the elements of a value that is computed from "
+                f"{source.origin!r} on another stage of the pipeline, expected code there to need "
+                f"its shape only. ({func}: {error})",
+                origins,
+            ) from error
+        known = {id(one.like): one for one in sources}
+
+        def wrap(tensor: Tensor) -> Tensor:
+            same = known.get(id(tensor))
+            if same is not None:
+                return same
+            made = cls(tensor, torch.device(device), source.origin)
+            made.origins = origins
+            return made
+
+        return apply_to_collection(result, Tensor, wrap)
+
+
+def _as_meta(tensor: Tensor) -> Tensor:
+    return tensor.like if isinstance(tensor, Placeholder) else tensor.to("meta")
+
+
+def _known(value: Any) -> Any:
+    if isinstance(value, Placeholder):
+        return value if value.value is None else value.value
+    if type(value) in (tuple, list):
+        return type(value)(map(_known, value))
+    return value
+
+
+def _draw(func: Any, given: Any) -> None:
+    """Draw the random numbers that the stage draws which has the elements.
+
+    What is drawn afterwards is the same on every stage then. Which elements there are does not
+    matter for how many numbers are drawn, but they have to be probabilities.
+    """
+    if torch.Tag.nondeterministic_seeded not in func.tags or _drops_nothing(func, *given):
+        return
+
+    def element(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, Placeholder):
+            return tensor
+        half = torch.empty_like(tensor.like, device=tensor.device)
+        return half.fill_(0.5 if half.is_floating_point() else 1)
+
+    args, kwargs = apply_to_collection(given, Tensor, element)
+    func(*args, **kwargs)
+
+
+def _drops_nothing(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operation is an attention without dropout, which draws nothing."""
+    names = [one.name for one in func._schema.arguments]
+    if "dropout_p" not in names:
+        return False
+    place = names.index("dropout_p")
+    return not (args[place] if place < len(args) else kwargs.get("dropout_p", 0.0))
+
+
+@cache
+def _written(func: Any) -> tuple[tuple[int, str], ...]:
+    """Which arguments an operation writes to: their positions and names."""
+    arguments = enumerate(func._schema.arguments)
+    return tuple(
+        (i, one.name) for i, one in arguments if one.alias_info and one.alias_info.is_write
+    )
+
+
+def _refuse_writes(
+    func: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    origin: str,
+    origins: frozenset[str],
+) -> None:
+    """Raise where unknown elements would go into a tensor that looks known afterwards."""
+    for index, name in _written(func):
+        target = args[index] if index < len(args) else kwargs.get(name)
+        known: list[Tensor] = []
+        apply_to_collection(target, Tensor, known.append, wrong_dtype=Placeholder)
+        if known and not any(name in str(func) for name in _UPDATES_STATISTICS):
+            raise OtherStageError(
+                f"Make a new tensor (torch.cat, torch.where) instead of writing into one, or do so "
+                f"inside a block: {func} writes a value that is computed from {origin!r} on "
+                f"another stage of the pipeline into a tensor of shape {tuple(known[0].shape)}, "
+                f"expected it to be an argument of the blocks.",
+                origins,
+            )
+
+
+@contextmanager
+def births() -> Iterator[list["weakref.ref[Placeholder]"]]:
+    """Note every `Placeholder` that this thread makes inside."""
+    born: list[weakref.ref[Placeholder]] = []
+    token = _born.set(born)
+    try:
+        yield born
+    finally:
+        _born.reset(token)
+
+
+def is_placeholder(value: object) -> bool:
+    """Whether a value is one of another stage, and not known here."""
+    return isinstance(value, Placeholder) and value.value is None

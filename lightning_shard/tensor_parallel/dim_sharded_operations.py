@@ -1,0 +1,242 @@
+"""Which operations leave a `DimShardedTensor` in parts: a rule for each, by the operation's name.
+
+A rule is called as the operation is, and returns `NotImplemented` where the result would need the
+other ranks' parts. Rules see no values, only shapes, so every rank decides alike.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from inspect import Signature, signature
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_shard.tensor_parallel import dim_sharded_shapes as shapes
+from lightning_shard.tensor_parallel.cross_entropy import LossOptions, parallel_cross_entropy
+from lightning_shard.tensor_parallel.dim_sharded_tensor import (
+    DimShardedTensor,
+    Part,
+    full_tensor,
+    register_rules,
+    writes,
+)
+from lightning_shard.tensor_parallel.full_width_attention import (
+    attend,
+    combined,
+    einsum,
+    matmul,
+    softmax,
+)
+
+Rule = Callable[..., Any]
+
+
+def on_parts(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Do an operation by its rule; without one, or called as its rule cannot be, decline."""
+    rule = _RULES.get(getattr(func, "__name__", ""))
+    if rule is None:
+        return NotImplemented
+    try:
+        _signature(rule).bind(func, *args, **kwargs)
+    except TypeError:
+        return NotImplemented
+    return rule(func, *args, **kwargs)
+
+
+@cache
+def _signature(rule: Rule) -> Signature:
+    return signature(rule)
+
+
+def _property(func: Any, sharded: Any, *value: Any) -> Any:
+    """Graph and gradient are the part's; other properties are worked out from the full tensor."""
+    if func == Tensor.mT.__get__:  # type: ignore[attr-defined]
+        return shapes.transpose(Tensor.transpose, sharded, -2, -1)
+    if func == Tensor.requires_grad.__get__ and sharded.is_in_graph:  # type: ignore[attr-defined]
+        return True
+    if not value and func not in _OF_THE_PART:
+        return NotImplemented
+    part: Part = sharded.part
+    return part.widen(func(part.local, *map(part.narrow, value)))
+
+
+def _method_of_part(func: Any, sharded: Any, *args: Any, **kwargs: Any) -> Any:
+    result = func(sharded.part.local, *args, **kwargs)
+    return sharded if result is sharded.part.local else result
+
+
+def _register_hook(func: Any, sharded: Any, hook: Callable[[Tensor], Any]) -> Any:
+    part: Part = sharded.part
+    return func(part.local, lambda grad: part.narrow(hook(part.widen(grad))))
+
+
+def _backward(func: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    """`torch.autograd.backward` goes back from the parts, with the parts of the gradients."""
+    grads = kwargs.pop("grad_tensors", None)
+    if isinstance(tensors, Tensor) or grads is None or args:
+        return NotImplemented
+    parts = [one.part if isinstance(one, DimShardedTensor) else None for one in tensors]
+    return func(
+        [t if part is None else part.local for t, part in zip(tensors, parts, strict=True)],
+        [full_tensor(g) if p is None else p.narrow(g) for g, p in zip(grads, parts, strict=True)],
+        **kwargs,
+    )
+
+
+def _elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
+    like = next((arg for arg in args if isinstance(arg, DimShardedTensor)), None)
+    changes = writes(func)
+    if like is None or any(isinstance(value, Tensor) for value in kwargs.values()):
+        return NotImplemented
+    if changes and args[0] is not like:
+        return NotImplemented
+    result = combined(func, like, args, kwargs)
+    if changes and result is not NotImplemented:
+        like.note_change()
+    return result
+
+
+def _cast(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    """To another type, such as that of another tensor, whose shape does not matter."""
+    args = tuple(one.part.local if isinstance(one, DimShardedTensor) else one for one in args)
+    if not isinstance(tensor, DimShardedTensor):
+        return func(tensor, *args, **kwargs)
+    result = func(tensor.part.local, *args, **kwargs)
+    if result is tensor.part.local:
+        return tensor
+    return tensor.part.widen(result) if result.device == tensor.device else NotImplemented
+
+
+def _norm(func: Any, sharded: Any, normalized_shape: Any, *args: Any, **kwargs: Any) -> Any:
+    """layer_norm and rms_norm of rows that are full here."""
+    if not isinstance(sharded, DimShardedTensor):
+        return NotImplemented
+    part = sharded.part
+    if part.dim >= sharded.ndim - len(normalized_shape):
+        return NotImplemented
+    args = tuple(part.shared(arg) for arg in args)
+    kwargs = {name: part.shared(arg) for name, arg in kwargs.items()}
+    return part.widen(func(part.local, normalized_shape, *args, **kwargs))
+
+
+def _reduce(func: Any, sharded: Any, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """A mean or sum along other dimensions."""
+    dims = [dim] if isinstance(dim, int) else list(dim or ())
+    part: Part = sharded.part
+    places = {one % sharded.ndim for one in dims}
+    if not places or part.dim in places or "out" in kwargs:
+        return NotImplemented
+    result = func(part.local, dim, *args, **kwargs)
+    is_kept = result.ndim == sharded.ndim
+    return part.widen(result, part.dim - (0 if is_kept else sum(p < part.dim for p in places)))
+
+
+def _dropout(
+    func: Any,
+    input: Any,  # noqa: A002
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+) -> Any:
+    """Zero what a single device would: the full mask is drawn from the common stream."""
+    if not training or p == 0:
+        return input
+    part: Part = input.part
+    strides = part.local.stride()
+    order = sorted(range(input.ndim), key=lambda dim: -strides[dim])  # of drawing: that of memory
+    drawn = func(part.local.new_ones([input.shape[dim] for dim in order]), p, True)
+    mask = part.narrow(drawn.permute([order.index(dim) for dim in range(input.ndim)])).clone()
+    if inplace:
+        input.note_change()
+    return part.widen(part.local.mul_(mask) if inplace else part.local * mask)
+
+
+def _cross_entropy(
+    func: Any,
+    input: Any,  # noqa: A002 - torch's name
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    is_legacy = size_average is not None or reduce is not None
+    if not isinstance(input, DimShardedTensor) or is_legacy or target.is_floating_point():
+        return NotImplemented
+    part = input.part
+    is_of_classes = part.dim == min(1, input.ndim - 1) and part.num_blocks == 1
+    if not is_of_classes or reduction not in ("none", "mean", "sum"):
+        return NotImplemented
+    options = LossOptions(
+        weight=weight,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+    )
+    return parallel_cross_entropy(part.local.movedim(part.dim, -1), target, options, part.group)
+
+
+def _named(rule: Rule, names: str) -> dict[str, Rule]:
+    return dict.fromkeys(names.split(), rule)
+
+
+_RULES: dict[str, Rule] = {
+    **_named(_property, "__get__ __set__"),
+    **_named(_method_of_part, "requires_grad_ retain_grad is_contiguous"),
+    **_named(_backward, "backward"),
+    **_named(_register_hook, "register_hook"),
+    **_named(_cast, "to type_as float double half bfloat16"),
+    **_named(
+        _elementwise,
+        "contiguous clone detach where "
+        "rsqrt sqrt square reciprocal relu gelu silu "
+        "add sub mul div true_divide pow neg abs exp tanh sigmoid clamp masked_fill nan_to_num "
+        "add_ sub_ mul_ div_ tanh_ clamp_ masked_fill_ "
+        "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __div__ "
+        "__rdiv__ __pow__ __neg__ __iadd__ __isub__ __imul__ __itruediv__ __idiv__",
+    ),
+    **_named(_norm, "layer_norm rms_norm"),
+    **_named(_reduce, "mean sum"),
+    **_named(_dropout, "dropout"),
+    **_named(softmax, "softmax log_softmax"),
+    **_named(matmul, "matmul bmm __matmul__"),
+    **_named(attend, "scaled_dot_product_attention"),
+    **_named(einsum, "einsum"),
+    **_named(shapes.view, "view reshape"),
+    **_named(shapes.flatten, "flatten"),
+    **_named(shapes.unflatten, "unflatten"),
+    **_named(shapes.transpose, "transpose swapaxes swapdims"),
+    **_named(shapes.permute, "permute"),
+    **_named(shapes.unsqueeze, "unsqueeze"),
+    **_named(shapes.squeeze, "squeeze"),
+    **_named(shapes.expand, "expand"),
+    **_named(shapes.repeat_interleave, "repeat_interleave"),
+    **_named(shapes.shards, "split chunk"),
+    **_named(shapes.unbind, "unbind"),
+    **_named(shapes.narrow, "narrow"),
+    **_named(shapes.as_pairs, "view_as_complex view_as_real"),
+    **_named(shapes.joined, "cat concat stack"),
+    **_named(shapes.getitem, "__getitem__"),
+    **_named(_cross_entropy, "cross_entropy"),
+}
+
+
+def _getters(names: str) -> set[Any]:
+    return {getattr(Tensor, name).__get__ for name in names.split()}
+
+
+_OF_THE_PART = _getters("data grad grad_fn is_leaf requires_grad retains_grad _version output_nr")
+
+IS_OF_WRAPPER = {
+    *_getters("shape ndim dtype device layout is_cuda is_cpu itemsize nbytes is_sparse"),
+    *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, torch.numel),
+    *(Tensor.__len__, Tensor.stride, Tensor.element_size, Tensor.get_device),
+    *(Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex),
+    *(Tensor.data_ptr, Tensor.untyped_storage, Tensor.__hash__),
+}
+"""What the wrapper answers itself: shapes and types are the whole's; memory it has none."""
+
+register_rules(IS_OF_WRAPPER, on_parts)

@@ -1,0 +1,334 @@
+"""A tensor of which each rank has a part, and that looks full to the user's code.
+
+    head ──► part (B, T, V / W) ──► DimShardedTensor of shape (B, T, V)
+                                        │ flatten, view, slices of B and T, float(), / 2 ...
+                                        ├──────────────► DimShardedTensor, nothing is exchanged
+                                        │ cross_entropy
+                                        ├──────────────► the loss, of a few numbers per row
+                                        │ anything else (argmax, softmax, numpy ...)
+                                        └─ all-gather ─► a plain tensor of shape (B, T, V)
+
+Logits are sharded by their classes, activations under sequence parallel by their positions; the
+latter stay so in norms, dropout and residual sums. Query, key and value are sharded by heads where
+an attention computes with the whole width; they stay so until they reach a layer that is cut by its
+inputs. Fused in one tensor, each rank has a part of each of the three blocks:
+
+    [ q0 q1 | k0 k1 | v0 v1 ]       rank 1 has [ q1 k1 v1 ], num_blocks is 3
+
+Operations come in through `__torch_function__`; `dim_sharded_operations` says which of them work on
+the parts. What gets past it, in an autograd function of the user's or in C++, sees a full tensor:
+the wrapper is a node of the graph that cuts the gradient, and `__torch_dispatch__` gathers its
+values. Because a gather is collective, each rank must do the same with its part.
+"""
+
+from collections.abc import Callable, Container
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.data_parallel.torch_private import untraced
+from lightning_shard.errors import ConfigError
+from lightning_shard.tensor_parallel.regions import (
+    all_gathered,
+    copy_to_region,
+    gather_copies,
+    own_slice,
+    split_to_region,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One rank's part of a wider tensor.
+
+    Attributes:
+        local: Full shape, but for dimension `dim`, of which it has 1 / W.
+        dim: Counted from 0.
+        group: The W ranks.
+        num_blocks: Equal blocks along `dim`, of each of which it has 1 / W.
+    """
+
+    local: Tensor
+    dim: int
+    group: Collectives
+    num_blocks: int = 1
+
+    @property
+    def place(self) -> int:
+        """Where `dim` is from the end, as shapes are broadcast."""
+        return self.local.ndim - self.dim
+
+    @property
+    def width(self) -> int:
+        """Size of the full tensor along `dim`."""
+        return self.local.shape[self.dim] * self.group.size
+
+    def is_like(self, other: "Part") -> bool:
+        """Whether ranks have the same of both, where they are broadcast to one shape."""
+        own = (self.place, self.num_blocks)
+        return own == (other.place, other.num_blocks) and self.group is other.group
+
+    def widen(self, local: Any, dim: int | None = None, num_blocks: int | None = None) -> Any:
+        """Return what was made of this part, seen as a whole; all but tensors as it is."""
+        if not isinstance(local, Tensor):
+            return local
+        dim = self.dim if dim is None else dim
+        return from_local(local, self.group, dim, num_blocks or self.num_blocks)
+
+    def narrow(self, value: Any) -> Any:
+        """Return this rank's part of a tensor like the full tensor; all but tensors as it is."""
+        if isinstance(value, DimShardedTensor):
+            return value.part.local
+        return self._by_block(own_slice, value, self.dim) if isinstance(value, Tensor) else value
+
+    def split(self, value: Tensor, dim: int) -> Tensor:
+        """Return this rank's part of a replicated tensor along `dim`."""
+        return self._by_block(split_to_region, value, dim)
+
+    def gather(self) -> Tensor:
+        """Return the full tensor, as a replicated tensor; each rank must call."""
+        return self._by_block(gather_copies, self.local, self.dim)
+
+    def gather_detached(self) -> Tensor:
+        """Return the values of the full tensor; each rank must call."""
+        return self._by_block(all_gathered, self.local.detach(), self.dim)
+
+    def shared(self, value: Any) -> Any:
+        """Return what every rank uses for its part: each rank knows a part of the gradient only."""
+        follows = isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
+        return copy_to_region(value, self.group) if follows else value
+
+    def operand(self, value: Any) -> Any:
+        """Return what is combined with this part, shapes being broadcast; or NotImplemented."""
+        if not isinstance(value, Tensor):
+            return value
+        if isinstance(value, DimShardedTensor):
+            is_alike = value.part.is_like(self) and value.part.width == self.width
+            return value.part.local if is_alike else NotImplemented
+        if value.ndim < self.place or value.shape[-self.place] == 1:
+            return self.shared(value)
+        if value.shape[-self.place] != self.width:
+            return NotImplemented
+        return self.split(value, value.ndim - self.place)
+
+    def _by_block(
+        self, function: Callable[[Tensor, int, Collectives], Tensor], tensor: Tensor, dim: int
+    ) -> Tensor:
+        """Do along each block of a dimension what `function` does along a dimension."""
+        if self.num_blocks == 1:
+            return function(tensor, dim, self.group)
+        blocks: Tensor = tensor.unflatten(dim, (self.num_blocks, -1))  # type: ignore[no-untyped-call]
+        return function(blocks, dim + 1, self.group).flatten(dim, dim + 1)
+
+
+@untraced
+def from_local(local: Tensor, group: Collectives, dim: int = -1, num_blocks: int = 1) -> Tensor:
+    """Make a full tensor of each rank's part, without moving any of it.
+
+    Args:
+        local: This rank's part along `dim`; the parts are equal in size, in rank order.
+        group: The ranks that have the others.
+        dim: The sharded dimension.
+        num_blocks: Equal blocks along `dim`, each of which is sharded.
+
+    Returns:
+        A `DimShardedTensor`; on a single rank `local`.
+    """
+    if group.size == 1:
+        return local
+    part = Part(local=local, dim=dim % local.ndim, group=group, num_blocks=num_blocks)
+    link = _Link()
+    wide: Any = _Widen.apply(local, part, link)  # type: ignore[no-untyped-call]
+    wide._part, wide._link = part, link
+    return wide  # type: ignore[no-any-return]
+
+
+@untraced
+def own_features(tensor: Tensor, group: Collectives) -> Tensor:
+    """Return this rank's part along the last dimension of what is full, or in such parts."""
+    if isinstance(tensor, DimShardedTensor):
+        part = tensor.part
+        if (part.place, part.num_blocks) == (1, 1) and part.group is group:
+            return part.local
+    return split_to_region(full_tensor(tensor), -1, group)
+
+
+def full_tensor(value: Any) -> Any:
+    """Return a value with every `DimShardedTensor` in it gathered; each rank must call."""
+    if isinstance(value, Tensor):
+        return _gather(value) if isinstance(value, DimShardedTensor) else value
+    if not any(isinstance(leaf, DimShardedTensor) for leaf in tree_leaves(value)):
+        return value
+    return tree_map_only(DimShardedTensor, _gather, value)
+
+
+@dataclass
+class _Rules:
+    """What `dim_sharded_operations`, which knows this class, has registered here.
+
+    Attributes:
+        of_wrapper: Operations that the wrapper answers itself.
+        on_parts: Does an operation on the parts, or returns NotImplemented.
+    """
+
+    of_wrapper: Container[Any]
+    on_parts: Callable[[Callable[..., Any], Any, dict[str, Any]], Any]
+
+
+_rules = _Rules(of_wrapper=(), on_parts=lambda func, args, kwargs: NotImplemented)
+
+
+def register_rules(
+    of_wrapper: Container[Any],
+    on_parts: Callable[[Callable[..., Any], Any, dict[str, Any]], Any],
+) -> None:
+    """Say which operations the wrapper answers itself, and what is done on the parts.
+
+    Args:
+        of_wrapper: Those that the wrapper answers itself.
+        on_parts: Called with an operation and its arguments; declines with NotImplemented.
+    """
+    _rules.of_wrapper, _rules.on_parts = of_wrapper, on_parts
+
+
+class DimShardedTensor(Tensor):
+    """A tensor of which this rank has a part; see the module."""
+
+    _part: Part
+    _link: "_Link"
+
+    @property
+    def part(self) -> Part:
+        """What this rank has."""
+        if torch.is_grad_enabled() and not self._part.local.requires_grad and self.is_in_graph:
+            # An autograd function has returned it that makes it without gradients: a checkpoint.
+            self._part = replace(self._part, local=_Narrow.apply(self))  # type: ignore[no-untyped-call]
+        return self._part
+
+    def note_change(self) -> None:
+        """Remember that the part was changed in place: the wrapper's gradient is not its own."""
+        self._link.is_broken = True
+
+    @property
+    def is_in_graph(self) -> bool:
+        """Whether autograd knows the wrapper."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.requires_grad
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # never a collective call
+        return f"DimShardedTensor(shape={tuple(self.shape)}, part={self.part.local!r})"
+
+    @classmethod
+    @untraced  # traced by dynamo, `numel()` of a sharded tensor became the tensor itself
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Do an operation on the part where that is the same; else on the gathered full tensor."""
+        kwargs = dict(kwargs or {})
+        if not args and "input" in kwargs:
+            args = (kwargs.pop("input"),)
+        if func in _rules.of_wrapper:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        result = _rules.on_parts(func, args, kwargs)
+        return _on_full(func, args, kwargs) if result is NotImplemented else result
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own stub lacks the operation
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Gather for what works below autograd."""
+        if func._schema.is_mutable:
+            raise ConfigError(
+                f"{func} would write into a tensor of which each rank has a part; expected "
+                "reading. For logits, give their layer the style 'colwise_gather_output'; else "
+                "turn sequence_parallel off."
+            )
+        args, kwargs = tree_map_only(DimShardedTensor, _gather_detached, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _gather(sharded: DimShardedTensor) -> Tensor:
+    return sharded.part.gather()
+
+
+def _gather_detached(sharded: DimShardedTensor) -> Tensor:
+    return sharded.part.gather_detached()
+
+
+def _on_full(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Gather and go on with plain tensors; what was written goes back into the part."""
+    gathered: dict[int, Tensor] = {}
+
+    def full(sharded: DimShardedTensor) -> Tensor:
+        return gathered.setdefault(id(sharded), _gather(sharded))
+
+    full_args, full_kwargs = tree_map_only(DimShardedTensor, full, (args, kwargs))
+    result = func(*full_args, **full_kwargs)
+    target = kwargs.get("out", args[0] if args and writes(func) else None)
+    if not isinstance(target, DimShardedTensor):
+        return result
+    part = target.part
+    written = gathered[id(target)].to(part.local.dtype)
+    part.local.copy_(part.split(written, part.dim))
+    target.note_change()
+    return target if isinstance(result, Tensor) else result
+
+
+def writes(func: Callable[..., Any]) -> bool:
+    """Whether an operation changes its first argument, by torch's convention for names."""
+    name = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in _READING)
+    return name.endswith("_")
+
+
+_READING = ("__index__", "__int__", "__invert__", "__iter__")  # the others are __iadd__ and so on
+
+
+@dataclass
+class _Link:
+    """Whether a wrapper's place in the graph still is its part's."""
+
+    is_broken: bool = False
+
+
+class _Widen(torch.autograd.Function):
+    """Forward: a wrapper of the full shape, without memory. Backward: the own slice."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, part: Part, link: _Link) -> Tensor:
+        ctx.part, ctx.link = replace(part, local=local.new_empty(0)), link
+        shape = list(local.shape)
+        shape[part.dim] = part.width
+        wrapper: Tensor = Tensor._make_wrapper_subclass(
+            DimShardedTensor, shape, dtype=local.dtype, device=local.device
+        )
+        return wrapper
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.link.is_broken:
+            raise ConfigError(
+                f"Rank {ctx.part.group.rank}: a tensor of which each rank has a part was changed "
+                "in place and given to an autograd function, such as a reentrant checkpoint; "
+                "expected one or the other. Use x = x + y for x += y, or use_reentrant=False."
+            )
+        return ctx.part.narrow(grads[0]), None, None
+
+
+class _Narrow(torch.autograd.Function):
+    """Forward: the part of what an autograd function has returned. Backward: all of the parts."""
+
+    @staticmethod
+    def forward(ctx: Any, wide: DimShardedTensor) -> Tensor:
+        ctx.part = replace(wide._part, local=wide._part.local.new_empty(0))
+        return wide._part.local.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return ctx.part.widen(grads[0])

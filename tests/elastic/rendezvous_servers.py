@@ -1,0 +1,60 @@
+"""A rendezvous server on a thread of the test's own process."""
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from time import monotonic, sleep
+
+from lightning_shard.backends._c10d import TCPStore
+from lightning_shard.elastic.rendezvous_server import JobRules, RendezvousServer, listen
+from lightning_shard.settings import Job
+
+TOKEN = "token"
+
+
+class RunningServer:
+    """A `RendezvousServer` on a thread, with its store.
+
+    Attributes:
+        job: Where it is to be reached.
+        server: The server; its membership table belongs to the thread.
+    """
+
+    def __init__(self, rules: JobRules) -> None:
+        listener: socket.socket = listen("127.0.0.1", 0)
+        self.store = TCPStore(
+            "127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False
+        )
+        self.job = Job(host="127.0.0.1", port=listener.getsockname()[1], token=TOKEN)
+        self.server = RendezvousServer(rules, listener, TOKEN, self.store.port)
+        self.thread = threading.Thread(target=self._serve, daemon=True)
+
+    def _serve(self) -> None:
+        try:
+            self.server.run()
+        finally:
+            self.server.close()
+
+    @property
+    def has_ended(self) -> bool:
+        return not self.thread.is_alive()
+
+
+@contextlib.contextmanager
+def running_server(rules: JobRules) -> Iterator[RunningServer]:
+    """Run a rendezvous server; it ends when its last participant has gone."""
+    server = RunningServer(rules)
+    server.thread.start()
+    yield server
+    server.thread.join(60)
+    assert server.has_ended
+
+
+def wait_until(is_so: Callable[[], bool], seconds: float = 90.0) -> None:
+    """Wait for what another thread does; a hang is a failure."""
+    deadline = monotonic() + seconds
+    while not is_so():
+        assert monotonic() < deadline, "nothing happened"
+        sleep(0.005)
