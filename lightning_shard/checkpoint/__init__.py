@@ -1,6 +1,7 @@
 """Checkpoints in one canonical form: the module's own parameter names and shapes.
 
     full state, as a single device has it       full, optimizer_state, user_shards, module_snapshot
+    what only our strategies read, its number   section
     does a checkpoint fit the run               resuming, misfits, optimizer_misfits
     one rank's shards at a step boundary        rank_snapshot, state_entries, host_buffers
 

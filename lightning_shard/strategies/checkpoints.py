@@ -14,6 +14,7 @@ from typing_extensions import override
 from lightning_shard.checkpoint.full import full_module_state, load_module_state
 from lightning_shard.checkpoint.optimizer_state import full_state_dict, local_state_dict
 from lightning_shard.checkpoint.resuming import Resuming, agree_on_misfit, error_of, run_misfits
+from lightning_shard.checkpoint.section import section_of, writable_section
 from lightning_shard.checkpoint.user_shards import join_shards
 from lightning_shard.data_parallel.compression.state import full_state, load_full_state
 from lightning_shard.data_parallel.engine import DataParallelEngine
@@ -21,8 +22,6 @@ from lightning_shard.data_parallel.model_split import Unsplit
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.errors import CheckpointError, ConfigError
 from lightning_shard.strategies.salvage import SalvagingStrategy
-
-CHECKPOINT_KEY = "lightning_shard"  # of what only this package's strategies read
 
 
 class CheckpointingStrategy(SalvagingStrategy):
@@ -63,7 +62,7 @@ class CheckpointingStrategy(SalvagingStrategy):
     ) -> None:
         if self._options.compression is not None and "optimizer_states" in checkpoint:
             state = self._state_of_compression()
-            checkpoint.setdefault(CHECKPOINT_KEY, {})["compression"] = state
+            writable_section(checkpoint)["compression"] = state
         if self._engine is not None and self._options.stage == 3:
             join_shards(checkpoint, self._engine)
         super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -79,6 +78,8 @@ class CheckpointingStrategy(SalvagingStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
+        if self._is_fitting():
+            section_of(checkpoint)  # raises for a newer format, before anything is loaded
         averages = self._is_fitting() and self._engine is None
         before = load_module_state(
             self.lightning_module,
@@ -111,7 +112,7 @@ class CheckpointingStrategy(SalvagingStrategy):
         if self._resuming is None:
             agree_on_misfit(self._collectives, error_of(self._misfits(checkpoint)))
         self._resuming = None
-        kept = checkpoint.get(CHECKPOINT_KEY, {}).get("compression", {})
+        kept = section_of(checkpoint).get("compression", {})
         if self._options.compression is not None:
             load_full_state(self._options.compression, self.engine.exchanges, kept)
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
@@ -125,7 +126,7 @@ class CheckpointingStrategy(SalvagingStrategy):
             checkpoint,
             self.lightning_module,
             self.optimizers,
-            kept=checkpoint.get(CHECKPOINT_KEY, {}),
+            kept=section_of(checkpoint),
             scaler=getattr(self.precision_plugin, "scaler", None),
             scaler_state=checkpoint.get(MixedPrecision.__qualname__),
             engine=self._engine,

@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_shard.checkpoint.section import section_of, writable_section
 from lightning_shard.elastic import _lightning
 from lightning_shard.elastic.data_assignment import DataAssignment
 from lightning_shard.elastic.loop import make_elastic
 from lightning_shard.elastic.snapshot_memory import SnapshotMemory
-from lightning_shard.strategies.checkpoints import CHECKPOINT_KEY
 from lightning_shard.strategies.configs import ElasticConfig, GradientConfig, RunConfig
 from lightning_shard.strategies.elastic_checks import check_backend, check_trainer
 from lightning_shard.strategies.elastic_membership import Bounds
@@ -122,15 +122,13 @@ class ElasticStrategy(ReconfiguringStrategy):
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
         if "optimizer_states" in checkpoint:
-            checkpoint.setdefault(CHECKPOINT_KEY, {})["elastic"] = self._data_assignment.state(
-                self._trainer
-            )
+            writable_section(checkpoint)["elastic"] = self._data_assignment.state(self._trainer)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        kept = checkpoint.get(CHECKPOINT_KEY, {}).get("elastic")
+        kept = section_of(checkpoint).get("elastic")
         if kept is not None:
             self._data_assignment.load_state(kept, checkpoint["global_step"])
             _lightning.forget_data(self._trainer)  # which configure_optimizers may have asked for

@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_shard.checkpoint.optimizer_state import local_state_dict
+from lightning_shard.checkpoint.section import section_of, writable_section
 from lightning_shard.data_parallel.compression import Compressor, Tally, find_compressor
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.engine import DataParallelEngine
@@ -34,7 +35,6 @@ from lightning_shard.data_parallel.local_sgd.outer import outer_factory, plain_a
 from lightning_shard.data_parallel.local_sgd.rules import Averaging, OuterOptimization, SyncRule
 from lightning_shard.data_parallel.local_sgd.sending import check_compressor
 from lightning_shard.errors import ConfigError
-from lightning_shard.strategies.checkpoints import CHECKPOINT_KEY
 from lightning_shard.strategies.configs import GradientConfig, LocalSGDConfig, RunConfig
 from lightning_shard.strategies.flat_options import part, takes
 from lightning_shard.strategies.local_updates import LocalUpdates
@@ -250,13 +250,13 @@ class LocalSGDStrategy(LocalUpdates):
     ) -> None:
         state = self._last_state if self._local is None else self._local.state_dict()
         if state and "optimizer_states" in checkpoint:
-            checkpoint.setdefault(CHECKPOINT_KEY, {})["local_sgd"] = state
+            writable_section(checkpoint)["local_sgd"] = state
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        self._loaded = checkpoint.get(CHECKPOINT_KEY, {}).get("local_sgd")
+        self._loaded = section_of(checkpoint).get("local_sgd")
 
     @override
     def teardown(self) -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_shard.checkpoint.section import CHECKPOINT_KEY
 from lightning_shard.data_parallel.compression import Compressor, OneBit, PowerSGD, TopK
-from lightning_shard.strategies.checkpoints import CHECKPOINT_KEY
 from tests.strategies.parity import (
     ACCUMULATE,
     STRATEGIES,
