@@ -381,7 +381,7 @@ def test_the_description_says_what_is_split_and_what_is_not_and_why() -> None:
         "network.transformer.h.*.mlp.c_fc     colwise            2 x Conv1D",
         "network.transformer.h.*.mlp.c_proj   rowwise            2 x Conv1D",
         "network.lm_head                      colwise_parted     1 x Linear",
-        "network.transformer.wpe              whole              1 x Embedding: "
+        "network.transformer.wpe              unsplit            1 x Embedding: "
         "an embedding, not the largest, without an output layer",
     ]
 
