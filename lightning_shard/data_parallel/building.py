@@ -4,8 +4,9 @@ model ──find_units──> specs ──by format and matching parts──> Fl
 Exchange
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -21,6 +22,8 @@ from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.data_parallel.unit import Unit
 from lightning_shard.data_parallel.units import UnitSpec, find_units
 from lightning_shard.errors import ConfigError
+
+T = TypeVar("T")
 
 
 def build_units(
@@ -123,3 +126,8 @@ def _dense_itemsize(flat: FlatParameters, ranks: Collectives) -> int:
     own, result = flat.full.dtype, flat.shard.dtype
     into = result if result == torch.float32 else own
     return ranks.dtype_on_the_wire(own, None if flat.stage == 0 else into).itemsize
+
+
+def placed(flats: Iterable[tuple[T, FlatParameters]]) -> dict[nn.Parameter, tuple[T, int]]:
+    """Return where each parameter lies: what stands beside its buffer, and its index there."""
+    return {param: (of, index) for of, flat in flats for index, param in enumerate(flat.params)}

@@ -23,7 +23,7 @@ from lightning_shard.data_parallel.agreement import check_same_model
 from lightning_shard.data_parallel.assigned import ParameterPlaces
 from lightning_shard.data_parallel.blanks import blank
 from lightning_shard.data_parallel.buffers import BufferSync
-from lightning_shard.data_parallel.building import build_gradients, build_units
+from lightning_shard.data_parallel.building import build_gradients, build_units, placed
 from lightning_shard.data_parallel.compression.compressor import Exchange
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.equal_weights import EqualWeights
@@ -91,20 +91,13 @@ class DataParallelEngine:
         self.units = build_units(model, self.groups, options, self.split)
         self.flats = [flat for unit in self.units for flat in unit.flats]
         self.gradients = build_gradients(self.units, reducing, options, self.split)
-        self._positions = {
-            param: (position, index)
-            for position, gradients in enumerate(self.gradients)
-            for index, param in enumerate(gradients.flat.params)
-        }
-        self._homes = {
-            param: (flat, index) for flat in self.flats for index, param in enumerate(flat.params)
-        }
+        self._positions = placed(
+            (one, gradients.flat) for one, gradients in enumerate(self.gradients)
+        )
+        self._homes = placed((flat, flat) for flat in self.flats)
         self._unsharder = Unsharder(model, self.units, self._close) if options.stage == 3 else None
-        record = None if self._unsharder is None else self._unsharder.record
         self._weights = EqualWeights(self.flats, reducing.dp, self.device)
-        ranks = reducing.dp
-        usage = UsageAgreement(self.gradients, ranks, self.device, record, self._weights)
-        self.reducer = Reducer(self.gradients, ranks, usage)
+        self.reducer = Reducer(self.gradients, reducing.dp, self._usage(reducing.dp))
         self._hooks: dict[nn.Parameter, RemovableHandle] = {}
         self._buffers = BufferSync(model, self.collectives)
         self._buffers.broadcast_all()
@@ -122,12 +115,7 @@ class DataParallelEngine:
         )
         self.edits = HandEdits(self.gradients, self.device, self.collectives)
         self.view = OptimizerView(
-            self.gradients,
-            self.reducer,
-            self._unsharder,
-            self.absent,
-            self.edits,
-            self._weights,
+            self.gradients, self.reducer, self._unsharder, self.absent, self.edits, self._weights
         )
         self._loading = cut_loaded(model, self._homes) if options.stage == 3 else []
         self._places = ParameterPlaces(
@@ -139,6 +127,10 @@ class DataParallelEngine:
         self.user_code = look_full(self.units if presents else (), self.shards, self._unsharder)
         self.around_backward: Callable[[], AbstractContextManager[None]] = nullcontext
         self.hook_trainable()
+
+    def _usage(self, ranks: Collectives) -> UsageAgreement:
+        record = None if self._unsharder is None else self._unsharder.record
+        return UsageAgreement(self.gradients, ranks, self.device, record, self._weights)
 
     @property
     def is_first(self) -> bool:
