@@ -236,13 +236,9 @@ class NormsLogged(Stack):
                 self.log(f"norm/{name}", param.grad.norm())
 
 
-def test_each_rank_logs_the_gradients_of_its_stages() -> None:
+def test_hooks_saw_the_gradients_of_a_ranks_own_stages_only() -> None:
     alone, staged = fit(NormsLogged), fit(NormsLogged, pipeline(2, "1f1b"))
     expected = alone.trainer.callback_metrics
-    assert set(staged.trainer.callback_metrics) == {
-        f"norm/{name}"
-        for name, _ in alone.model.named_parameters()
-        if name.startswith(("embed", "blocks.0", "blocks.1"))
-    }
+    assert set(staged.trainer.callback_metrics) == set(expected)
     for name, value in staged.trainer.callback_metrics.items():
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-7)
