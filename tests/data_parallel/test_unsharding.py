@@ -94,7 +94,7 @@ def test_parameters_show_shards_outside_compute() -> None:
 
 @contextmanager
 def recorded(engine: DataParallelEngine) -> Iterator[list[str]]:
-    """Record gathers, waits and frees of blocks that change something."""
+    """Record unshards, waits and reshards of blocks that change something."""
     events: list[str] = []
 
     def watch(unit: Unit) -> None:
@@ -102,7 +102,7 @@ def recorded(engine: DataParallelEngine) -> Iterator[list[str]]:
 
         def begin_unshard() -> None:
             if not unit.is_full and unit._pending is None:
-                events.append(f"gather {unit.name[-1]}")
+                events.append(f"unshard {unit.name[-1]}")
             begin()
 
         def ensure_full() -> None:
@@ -113,7 +113,7 @@ def recorded(engine: DataParallelEngine) -> Iterator[list[str]]:
 
         def resharded(**options: bool) -> None:
             if unit.is_full:
-                events.append(f"free {unit.name[-1]}")
+                events.append(f"reshard {unit.name[-1]}")
             reshard(**options)
 
         unit.begin_unshard, unit.ensure_full, unit.reshard = begin_unshard, ensure_full, resharded  # type: ignore[method-assign]

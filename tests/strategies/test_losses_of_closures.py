@@ -107,7 +107,9 @@ class WeightsOfRanks(L.Callback):
         self.ranks: list[Any] = []
 
     def on_train_end(self, trainer: L.Trainer, pl_module: LineSearch) -> None:
-        own = [param.detach().clone() for param in pl_module.parameters()], pl_module.logged
+        params = pl_module.parameters()
+        full = [getattr(param, "full_tensor", param.detach)().clone() for param in params]
+        own = full, pl_module.logged
         self.ranks = [own]
         if trainer.world_size > 1:
             self.ranks = trainer.strategy.collectives.all_gather_object(own)
