@@ -65,6 +65,7 @@ class DataParallelEngine:
         shards: Gradients as user code sees them.
         absent: Those of parameters that only other ranks have.
         edits: What user code makes of gradients.
+        around_step: Makes what each step and backward runs in, which a hook may have begun.
         around_backward: Makes what each backward, which may compute forwards again, runs in.
 
     Raises:
@@ -125,6 +126,7 @@ class DataParallelEngine:
             flat.on_assigned = self._adopt_data
         presents = options.stage > 0 and not self.split.groups
         self.user_code = look_full(self.units if presents else (), self.shards, self._unsharder)
+        self.around_step: Callable[[], AbstractContextManager[None]] = nullcontext
         self.around_backward: Callable[[], AbstractContextManager[None]] = nullcontext
         self.hook_trainable()
 
@@ -212,7 +214,7 @@ class DataParallelEngine:
         self.hook_trainable()
         self._buffers.follow(training=self.model.training and torch.is_grad_enabled())
         gathered = nullcontext() if self._unsharder is None else self._unsharder.step()
-        with gathered, self.explaining_shards():
+        with self.around_step(), gathered, self.explaining_shards():
             yield
 
     def explaining_shards(self) -> AbstractContextManager[None]:
@@ -231,6 +233,7 @@ class DataParallelEngine:
         if self._unsharder is not None:
             self._unsharder.unshard_root_units()
         with (
+            self.around_step(),
             self.around_backward(),
             self.reducer.backward(),
             explaining_gradients(self.options.stage),

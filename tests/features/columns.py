@@ -85,6 +85,7 @@ COLUMNS = {
 }
 QUICK = ("zero3",)  # the others are slow tests
 PIPELINES = ("pipeline_parallel", "hybrid_parallel")
+NOT_PIPELINES = tuple(name for name in COLUMNS if name not in PIPELINES)
 
 
 @dataclass(frozen=True)
