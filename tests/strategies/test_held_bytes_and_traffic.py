@@ -41,14 +41,14 @@ class Census(L.Callback):
         held: Each rank's bytes inside the last step.
         sent: Each rank's traffic of each batch but the first, which is warm-up.
         blocks: Elements of the units of repeated blocks, padding included.
-        is_root: Of the other units.
+        root_numel: Of the other units.
         num_params: Parameter tensors, each with one byte in the agreement on usage.
     """
 
     held: list[HeldBytes] = field(default_factory=list)
     sent: list[list[Snapshot]] = field(default_factory=list)
     blocks: int = 0
-    is_root: int = 0
+    root_numel: int = 0
     num_params: int = 0
     _held: HeldBytes | None = None
     _snapshots: list[Snapshot] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Census(L.Callback):
         for unit in strategy.engine.units:
             numel = sum(flat.layout.full_numel for flat in unit.flats)
             if unit.is_root:
-                self.is_root += numel
+                self.root_numel += numel
             else:
                 self.blocks += numel
         self.num_params = sum(len(flat.params) for flat in strategy.engine.flats)
@@ -145,11 +145,11 @@ def test_traffic_of_a_step(strategy: str, num_ranks: int) -> None:
     model = ExampleGPT()
     num_params = sum(param.numel() for param in model.parameters())
     census = count(model, strategy, num_ranks)
-    padded = census.blocks + census.is_root
+    padded = census.blocks + census.root_numel
     assert padded == pytest.approx(num_params, rel=PADDING)
     share = (num_ranks - 1) / num_ranks
     once, twice = padded * share, 2 * padded * share
-    gathered = (2 * census.blocks + census.is_root) * share  # forward and backward; forward
+    gathered = (2 * census.blocks + census.root_numel) * share  # forward and backward; forward
     expected = {
         "shard_ddp": {"all_reduce": twice},
         "zero1": {"all_reduce": 0, "reduce_scatter": once, "all_gather": once},
@@ -169,7 +169,7 @@ def test_traffic_of_stage_3_is_3p_when_every_parameter_lies_in_a_block() -> None
     model = OnlyBlocks()
     num_params = sum(param.numel() for param in model.parameters())
     census = count(model, "zero3", 4)
-    assert (census.blocks, census.is_root) == (num_params, 0)
+    assert (census.blocks, census.root_numel) == (num_params, 0)
     for step in (step for steps in census.sent for step in steps):
         sent = step["reduce_scatter"].elements + step["all_gather"].elements
         assert sent == 3 * num_params * 3 // 4
@@ -179,7 +179,7 @@ def test_traffic_of_stage_3_is_3p_when_every_parameter_lies_in_a_block() -> None
 def test_traffic_of_accumulation(strategy: str) -> None:
     """Stages 0 and 1 send no gradients until the boundary; 2 and 3 have nowhere to keep them."""
     census = count(ExampleGPT(), strategy, 2, accumulate_grad_batches=3, max_steps=2)
-    padded = census.blocks + census.is_root
+    padded = census.blocks + census.root_numel
     for batches in census.sent:
         reduced = [_elements(batch, "reduce_scatter") for batch in batches]
         summed = [_elements(batch, "all_reduce") for batch in batches]
