@@ -1,6 +1,6 @@
 """Loss scaling over shards: all ranks see the same overflow, and take or skip the same step.
 
-Private names of torch's GradScaler, checked with torch 2.13; `tests/strategies/test_precision.py`
+Private names of torch's GradScaler, checked with torch 2.13; `tests/precision/test_plugins.py`
 fails when one changes.
 """
 

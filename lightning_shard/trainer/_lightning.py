@@ -1,8 +1,8 @@
 """The private names of Lightning that this room and the strategies touch.
 
-Checked with lightning 2.6; `tests/strategies/test_tensor_parallel_batches.py`,
-`tests/strategies/test_measured_stages.py`, `tests/strategies/test_lightning_loops.py` and
-`tests/strategies/test_compile.py` fail when one changes.
+Checked with lightning 2.6; `tests/strategies/tensor_parallel/test_batches.py`,
+`tests/trainer/test_measured_stages.py`, `tests/trainer/test_lightning_loops.py` and
+`tests/strategies/data_parallel/test_compile.py` fail when one changes.
 """
 
 from collections.abc import Callable, Iterator

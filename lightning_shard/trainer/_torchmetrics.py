@@ -1,6 +1,6 @@
 """The private names of torchmetrics that are touched here.
 
-Checked with torchmetrics 1.9; `tests/strategies/test_metric_sources.py` fails when one changes.
+Checked with torchmetrics 1.9; `tests/trainer/test_metric_sources.py` fails when one changes.
 """
 
 from typing import Any

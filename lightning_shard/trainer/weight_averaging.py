@@ -10,7 +10,7 @@ where a callback goes through the module it is given the engine's shards, in the
 Afterwards everybody gets the full weights anew.
 
 Private names of Lightning are touched here alone; checked with lightning 2.6,
-`tests/strategies/test_weight_averaging.py` fails when one changes.
+`tests/trainer/test_weight_averaging.py` fails when one changes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -12,7 +12,7 @@ import warnings
 from pathlib import Path
 
 from lightning_shard.figures import new_figure
-from tests.strategies.test_hybrid_parallel_checkpoints import MESHES, STEPS, curve_over
+from tests.strategies.hybrid_parallel.test_checkpoints import MESHES, STEPS, curve_over
 
 
 def draw(path: Path, losses: list[float], expected: list[float]) -> None:

@@ -21,7 +21,7 @@ from lightning_shard.mesh import AXES, Axis, ParallelMesh
 from lightning_shard.planner.report import DryRun
 from tests.strategies.models import CONTEXT, ExampleGPT, Trained, gpt2
 from tests.strategies.parity import GLOBAL_BATCH, UPSTREAM_WARNINGS, GlobalBatches, quiet_trainer
-from tests.strategies.test_tensor_parallel import PLANS
+from tests.strategies.tensor_parallel.test_tensor_parallel import PLANS
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{message}")

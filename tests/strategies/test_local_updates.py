@@ -14,7 +14,8 @@ from torch import Tensor
 
 from lightning_shard import AsyncSGDStrategy, ConfigError, LocalSGDStrategy
 from lightning_shard.data_parallel.async_sgd.async_sgd import AsyncCounters
-from tests.strategies.local_training import (
+from tests.strategies.async_sgd.test_async_sgd import SlowRank
+from tests.strategies.local_sgd.local_training import (
     BATCH,
     Tiny,
     TinyData,
@@ -24,7 +25,6 @@ from tests.strategies.local_training import (
     weights_of,
 )
 from tests.strategies.parity import UPSTREAM_WARNINGS, quiet_trainer
-from tests.strategies.test_async_sgd import SlowRank
 
 pytestmark = [
     *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),

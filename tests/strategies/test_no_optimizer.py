@@ -7,8 +7,7 @@ import lightning as L  # noqa: N812
 import pytest
 import torch
 
-from tests.strategies.parity import UPSTREAM_WARNINGS
-from tests.strategies.test_checkpoint_misfits import (
+from tests.checkpoint.test_misfits import (
     STRATEGIES,
     Counted,
     SavesAt,
@@ -16,6 +15,7 @@ from tests.strategies.test_checkpoint_misfits import (
     fresh,
     trainer_of,
 )
+from tests.strategies.parity import UPSTREAM_WARNINGS
 
 pytestmark = [
     *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),

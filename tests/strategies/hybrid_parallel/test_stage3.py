@@ -1,0 +1,246 @@
+"""ZeRO stage 3 inside a pipeline: weights that come and go between a forward and its backward."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning as L  # noqa: N812
+import pytest
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.checkpoint import checkpoint
+
+from lightning_shard import HybridParallelStrategy
+from tests.precision.test_plugins import _error
+from tests.processes import run_processes
+from tests.strategies.parity import (
+    SMALL_BUCKET_MB,
+    UPSTREAM_WARNINGS,
+    Case,
+    Run,
+    assert_parity,
+    build,
+    ignore_upstream_warnings,
+    single_device,
+    train,
+)
+from tests.strategies.stacks import WIDTH, Block, Fitted, Stack, fit
+
+pytestmark = [
+    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
+    pytest.mark.filterwarnings("ignore:.* microbatches are fewer than the"),
+]
+
+SLOW = pytest.mark.slow
+SPLIT = ["zbv", "interleaved_zero_bubble", "dual_pipe_v"]
+BLOCK_MB = 1e-6  # each block is a unit of its own
+
+
+def fit_stack(style: type[Stack], schedule: str | None, **options: Any) -> Fitted:
+    """Fit on two stages and two data-parallel ranks, or on a single device without a schedule."""
+    if schedule is None:
+        return fit(style, **options)
+    strategy = HybridParallelStrategy(
+        backend="in_process",
+        pipeline_parallel_size=2,
+        zero_stage=3,
+        schedule=schedule,
+        num_microbatches=4,
+    )
+    strategy._options.__dict__["bucket_mb"] = BLOCK_MB
+    return fit(style, strategy, devices=4, **options)
+
+
+class Normed(nn.Module):
+    """Its weight is made of two parameters, whose gradients are computed from their values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = weight_norm(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.layer(x))
+
+
+class Checkpointed(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return result
+
+
+class WithCheckpoints(Stack):
+    block = Checkpointed
+
+
+class WithNorms(Stack):
+    block = Normed
+
+
+class WithSharedTable(Stack):
+    """A table that no gradient of an input passes, and a block whose layer is called twice."""
+
+    class block(Block):  # noqa: D106, N801
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.linspace(-1, 1, WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + self.layer(self.table)
+
+
+class WithFrozen(WithSharedTable):
+    """The way to the table of a stage's first block leads through its second one, frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.extend(self.block() for _ in range(4))
+        for block in self.blocks[1::2]:
+            block.requires_grad_(False)
+
+
+STYLES = [WithNorms, WithCheckpoints, WithFrozen, WithSharedTable]
+
+
+def assert_same(got: Fitted, expected: Fitted) -> None:
+    torch.testing.assert_close(got.curve.losses, expected.curve.losses, rtol=1e-5, atol=0)
+    torch.testing.assert_close(got.curve.norms, expected.curve.norms, rtol=2e-5, atol=1e-9)
+    torch.testing.assert_close(got.weights, expected.weights, rtol=1e-5, atol=2e-7)
+
+
+@pytest.mark.parametrize(
+    ("style", "schedule"),
+    [
+        pytest.param(style, schedule, marks=() if number == place == 0 else SLOW)
+        for number, schedule in enumerate([*SPLIT, "1f1b", "interleaved_1f1b"])
+        for place, style in enumerate(STYLES)
+    ],
+)
+def test_weights_are_here_for_both_halves_of_a_backward(style: type[Stack], schedule: str) -> None:
+    assert_same(fit_stack(style, schedule), fit_stack(style, None))
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zbv", marks=SLOW)])
+def test_weights_whose_format_changed_had_no_gradient(schedule: str, precision: Any) -> None:
+    def low(schedule: str | None) -> Fitted:
+        plugins = [MixedPrecision(precision, device="cpu")]
+        return fit_stack(Stack, schedule, plugins=plugins)
+
+    got, alone, exact = low(schedule), low(None), fit_stack(Stack, None)
+    for mine, plain, best in zip(
+        got.curve.losses, alone.curve.losses, exact.curve.losses, strict=True
+    ):
+        assert abs(mine - best) <= 3 * abs(plain - best) + 1e-3 * best
+    torch.testing.assert_close(got.weights, alone.weights, rtol=1e-2, atol=2e-3)
+
+
+@dataclass
+class Reductions(L.Callback):
+    """Counts on every rank; after the fit rank 0's copy has the figures of all ranks.
+
+    Attributes:
+        calls: Of each rank: reduce-scatters of the last step, and buffers that are trained.
+    """
+
+    calls: list[tuple[int, int]] = field(default_factory=list)
+
+    def _calls(self, trainer: L.Trainer) -> int:
+        return trainer.strategy.data_groups.shard.traffic.snapshot()["reduce_scatter"].calls
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self._totals = [*getattr(self, "_totals", []), self._calls(trainer)]
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        before, after = self._totals[-2:]
+        mine = after - before, len(trainer.strategy.engine.gradients)
+        self.calls = trainer.strategy.collectives.all_gather_object(mine)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_every_buffer_was_reduced_once_more_before_it_had_gradients(schedule: str) -> None:
+    reductions = Reductions()
+
+    class Counted(Stack):
+        def callbacks(self) -> list[L.Callback]:
+            return [reductions]
+
+    fit_stack(Counted, schedule, max_epochs=1)
+    assert all(calls == buffers > 1 for calls, buffers in reductions.calls)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One run on two stages."""
+
+    model: str
+    schedule: str
+    precision: Any = "32-true"
+    tp: int = 1
+    dp: int | tuple[int, int] = 2
+    num_ranks: int = 4
+
+    def __str__(self) -> str:
+        return f"{self.model}-{self.schedule}-{self.precision}-tp{self.tp}-dp{self.dp}"
+
+    def case(self, precision: str) -> Case:
+        return Case(model=self.model, strategy="", num_ranks=1, precision=precision)
+
+
+def train_layout(layout: Layout, backend: str = "in_process") -> Run:
+    """Train as a layout says; on real processes each must call."""
+    ignore_upstream_warnings()
+    strategy = HybridParallelStrategy(
+        backend=backend,
+        pipeline_parallel_size=2,
+        tensor_parallel_size=layout.tp,
+        data_parallel_size=layout.dp,
+        zero_stage=3,
+        schedule=layout.schedule,
+        num_microbatches=4,
+    )
+    strategy._options.__dict__["bucket_mb"] = SMALL_BUCKET_MB
+    return train(
+        build(layout.model),
+        strategy=strategy,
+        devices=layout.num_ranks,
+        precision=layout.precision,
+    )
+
+
+def assert_single_device(run: Run, layout: Layout) -> None:
+    exact = single_device(layout.case("32-true"))
+    if layout.precision == "32-true":
+        assert_parity(run, exact)
+        return
+    plain = single_device(layout.case(layout.precision))
+    for error, allowed in zip(_error(run, exact), _error(plain, exact), strict=True):
+        assert error <= 3 * allowed
+    for name, weight in run.weights.items():
+        assert weight.dtype == plain.weights[name].dtype
+
+
+LAYOUTS = [
+    Layout(model="gpt", schedule="1f1b", precision="bf16-mixed"),
+    Layout(model="gpt_8", schedule="dual_pipe_v"),
+    Layout(model="gpt_8", schedule="zbv", tp=2, num_ranks=8),
+    Layout(model="gpt_8", schedule="interleaved_1f1b", precision="bf16-mixed", tp=2, num_ranks=8),
+    Layout(model="gpt_8", schedule="zbv", precision="bf16-mixed", dp=(2, 2), num_ranks=8),
+    Layout(model="gpt2_8", schedule="zbv", precision="bf16-mixed"),
+    Layout(model="llama_8", schedule="1f1b", precision="bf16-mixed"),
+]
+
+
+@SLOW
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_parity(layout: Layout) -> None:
+    assert_single_device(train_layout(layout), layout)
+
+
+@SLOW
+@pytest.mark.timeout(600)
+def test_four_gloo_processes() -> None:
+    layout = Layout(model="gpt_8", schedule="zbv", precision="bf16-mixed")
+    for run in run_processes(train_layout, 4, timeout_seconds=500, layout=layout, backend="gloo"):
+        assert_single_device(run, layout)

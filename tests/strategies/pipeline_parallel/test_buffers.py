@@ -1,0 +1,79 @@
+"""Buffers that the steps of a pipeline change, once for each microbatch."""
+
+import warnings
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
+
+from tests.strategies.data_parallel.hooked import Hooked, assert_equal, fit, pipeline, replicas
+from tests.strategies.parity import UPSTREAM_WARNINGS
+
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+
+alone: Any = cache(fit)
+
+
+class Spectral(Hooked):
+    """Of both kinds, in blocks of both stages and outside."""
+
+    def build(self) -> None:
+        first, second, third = self.blocks
+        spectral_norm(first.layer, n_power_iterations=2)
+        spectral_norm(second.layer)
+        nn.utils.spectral_norm(third.layer)
+        nn.utils.spectral_norm(self.net.head)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pipeline,
+        replicas,
+        pytest.param(
+            lambda: pipeline(schedule="interleaved_1f1b", split=[1, 2]), marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_spectral_norms_were_iterated_once_per_microbatch(strategy: Any) -> None:
+    assert_equal(fit(Spectral, strategy()), alone(Spectral))
+
+
+class Counter(nn.Module):
+    steps: Tensor
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("mask", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        return x * self.mask
+
+
+class Counts(Hooked):
+    def build(self) -> None:
+        for block in self.blocks:
+            block.norm = nn.Sequential(block.norm, Counter())
+
+
+def test_buffers_that_change_with_every_microbatch_were_not_told_of() -> None:
+    with pytest.warns(UserWarning, match="buffers") as caught:
+        fit(Counts, pipeline())
+    told = [str(one.message) for one in caught if "buffers" in str(one.message)]
+    assert len(told) == 1
+    assert "(steps) of 'net.blocks.0.norm.1' (Counter)" in told[0]
+    assert "'net.blocks.2.norm.1'" in told[0]  # of the last stage's rank
+    assert "num_microbatches=1" in told[0]
+
+
+@pytest.mark.filterwarnings("ignore:1 microbatches are fewer than the 2 stages")
+def test_a_batch_in_one_part_has_the_buffers_of_a_single_device() -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*buffers")
+        assert_equal(fit(Counts, pipeline(num_microbatches=1)), alone(Counts))

@@ -1,0 +1,250 @@
+"""A checkpoint of a pipeline is a single device's file, both ways."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import lightning as L  # noqa: N812
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+
+from lightning_shard import CheckpointError, PipelineParallelStrategy
+from tests.checkpoint.test_checkpoints import EPOCH_STEPS, assert_same, batches, load
+from tests.strategies.models import ConvNet, Trained
+from tests.strategies.parity import (
+    ACCUMULATE,
+    UPSTREAM_WARNINGS,
+    Curve,
+    GlobalBatches,
+    build,
+    quiet_trainer,
+)
+
+pytestmark = [
+    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
+    # The resumed runs write no checkpoints of their own.
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
+    pytest.mark.filterwarnings("ignore:.* microbatches are fewer than the"),
+    pytest.mark.filterwarnings("ignore:The dirpath has changed from"),
+]
+
+
+class Normed(nn.Sequential):
+    """A layer with a batch norm, whose statistics are of its stage."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(nn.Linear(width, width), nn.BatchNorm1d(width), nn.Tanh())
+
+
+class BatchNorms(Trained):
+    """A batch norm before the blocks, one in each and one after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet = nn.Sequential(nn.Linear(64, 12), nn.BatchNorm1d(12))
+        self.blocks = nn.ModuleList(Normed(12) for _ in range(8))
+        self.outlet = nn.Sequential(nn.BatchNorm1d(12), nn.Linear(12, 10))
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        x = self.inlet(batch[0].flatten(1))
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.outlet(x), batch[1])
+
+    data = staticmethod(ConvNet.data)
+
+
+def build_double(name: str) -> Trained:
+    """Return a model in float64: Lightning restores weights before it converts the module."""
+    if name != "norms":
+        model = build(name).double()
+        if name.startswith("gpt2"):
+            model.network.loss_function = _next_token_loss
+        return model
+    torch.manual_seed(7)
+    return BatchNorms().double()
+
+
+def _next_token_loss(logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
+    """Hugging Face's is computed in float32, whose last digit comes out one way or the other."""
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A pipeline of so many ranks of this process, or another strategy."""
+
+    strategy: str
+    num_ranks: int
+    num_microbatches: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.strategy}x{self.num_ranks}"
+
+    def trainer(self, **options: Any) -> L.Trainer:
+        """Return a Trainer of two epochs in float64."""
+        strategy: Any = self.strategy
+        if strategy not in ("auto", "zero3_in_process"):
+            strategy = PipelineParallelStrategy(
+                backend="in_process", schedule=strategy, num_microbatches=self.num_microbatches
+            )
+        return quiet_trainer(
+            strategy=strategy,
+            devices=self.num_ranks,
+            precision="64-true",
+            **({"max_steps": 2 * EPOCH_STEPS} | options),
+        )
+
+
+PLAIN = Scheme("auto", 1)
+ZERO3 = Scheme("zero3_in_process", 2)
+PP2, PP4, ZBV = Scheme("1f1b", 2), Scheme("1f1b", 4), Scheme("zbv", 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """The files of a run: what ModelCheckpoint wrote, and `save_checkpoint` after the fit."""
+
+    first_epoch: Path
+    last_epoch: Path
+    afterwards: Path
+    curve: Curve
+    model: Trained
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Scheme], Saved]:
+    """Return a function that trains a model under a scheme, once, and gives its files."""
+
+    @cache
+    def run(model_name: str, scheme: Scheme) -> Saved:
+        folder = tmp_path_factory.mktemp(f"{model_name}_{scheme}")
+        model, curve = build_double(model_name), Curve()
+        writer = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=EPOCH_STEPS)
+        trainer = scheme.trainer(callbacks=[curve, writer], enable_checkpointing=True)
+        trainer.fit(model, datamodule=batches(model))
+        trainer.save_checkpoint(folder / "afterwards.ckpt")
+        return Saved(
+            first_epoch=folder / f"step={EPOCH_STEPS}.ckpt",
+            last_epoch=folder / f"step={2 * EPOCH_STEPS}.ckpt",
+            afterwards=folder / "afterwards.ckpt",
+            curve=curve,
+            model=model,
+        )
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("model", "scheme"),
+    [
+        ("gpt2", PP2),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in (
+                ("layers", PP2),
+                ("layers", PP4),
+                ("layers", ZBV),
+                ("gpt2_8", ZBV),
+                ("gpt2_8", PP4),
+                ("norms", Scheme("1f1b", 2, 1)),
+                ("norms", Scheme("gpipe", 4, 1)),
+            )
+        ),
+        # One microbatch: as any split of a batch, several have several statistics.
+        ("norms", Scheme("zbv", 2, 1)),
+    ],
+    ids=str,
+)
+def test_the_file_is_that_of_a_single_device(model: str, scheme: Scheme, saved: Any) -> None:
+    got, expected = saved(model, scheme), saved(model, PLAIN)
+    assert_same(load(got.first_epoch), load(expected.first_epoch))
+    assert_same(load(got.last_epoch), load(expected.last_epoch))
+    assert_same(load(got.afterwards), load(expected.afterwards))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        *((one, PLAIN) for one in (PP2, PP4, ZBV)),
+        *((PLAIN, one) for one in (PP2, PP4, ZBV)),
+        (PP4, PP2),
+        (PP2, ZBV),
+        (ZERO3, PP4),
+        (PP4, ZERO3),
+    ],
+    ids=str,
+)
+@pytest.mark.slow
+def test_resume(before: Scheme, after: Scheme, saved: Any) -> None:
+    full, curve = saved("layers", PLAIN), Curve()
+    model = build_double("layers")
+    after.trainer(callbacks=[curve]).fit(
+        model, datamodule=batches(model), ckpt_path=saved("layers", before).first_epoch
+    )
+    assert_same(curve.losses, full.curve.losses[-EPOCH_STEPS * ACCUMULATE :])
+    assert_same(curve.norms, full.curve.norms[-EPOCH_STEPS:])
+    assert_same(dict(model.state_dict()), dict(load(full.last_epoch)["state_dict"]))
+
+
+@pytest.mark.parametrize("name", ["layers", pytest.param("gpt2_8", marks=pytest.mark.slow)])
+def test_one_curve_through_many_schemes(name: str, tmp_path: Path) -> None:
+    """An epoch of two steps on each, every run from the file of the one before."""
+    schemes = (PP4, PP2, PLAIN, ZERO3, ZBV, PP4)
+    full, expected = build_double(name), Curve()
+    PLAIN.trainer(callbacks=[expected], max_steps=2 * len(schemes)).fit(
+        full, datamodule=GlobalBatches(full, 2)
+    )
+    curves, file, model = [], None, full
+    for number, scheme in enumerate(schemes):
+        model, curve = build_double(name), Curve()
+        writer = ModelCheckpoint(tmp_path / str(number), "last", every_n_train_steps=2)
+        options: Any = {"callbacks": [curve, writer], "enable_checkpointing": True}
+        scheme.trainer(max_steps=2 * (number + 1), **options).fit(
+            model, datamodule=GlobalBatches(model, 2), ckpt_path=file
+        )
+        file = tmp_path / str(number) / "last.ckpt"
+        curves.append(curve)
+    assert_same([loss for curve in curves for loss in curve.losses], expected.losses)
+    assert_same([norm for curve in curves for norm in curve.norms], expected.norms)
+    assert_same(dict(model.state_dict()), dict(full.state_dict()))
+
+
+def test_plain_torch_and_lightning_load_the_weights(saved: Any, tmp_path: Path) -> None:
+    run = saved("norms", Scheme("zbv", 2, 1))
+    model = build_double("norms")
+    model.load_state_dict(torch.load(run.last_epoch, weights_only=True)["state_dict"])
+    assert_same(dict(model.state_dict()), dict(run.model.state_dict()))
+    loaded = BatchNorms.load_from_checkpoint(run.last_epoch).double()
+    loss = loaded.eval().loss([torch.ones(2, 1, 8, 8).double(), torch.tensor([1, 2])])
+    assert loss.isfinite()
+
+
+class Failing(L.Callback):
+    """Stops rank 1 in its second step: where all ranks fail at one place the model is full."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == 2 and trainer.global_rank == 1:
+            raise RuntimeError("the disk is full")
+
+
+@pytest.mark.parametrize("scheme", [PP2, ZBV], ids=str)
+def test_a_failed_fit_leaves_nothing_that_can_be_mistaken_for_a_full_model(
+    scheme: Scheme, tmp_path: Path
+) -> None:
+    model = build_double("layers")
+    classes = [type(module) for module in model.modules()]
+    trainer = scheme.trainer(callbacks=[Failing()])
+    with pytest.raises(RuntimeError, match="the disk is full"):
+        trainer.fit(model, datamodule=batches(model))
+    assert [type(module) for module in model.modules()] == classes
+    with pytest.raises(CheckpointError, match="left shards of its state on the ranks"):
+        trainer.save_checkpoint(tmp_path / "broken.ckpt")
+    for again in (scheme, ZERO3):
+        with pytest.raises(ValueError, match="only one rank's shard"):
+            again.trainer().fit(model, datamodule=batches(model))

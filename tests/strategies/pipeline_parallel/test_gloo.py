@@ -1,0 +1,65 @@
+"""On two processes over Gloo, pipelines train as a single device does.
+
+All cases run one after the other in one pair of processes.
+"""
+
+from collections.abc import Sequence
+
+import pytest
+
+from tests.processes import run_processes
+from tests.strategies.parity import (
+    UPSTREAM_WARNINGS,
+    Run,
+    assert_bitwise_equal,
+    assert_parity,
+    ignore_upstream_warnings,
+)
+from tests.strategies.pipeline_parallel.test_pipeline_parallel import Pipelined, single_device
+
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+
+CASES = [
+    Pipelined("layers", 2, "interleaved_1f1b"),
+    Pipelined("layers", 2, "zbv", 5),
+    Pipelined("gpt2", 2, "1f1b"),
+]
+SLOW = [
+    Pipelined(model, 2, schedule)
+    for model in ("gpt_8", "gpt2_8", "encoder_8", "llama_8", "mixtral_8")
+    for schedule in ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "zbv", "dual_pipe_v")
+]
+
+
+def train_pipelines(cases: Sequence[Pipelined], backend: str = "gloo") -> list[Run]:
+    """Train one case after the other on real processes."""
+    ignore_upstream_warnings()
+    return [case.run(backend) for case in cases]
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[list[Run]]:
+    """Each rank's runs of CASES."""
+    return run_processes(train_pipelines, 2, cases=CASES)
+
+
+@pytest.fixture(scope="module")
+def slow_runs() -> list[list[Run]]:
+    """Each rank's runs of SLOW."""
+    return run_processes(train_pipelines, 2, cases=SLOW, timeout_seconds=900)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equals_a_single_device(case: Pipelined, runs: list[list[Run]]) -> None:
+    first, second = (of_rank[CASES.index(case)] for of_rank in runs)
+    assert_parity(first, single_device(case.model))
+    assert_bitwise_equal(first, second)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize("case", SLOW, ids=str)
+def test_equals_a_single_device_everywhere(case: Pipelined, slow_runs: list[list[Run]]) -> None:
+    first, second = (of_rank[SLOW.index(case)] for of_rank in slow_runs)
+    assert_parity(first, single_device(case.model))
+    assert_bitwise_equal(first, second)

@@ -1,0 +1,203 @@
+"""A checkpoint of tensor parallel is a single device's file, both ways, and what failure leaves."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import lightning as L  # noqa: N812
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+
+from lightning_shard import CheckpointError, ConfigError, TensorParallelStrategy
+from tests.checkpoint.test_checkpoints import EPOCH_STEPS, assert_same, batches, build_double, load
+from tests.strategies.models import Trained
+from tests.strategies.parity import (
+    ACCUMULATE,
+    UPSTREAM_WARNINGS,
+    Curve,
+    GlobalBatches,
+    build,
+    quiet_trainer,
+)
+from tests.strategies.tensor_parallel.test_tensor_parallel import PLANS
+
+pytestmark = [
+    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
+    # The resumed runs write no checkpoints of their own.
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
+]
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A strategy on so many in-process ranks; `tp` of them share each layer."""
+
+    strategy: str
+    num_ranks: int
+    tp: int = 1
+    stage: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.strategy}x{self.num_ranks}-tp{self.tp}-stage{self.stage}"
+
+    def trainer(self, model: str, **options: Any) -> L.Trainer:
+        """Return a Trainer of two epochs in float64."""
+        strategy: Any = self.strategy
+        if self.strategy == "tensor_parallel":
+            strategy = TensorParallelStrategy(
+                backend="in_process",
+                tensor_parallel_size=self.tp,
+                plan=PLANS[model],
+                zero_stage=self.stage,
+            )
+        return quiet_trainer(
+            strategy=strategy,
+            devices=self.num_ranks,
+            precision="64-true",
+            **({"max_steps": 2 * EPOCH_STEPS} | options),
+        )
+
+
+PLAIN = Scheme("auto", 1)
+ZERO2 = Scheme("zero2_in_process", 2)
+TP2 = Scheme("tensor_parallel", 2, 2)
+TP4 = Scheme("tensor_parallel", 4, 4)
+TP2_STAGES = [Scheme("tensor_parallel", 4, 2, stage) for stage in range(4)]
+SPLIT = [TP2, TP4, *TP2_STAGES]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """The files of a run: what ModelCheckpoint wrote, and `save_checkpoint` after the fit."""
+
+    first_epoch: Path
+    last_epoch: Path
+    afterwards: Path
+    curve: Curve
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Scheme], Saved]:
+    """Return a function that trains a model under a scheme, once, and gives its files."""
+
+    @cache
+    def run(model_name: str, scheme: Scheme) -> Saved:
+        folder = tmp_path_factory.mktemp(f"{model_name}_{scheme}")
+        model, curve = build_double(model_name), Curve()
+        writer = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=EPOCH_STEPS)
+        trainer = scheme.trainer(model_name, callbacks=[curve, writer], enable_checkpointing=True)
+        trainer.fit(model, datamodule=batches(model))
+        trainer.save_checkpoint(folder / "afterwards.ckpt")
+        return Saved(
+            first_epoch=folder / f"step={EPOCH_STEPS}.ckpt",
+            last_epoch=folder / f"step={2 * EPOCH_STEPS}.ckpt",
+            afterwards=folder / "afterwards.ckpt",
+            curve=curve,
+        )
+
+    return run
+
+
+@pytest.mark.parametrize("scheme", SPLIT, ids=str)
+@pytest.mark.parametrize("model", ["gpt", "gpt2"])
+def test_the_file_is_that_of_a_single_device(model: str, scheme: Scheme, saved: Any) -> None:
+    got, expected = saved(model, scheme), saved(model, PLAIN)
+    assert_same(load(got.first_epoch), load(expected.first_epoch))
+    assert_same(load(got.last_epoch), load(expected.last_epoch))
+    assert_same(load(got.afterwards), load(expected.afterwards))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        *((one, PLAIN) for one in SPLIT),
+        *((PLAIN, one) for one in SPLIT),
+        (TP2, ZERO2),
+        (ZERO2, TP2),
+        (TP2_STAGES[3], TP4),
+        (TP4, TP2_STAGES[3]),
+        (TP2_STAGES[1], TP2_STAGES[2]),
+        (TP2, TP2),
+    ],
+    ids=str,
+)
+def test_resume(before: Scheme, after: Scheme, saved: Any) -> None:
+    full, curve = saved("gpt", PLAIN), Curve()
+    model = build_double("gpt")
+    after.trainer("gpt", callbacks=[curve]).fit(
+        model, datamodule=batches(model), ckpt_path=saved("gpt", before).first_epoch
+    )
+    assert_same(curve.losses, full.curve.losses[-EPOCH_STEPS * ACCUMULATE :])
+    assert_same(curve.norms, full.curve.norms[-EPOCH_STEPS:])
+    assert_same(dict(model.state_dict()), dict(load(full.last_epoch)["state_dict"]))
+
+
+def test_plain_torch_loads_the_weights(saved: Any) -> None:
+    file = saved("gpt", TP2_STAGES[3]).last_epoch
+    model = build_double("gpt")
+    model.load_state_dict(torch.load(file, weights_only=True)["state_dict"])
+    expected = load(saved("gpt", PLAIN).last_epoch)["state_dict"]
+    assert_same(dict(model.state_dict()), dict(expected))
+
+
+class Failing(L.Callback):
+    """Stops rank 1 in its second step: where all ranks fail at one place the model is full."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == 2 and trainer.global_rank == 1:
+            raise RuntimeError("the disk is full")
+
+
+@pytest.mark.parametrize("scheme", [TP2, TP2_STAGES[3]], ids=str)
+def test_a_failed_fit_leaves_nothing_that_can_be_mistaken_for_a_full_model(
+    scheme: Scheme, tmp_path: Path
+) -> None:
+    model = build_double("gpt")
+    classes = [type(module) for module in model.modules()]
+    trainer = scheme.trainer("gpt", callbacks=[Failing()])
+    with pytest.raises(RuntimeError, match="the disk is full"):
+        trainer.fit(model, datamodule=batches(model))
+    assert [type(module) for module in model.modules()] == classes
+    with pytest.raises(CheckpointError, match="left shards of its state on the ranks"):
+        trainer.save_checkpoint(tmp_path / "broken.ckpt")
+    for again in (scheme, ZERO2):
+        with pytest.raises(ConfigError, match="only one rank's shard"):
+            again.trainer("gpt").fit(model, datamodule=batches(model))
+
+
+def test_a_refused_plan_left_the_model_half_split() -> None:
+    """A fit whose set-up fails gives the module back as it was."""
+    model = build_double("gpt")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    classes = [type(module) for module in model.modules()]
+    strategy = TensorParallelStrategy(
+        backend="in_process",
+        plan={
+            "blocks.*.up": "colwise",
+            "blocks.*.down": "rowwise",
+            "blocks.*.qkv": "packed_colwise(3)",
+        },
+    )
+    model.blocks[2].qkv = torch.nn.Linear(32, 97).double()
+    with pytest.raises(ConfigError, match="97"):
+        quiet_trainer(strategy=strategy, devices=2).fit(model, datamodule=batches(model))
+    assert [type(module) for module in model.modules()] == classes
+    for name, value in model.state_dict().items():
+        if "blocks.2.qkv" not in name:
+            assert torch.equal(value, before[name].to(value)), name
+
+
+def test_a_resumed_run_of_another_precision_keeps_the_weights(saved: Any) -> None:
+    model: Trained = build("gpt")
+    strategy = TensorParallelStrategy(backend="in_process", plan=PLANS["gpt"])
+    state = load(saved("gpt", TP2).first_epoch)["state_dict"]
+    model.load_state_dict(state)
+    quiet_trainer(strategy=strategy, devices=2, max_steps=1).fit(
+        model, datamodule=GlobalBatches(model, 1)
+    )
+    moved: dict[str, Tensor] = model.state_dict()
+    assert all(not torch.equal(value, state[name].float()) for name, value in moved.items())
