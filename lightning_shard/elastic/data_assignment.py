@@ -56,41 +56,22 @@ class DataAssignment:
     """Assigns one training loader.
 
     Args:
+        trainer: The Trainer, in its fit.
         global_batch_size: Samples of an optimizer step; None for what the first ranks have.
-        scaling: Hold each rank's batch and scale the learning rate; None holds the global batch.
-
-    Raises:
-        ConfigError: The two contradict each other.
+        scaling: How the learning rate follows the number of ranks, where each rank's batch is held;
+            None holds the global batch.
     """
 
     def __init__(
-        self, global_batch_size: int | None, scaling: Literal["linear", "sqrt"] | None
+        self,
+        trainer: "pl.Trainer",
+        global_batch_size: int | None = None,
+        scaling: Literal["linear", "sqrt"] | None = None,
     ) -> None:
-        if global_batch_size is not None and global_batch_size < 1:
-            raise ConfigError(f"global_batch_size must be at least 1, got {global_batch_size}.")
-        if scaling not in (None, "linear", "sqrt"):
-            raise ConfigError(
-                f"learning_rate_scaling must be 'linear', 'sqrt' or None, got {scaling!r}."
-            )
-        if scaling is not None and global_batch_size is not None:
-            raise ConfigError(
-                f"learning_rate_scaling={scaling!r} lets the global batch change with the ranks, "
-                f"but global_batch_size={global_batch_size} holds it. Leave one of them out."
-            )
-        self._global_batch_size = global_batch_size
+        self._global_batch_size = self._global_batch = global_batch_size
         self._scaling = scaling
-        self._sampler: ElasticBatchSampler | None = None
-        self.begin(None)
-
-    def begin(self, trainer: "pl.Trainer | None") -> None:
-        """Forget an earlier fit.
-
-        Args:
-            trainer: Of this one.
-        """
-        self._user_accumulation = 1 if trainer is None else trainer.accumulate_grad_batches
+        self._user_accumulation = trainer.accumulate_grad_batches
         self._first_accumulation: int | None = None
-        self._global_batch = self._global_batch_size
         self._num_ranks = 0
         self._position = Position(epoch=0)
         self._noted_step = 0
@@ -98,7 +79,7 @@ class DataAssignment:
         self._loaded_accumulation: int | None = None
         self._loaded_ranks = 0
         self._limit: float | None = None  # the Trainer's, while the loader is made
-        self._sampler = None
+        self._sampler: ElasticBatchSampler | None = None
         self._installed: Installed | None = None
 
     def end(self, trainer: "pl.Trainer") -> None:

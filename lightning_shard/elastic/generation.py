@@ -9,14 +9,20 @@ join or departure makes a new one. Members keep their order, and newcomers come 
 lowest rank is always the one that has been there for longest.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from types import FrameType
 from typing import Protocol
 
 import torch
 
 from lightning_shard.backends.base import Backend
+from lightning_shard.checkpoint.host_buffers import HostBuffers, SnapshotBuffers
+from lightning_shard.checkpoint.rank_snapshot import Snapshot
 from lightning_shard.errors import EvictedError, JobOverError
+
+SignalHandler = Callable[[int, FrameType | None], None]
 
 __all__ = ["EvictedError", "Generation", "JobOverError", "Membership"]
 
@@ -26,10 +32,12 @@ class Generation:
     """The members between one change and the next.
 
     Attributes:
-        number: From 1; no two generations of a job have the same.
-        members: In the order of their ranks: survivors by seniority, then newcomers.
+        number: Counts the generations of a job from 1. A newcomer that waits to be let in is alone
+            in a generation 0.
+        members: The members in the order of their ranks: survivors by seniority, then newcomers.
         me: The member that this process is.
-        is_last: Too few ranks for too long: rebuild the state, save it and end.
+        is_last: Whether too few ranks were there for too long, so that this generation rebuilds
+            the state, saves it and ends.
         reason: What has made this generation, for messages: "rank 2 (member x) died".
     """
 
@@ -56,10 +64,14 @@ class Membership(Protocol):
     Attributes:
         me: This member's id; another one after `following` has taken it in anew.
         first_size: With how many ranks the job has begun.
+        held: The snapshots that this rank's predecessors have left of the present fit.
+        has_past: Whether any rank's predecessors have left some.
     """
 
     me: str
     first_size: int
+    held: Sequence[Snapshot] = ()
+    has_past: bool = False
 
     def begin(self) -> Generation | None:
         """Wait for generation 1, in which all initial ranks are; a newcomer gets None at once.
@@ -101,8 +113,29 @@ class Membership(Protocol):
     def is_leaving(self) -> bool:
         """Whether this rank was asked to leave at the next boundary."""
 
+    def begin_fit(self) -> None:
+        """Find what predecessors have left of the fit that begins; each rank must call."""
+        return
+
+    def make_buffers(self) -> SnapshotBuffers:
+        """Return where this rank's snapshots of the present fit are written."""
+        return HostBuffers()
+
     def begin_step(self, step: int) -> None:
         """Note that this rank begins this optimizer step."""
+        return
+
+    def forget_past(self) -> None:
+        """Remove what predecessors have left, now that every rank has something newer."""
+        return
+
+    def watch_signals(self) -> SignalHandler | None:
+        """Return what handles SIGTERM during a run; None leaves it to the strategy."""
+        return None
+
+    def end_run(self) -> None:
+        """Note that a Trainer's run has ended on this rank, well or not."""
+        return
 
     def leave(self) -> None:
-        """Go in order: training has ended, or this rank leaves after a boundary."""
+        """Leave the job in order: training has ended, or this rank was asked to leave."""

@@ -137,6 +137,11 @@ class InProcessMembership(Membership):
         self._world.begin_step(step)
 
     @override
+    def end_run(self) -> None:
+        """Leave: a thread takes part for one run."""
+        self.leave()
+
+    @override
     def leave(self) -> None:
         """Go in order: training has ended, or this rank leaves after a boundary."""
         if not self._has_joined or self._has_left or not self._takes_part:

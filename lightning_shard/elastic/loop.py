@@ -17,73 +17,27 @@ The loops derive from Lightning's own, with their private names; checked with li
 
 import gc
 import warnings
-from contextlib import AbstractContextManager
-from typing import Protocol
 
 import lightning.pytorch as pl
 from lightning.pytorch.loops.fetchers import _DataFetcher
 from typing_extensions import override
 
 from lightning_shard.elastic._lightning import FitLoop, TrainingEpochLoop, measure_epoch
-
-
-class Elastic(Protocol):
-    """What the loops ask of the strategy.
-
-    Attributes:
-        stands_behind_step: Whether the state that was just loaded is that behind an optimizer
-            step, whose validation, if due, is still to come.
-    """
-
-    stands_behind_step: bool
-
-    def assigning_batches(self) -> AbstractContextManager[None]:
-        """In which the training loader is made."""
-
-    def counting_steps(self) -> AbstractContextManager[None]:
-        """In which is due, behind an optimizer step, what was due there for the first ranks."""
-
-    @property
-    def is_newcomer(self) -> bool:
-        """Whether this process goes on from what others, or its predecessors, remember."""
-
-    def see_data(self) -> None:
-        """When the training loader is there."""
-
-    def begin(self) -> None:
-        """Before the first step; does nothing later. Each rank must call."""
-
-    def reach_boundary(self) -> None:
-        """After each optimizer step; each rank must call.
-
-        Raises:
-            Reconfiguration: All ranks have agreed to reconfigure.
-        """
-
-    def finish(self) -> None:
-        """After the last step: bring the state together, while a loss can be survived."""
-
-    def survives(self, error: BaseException) -> bool:
-        """Whether to reconfigure after this error rather than to end with it."""
-
-    def reconfigure(self, error: BaseException | None) -> None:
-        """Go on in the next generation, from the newest boundary that is complete.
-
-        Raises:
-            Exception: Another peer was lost meanwhile, or there is no way to go on.
-        """
-
-
-class Reconfiguration(BaseException):
-    """Unwinds the loops at a boundary where all ranks have agreed to reconfigure."""
+from lightning_shard.elastic.run import ElasticRun, Reconfiguration
 
 
 class ElasticFitLoop(FitLoop):
-    """Runs epochs; survives the loss of peers."""
+    """Runs epochs; survives the loss of peers.
+
+    Attributes:
+        elastic: The run whose loop it is.
+    """
+
+    elastic: ElasticRun
 
     @override
     def setup_data(self) -> None:
-        with _elastic(self.trainer).assigning_batches():
+        with self.elastic.assigning_batches():
             super().setup_data()
         if self._combined_loader is not None:
             measure_epoch(self.trainer)
@@ -93,19 +47,17 @@ class ElasticFitLoop(FitLoop):
         self.setup_data()
         if self.skip:
             return
-        elastic = _elastic(self.trainer)
-        elastic.see_data()
+        self.elastic.see_data()
         self.reset()
         self.on_run_start()
-        if elastic.is_newcomer:
+        if self.elastic.is_newcomer:
             self._survive(Reconfiguration())
         self._run_epochs()
         while not self._end():
             self._run_epochs()
 
     def _run_epochs(self) -> None:
-        elastic = _elastic(self.trainer)
-        while elastic.stands_behind_step or not self.done:
+        while self.elastic.stands_behind_step or not self.done:
             if not self._run_epoch():
                 break
 
@@ -114,7 +66,7 @@ class ElasticFitLoop(FitLoop):
         self._restarting = False
         try:
             self.on_run_end()
-            _elastic(self.trainer).finish()
+            self.elastic.finish()
         except BaseException as error:
             self._survive(error)
             return False
@@ -124,7 +76,7 @@ class ElasticFitLoop(FitLoop):
     def on_advance_start(self) -> None:
         super().on_advance_start()
         measure_epoch(self.trainer)
-        _elastic(self.trainer).begin()
+        self.elastic.begin()
 
     @override
     def on_advance_end(self) -> None:
@@ -151,11 +103,10 @@ class ElasticFitLoop(FitLoop):
         return True
 
     def _survive(self, error: BaseException) -> None:
-        """Reconfigur, as often as peers are lost meanwhile."""
-        elastic = _elastic(self.trainer)
-        while elastic.survives(error):
+        """Reconfigure, as often as peers are lost meanwhile."""
+        while self.elastic.survives(error):
             try:
-                elastic.reconfigure(None if isinstance(error, Reconfiguration) else error)
+                self.elastic.reconfigure(None if isinstance(error, Reconfiguration) else error)
             except BaseException as another:
                 error = another
             else:
@@ -166,14 +117,16 @@ class ElasticFitLoop(FitLoop):
 
 
 class ElasticEpochLoop(TrainingEpochLoop):
-    """Runs the batches of an epoch; tells the strategy of each optimizer step.
+    """Runs the batches of an epoch; tells the run of each optimizer step.
 
     Attributes:
+        elastic: The run whose loop it is.
         has_garbage: Whether a generation has ended, whose sockets and buffers may be in cycles of
             errors and the frames that they passed. The first step of the next one does not wait
             for it to be collected.
     """
 
+    elastic: ElasticRun
     has_garbage = False
 
     @override
@@ -185,35 +138,33 @@ class ElasticEpochLoop(TrainingEpochLoop):
 
     @override
     def advance(self, data_fetcher: _DataFetcher) -> None:
-        elastic = _elastic(self.trainer)
-        if elastic.stands_behind_step:
-            elastic.stands_behind_step = False
+        if self.elastic.stands_behind_step:
+            self.elastic.stands_behind_step = False
             return  # to what follows the step: validation
         step = self.global_step
         super().advance(data_fetcher)
         if self.global_step > step:  # not so where a validation is all that is left of a step
-            elastic.reach_boundary()
+            self.elastic.reach_boundary()
             if self.has_garbage:
                 self.has_garbage = False
                 gc.collect()
 
     @override
     def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
-        with _elastic(self.trainer).counting_steps():
+        with self.elastic.counting_steps():
             return super()._should_check_val_fx(data_fetcher)
 
     @override
     def _update_learning_rates(self, interval: str, update_plateau_schedulers: bool) -> None:
-        with _elastic(self.trainer).counting_steps():
+        with self.elastic.counting_steps():
             super()._update_learning_rates(interval, update_plateau_schedulers)
 
 
-def make_elastic(trainer: "pl.Trainer") -> None:
+def make_elastic(trainer: "pl.Trainer", elastic: ElasticRun) -> None:
     """Exchange the trainer's loops, in place: callbacks and connectors hold them."""
-    trainer.fit_loop.__class__ = ElasticFitLoop
-    trainer.fit_loop.epoch_loop.__class__ = ElasticEpochLoop
-
-
-def _elastic(trainer: "pl.Trainer") -> Elastic:
-    strategy: Elastic = trainer.strategy  # type: ignore[assignment]
-    return strategy
+    for loop, kind in (
+        (trainer.fit_loop, ElasticFitLoop),
+        (trainer.fit_loop.epoch_loop, ElasticEpochLoop),
+    ):
+        loop.__class__ = kind
+        vars(loop)["elastic"] = elastic

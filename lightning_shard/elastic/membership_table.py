@@ -29,6 +29,23 @@ Tell = Callable[[str, dict[str, Any]], None]
 SHORTEST_START_SECONDS = 60.0  # one rank may import for long on a busy host
 
 
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """How many ranks may train, and what is borne.
+
+    Attributes:
+        min_ranks: The least number of ranks that train.
+        max_ranks: The greatest number of ranks that train; None for no bound.
+        patience_seconds: How long ranks wait below `min_ranks` before they save and end.
+        max_failures: A member that fails more often is evicted.
+    """
+
+    min_ranks: int = 1
+    max_ranks: int | None = None
+    patience_seconds: float = 60.0
+    max_failures: int = 3
+
+
 @dataclass(kw_only=True)
 class _Participant:
     """A member of the last generation, or one that waits for the next.

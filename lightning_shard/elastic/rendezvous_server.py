@@ -24,7 +24,7 @@ from time import monotonic
 from lightning_shard import settings
 from lightning_shard.backends._c10d import TCPStore
 from lightning_shard.backends.liveness.connection import Connection, Message
-from lightning_shard.elastic.membership_table import SHORTEST_START_SECONDS, MembershipTable
+from lightning_shard.elastic.membership_table import SHORTEST_START_SECONDS, Bounds, MembershipTable
 from lightning_shard.errors import BackendUnavailableError
 
 _LONGEST_TICK_SECONDS = 1.0
@@ -47,23 +47,16 @@ _PACKAGE_FOLDER = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobRules:
-    """What a job's membership table goes by.
+class JobRules(Bounds):
+    """What a job's membership table goes by, beside its bounds.
 
     Attributes:
         initial_size: How many ranks the job starts with.
-        min_ranks: Fewer do not train.
-        max_ranks: More do not train; None for no bound.
-        patience_seconds: How long to wait below `min_ranks`.
-        max_failures: A member that fails more often is evicted.
-        timeout_seconds: Of the groups; who is silent for most of it is declared dead.
+        timeout_seconds: How long ranks wait for each other in a group. A participant that is silent
+            for most of it is declared dead.
     """
 
     initial_size: int
-    min_ranks: int = 1
-    max_ranks: int | None = None
-    patience_seconds: float = 60.0
-    max_failures: int = 3
     timeout_seconds: float = 1800.0
 
     @property

@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from lightning_shard import settings
 from lightning_shard.backends.base import Backend
-from lightning_shard.checkpoint.rank_snapshot import Snapshot
-from lightning_shard.elastic.generation import Generation
+from lightning_shard.elastic.generation import Generation, Membership
 from lightning_shard.elastic.shared_memory import (
     SharedMemoryBuffers,
     clear,
@@ -29,8 +28,8 @@ from lightning_shard.elastic.shared_memory import (
 from lightning_shard.errors import RankFailedError
 
 
-class RestartMembership:
-    """One worker's part in a job of torchrun; implements `Membership`.
+class RestartMembership(Membership):
+    """One worker's part in a job of torchrun.
 
     Args:
         backend: Of the groups.
@@ -67,8 +66,6 @@ class RestartMembership:
         self._is_new = True
         self.me = f"rank{place.rank}"
         self.first_size = place.world_size
-        self.held: list[Snapshot] = []
-        self.has_past = False
 
     def begin(self) -> Generation:
         """Meet the other workers."""
@@ -119,9 +116,6 @@ class RestartMembership:
 
     def drop_groups(self) -> None:
         """Do nothing: they end with the process."""
-
-    def begin_step(self, step: int) -> None:
-        """Do nothing: torchelastic does not count steps."""
 
     def forget_past(self) -> None:
         """Remove what predecessors have left here, now that there is something newer everywhere."""

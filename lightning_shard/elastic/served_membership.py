@@ -33,7 +33,7 @@ from lightning_shard.backends.base import Backend
 from lightning_shard.backends.liveness.connection import Message
 from lightning_shard.backends.liveness.interruption import interrupt_groups
 from lightning_shard.backends.rendezvous import HOST_KEY
-from lightning_shard.elastic.generation import Generation, Membership
+from lightning_shard.elastic.generation import Generation, Membership, SignalHandler
 from lightning_shard.elastic.heartbeats import LONGEST_START_SECONDS, HeartbeatThread
 from lightning_shard.errors import EvictedError, JobOverError, RankFailedError
 
@@ -110,26 +110,26 @@ class ServedMembership(Membership):
             signal.raise_signal(signum)
         self._thread.come()
 
-    def watch_signals(self) -> None:
-        """Have the thread told of signals when the main thread is where no handler can run.
+    @override
+    def watch_signals(self) -> SignalHandler:
+        """Return the handler of SIGTERM, and have the thread told of signals as well.
 
-        Does nothing outside the main thread, or where an event loop watches already.
+        It hears of them where the main thread can run no handler; not outside the main thread, nor
+        where an event loop watches already.
         """
         if threading.current_thread() is threading.main_thread():
             before = signal.set_wakeup_fd(self._thread.signal_fd, warn_on_full_buffer=False)
             if before != -1:
                 signal.set_wakeup_fd(before)
+        return self.on_sigterm
 
-    def unwatch_signals(self) -> None:
+    @override
+    def end_run(self) -> None:
         """Undo `watch_signals`."""
         if threading.current_thread() is threading.main_thread():
             before = signal.set_wakeup_fd(-1)
             if before != self._thread.signal_fd:
                 signal.set_wakeup_fd(before)
-
-    @override
-    def begin_step(self, step: int) -> None:
-        """Do nothing: real processes need no faults."""
 
     @override
     def begin(self) -> Generation | None:
@@ -208,7 +208,7 @@ class ServedMembership(Membership):
 
     @override
     def leave(self) -> None:
-        self.unwatch_signals()  # before the thread closes what is written to
+        self.end_run()  # before the thread closes what is written to
         self._thread.leave({"kind": "leave", "is_done": not self._is_leaving})
 
     def forget(self) -> None:

@@ -7,23 +7,34 @@ replicated   the same without a buddy; and between a boundary and the next updat
 """
 
 from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
 
-from torch.optim import Optimizer
+import lightning.pytorch as pl
+import torch.distributed as dist
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.backends.in_process.world import current_world
+from lightning_shard.backends.registry import get_backend
 from lightning_shard.checkpoint.host_buffers import HostBuffers, SnapshotBuffers
 from lightning_shard.checkpoint.rank_snapshot import Snapshot, take
-from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.elastic.buddies import BuddyRing
+from lightning_shard.elastic.data_assignment import DataAssignment
 from lightning_shard.elastic.generation import Generation
 from lightning_shard.elastic.progress import Progress
+from lightning_shard.elastic.reconfigurable import Reconfigurable
 
 
 class SnapshotMemory:
     """One rank's snapshots and its buddy's.
 
     Args:
-        buffers: Where snapshots lie; in this process's memory when left out.
+        strategy: Has the engine and the optimizers whose state is remembered.
+        trainer: The Trainer whose progress is remembered.
+        data_assignment: Knows where in the data training is.
+        timeout: How long a rank waits for its buddy.
+        stride: How far away a rank's buddy is: the ranks per host on several hosts, else 1.
+        buffers: Where snapshots lie.
         held: What predecessors of this process have left.
 
     Attributes:
@@ -31,40 +42,39 @@ class SnapshotMemory:
     """
 
     def __init__(
-        self, buffers: SnapshotBuffers | None = None, held: Sequence[Snapshot] = ()
+        self,
+        strategy: Reconfigurable,
+        trainer: "pl.Trainer",
+        data_assignment: DataAssignment,
+        *,
+        timeout: timedelta,
+        stride: int,
+        buffers: SnapshotBuffers,
+        held: Sequence[Snapshot] = (),
     ) -> None:
         self.held = [*held]
-        self._buffers = HostBuffers() if buffers is None else buffers
+        self._strategy = strategy
+        self._trainer = trainer
+        self._data_assignment = data_assignment
+        self._timeout = timeout
+        self._stride = stride
+        self._buffers = buffers
         self._ring: BuddyRing | None = None
         self._generation: Generation | None = None
         self._live: tuple[int, Progress] | None = None
 
-    def enter(self, generation: Generation, collectives: Collectives, stride: int) -> None:
-        """Begin a generation; each rank must call.
-
-        Args:
-            generation: Which one.
-            collectives: Its ranks, over a group of its own for host memory.
-            stride: How far away a rank's buddy is.
-        """
+    def enter(self, generation: Generation) -> None:
+        """Begin a generation, whose groups are there; each rank must call."""
         self._generation = generation
-        self._ring = BuddyRing(collectives, stride, buffers=self._buffers, held=self.held)
+        self._ring = BuddyRing(
+            self._host_collectives(), self._stride, buffers=self._buffers, held=self.held
+        )
 
-    def remember(
-        self,
-        engine: DataParallelEngine,
-        optimizers: Sequence[Optimizer],
-        step: int,
-        progress: Progress,
-        flags: int = 0,
-    ) -> int:
+    def remember(self, *, behind_step: bool, flags: int = 0) -> int:
         """Take a snapshot and begin to send it to the buddy; each rank must call.
 
         Args:
-            engine: At a boundary.
-            optimizers: Its.
-            step: Optimizer steps done.
-            progress: Of this moment.
+            behind_step: Whether this boundary lies behind an optimizer step.
             flags: Bits that all ranks are to hear of.
 
         Returns:
@@ -74,7 +84,22 @@ class SnapshotMemory:
             RankFailedError: A peer is lost.
         """
         assert self._ring is not None
-        return self._ring.begin(self._take(engine, optimizers, step, progress), flags)
+        step, progress = self._moment(behind_step=behind_step)
+        heard = self._ring.begin(self._take(step, progress), flags)
+        self._note_live(step, progress)
+        return heard
+
+    def note_progress(self) -> None:
+        """Note how far training is behind a step of which no snapshot is taken.
+
+        It counts under a replicated scheme only, whose live state is that of the boundary.
+        """
+        if self._is_replicated:
+            self._note_live(*self._moment(behind_step=True))
+
+    def forget_live(self, *_: Any) -> None:
+        """Note that the live state has changed; the hook of an optimizer's step."""
+        self._live = None
 
     def finish(self) -> None:
         """Wait until the buddy has the last snapshot; each rank must call."""
@@ -86,21 +111,8 @@ class SnapshotMemory:
         assert self._ring is not None
         self._ring.hand_over(leaving)
 
-    def note_live(self, step: int, progress: Progress) -> None:
-        """Note that from now on the live state is that of a boundary, under a replicated scheme."""
-        self._live = step, progress
-
-    def forget_live(self) -> None:
-        """Note that the live state has changed."""
-        self._live = None
-
-    def close(self, engine: DataParallelEngine, optimizers: Sequence[Optimizer]) -> None:
-        """End a generation, broken or not: gather what there is to go on from.
-
-        Args:
-            engine: Still with its values.
-            optimizers: Its.
-        """
+    def close(self) -> None:
+        """End a generation, broken or not, whose engine is still there with its values."""
         ring, self._ring = self._ring, None
         live, self._live = self._live, None
         if ring is None:
@@ -108,22 +120,42 @@ class SnapshotMemory:
         ring.salvage()
         self.held = ring.held
         if live is not None:
-            self.held = [self._take(engine, optimizers, *live), *self.held]
+            self.held = [self._take(*live), *self.held]
 
-    def _take(
-        self,
-        engine: DataParallelEngine,
-        optimizers: Sequence[Optimizer],
-        step: int,
-        progress: Progress,
-    ) -> Snapshot:
+    def clear(self) -> None:
+        """Let go of all snapshots and groups: the fit is over."""
+        self.held, self._buffers = [], HostBuffers()
+        self._ring = self._live = None
+
+    @property
+    def _is_replicated(self) -> bool:
+        return self._strategy.engine.options.stage == 0
+
+    def _moment(self, *, behind_step: bool) -> tuple[int, Progress]:
+        assignment = self._data_assignment.batch_assignment
+        progress = Progress.of(self._trainer, assignment, behind_step=behind_step)
+        return self._trainer.global_step, progress
+
+    def _note_live(self, step: int, progress: Progress) -> None:
+        if self._is_replicated:
+            self._live = step, progress
+
+    def _take(self, step: int, progress: Progress) -> Snapshot:
         assert self._generation is not None
         return take(
-            engine,
-            optimizers,
+            self._strategy.engine,
+            self._strategy.optimizers,
             step=step,
             extra=progress.pack(),
             generation=self._generation.number,
             owner=self._generation.me,
             buffers=self._buffers,
         )
+
+    def _host_collectives(self) -> Collectives:
+        """The ranks over a group for host memory, whose messages pass while others wait."""
+        strategy = self._strategy
+        if strategy.root_device.type == "cpu" or current_world() is not None:
+            return strategy.collectives.duplicate(self._timeout)
+        group = dist.new_group(backend="gloo", timeout=self._timeout)
+        return get_backend("gloo").collectives(group)

@@ -15,6 +15,7 @@ from lightning_shard.data_parallel.compression import Compressor
 from lightning_shard.data_parallel.local_sgd.outer import OuterOptimizer
 from lightning_shard.data_parallel.local_sgd.schedule import SyncSchedule
 from lightning_shard.data_parallel.options import STAGES
+from lightning_shard.elastic.membership_table import Bounds
 from lightning_shard.errors import ConfigError
 from lightning_shard.mesh import AXES, Axis, ParallelMesh
 from lightning_shard.pipeline_parallel.partition import Split
@@ -275,11 +276,36 @@ class ElasticConfig(OptionGroup):
                 f"Expected 1 <= min_ranks <= max_ranks, got min_ranks={self.min_ranks} and "
                 f"max_ranks={self.max_ranks}."
             )
+        self._check_batches()
+
+    def _check_batches(self) -> None:
+        batch, scaling = self.global_batch_size, self.learning_rate_scaling
+        if batch is not None and batch < 1:
+            raise ConfigError(f"global_batch_size must be at least 1, got {batch}.")
+        if scaling not in (None, "linear", "sqrt"):
+            raise ConfigError(
+                f"learning_rate_scaling must be 'linear', 'sqrt' or None, got {scaling!r}."
+            )
+        if scaling is not None and batch is not None:
+            raise ConfigError(
+                f"learning_rate_scaling={scaling!r} lets the global batch change with the ranks, "
+                f"but global_batch_size={batch} holds it. Leave one of them out."
+            )
 
     @property
     def stage(self) -> int:
         """The scheme's ZeRO stage."""
         return _STAGES[self.scheme]
+
+    @property
+    def bounds(self) -> Bounds:
+        """How many ranks may train, and what is borne."""
+        return Bounds(
+            min_ranks=self.min_ranks,
+            max_ranks=self.max_ranks,
+            patience_seconds=self.patience,
+            max_failures=self.max_failures,
+        )
 
 
 def _check_stage(stage: int) -> None:

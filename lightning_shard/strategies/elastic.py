@@ -5,33 +5,49 @@
            │ remember: a snapshot, │                 │
            ▼ a copy at the buddy   └─> reconfigure ──────┘
 
-What happens at a boundary and in a reconfiguration: see `reconfiguration`; who takes part:
-`changing_ranks`.
+The strategy holds an `ElasticRun`, which says what happens at a boundary and after a loss, and
+`ElasticRanks`, which know who takes part.
 """
 
-import time
+from dataclasses import asdict
 from typing import Any, Unpack
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_shard import settings
+from lightning_shard.backends.in_process.world import current_world
+from lightning_shard.backends.rendezvous import unless_a_rank_fails
 from lightning_shard.checkpoint.section import section_of, writable_section
+from lightning_shard.data_parallel.leftovers import take_leftovers
 from lightning_shard.elastic import _lightning
+from lightning_shard.elastic.checks import check_backend, check_trainer
 from lightning_shard.elastic.data_assignment import DataAssignment
+from lightning_shard.elastic.generation import Generation, Membership
+from lightning_shard.elastic.launcher import ElasticLauncher
 from lightning_shard.elastic.loop import make_elastic
-from lightning_shard.elastic.snapshot_memory import SnapshotMemory
+from lightning_shard.elastic.next_generation import refuse_strangers
+from lightning_shard.elastic.ranks import ElasticRanks, GroupOptions, make_membership
+from lightning_shard.elastic.rendezvous_server import JobRules
+from lightning_shard.elastic.run import ElasticRun
+from lightning_shard.environments import elastic_environment
+from lightning_shard.launchers.in_process import InProcessLauncher
+from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
 from lightning_shard.strategies.configs import ElasticConfig, GradientConfig, RunConfig
-from lightning_shard.strategies.elastic_checks import check_backend, check_trainer
-from lightning_shard.strategies.elastic_membership import Bounds
+from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from lightning_shard.strategies.flat_options import part, takes
+from lightning_shard.strategies.names import check_interactive
 from lightning_shard.strategies.options import ElasticOptions, SharedOptions
-from lightning_shard.strategies.reconfiguration import ReconfiguringStrategy
+from lightning_shard.trainer._lightning import handle_sigterm
+from lightning_shard.trainer.termination import TerminationHandler
+from lightning_shard.trainer.weight_averaging import averaging_callbacks
 
 
-class ElasticStrategy(ReconfiguringStrategy):
+class ElasticStrategy(DataParallelStrategy):
     """Data parallel over ranks that come and go.
 
     Raises:
@@ -42,62 +58,145 @@ class ElasticStrategy(ReconfiguringStrategy):
 
     @takes(RunConfig, GradientConfig, ElasticConfig)
     def __init__(self, **options: Unpack[ElasticOptions]) -> None:
-        elastic = ElasticConfig.of(options)
+        self._elastic = ElasticConfig.of(options)
         check_backend(RunConfig.of(options).backend)
-        self.stage = elastic.stage  # type: ignore[misc]
+        self.stage = self._elastic.stage  # type: ignore[misc]
+        self._ranks = ElasticRanks()
+        self._run: ElasticRun | None = None  # the present fit, or the last one
         super().__init__(**part(SharedOptions, options))
-        self._bounds = Bounds(
-            min_ranks=elastic.min_ranks,
-            max_ranks=elastic.max_ranks,
-            patience_seconds=elastic.patience,
-            max_failures=elastic.max_failures,
+
+    # --- which ranks there are --------------------------------------------------------------------
+
+    @property
+    @override
+    def global_rank(self) -> int:
+        return self._ranks.global_rank if self._ranks.are_known else super().global_rank
+
+    @property
+    @override
+    def world_size(self) -> int:
+        return self._ranks.world_size if self._ranks.are_known else super().world_size
+
+    @property
+    def generation(self) -> Generation:
+        """Who takes part now; there once the environment is set up."""
+        return self._ranks.generation
+
+    @property
+    def membership(self) -> Membership:
+        """This rank's part in the job; there once the environment is set up."""
+        return self._ranks.membership
+
+    @property
+    def _group_options(self) -> GroupOptions:
+        assert self.cluster_environment is not None
+        return GroupOptions(
+            backend=self.backend,
+            device=self.root_device,
+            timeout=self._timeout,
+            environment=self.cluster_environment,
         )
-        self._snapshot_every = elastic.snapshot_every
-        self._data_assignment = DataAssignment(
-            elastic.global_batch_size, elastic.learning_rate_scaling
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        self.backend.check(self.root_device)
+        if self.is_in_process:
+            self._launcher = InProcessLauncher(self.num_processes, is_elastic=True)
+            return
+        self.cluster_environment = elastic_environment(self.cluster_environment)
+        if settings.torchrun_job() is not None:
+            super()._configure_launcher()
+            return
+        rules = JobRules(
+            initial_size=self.num_processes * self.num_nodes,
+            timeout_seconds=self._timeout.total_seconds(),
+            **asdict(self._elastic.bounds),
         )
-        self._memory = SnapshotMemory()
+        self._launcher = ElasticLauncher(
+            self.cluster_environment, self.num_processes, self.num_nodes, rules
+        )
+        check_interactive(self, self._launcher, self.num_processes)
+
+    @override
+    def setup_environment(self) -> None:
+        earlier = ElasticRanks.of_process
+        adopts = earlier is not None and dist.is_initialized() and not self.is_in_process
+        if adopts:
+            assert earlier is not None
+            self._ranks = earlier
+        super().setup_environment()
+        if adopts:
+            assert self.cluster_environment is not None
+            self._ranks.tell(self.cluster_environment)
+
+    @override
+    def _join(self) -> None:
+        options, bounds = self._group_options, self._elastic.bounds
+        membership = make_membership(bounds, options, in_process=self.is_in_process)
+        self._ranks.begin(membership, options)
+
+    @override
+    def watch_for_termination(self, trainer: "pl.Trainer") -> None:
+        if (world := current_world()) is not None:
+            world.termination.ask_to_leave(world.scheduler)
+            handle_sigterm(trainer, TerminationHandler(world.termination))
+        elif (handler := self._ranks.membership.watch_signals()) is not None:
+            handle_sigterm(trainer, handler)
+        else:
+            super().watch_for_termination(trainer)
+
+    @property
+    @override
+    def has_shut_down_together(self) -> bool:
+        in_common = self._run is not None and self._run.departure.is_common
+        return in_common or super().has_shut_down_together
+
+    @override
+    def _leave(self) -> None:
+        super()._leave()
+        self._ranks.leave()
+
+    # --- a fit ------------------------------------------------------------------------------------
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
-        fitting = trainer.state.fn == TrainerFn.FITTING
-        if fitting:  # before configure_optimizers, which may ask for the number of steps
-            make_elastic(trainer)
-            self._data_assignment.begin(trainer)
-        super().setup(trainer)
-        if not fitting:
+        if trainer.state.fn != TrainerFn.FITTING:
+            super().setup(trainer)
             return
-        check_trainer(trainer, self._averages)
-        self._memory = SnapshotMemory()
-        if self._restarts is not None:
-            self._restarts.begin_fit()
-            self._memory = SnapshotMemory(self._restarts.make_buffers(), self._restarts.held)
-        self.stands_behind_step = self._is_over = self._ends_in_common = False
-        self._has_begun, self._began = self.is_newcomer, time.time()
-        self._num_in_vain, self._last_loss = 0, ((), -1)
-        for optimizer in self.optimizers:
-            optimizer.register_step_post_hook(self._forget_live)
-        if self.is_newcomer:
-            trainer.num_sanity_val_steps = 0
-        else:
-            self._enter_memory()
-            _lightning.share_places(trainer, self.broadcast)
+        self._run = run = self._make_run(trainer)
+        make_elastic(trainer, run)  # before configure_optimizers, which may ask for the steps
+        super().setup(trainer)
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        check_trainer(trainer, averaging_callbacks(callbacks, fitting=True))
+        run.begin_fit()
+
+    def _make_run(self, trainer: "pl.Trainer") -> ElasticRun:
+        rules = self._elastic
+        return ElasticRun(
+            self,
+            trainer,
+            self._ranks,
+            DataAssignment(trainer, rules.global_batch_size, rules.learning_rate_scaling),
+            snapshot_every=rules.snapshot_every,
+            max_failures=rules.max_failures,
+            timeout=self._timeout,
+            buddy_stride=self.num_processes if self.num_nodes > 1 else 1,
+        )
 
     @property
     @override
     def held_besides(self) -> list[str]:
         return ["snapshots in host memory"]
 
-    def _forget_live(self, *_: Any) -> None:
-        self._memory.forget_live()
-
     @override
     def process_dataloader(self, dataloader: object) -> object:
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         if trainer.training:
+            assert self._run is not None
             rank = self.data_collectives.rank
-            self._data_assignment.assign(trainer, dataloader, rank, self.world_size)
+            self._run.data_assignment.assign(trainer, dataloader, rank, self.world_size)
         return super().process_dataloader(dataloader)
 
     @override
@@ -105,24 +204,69 @@ class ElasticStrategy(ReconfiguringStrategy):
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         assert self.lightning_module is not None
-        weight = self._data_assignment.weight(self.lightning_module.trainer.fit_loop.batch_idx)
+        assert self._run is not None
+        batch_idx = self.lightning_module.trainer.fit_loop.batch_idx
+        weight = self._run.data_assignment.weight(batch_idx)
         if weight != 1.0:
             closure_loss = closure_loss * weight
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
     def teardown(self) -> None:
-        if self.lightning_module is not None:
-            self._data_assignment.end(self._trainer)
+        self._ranks.has_failed = self._failed
+        if self._run is not None and self.lightning_module is not None:
+            self._run.data_assignment.end(self.lightning_module.trainer)
         super().teardown()
-        self._memory = SnapshotMemory()  # what it holds has to do with groups
+        self._ranks.end_run()
+        if self._run is not None:
+            self._run.end_fit()
+
+    # --- what the run asks, see `Reconfigurable` --------------------------------------------------
+
+    def drop_generation(self) -> None:
+        """Leave the engine and the groups as they are, broken or not; not collective."""
+        if self._engine is not None:
+            for sharded in self._sharded:
+                sharded.detach()
+            self._engine.abandon()
+            self._left_sharded = True
+        self._engine, self._sharded = None, []
+        self._collectives = self._reducing = self._duplicated = None
+        self._ranks.membership.drop_groups()
+
+    def join_generation(self, generation: Generation) -> None:
+        """Make the groups of a generation; each of its members must call."""
+        self._ranks.enter(generation, self._group_options)
+        unless_a_rank_fails(self._use_groups, "making the process groups")
+
+    def rebuild_engine(self) -> None:
+        """Make the engine at the present generation's size, without values; each rank must call."""
+        assert self.model is not None
+        self._revert_layer_sync()
+        self._apply_layer_sync()
+        take_leftovers(self.model)
+        refuse_strangers(self.model, self.collectives)
+        self._start_engine()
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
+        self._sharded = [ShardedOptimizer(one, self.engine) for one in self.optimizers]
+        self._left_sharded = False
+
+    def end_training(self) -> None:
+        """Make the module full again after the last step; each rank must call."""
+        self._detach(self.engine)
+        self._engine, self._sharded, self._averages = None, [], []
+
+    # --- checkpoints ------------------------------------------------------------------------------
 
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        if "optimizer_states" in checkpoint:
-            writable_section(checkpoint)["elastic"] = self._data_assignment.state(self._trainer)
+        if self._run is not None and "optimizer_states" in checkpoint:
+            assert self.lightning_module is not None
+            state = self._run.data_assignment.state(self.lightning_module.trainer)
+            writable_section(checkpoint)["elastic"] = state
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
@@ -130,5 +274,8 @@ class ElasticStrategy(ReconfiguringStrategy):
         super().load_optimizer_state_dict(checkpoint)
         kept = section_of(checkpoint).get("elastic")
         if kept is not None:
-            self._data_assignment.load_state(kept, checkpoint["global_step"])
-            _lightning.forget_data(self._trainer)  # which configure_optimizers may have asked for
+            assert self.lightning_module is not None
+            assert self._run is not None
+            self._run.data_assignment.load_state(kept, checkpoint["global_step"])
+            # configure_optimizers may have asked for the data
+            _lightning.forget_data(self.lightning_module.trainer)

@@ -93,7 +93,7 @@ class Classifier(L.LightningModule):
                 epoch=self.current_epoch,
                 step=self.global_step,
                 rank=self.global_rank,
-                weight=strategy._data_assignment.weight(batch_idx),
+                weight=strategy._run.data_assignment.weight(batch_idx),
                 samples=tuple(numbers.tolist()),
                 losses=tuple(losses.tolist()),
             )

@@ -269,7 +269,7 @@ def test_signals_are_not_written_to_the_pipe_of_a_member_that_has_left() -> None
             for member in members:
                 member.leave()
             assert signal.set_wakeup_fd(-1) == -1
-            members[0].unwatch_signals()
+            members[0].end_run()
         finally:
             signal.set_wakeup_fd(-1)
 

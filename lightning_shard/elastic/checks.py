@@ -1,25 +1,24 @@
 """What elastic training does not do, said before it starts."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
+    Callback,
     GradientAccumulationScheduler,
     LearningRateFinder,
 )
 from torch.optim import LBFGS
 
 from lightning_shard.errors import ConfigError
-from lightning_shard.trainer.weight_averaging import averaging_callbacks
 
 
 def check_backend(backend: str) -> None:
     """Refuse a backend whose ranks cannot outlive each other.
 
     Raises:
-        ConfigError: It is such a one.
+        ConfigError: The backend is MPI, whose launchers end all ranks with one.
     """
     if backend == "mpi":
         raise ConfigError(
@@ -28,8 +27,12 @@ def check_backend(backend: str) -> None:
         )
 
 
-def check_trainer(trainer: "pl.Trainer", averages: Sequence[Any]) -> None:
+def check_trainer(trainer: "pl.Trainer", averaging: Sequence[Callback]) -> None:
     """Check what is to be trained, and how.
+
+    Args:
+        trainer: The Trainer, whose optimizers are made.
+        averaging: Those of its callbacks that average weights.
 
     Raises:
         ConfigError: It cannot be trained elastically.
@@ -41,11 +44,10 @@ def check_trainer(trainer: "pl.Trainer", averages: Sequence[Any]) -> None:
             f"many batches gradients are accumulated when ranks come or go. Set "
             f"automatic_optimization=True, or use another strategy."
         )
-    if averages:
-        callbacks = averaging_callbacks(trainer.callbacks, fitting=True)  # type: ignore[attr-defined]
-        names = ", ".join(type(one).__name__ for one in callbacks)
+    if averaging:
+        names = ", ".join(type(one).__name__ for one in averaging)
         raise ConfigError(
-            f"The callback {names or 'that averages weights'} keeps averages that are lost with a "
+            f"The callback {names} keeps averages that are lost with a "
             f"rank; expected none in elastic training. Average afterwards, over checkpoints."
         )
     for optimizer in trainer.optimizers:

@@ -1,0 +1,212 @@
+"""From the loss of a rank to the next boundary: new groups, the engine anew, the state put back.
+
+    drop the generation ─> ask for the next one ─> its groups ─> the newest boundary of which
+      somebody has every shard ─> the engine anew ─> shards moved into it ─> loops, callbacks and
+      schedulers as they were there ─> data assigned to the ranks there are
+
+Where nobody has some shard, ranks go back to the newest checkpoint.
+"""
+
+import time
+
+import lightning.pytorch as pl
+from torch import nn
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.backends.common_failure import all_raise
+from lightning_shard.backends.pending import is_about_a_peer
+from lightning_shard.backends.rendezvous import unless_a_rank_fails
+from lightning_shard.data_parallel.agreement import strangers
+from lightning_shard.elastic import _lightning
+from lightning_shard.elastic.data_assignment import DataAssignment
+from lightning_shard.elastic.departure import Departure
+from lightning_shard.elastic.generation import EvictedError, Generation
+from lightning_shard.elastic.progress import Progress
+from lightning_shard.elastic.ranks import ElasticRanks
+from lightning_shard.elastic.reconfigurable import Reconfigurable
+from lightning_shard.elastic.recovery import RecoveryPlan, agree, restore
+from lightning_shard.elastic.snapshot_memory import SnapshotMemory
+from lightning_shard.errors import CheckpointError, ConfigError, RankFailedError
+
+
+class NextGeneration:
+    """Brings this rank from one generation into the next, as often as there is one.
+
+    Args:
+        strategy: The strategy that trains.
+        trainer: Its Trainer, which is set back.
+        ranks: Say who takes part next.
+        data_assignment: Assigns the data anew.
+        memory: What there is to go on from.
+        departure: Told when nothing can go on.
+        max_failures: How often the same ranks may reconfigure at the same step.
+    """
+
+    def __init__(
+        self,
+        strategy: Reconfigurable,
+        trainer: "pl.Trainer",
+        ranks: ElasticRanks,
+        data_assignment: DataAssignment,
+        memory: SnapshotMemory,
+        departure: Departure,
+        *,
+        max_failures: int,
+    ) -> None:
+        self._strategy = strategy
+        self._trainer = trainer
+        self._ranks = ranks
+        self._data_assignment = data_assignment
+        self._memory = memory
+        self._departure = departure
+        self._max_failures = max_failures
+        self._fit_began = time.time()  # by the clock of files
+        self._num_in_vain = 0
+        self._last_loss: tuple[tuple[str, ...], int] = ((), -1)
+
+    def enter(self, error: BaseException | None) -> bool:
+        """Go on in the next generation, from the newest boundary that is complete.
+
+        Args:
+            error: What has ended this one; None for an agreed change.
+
+        Returns:
+            Whether the boundary lies behind an optimizer step.
+
+        Raises:
+            RankFailedError: Another peer was lost meanwhile, or too few ranks are left.
+            Exception: `error` itself: this rank has failed too often, or all have, at one place.
+            CheckpointError: Nobody has a part of the state.
+        """
+        is_own = error is not None and not _is_of_a_peer(error)
+        if error is not None and is_own and self._ranks.generation.number and all_raise(error):
+            self._departure.is_certain = self._departure.is_common = True
+            raise error  # no accident: they would raise it again
+        self._memory.close()
+        self._strategy.drop_generation()
+        generation = self._following(error, is_own=is_own)
+        was_first = self._ranks.global_rank == 0
+        self._check_gain(generation, error)
+        self._strategy.join_generation(generation)
+        behind_step = self._take_up(generation)
+        _lightning.share_places(self._trainer, self._strategy.broadcast)
+        if self._ranks.global_rank == 0 and not was_first:
+            _lightning.continue_logs(self._trainer)
+        if generation.is_last:
+            self._departure.save_and_end(generation)
+        return behind_step
+
+    def _following(self, error: BaseException | None, *, is_own: bool) -> Generation:
+        """Wait for the next generation; whatever is raised meanwhile ends the fit."""
+        try:
+            return self._ranks.membership.following(error if is_own else None)
+        except EvictedError as verdict:
+            self._departure.is_certain = True
+            assert error is not None
+            error.add_note(str(verdict))
+            raise error from None
+        except BaseException:
+            self._departure.is_certain = True
+            raise
+
+    def _check_gain(self, generation: Generation, error: BaseException | None) -> None:
+        """Raise the error where the same ranks reconfigure again and again at the same step."""
+        here = generation.members, self._trainer.global_step
+        in_vain = error is not None and here == self._last_loss
+        self._num_in_vain = self._num_in_vain + 1 if in_vain else 0
+        self._last_loss = here
+        if self._num_in_vain > self._max_failures:
+            self._departure.is_certain = True
+            assert error is not None
+            error.add_note(
+                f"The same {generation.size} ranks have reconfigured {self._num_in_vain} times at "
+                f"step {self._trainer.global_step}, though none of them was lost."
+            )
+            raise error
+
+    def _take_up(self, generation: Generation) -> bool:
+        """Bring this generation to a boundary; each rank must call."""
+        plan = agree(self._strategy.collectives, self._memory.held)
+        if plan is None:
+            self._go_back_to_a_checkpoint(generation)
+            behind_step = False
+        else:
+            behind_step = self._go_on_from_snapshots(plan, generation)
+        self._memory.remember(behind_step=behind_step)
+        return behind_step
+
+    def _go_on_from_snapshots(self, plan: RecoveryPlan, generation: Generation) -> bool:
+        strategy, trainer = self._strategy, self._trainer
+        self._rebuild_engine(generation)
+        restored = restore(
+            strategy.collectives,
+            plan,
+            self._memory.held,
+            strategy.engine,
+            strategy.optimizers,
+            me=generation.me,
+        )
+        own = None if restored.own is None else Progress.unpack(restored.own)
+        progress = Progress.unpack(restored.extra)
+        progress.load_buffers(trainer.lightning_module)
+        progress.load_trainer(trainer)
+        assignment = progress.batch_assignment
+        self._data_assignment.take_over(trainer, assignment, generation.size)
+        self._ask_for_data()
+        self._data_assignment.recount(trainer, progress.accumulation)
+        progress.load_own(trainer, own, generation.rank)
+        return progress.behind_step
+
+    def _go_back_to_a_checkpoint(self, generation: Generation) -> None:
+        """Go back to the newest checkpoint, where too many ranks were lost at once."""
+        trainer, path = self._trainer, None
+        if generation.rank == 0:
+            path = _lightning.newest_checkpoint(trainer, self._fit_began)
+        path = self._strategy.broadcast(path)
+        if path is None:
+            self._departure.is_certain = True
+            raise CheckpointError(
+                f"Rank {generation.rank}: {generation.reason}, and with them all copies of a "
+                f"part of the state; expected a checkpoint to go back to, but this fit has saved "
+                f"none. Add a ModelCheckpoint with every_n_train_steps."
+            )
+        self._rebuild_engine(generation)
+        _lightning.load_checkpoint(trainer, path)
+        self._ask_for_data()
+        self._data_assignment.recount_loaded(trainer)
+
+    def _rebuild_engine(self, generation: Generation) -> None:
+        self._strategy.rebuild_engine()
+        unless_a_rank_fails(
+            lambda: self._memory.enter(generation), "making the group of the snapshots"
+        )
+
+    def _ask_for_data(self) -> None:
+        """Have the loaders asked for anew, from the position on; each rank must call."""
+        mid_epoch = self._data_assignment.batch_assignment.position.steps > 0
+        _lightning.begin_anew(self._trainer, mid_epoch=mid_epoch)
+        self._data_assignment.check_alike(self._strategy.collectives)
+
+
+def refuse_strangers(model: nn.Module, collectives: Collectives) -> None:
+    """Go on without newcomers that have another model; each rank must call.
+
+    Raises:
+        ConfigError: This rank has another model than rank 0.
+        RankFailedError: Other ranks have.
+    """
+    others = strangers(model, collectives)
+    if others and collectives.rank not in others:
+        raise RankFailedError(
+            f"Rank {collectives.rank}: the ranks {others} have another model than rank 0, "
+            f"and so take no part. Build it from the same arguments everywhere."
+        )
+    if others:
+        raise ConfigError(
+            f"Rank {collectives.rank}: the model that this process has built is another "
+            f"than that which is trained, expected the same. Build it from the same arguments."
+        )
+
+
+def _is_of_a_peer(error: BaseException) -> bool:
+    return isinstance(error, RankFailedError) or is_about_a_peer(error)

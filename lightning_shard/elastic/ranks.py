@@ -1,0 +1,156 @@
+"""Which rank this process is, and of how many: asked of the membership, told to everybody else.
+
+launcher               who says who takes part         what becomes of the rest on a loss
+in process             a membership table in this process        they go on
+Lightning's, srun      a rendezvous server beside the ranks       they go on
+torchrun               torchelastic's agents           they are ended, and all start anew
+"""
+
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning_utilities.core.rank_zero import rank_zero_only
+
+from lightning_shard import settings
+from lightning_shard.backends._c10d import HashStore
+from lightning_shard.backends.base import Backend
+from lightning_shard.backends.rendezvous import HOST_KEY
+from lightning_shard.elastic.generation import Generation, Membership
+from lightning_shard.elastic.in_process_membership import InProcessMembership
+from lightning_shard.elastic.membership_table import Bounds
+from lightning_shard.elastic.restart_membership import RestartMembership
+from lightning_shard.elastic.served_membership import ServedMembership
+from lightning_shard.environments import ElasticEnvironment
+from lightning_shard.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupOptions:
+    """What the groups of each generation are made with.
+
+    Attributes:
+        backend: The backend of the groups.
+        device: This rank's device.
+        timeout: How long a rank waits for its peers.
+        environment: The cluster environment, which is told this rank's place in each generation.
+    """
+
+    backend: Backend
+    device: torch.device
+    timeout: timedelta
+    environment: ClusterEnvironment
+
+
+class ElasticRanks:
+    """This process's part in a job: its membership, and its rank in the present generation.
+
+    It begins with the process's first run and is that of later Trainers, too. Of ranks that are
+    threads each has its own, which ends with the run.
+
+    Attributes:
+        of_process: The one that later Trainers of this process take over.
+        has_failed: Whether the last run has failed on this rank.
+    """
+
+    of_process: "ClassVar[ElasticRanks | None]" = None
+
+    def __init__(self) -> None:
+        self.has_failed = False
+        self._membership: Membership | None = None
+        self._generation: Generation | None = None
+
+    @property
+    def are_known(self) -> bool:
+        """Whether there is a generation, or a newcomer's own."""
+        return self._generation is not None
+
+    @property
+    def generation(self) -> Generation:
+        """Who takes part now; there once the environment is set up."""
+        if self._generation is None:
+            raise ConfigError("There is no generation before trainer.fit (or validate ...) runs.")
+        return self._generation
+
+    @property
+    def membership(self) -> Membership:
+        """This rank's part in the job; there once the environment is set up."""
+        if self._membership is None:
+            raise ConfigError("There is no membership before trainer.fit (or validate ...) runs.")
+        return self._membership
+
+    @property
+    def global_rank(self) -> int:
+        """This process's rank; 1 of a newcomer that waits, since it must not write files."""
+        return self.generation.rank + (self.generation.number == 0)
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks; of a newcomer that waits the first ones', for its schedules."""
+        if self.generation.number == 0:
+            return self.membership.first_size
+        return self.generation.size
+
+    def begin(self, membership: Membership, options: GroupOptions) -> None:
+        """Take part in the job, or wait as a newcomer; each of the first ranks must call."""
+        if not isinstance(membership, InProcessMembership):
+            ElasticRanks.of_process = self
+        self._membership = membership
+        first = membership.begin()
+        alone = Generation(number=0, members=(membership.me,), me=membership.me)
+        self.enter(first or alone, options)
+
+    def enter(self, generation: Generation, options: GroupOptions) -> None:
+        """Make a generation's default group; each of its members must call."""
+        self._generation = generation
+        self.tell(options.environment)
+        setattr(rank_zero_only, "rank", self.global_rank)  # noqa: B010  (a function attribute)
+        if generation.number == 0 and not isinstance(self._membership, InProcessMembership):
+            _make_group_of_one(options)
+        else:
+            self.membership.init_groups(
+                generation, options.backend, options.device, options.timeout
+            )
+
+    def tell(self, environment: ClusterEnvironment) -> None:
+        """Tell a cluster environment which rank this is."""
+        if isinstance(environment, ElasticEnvironment):
+            size = max(self.global_rank + 1, self.generation.size)
+            environment.admit(self.global_rank, size)
+
+    def end_run(self) -> None:
+        """Note that a run has ended; a thread's part in the job ends with it."""
+        if self._membership is not None:
+            self._membership.end_run()
+        if isinstance(self._membership, InProcessMembership):
+            self._membership = self._generation = None
+
+    def leave(self) -> None:
+        """Leave the job at exit; the silence of a rank that has failed says that it has."""
+        if self._membership is not None and not self.has_failed:
+            self._membership.leave()
+
+
+def make_membership(bounds: Bounds, options: GroupOptions, *, in_process: bool) -> Membership:
+    """Return this rank's part in the job, by how it was launched."""
+    environment = options.environment
+    if in_process:
+        return InProcessMembership(**asdict(bounds))
+    if (run := settings.torchrun_job()) is not None:
+        settings.set_rendezvous(environment.main_address, environment.main_port)
+        return RestartMembership(options.backend, options.device, options.timeout, run)
+    assert isinstance(environment, ElasticEnvironment)
+    job = settings.job()
+    assert job is not None  # the launcher has told it
+    rank = None if environment.is_newcomer else environment.global_rank()
+    return ServedMembership(job, rank, options.timeout)
+
+
+def _make_group_of_one(options: GroupOptions) -> None:
+    store: Any = HashStore()
+    store.set(HOST_KEY, "127.0.0.1")
+    options.backend.init_process_group(
+        rank=0, world_size=1, device=options.device, timeout=options.timeout, store=store
+    )

@@ -1,0 +1,62 @@
+"""What an elastic run asks of the strategy that trains: the engine taken down, and made anew.
+
+    drop_generation ─> join_generation(the next one) ─> rebuild_engine ─> values are moved into it
+
+`ElasticRun` and its parts know a strategy by this alone.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.elastic.generation import Generation
+
+T = TypeVar("T")
+
+
+class Reconfigurable(Protocol):
+    """A strategy whose ranks may change during a fit."""
+
+    @property
+    def root_device(self) -> torch.device:
+        """This rank's device."""
+
+    @property
+    def collectives(self) -> Collectives:
+        """Collectives over all ranks of the present generation."""
+
+    @property
+    def engine(self) -> DataParallelEngine:
+        """The engine of the present generation."""
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """The optimizers of the fit, which stay the same objects."""
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """Return rank `src`'s object; each rank must call."""
+
+    def drop_generation(self) -> None:
+        """Leave the engine and the groups as they are, broken or not; not collective."""
+
+    def join_generation(self, generation: Generation) -> None:
+        """Make the groups of a generation; each of its members must call.
+
+        Raises:
+            RankFailedError: Another member did not come.
+        """
+
+    def rebuild_engine(self) -> None:
+        """Make the engine at the present generation's size, without values; each rank must call.
+
+        Raises:
+            ConfigError: This rank has another model than rank 0.
+            RankFailedError: Other ranks have.
+        """
+
+    def end_training(self) -> None:
+        """Make the module full again after the last step; each rank must call."""
