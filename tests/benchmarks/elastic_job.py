@@ -16,7 +16,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ from typing_extensions import override
 from examples.train_gpt import GPT, Text
 from lightning_shard import ElasticStrategy, ZeRO2Strategy
 from lightning_shard.elastic.generation import Generation
-from lightning_shard.elastic.progress import Progress
 
 NEVER = 1 << 40
 TURN_STEPS = 20  # that count; there is one more, which warms up
@@ -60,50 +59,65 @@ class Timed(ElasticStrategy):
         super().__init__(backend="gloo", timeout=60, snapshot_every=snapshot_every)
         self.marks: dict[str, float] = {}
 
-    def _mark(self, part: str) -> None:
-        self.marks[part] = time.monotonic()
+    @override
+    def setup(self, trainer: L.Trainer) -> None:
+        super().setup(trainer)
+        run: Any = self._run
+        run.reconfigure = self._timed(run.reconfigure, before=self._begin_recovery)
+        take_over = run.data_assignment.take_over
+        run.data_assignment.take_over = self._timed(take_over, before=self._marking("state"))
+        run._memory.remember = self._timed(
+            run._memory.remember,
+            before=self._marking("loops and data"),
+            after=self._marking("snapshot"),
+        )
 
     @override
-    def reconfigure(self, error: BaseException | None) -> None:
-        self.marks.clear()
-        self._mark("detection")
-        super().reconfigure(error)
-
-    @override
-    def _drop_generation(self) -> None:
-        super()._drop_generation()
+    def drop_generation(self) -> None:
+        super().drop_generation()
         self._mark("dropping the groups")
 
     @override
-    def _init_groups(self, generation: Generation) -> None:
+    def join_generation(self, generation: Generation) -> None:
         self._mark("agreement on members")
-        super()._init_groups(generation)
-
-    @override
-    def _take_up(self) -> None:
+        super().join_generation(generation)
         self._mark("groups")
-        super()._take_up()
 
     @override
-    def _rebuild_engine(self) -> None:
+    def rebuild_engine(self) -> None:
         self._mark("agreement on a snapshot")
-        super()._rebuild_engine()
+        super().rebuild_engine()
         self._mark("engine")
 
-    @override
-    def _go_on_from(self, progress: Progress, own: Progress | None) -> None:
-        self._mark("state")
-        super()._go_on_from(progress, own)
-        self._mark("snapshot")
+    def _begin_recovery(self) -> None:
+        self.marks = {"detection": time.monotonic()}
 
-    @override
-    def _keep(self, progress: Progress, said: int = 0) -> int:
-        self.marks.setdefault("loops and data", time.monotonic())
-        return super()._keep(progress, said)
+    def _mark(self, part: str) -> None:
+        if self.marks:  # in a recovery, or behind one
+            self.marks.setdefault(part, time.monotonic())
+
+    def _marking(self, part: str) -> Callable[[], None]:
+        return lambda: self._mark(part)
+
+    def _timed(
+        self,
+        function: Callable[..., Any],
+        *,
+        before: Callable[[], None],
+        after: Callable[[], None] = lambda: None,
+    ) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            before()
+            result = function(*args, **kwargs)
+            after()
+            return result
+
+        return timed
 
     def snapshot_bytes(self) -> int:
         """All host memory that snapshots take here, idle buffers included."""
-        memory = self._memory
+        assert self._run is not None
+        memory = self._run._memory
         ring, buffers = memory._ring, memory._buffers
         tensors = [one.data for one in memory.held] if ring is None else _data_of(ring)
         storages = {
@@ -155,7 +169,8 @@ class Diary(L.Callback):
         if told.strip() == "":
             trainer.should_stop = True
         elif isinstance(trainer.strategy, Timed):
-            trainer.strategy._snapshot_every = int(told)
+            assert trainer.strategy._run is not None
+            trainer.strategy._run._snapshot_every = int(told)
 
     @override
     def on_before_optimizer_step(self, trainer: L.Trainer, *_: Any) -> None:
