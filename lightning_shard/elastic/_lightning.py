@@ -215,7 +215,7 @@ def share_places(trainer: "pl.Trainer", broadcast: Callable[[Any], Any]) -> None
 
     Args:
         trainer: In its fit; each rank must call.
-        broadcast: Rank 0's value to all.
+        broadcast: Sends rank 0's value to all ranks.
     """
     savers = _model_savers(trainer)
     mine: tuple[list[Any], list[Any]] = ([], [])

@@ -40,7 +40,7 @@ class _Message:
 
 @dataclass(kw_only=True)
 class _PendingCopy:
-    """One exchange."""
+    """An exchange of snapshots that is not finished yet."""
 
     buffer: Tensor  # where the other rank's snapshot goes
     receives: list[_Message]
@@ -84,12 +84,12 @@ class BuddyRing:
         self._buffers = HostBuffers() if buffers is None else buffers
         self._complete = list(held)
         self._last: tuple[int, int, int] | None = None  # whose exchange is finished here
-        self._flight: _PendingCopy | None = None
+        self._pending: _PendingCopy | None = None
         self._sizes: list[int] = []  # of the last snapshots, by rank
 
     @property
     def held(self) -> list[Snapshot]:
-        """The whole snapshots that are here, the newest first."""
+        """The complete snapshots that are here, the newest first."""
         return sorted(self._complete, key=_moment, reverse=True)
 
     def begin(self, snapshot: Snapshot, flags: int = 0) -> int:
@@ -98,7 +98,7 @@ class BuddyRing:
         Finishes the last exchange first if that has not been done.
 
         Args:
-            snapshot: Of the same step on all ranks; belongs to the ring from now on.
+            snapshot: This rank's, of the same step on all ranks; the ring owns it from now on.
             flags: Bits below 2**63, which all ranks are to hear of.
 
         Returns:
@@ -123,25 +123,26 @@ class BuddyRing:
         Raises:
             RankFailedError: A peer has died. What has come of its snapshot: see `salvage`.
         """
-        flight = self._flight
-        if flight is None:
+        pending = self._pending
+        if pending is None:
             return
         with Span(self._place()) as span:
-            for message in flight.receives[len(flight.arrived) :]:
-                flight.arrived.append(False)
+            for message in pending.receives[len(pending.arrived) :]:
+                pending.arrived.append(False)
                 message.work.wait()
-                flight.arrived[-1] = True
-            for message in flight.sends:
+                pending.arrived[-1] = True
+            for message in pending.sends:
                 message.work.wait()
             span.has_waited()
-        self._flight = None
-        self._take_in(flight.buffer)
+        self._pending = None
+        self._take_in(pending.buffer)
 
     def hand_over(self, leaving: Sequence[bool]) -> None:
         """Give the last snapshots of ranks that leave in order to ranks that stay.
 
         Args:
-            leaving: By rank; not all of them. The last exchange is finished; each rank must call.
+            leaving: By rank, whether it leaves; some rank stays. The last exchange is finished;
+                each rank must call.
 
         Raises:
             RankFailedError: A peer has died.
@@ -159,24 +160,24 @@ class BuddyRing:
                 self._take_in(buffer)
 
     def salvage(self, seconds: float = 1.0) -> None:
-        """After a loss, keep what has come whole although the exchange cannot be finished.
+        """After a loss, keep a snapshot that has arrived although the exchange cannot be finished.
 
-        Not collective. The ring is not to be used any more but for what it holds.
+        Not collective. Afterwards only what the ring holds may be asked for.
 
         Args:
             seconds: How long to wait for what is still on its way from a living peer.
         """
-        flight, self._flight = self._flight, None
-        if flight is None:
+        pending, self._pending = self._pending, None
+        if pending is None:
             return
         deadline = time.monotonic() + seconds
-        arrived = [*flight.arrived]
-        while all(arrived) and len(arrived) < len(flight.receives):
-            arrived.append(_has_come(flight.receives[len(arrived)].work, deadline))
+        arrived = [*pending.arrived]
+        while all(arrived) and len(arrived) < len(pending.receives):
+            arrived.append(_has_come(pending.receives[len(arrived)].work, deadline))
         if all(arrived):
-            self._take_in(flight.buffer)
+            self._take_in(pending.buffer)
         else:
-            self._buffers.forget(flight.buffer)
+            self._buffers.forget(pending.buffer)
 
     def _place(self) -> OperationContext:
         one = self._collectives
@@ -206,7 +207,7 @@ class BuddyRing:
         group = self._collectives.group
         buffer = self._buffers.lend(num_bytes)
         self._collectives.traffic.count("buddy", snapshot.data.numel(), 1)
-        self._flight = _PendingCopy(
+        self._pending = _PendingCopy(
             buffer=buffer,
             receives=[
                 _Message(
@@ -229,7 +230,7 @@ class BuddyRing:
 
 
 def hand_overs(leaving: Sequence[bool], stride: int) -> list[tuple[int, int]]:
-    """Who gives a snapshot to whom: whose buddy leaves as well, to the next rank that stays."""
+    """Return who gives a snapshot to whom: one whose buddy leaves as well, to the next that stays."""
     size = len(leaving)
     pairs = []
     for rank in (rank for rank in range(size) if leaving[rank] and leaving[(rank + stride) % size]):

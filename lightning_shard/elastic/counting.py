@@ -23,10 +23,10 @@ class FirstBatches:
     """How far training is, in batches of the first ranks.
 
     Attributes:
-        accumulation: Batches of a step.
-        in_epoch: Batches of an epoch.
-        epoch: From 0.
-        steps: Of this epoch that have been made.
+        accumulation: The batches that the first ranks accumulate for a step.
+        in_epoch: The batches that an epoch has for them.
+        epoch: The number of the epoch, from 0.
+        steps: The optimizer steps of this epoch that have been made.
     """
 
     accumulation: int
@@ -55,7 +55,7 @@ class FirstBatches:
 
 @contextmanager
 def counting_steps(trainer: "pl.Trainer", first: FirstBatches) -> Iterator[None]:
-    """Let Lightning find due, behind a step, what was due there for the first ranks."""
+    """Inside, what goes by batches is due behind the same steps as for the first ranks."""
     check, configs = trainer.val_check_batch, trainer.lr_scheduler_configs
     frequencies = [one.frequency for one in configs]
     interval = val_check_interval(trainer)
@@ -86,8 +86,8 @@ def recount(trainer: "pl.Trainer", first: FirstBatches | None, old_accumulation:
 
     Args:
         trainer: In its fit.
-        first: How far it is; None where a step has as many batches at every number of ranks.
-        old_accumulation: When they were counted.
+        first: How far training is; None where a step has as many batches at every number of ranks.
+        old_accumulation: How many batches a step had when they were counted.
     """
     accumulation = trainer.accumulate_grad_batches
     progress = trainer.fit_loop.epoch_loop.batch_progress

@@ -37,13 +37,15 @@ from lightning_shard.errors import ConfigError, RankFailedError
 
 @dataclass(frozen=True, kw_only=True)
 class BatchAssignment:
-    """How an optimizer step is fed, as the first ranks have settled it; newcomers take it over.
+    """The samples and batches of an optimizer step, as the first ranks have settled them.
+
+    Newcomers take them over.
 
     Attributes:
         global_batch: Samples of an optimizer step; None where each rank's batch is held.
-        accumulation: Batches that the first ranks accumulated.
-        num_ranks: For which the learning rates are now.
-        position: In the data.
+        accumulation: The batches that the first ranks accumulated for a step.
+        num_ranks: The number of ranks that the learning rates are scaled for now.
+        position: Where in the data training is.
     """
 
     global_batch: int | None
@@ -83,7 +85,7 @@ class DataAssignment:
         self._installed: Installed | None = None
 
     def end(self, trainer: "pl.Trainer") -> None:
-        """Give the loader and the trainer back as they were."""
+        """Give the loader its own samplers back, and the Trainer its accumulation."""
         if self._installed is not None:
             self._installed.remove()
             self._installed = None
@@ -103,10 +105,10 @@ class DataAssignment:
         """Have a loader yield this rank's batches from the position on; the trainer accumulates.
 
         Args:
-            trainer: In its fit.
-            loader: As Lightning has prepared it.
-            rank: This rank's.
-            num_ranks: Between which samples are assigned.
+            trainer: The Trainer, in its fit.
+            loader: The training loader, as Lightning has prepared it.
+            rank: This rank.
+            num_ranks: The number of ranks between which samples are assigned.
 
         Raises:
             ConfigError: Its samples cannot be assigned.
@@ -143,12 +145,12 @@ class DataAssignment:
         Both limits count batches of the first ranks, so that steps hold what they held.
 
         Args:
-            num_samples: Of the dataset.
+            num_samples: The samples of the dataset.
             limit: The Trainer's `limit_train_batches`.
-            drop_last: The loader's.
+            drop_last: The loader's option of that name.
 
         Raises:
-            ConfigError: The share is of less than a batch.
+            ConfigError: The limit is a share of the batches that is less than one.
         """
         batch = self._first_batch
         full = num_samples // batch if drop_last else num_parts(num_samples, batch)
@@ -163,7 +165,7 @@ class DataAssignment:
 
     @property
     def _step_batches(self) -> int:
-        """What one device would accumulate; `global_batch_size` says it in samples instead."""
+        """The batches that one device would accumulate; `global_batch_size` says it in samples."""
         if self._global_batch_size is not None:
             return self._user_accumulation
         return self._first_accumulation or self._user_accumulation
@@ -207,9 +209,10 @@ class DataAssignment:
         """Go on from where others, or this rank, were; before the loader is asked for anew.
 
         Args:
-            trainer: In its fit, with the optimizers and schedulers of `batch_assignment.num_ranks`.
-            batch_assignment: Of that moment.
-            num_ranks: From now on.
+            trainer: The Trainer in its fit, whose learning rates are for
+                `batch_assignment.num_ranks`.
+            batch_assignment: That of the boundary from which training goes on.
+            num_ranks: The number of ranks from now on.
         """
         self._global_batch, self._position = (
             batch_assignment.global_batch,
@@ -231,8 +234,8 @@ class DataAssignment:
         """Count the epoch's batches as if they had been of the present size.
 
         Args:
-            trainer: In its fit, after the loader was asked for anew.
-            old_accumulation: When they were counted.
+            trainer: The Trainer in its fit, after the loader was asked for anew.
+            old_accumulation: How many batches a step had when they were counted.
         """
         first = self._first_batches(trainer) if self._scaling is None else None
         recount(trainer, first, old_accumulation)
@@ -259,7 +262,7 @@ class DataAssignment:
                 trainer.val_check_interval = trainer.val_check_batch = interval
 
     def counting_steps(self, trainer: "pl.Trainer") -> AbstractContextManager[None]:
-        """In which is due, behind a step, what was due there for the first ranks."""
+        """Return a context in which the same is due behind a step as for the first ranks."""
         if self._sampler is None or trainer.accumulate_grad_batches == self._first_accumulation:
             return nullcontext()
         return counting_steps(trainer, self._first_batches(trainer))
@@ -280,7 +283,7 @@ class DataAssignment:
         """Take note of an optimizer step.
 
         Args:
-            epoch: In which it was.
+            epoch: The epoch in which the step was made.
             global_step: The steps of the fit that are done.
         """
         self._position, self._noted_step = self._position_behind(epoch, 1), global_step
@@ -291,11 +294,11 @@ class DataAssignment:
         return self._sampler.position(steps + num_steps)
 
     def weight(self, batch_idx: int) -> float:
-        """By what the mean loss of this rank's batch is multiplied, 1.0 where all are alike."""
+        """Return the factor of the mean loss of this rank's batch, 1.0 where all are alike."""
         return 1.0 if self._sampler is None else self._sampler.weight_of_batch(batch_idx)
 
     def state(self, trainer: "pl.Trainer") -> dict[str, Any]:
-        """For a checkpoint, which may be saved between an optimizer step and its boundary."""
+        """Return what a checkpoint keeps, which may be saved between a step and its boundary."""
         position = self._position
         if self._sampler is not None and trainer.global_step > self._noted_step:
             epoch = epoch_of_samplers(trainer)
@@ -311,7 +314,7 @@ class DataAssignment:
 
         Args:
             state: What `state` has returned.
-            global_step: The checkpoint's.
+            global_step: The optimizer steps that the checkpoint counts.
         """
         wanted = self._global_batch_size
         self._global_batch = wanted or state["global_batch"]
@@ -322,7 +325,7 @@ class DataAssignment:
         self._loaded_ranks = state["num_ranks"]
 
     def recount_loaded(self, trainer: "pl.Trainer") -> None:
-        """After a checkpoint, when the loader is there: see `recount`."""
+        """Count batches anew after a checkpoint, when the loader is there: see `recount`."""
         if self._loaded_accumulation is not None:
             self.recount(trainer, self._loaded_accumulation)
             self._rescale(trainer, self._loaded_ranks, self._num_ranks)

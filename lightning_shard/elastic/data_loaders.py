@@ -28,9 +28,9 @@ class Installed:
     """What a loader had before.
 
     Attributes:
-        loader: That now has an elastic batch sampler.
-        sampler: Its own.
-        batch_sampler: Its own.
+        loader: The loader that now has an elastic batch sampler.
+        sampler: The sampler that it had.
+        batch_sampler: The batch sampler that it had.
     """
 
     loader: DataLoader[Any]
@@ -43,14 +43,14 @@ class Installed:
 
 
 def find_order(loader: object, seed: int = 0) -> EpochOrder:
-    """The order in which a training loader's samples would be seen on a single device.
+    """Return the order in which a training loader's samples would be seen on a single device.
 
-    Of a DistributedSampler the whole order; where Lightning has wrapped a user's sampler, the
-    user's, which Lightning would have shuffled.
+    A DistributedSampler counts with its whole order. Where Lightning has wrapped a user's sampler,
+    which it would have shuffled, the user's order counts.
 
     Args:
         loader: As Lightning passes it to `Strategy.process_dataloader`, or the user's.
-        seed: The job's, the same on all ranks.
+        seed: The job's seed, the same on all ranks.
 
     Raises:
         ConfigError: Samples cannot be assigned: a stream, batches made by the dataset or by a batch
@@ -74,11 +74,11 @@ def install(loader: DataLoader[Any], batch_sampler: ElasticBatchSampler) -> Inst
     `drop_last` keep saying what the user has asked for.
 
     Args:
-        loader: One for which `find_order` finds an order.
-        batch_sampler: Assigns that order.
+        loader: A loader for which `find_order` finds an order.
+        batch_sampler: The batch sampler that assigns the samples in that order.
 
     Returns:
-        By which it can be taken out again.
+        What the loader had before, to give it back.
     """
     had = Installed(loader=loader, sampler=loader.sampler, batch_sampler=loader.batch_sampler)
     replace_samplers(loader, batch_sampler.sampler, batch_sampler)

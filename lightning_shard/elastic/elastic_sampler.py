@@ -27,13 +27,13 @@ class ElasticBatchSampler(Sampler[list[Any]]):
 
     Args:
         sampler: The epoch's order, whose epoch and position count.
-        rank_batch: Samples at once on a rank, at most.
+        rank_batch: The most samples at once on a rank.
         rank: This rank.
-        num_ranks: W.
+        num_ranks: W, the number of ranks.
         global_batch: Samples of an optimizer step at every W.
         accumulation: Microbatches of an optimizer step at every W, each of `rank_batch` samples.
         drop_last: Leave out an epoch's last step where it is smaller than the others.
-        max_samples: Deal no more of an epoch than this.
+        max_samples: The most samples of an epoch that are assigned.
         step_batches: See `EpochShares`.
 
     Raises:
@@ -80,7 +80,7 @@ class ElasticBatchSampler(Sampler[list[Any]]):
 
     @property
     def num_ranks(self) -> int:
-        """W, between which the samples are assigned."""
+        """W, the number of ranks between which the samples are assigned."""
         return self._num_ranks
 
     @property
@@ -98,7 +98,7 @@ class ElasticBatchSampler(Sampler[list[Any]]):
 
     @property
     def num_samples(self) -> int:
-        """Of an epoch; `drop_last` may leave some of them out."""
+        """The samples of an epoch; `drop_last` may leave some of them out."""
         length = len(self.sampler)
         return length if self._max_samples is None else min(length, self._max_samples)
 
@@ -123,7 +123,7 @@ class ElasticBatchSampler(Sampler[list[Any]]):
         )
 
     def rescale(self, rank: int, num_ranks: int) -> None:
-        """Deal to another number of ranks from the position on; `resume` says which that is.
+        """Assign to another number of ranks from the position on; `resume` says which that is.
 
         Raises:
             ConfigError: There is no such rank.
@@ -143,9 +143,10 @@ class ElasticBatchSampler(Sampler[list[Any]]):
         """Take an epoch up where others, or this rank, have left it.
 
         Args:
-            epoch: From 0.
-            samples_done: In this epoch, by optimizer steps.
-            steps_done: In this epoch; None for as many as the samples make at the present size.
+            epoch: The number of the epoch, from 0.
+            samples_done: The samples of this epoch that optimizer steps have used.
+            steps_done: The optimizer steps of this epoch; None for as many as those samples make at
+                the present size.
 
         Raises:
             LayoutError: The epoch has fewer samples.
@@ -164,7 +165,7 @@ class ElasticBatchSampler(Sampler[list[Any]]):
         return Position(epoch=self.sampler.epoch, samples=samples, steps=steps_done)
 
     def weight(self, step_in_epoch: int, microbatch: int, rank: int | None = None) -> float:
-        """By what a rank multiplies the mean loss of a microbatch, None being this one.
+        """Return the factor by which a rank (None: this one) multiplies a microbatch's mean loss.
 
         Raises:
             LayoutError: The step is not left in this epoch.
@@ -173,7 +174,7 @@ class ElasticBatchSampler(Sampler[list[Any]]):
         return step.weight(microbatch, self._rank if rank is None else rank)
 
     def weight_of_batch(self, batch_in_epoch: int) -> float:
-        """The same of this rank's batch, counted from the epoch's start as `len` counts."""
+        """Return `weight` of this rank's batch, counted from the epoch's start as `len` counts."""
         step, microbatch = divmod(batch_in_epoch, self.accumulation)
         return self.weight(step, microbatch)
 

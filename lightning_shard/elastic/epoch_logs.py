@@ -27,11 +27,11 @@ class LoggedSum:
 
     Attributes:
         how: The arguments of `log`, but for what belongs to one process.
-        is_shared: Whether it is brought together over ranks.
-        rank_zero_only: Lightning's.
-        operation: By which it is brought together.
-        sums: The tensors.
-        count: Of updates.
+        is_shared: Whether ranks reduce the value together.
+        rank_zero_only: Whether rank 0 alone logs it.
+        operation: The operation by which ranks reduce it.
+        sums: The tensors in which the value is summed up.
+        count: How often the value was logged.
         is_idle: Whether nothing has been logged since the last reset.
     """
 
@@ -45,7 +45,7 @@ class LoggedSum:
 
     @classmethod
     def of(cls, metric: _ResultMetric) -> "LoggedSum":
-        """Take it out."""
+        """Copy what one of Lightning's metrics has summed up."""
         sync = metric.meta.sync
         return cls(
             how={
@@ -62,7 +62,7 @@ class LoggedSum:
         )
 
     def put_into(self, metric: _ResultMetric, *, emptied: bool) -> None:
-        """Set the sums, or none of them."""
+        """Set a metric's sums, or none of them where it is to be `emptied`."""
         if emptied:
             metric.reset()
         else:
@@ -73,10 +73,10 @@ class LoggedSum:
         metric._computed = None
 
     def made(self, reduce: Callable[..., Any]) -> _ResultMetric:
-        """Make it without a value.
+        """Make a metric that logs alike, without a value.
 
         Args:
-            reduce: The strategy's.
+            reduce: The strategy's method `reduce`.
         """
         meta = _Metadata(**self.how)
         meta.sync = _Sync(
@@ -98,7 +98,7 @@ def _results(trainer: "pl.Trainer") -> _ResultCollection:
 
 
 def take_logs(trainer: "pl.Trainer") -> EpochLogs:
-    """What has been logged, by Lightning's keys."""
+    """Return what this rank has logged in this epoch, by Lightning's keys."""
     results = _results(trainer)
     return {key: LoggedSum.of(metric) for key, metric in results.items() if metric.is_tensor}
 
@@ -106,12 +106,12 @@ def take_logs(trainer: "pl.Trainer") -> EpochLogs:
 def put_logs(
     trainer: "pl.Trainer", logs: EpochLogs, *, reduce: Callable[..., Any], emptied: bool
 ) -> None:
-    """Have a fit hold this and no more.
+    """Have a fit hold these logged values and no others.
 
     Args:
-        trainer: In its fit.
-        logs: From this rank, or from another.
-        reduce: The strategy's.
+        trainer: The Trainer, in its fit.
+        logs: What this rank, or another one, has logged.
+        reduce: The strategy's method `reduce`.
         emptied: Take only what is logged and how: the sums are another rank's.
     """
     results = _results(trainer)

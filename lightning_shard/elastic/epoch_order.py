@@ -32,9 +32,9 @@ class Position:
     """A boundary between two optimizer steps.
 
     Attributes:
-        epoch: From 0.
-        samples: Done in this epoch.
-        steps: Done in this epoch.
+        epoch: The number of the epoch, from 0.
+        samples: The samples of this epoch that are done.
+        steps: The optimizer steps of this epoch that are done.
     """
 
     epoch: int
@@ -48,7 +48,7 @@ class EpochOrder(Sampler[Any]):
     Args:
         source: Yields an epoch's samples and knows their number. Of a DistributedSampler the whole
             order counts, not a rank's part of it.
-        seed: The job's; the same on all ranks.
+        seed: The job's seed, the same on all ranks.
 
     Raises:
         ConfigError: The source does not know its length.
@@ -63,7 +63,7 @@ class EpochOrder(Sampler[Any]):
 
     @property
     def epoch(self) -> int:
-        """The present one."""
+        """The number of the present epoch."""
         return self._start.epoch
 
     @property
@@ -79,7 +79,7 @@ class EpochOrder(Sampler[Any]):
         self._tell_source(epoch)
 
     def take_up(self, position: Position) -> None:
-        """Go on from there.
+        """Go on from a position.
 
         Raises:
             LayoutError: The epoch has fewer samples.

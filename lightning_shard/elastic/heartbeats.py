@@ -1,4 +1,10 @@
-"""Heartbeats: the thread that keeps a process connected to its job's rendezvous server."""
+"""Heartbeats: the thread that keeps a process connected to its job's rendezvous server.
+
+    member ──beat, every second at most──> server     a silent member is declared dead
+    member <──beat, every second at most── server     a silent server is given up
+
+Whatever else the two tell each other goes over the same connection.
+"""
 
 import contextlib
 import signal
@@ -21,14 +27,14 @@ _WAKE = b"\0"  # no signal's number
 
 
 class HeartbeatThread(threading.Thread):
-    """Drives one process's membership.
+    """Sends one process's heartbeats and messages, and hears the server's.
 
     Args:
-        server: The connection.
-        timeout_seconds: Of the groups; a rendezvous server that is silent for most of it is given
-            up.
-        hear: Takes a message of the server.
-        on_server_lost: Takes what has become of the server: "died", "fell silent ...".
+        server: The connection to the rendezvous server.
+        timeout_seconds: How long ranks wait for each other in a group; a server that is silent for
+            most of it is given up.
+        hear: Called with each message of the server.
+        on_server_lost: Called with what has become of the server: "died", "fell silent ...".
         ask_to_leave: Called at the first SIGTERM; a later one ends the process.
     """
 

@@ -17,7 +17,11 @@ from typing_extensions import override
 from lightning_shard.backends.base import Backend
 from lightning_shard.backends.in_process import ElasticWorld, current_world
 from lightning_shard.elastic.generation import Generation, Membership
-from lightning_shard.elastic.membership_table import SHORTEST_START_SECONDS, MembershipTable
+from lightning_shard.elastic.membership_table import (
+    SHORTEST_START_SECONDS,
+    Bounds,
+    MembershipTable,
+)
 from lightning_shard.errors import ConfigError, EvictedError, JobOverError
 
 _log = logging.getLogger(__name__)
@@ -30,24 +34,14 @@ class InProcessMembership(Membership):
     Each rank makes its own, with the same arguments, while it runs.
 
     Args:
-        min_ranks: Fewer do not train.
-        max_ranks: More do not train; None for no bound.
-        patience_seconds: How long to wait below `min_ranks`; told in messages only, as it has
-            passed when no rank can run.
-        max_failures: A rank that fails more often is evicted.
+        bounds: How many ranks may train. Its patience is told in messages only: it has passed when
+            no rank can run.
 
     Raises:
         ConfigError: No elastic in-process world runs.
     """
 
-    def __init__(
-        self,
-        *,
-        min_ranks: int = 1,
-        max_ranks: int | None = None,
-        patience_seconds: float = 60.0,
-        max_failures: int = 3,
-    ) -> None:
+    def __init__(self, bounds: Bounds) -> None:
         world = current_world()
         if not isinstance(world, ElasticWorld):
             raise ConfigError(
@@ -56,9 +50,7 @@ class InProcessMembership(Membership):
                 "strategy='elastic_in_process'."
             )
         self._world = world
-        self._job = world.shared(
-            _Job, lambda: _Job(world, min_ranks, max_ranks, patience_seconds, max_failures)
-        )
+        self._job = world.shared(_Job, lambda: _Job(world, bounds))
         self.me = f"thread{world.thread}"
         self.first_size = world.num_first_ranks
         self._generation = 0
@@ -206,28 +198,18 @@ class _Job:
         is_wanted: By member, whether a newcomer waits that there is room for.
     """
 
-    def __init__(
-        self,
-        world: ElasticWorld,
-        min_ranks: int,
-        max_ranks: int | None,
-        patience_seconds: float,
-        max_failures: int,
-    ) -> None:
+    def __init__(self, world: ElasticWorld, bounds: Bounds) -> None:
         self.now = 0.0
         self.threads: dict[str, int] = {}
         self.inboxes: defaultdict[str, deque[dict[str, Any]]] = defaultdict(deque)
         self.is_wanted: defaultdict[str, bool] = defaultdict(bool)
-        self._patience_seconds = patience_seconds
+        self._longest_wait = max(bounds.patience_seconds, SHORTEST_START_SECONDS)
         self._texts: set[str] = set()
         self._num_told = 0
         self.membership_table = MembershipTable(
+            bounds,
             initial_size=world.num_first_ranks,
-            min_ranks=min_ranks,
-            max_ranks=max_ranks,
             silence_seconds=_NEVER,
-            patience_seconds=patience_seconds,
-            max_failures=max_failures,
             tell=self._take,
             now=self.now,
         )
@@ -236,7 +218,7 @@ class _Job:
     def let_time_pass(self) -> bool:
         """Let the longest of the table's times pass; return whether it had anything to tell."""
         num_told = self._num_told
-        self.now += max(self._patience_seconds, SHORTEST_START_SECONDS)
+        self.now += self._longest_wait
         self.membership_table.tick(self.now)
         return self._num_told > num_told
 

@@ -31,10 +31,10 @@ class ElasticLauncher(ProcessLauncher):
     """Starts the job's rendezvous server and this host's ranks, where nobody else has started them.
 
     Args:
-        cluster_environment: Tells who this process is.
-        num_processes: Ranks to start on this host.
-        num_nodes: Hosts to start on.
-        rules: For the server.
+        cluster_environment: Tells which rank this process is.
+        num_processes: The number of ranks to start on this host.
+        num_nodes: The number of hosts.
+        rules: What the rendezvous server goes by.
     """
 
     def __init__(

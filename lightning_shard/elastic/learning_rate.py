@@ -44,11 +44,11 @@ def rescale(
     are learning rates, too. `Optimizer.defaults` stay: newcomers have those of the user's code.
 
     Args:
-        optimizers: Their groups' rates; a rate that is a tensor is changed in place.
-        schedulers: Torch's, those within SequentialLR and ChainedScheduler included. Of others,
-            what bears the names that torch's give; one without any warns.
-        old_ranks: For how many the rates are.
-        new_ranks: For how many they shall be.
+        optimizers: The optimizers; a rate of a group that is a tensor is changed in place.
+        schedulers: The schedulers of torch, those within SequentialLR and ChainedScheduler
+            included. Of others the rates change that have names as torch's; one without any warns.
+        old_ranks: The number of ranks that the rates are for.
+        new_ranks: The number of ranks that they shall be for.
         rule: "linear" or "sqrt".
 
     Raises:

@@ -54,8 +54,9 @@ class _Participant:
         heard: When it last said something.
         initial_rank: Its rank at the start, of one that waits for generation 1.
         has_arrived: Whether it waits for the next generation.
-        error: With what it has arrived.
+        error: The error that it has raised before it arrived.
         failures: How often it has arrived with an error.
+        has_been_told_to_wait: Whether it has been told what is waited for.
     """
 
     heard: float
@@ -70,44 +71,36 @@ class MembershipTable:
     """The participants of one job.
 
     Args:
+        bounds: How many ranks may train, and what is borne.
         initial_size: How many ranks the job starts with.
-        min_ranks: Fewer do not train.
-        max_ranks: More do not train; None for no bound.
         silence_seconds: A participant that says nothing for so long is declared dead.
-        patience_seconds: How long to wait below `min_ranks`.
-        max_failures: A member that fails more often is evicted.
-        tell: Sends a message to a participant, as well as that is possible.
-        now: Seconds on a clock that only goes forward, as in every method.
+        tell: Sends a message to a participant, if it can be reached.
+        now: The time, in seconds on a clock that only goes forward, as in every method.
 
     Attributes:
-        number: Of the last generation; 0 before the first.
-        members: Its members, in the order of ranks, those that have gone since among them.
+        number: The number of the last generation; 0 before the first.
+        members: The last generation's members, in the order of ranks, those that have gone since
+            among them.
         is_over: Whether the job has ended; nobody is let in any more.
     """
 
     def __init__(
         self,
+        bounds: Bounds,
         *,
         initial_size: int,
-        min_ranks: int,
-        max_ranks: int | None,
         silence_seconds: float,
-        patience_seconds: float,
-        max_failures: int,
         tell: Tell,
         now: float,
     ) -> None:
         self.number = 0
         self.members: tuple[str, ...] = ()
         self.is_over = False
+        self._bounds = bounds
         self._initial_size = initial_size
-        self._min_ranks = min_ranks
-        self._max_ranks = max_ranks
         self._silence_seconds = silence_seconds
-        self._patience_seconds = patience_seconds
-        self._max_failures = max_failures
         self._tell = tell
-        self._start_deadline = now + max(SHORTEST_START_SECONDS, patience_seconds)
+        self._start_deadline = now + max(SHORTEST_START_SECONDS, bounds.patience_seconds)
         self._participants: dict[str, _Participant] = {}
         self._newcomers: list[str] = []  # that have arrived, in that order
         self._ready: set[str] = set()
@@ -124,7 +117,7 @@ class MembershipTable:
         return tuple(self._participants)
 
     def is_there(self, member: str) -> bool:
-        """Whether this one takes part or waits."""
+        """Whether a participant of this id is a member or waits."""
         return member in self._participants
 
     # --- messages -------------------------------------------------------------------------------
@@ -133,7 +126,7 @@ class MembershipTable:
         """Take in a participant: an initial rank, or a newcomer, which arrives when it is ready.
 
         Args:
-            name: What to call it; one that comes again under this name gets another id.
+            name: The name of the participant; one that comes again under it gets another id.
             initial_rank: Its rank among those that the job starts with; None for a newcomer.
             now: The time.
 
@@ -153,14 +146,14 @@ class MembershipTable:
         return member
 
     def beat(self, member: str, now: float) -> None:
-        """Take note that this one lives."""
+        """Take note that a participant lives."""
         if member in self._participants:
             self._participants[member].heard = now
         else:
             self._declare_again(member)
 
     def arrive(self, member: str, generation: int, error: str | None, now: float) -> None:
-        """Take note that this one waits for the generation after `generation` (a newcomer: 0)."""
+        """Take note that a member waits for the generation after this one; a newcomer says 0."""
         self.beat(member, now)
         one = self._participants.get(member)
         is_member = member in self.members
@@ -175,7 +168,7 @@ class MembershipTable:
         self._proceed(now)
 
     def ready(self, member: str, generation: int, now: float) -> None:
-        """Take note that this one is about to make the groups of this generation."""
+        """Take note that a member is about to make the groups of this generation."""
         self.beat(member, now)
         if generation != self.number or member not in self.members:
             return
@@ -184,10 +177,10 @@ class MembershipTable:
             self._tell_each(self.members, {"kind": "go", "generation": generation})
 
     def leave(self, member: str, is_done: bool, now: float) -> None:
-        """Take note that this one goes in order.
+        """Take note that a participant leaves in order.
 
         Args:
-            member: Who.
+            member: The participant that leaves.
             is_done: Whether it has trained to the end, so that nobody needs to go on.
             now: The time.
         """
@@ -197,7 +190,7 @@ class MembershipTable:
         self._proceed(now)
 
     def lost(self, member: str, now: float, event: str = "died") -> None:
-        """Take note that this one has gone without a goodbye; does nothing if it left before."""
+        """Take note that a participant has gone without a goodbye; nothing if it left before."""
         if not self._remove(member):
             return
         if member in self.members:
@@ -205,7 +198,7 @@ class MembershipTable:
         self._proceed(now)
 
     def tick(self, now: float) -> None:
-        """Strike who has been silent for too long, and see whose patience has ended."""
+        """Declare dead who has been silent for too long, and see whose patience has ended."""
         for member, one in list(self._participants.items()):
             if (silent := now - one.heard) > self._silence_seconds:
                 event = f"fell silent for {silent:.1f} s"
@@ -214,7 +207,7 @@ class MembershipTable:
         self._proceed(now)
 
     def forgive(self, now: float) -> None:
-        """Start everybody's time anew: who serves the table was not running for a while."""
+        """Count everybody's silence from now on: who serves the table did not run for a while."""
         for one in self._participants.values():
             one.heard = now
 
@@ -235,14 +228,14 @@ class MembershipTable:
         return len(self._initial()) >= self._initial_size or now >= self._start_deadline
 
     def _evict_failing(self) -> None:
-        """Put out who has failed too often, or all when all have failed: that is no accident."""
+        """Evict who has failed too often, or all when all have failed: that is no accident."""
         living = self._living_members()
         errors = [self._participants[one].error for one in living]
         all_failed = bool(living) and len(living) == len(self.members) and None not in errors
         self.is_over = self.is_over or all_failed
         for member, error in zip(living, errors, strict=True):
             failures = self._participants[member].failures
-            if error is not None and (all_failed or failures > self._max_failures):
+            if error is not None and (all_failed or failures > self._bounds.max_failures):
                 self._remove(member)
                 self._events.append(f"{self._describe(member)} was evicted")
                 self._tell(member, {"kind": "evicted", "failures": failures, "error": error})
@@ -257,14 +250,14 @@ class MembershipTable:
         if self.is_over or not waiting:
             self._waiting_since = None
             return
-        if len(waiting) + len(spares) < self._min_ranks and not self._is_ending:
+        if len(waiting) + len(spares) < self._bounds.min_ranks and not self._is_ending:
             if self._waiting_since is None:
                 self._waiting_since = now
-            if now - self._waiting_since < self._patience_seconds:
+            if now - self._waiting_since < self._bounds.patience_seconds:
                 self._tell_to_wait(waiting + spares, self._what_is_missing(len(waiting + spares)))
                 return
             self._is_ending = True
-        self._form(waiting[: self._max_ranks])
+        self._form(waiting[: self._bounds.max_ranks])
 
     def _form(self, members: list[str]) -> None:
         num_new = sum(one in self._newcomers for one in members)
@@ -297,7 +290,7 @@ class MembershipTable:
 
     def _tell_whether_wanted(self) -> None:
         members = self._living_members()
-        has_room = self._max_ranks is None or len(members) < self._max_ranks
+        has_room = self._bounds.max_ranks is None or len(members) < self._bounds.max_ranks
         is_wanted = bool(self._newcomers) and has_room and not self._is_ending
         if is_wanted != self._is_wanted:
             self._is_wanted = is_wanted
@@ -305,7 +298,9 @@ class MembershipTable:
         if not self.number:
             self._tell_to_wait(self._newcomers, "waits for the job's first ranks")
         elif members and not has_room:
-            self._tell_to_wait(self._newcomers, f"max_ranks={self._max_ranks} train; waits for one")
+            self._tell_to_wait(
+                self._newcomers, f"max_ranks={self._bounds.max_ranks} train; waits for one"
+            )
 
     # --- people ---------------------------------------------------------------------------------
 
@@ -343,8 +338,8 @@ class MembershipTable:
 
     def _what_is_missing(self, num_ranks: int) -> str:
         return (
-            f"waits for {self._min_ranks - num_ranks} more rank(s): has {num_ranks}, "
-            f"min_ranks={self._min_ranks}; ends in {self._patience_seconds:.0f} s"
+            f"waits for {self._bounds.min_ranks - num_ranks} more rank(s): has {num_ranks}, "
+            f"min_ranks={self._bounds.min_ranks}; ends in {self._bounds.patience_seconds:.0f} s"
         )
 
     def _tell_to_wait(self, members: Iterable[str], text: str) -> None:

@@ -31,10 +31,10 @@ def move_entry(
 
     Args:
         collectives: All ranks.
-        key: The tensor entry.
+        key: Names the tensor entry.
         held: By shard, the snapshots that this rank has.
-        moves: Of all ranks, in the same order on each.
-        target: Shape (S,): the new shard.
+        moves: The moves of all ranks, in the same order on each.
+        target: The new shard, of shape (S,).
         flat: Says where in the buffer the new shard lies.
     """
     rank = collectives.rank
@@ -73,7 +73,7 @@ def _exchange(
     incoming: Sequence[Sequence[Tensor]],
     device: torch.device,
 ) -> None:
-    """Send each rank its parts in one shard, and write what came to where it belongs."""
+    """Send each rank its parts in one message, and write what came to where it belongs."""
     sent = [part for parts in outgoing for part in parts]
     places = [part for parts in incoming for part in parts]
     source = torch.cat(sent) if sent else torch.empty(0, dtype=torch.uint8)

@@ -31,8 +31,8 @@ class Progress:
         behind_step: Whether it is the boundary behind an optimizer step, not that before the first.
         restarting: At the boundary before the first step, whether the epoch was taken up from a
             checkpoint.
-        accumulation: Batches of a step.
-        batch_assignment: How steps are fed, and where in the data training is.
+        accumulation: The batches that a rank accumulates for a step.
+        batch_assignment: What a step's batches are, and where in the data training is.
         buffers: The module's buffers, on the CPU.
         random: This rank's random streams.
         logs: What this rank has logged in this epoch.
@@ -51,7 +51,7 @@ class Progress:
     def of(
         cls, trainer: "pl.Trainer", batch_assignment: BatchAssignment, *, behind_step: bool
     ) -> "Progress":
-        """Take what the trainer is at, at a boundary."""
+        """Take down how far a Trainer is, at a boundary."""
         module = trainer.lightning_module
         return cls(
             trainer=_pickled(_lightning.trainer_state(trainer)),
@@ -65,7 +65,7 @@ class Progress:
         )
 
     def pack(self) -> bytes:
-        """As bytes.
+        """Return it as bytes.
 
         Raises:
             ConfigError: A callback's state, or the module's, cannot be pickled.
@@ -74,7 +74,7 @@ class Progress:
 
     @classmethod
     def unpack(cls, packed: bytes) -> "Progress":
-        """From bytes that a rank of this job has packed."""
+        """Return what a rank of this job has packed."""
         return cls(**pickle.loads(packed))
 
     @torch.no_grad()
@@ -94,10 +94,10 @@ class Progress:
         """Set random streams and what was logged.
 
         Args:
-            trainer: In its fit.
+            trainer: The Trainer, in its fit.
             own: What this rank itself remembers of the same boundary; None for a newcomer, which
                 gets random streams of its own and a share of nothing.
-            rank: This rank's, in the new generation.
+            rank: This rank in the new generation.
         """
         if own is not None:
             _lightning.set_random_states(own.random)

@@ -6,7 +6,7 @@ Lightning's, srun      a rendezvous server beside the ranks       they go on
 torchrun               torchelastic's agents           they are ended, and all start anew
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -137,7 +137,7 @@ def make_membership(bounds: Bounds, options: GroupOptions, *, in_process: bool) 
     """Return this rank's part in the job, by how it was launched."""
     environment = options.environment
     if in_process:
-        return InProcessMembership(**asdict(bounds))
+        return InProcessMembership(bounds)
     if (run := settings.torchrun_job()) is not None:
         settings.set_rendezvous(environment.main_address, environment.main_port)
         return RestartMembership(options.backend, options.device, options.timeout, run)

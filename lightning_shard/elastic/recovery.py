@@ -8,10 +8,9 @@
 
     agree     on the newest step of which somebody holds every shard
     restore   tensor entry by tensor entry the ranges move into the new shards; then counters and
-    options;
-              then the shards become full parameters
+              options; then the shards become full parameters
 
-One tensor entry is on its way at a time, so that no rank holds more than its share and that.
+One tensor entry is on its way at a time, so that no rank holds more than its share and that entry.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,8 +43,8 @@ class RecoveryPlan:
     """The snapshot that all ranks go back to.
 
     Attributes:
-        generation: Of the members that took it.
-        step: Optimizer steps done.
+        generation: The number of the generation whose members took it.
+        step: The optimizer steps that were done.
         holders: By shard, the ranks that hold it, in order.
     """
 
@@ -61,11 +60,11 @@ class RecoveryPlan:
 
 
 class Restored(NamedTuple):
-    """What the snapshots' takers had put beside the state.
+    """What the ranks had put beside the state when they took the snapshots.
 
     Attributes:
-        extra: Of shard 0, the same on all ranks.
-        own: Of this rank's own snapshot; None where it holds none of that step.
+        extra: What lay beside shard 0; all ranks get the same.
+        own: What lay beside this rank's own snapshot; None where it has none of that step.
     """
 
     extra: bytes
@@ -73,15 +72,15 @@ class Restored(NamedTuple):
 
 
 def agree(collectives: Collectives, held: Sequence[Snapshot]) -> RecoveryPlan | None:
-    """Find the newest snapshot that is full somewhere among the ranks; each must call.
+    """Find the newest snapshot whose shards are all there among the ranks; each must call.
 
     Args:
         collectives: All ranks.
-        held: What this rank has; nothing on a new one.
+        held: The snapshots that this rank has; a newcomer has none.
 
     Returns:
-        The same on all ranks; None where too much is lost. A later generation's counts more than a
-        greater step: the steps of an earlier one may have been taken back.
+        The same plan on all ranks; None where too much is lost. A later generation counts more than
+        a greater step: the steps of an earlier generation may have been taken back.
     """
     mine = [(c.generation, c.step, c.num_shards, c.shard) for c in (one.metadata for one in held)]
     holders: dict[tuple[int, int, int], dict[int, list[int]]] = {}
@@ -111,10 +110,11 @@ def restore(
     Args:
         collectives: All ranks of the engine, which are those that agreed.
         plan: What they agreed on.
-        held: What this rank has. The state of a live rank counts as a snapshot taken now.
-        engine: Of any number of ranks and the stage and units of the snapshot's; its parameters'
-            values do not matter.
-        optimizers: On the engine, in the snapshot's order; their state is replaced.
+        held: The snapshots that this rank has. The state of a live rank counts as a snapshot taken
+            now.
+        engine: An engine over any number of ranks, with the stage and the units of the snapshot's;
+            the values of its parameters do not matter.
+        optimizers: The optimizers on the engine, in the snapshot's order; their state is replaced.
         me: This member's name, to find its own snapshot.
 
     Raises:
@@ -122,26 +122,26 @@ def restore(
     """
     mine = {one.metadata.shard: one for one in held if plan.has(one)}
     own = [one for one in held if plan.has(one) and me and one.metadata.owner == me]
-    catalogs, shard_indices = _share(collectives, plan, mine, engine)
-    _check(catalogs[0], engine, optimizers)
+    all_metadata, shard_indices = _share(collectives, plan, mine, engine)
+    _check(all_metadata[0], engine, optimizers)
     for optimizer in optimizers:
         for param in params_of(optimizer):
             optimizer.state.pop(param, None)
     shards: dict[TensorKey, list[Tensor]] = {}
-    keys = {key for metadata in catalogs for key in metadata.tensor_entries}
+    keys = {key for metadata in all_metadata for key in metadata.tensor_entries}
     for key in sorted(keys, key=lambda key: key.order):
         flat = engine.flats[key.flat]
         target = flat.shard
         if key.optimizer != PARAMETERS:
             target = torch.zeros_like(flat.shard, dtype=key.dtype)
             shards[key] = flat.shard_views(target)
-        moves = _plan_entry(plan, catalogs, key, flat, shard_indices)
+        moves = _plan_entry(plan, all_metadata, key, flat, shard_indices)
         move_entry(collectives, key, mine, moves, target, flat)
     numbers = {flat: number for number, flat in enumerate(engine.flats)}
     for number, optimizer in enumerate(optimizers):
-        _rebuild(number, optimizer, catalogs, engine, numbers, shards)
+        _rebuild(number, optimizer, all_metadata, engine, numbers, shards)
     engine.publish_shards()
-    return Restored(catalogs[0].extra, own[0].metadata.extra if own else None)
+    return Restored(all_metadata[0].extra, own[0].metadata.extra if own else None)
 
 
 def _share(
@@ -150,7 +150,7 @@ def _share(
     mine: Mapping[int, Snapshot],
     engine: DataParallelEngine,
 ) -> tuple[list[SnapshotMetadata], list[int]]:
-    """Let every rank know each shard's metadata, and which new shard is whose."""
+    """Let every rank know each shard's metadata, and which new shard each rank has."""
     rank = collectives.rank
     given = {
         shard: replace(
@@ -191,16 +191,16 @@ def _check(
 
 def _plan_entry(
     plan: RecoveryPlan,
-    catalogs: Sequence[SnapshotMetadata],
+    all_metadata: Sequence[SnapshotMetadata],
     key: TensorKey,
     flat: FlatParameters,
     shard_indices: Sequence[int],
 ) -> list[Move]:
-    """Who sends what of one tensor entry; the same on every rank."""
+    """Return who sends what of one tensor entry; the same on every rank."""
     end = flat.layout.slots[-1].stop
     old = {
         shard: (shard * tensor_entry.numel, min((shard + 1) * tensor_entry.numel, end))
-        for shard, metadata in enumerate(catalogs)
+        for shard, metadata in enumerate(all_metadata)
         if (tensor_entry := metadata.tensor_entries.get(key))
         is not None  # else no parameter there has it
     }
@@ -211,13 +211,13 @@ def _plan_entry(
 def _rebuild(
     number: int,
     optimizer: Optimizer,
-    catalogs: Sequence[SnapshotMetadata],
+    all_metadata: Sequence[SnapshotMetadata],
     engine: DataParallelEngine,
     numbers: Mapping[FlatParameters, int],
     shards: Mapping[TensorKey, list[Tensor]],
 ) -> None:
     """Give an optimizer its state and the options of its groups."""
-    merged = merge([metadata.states[number] for metadata in catalogs])
+    merged = merge([metadata.states[number] for metadata in all_metadata])
     for param, entries in zip(params_of(optimizer), merged, strict=True):
         flat, index = engine.owner(param)
         for name, entry in entries or ():
@@ -226,7 +226,7 @@ def _rebuild(
                 optimizer.state[param][name] = shards[key][index]
             else:
                 optimizer.state[param][name] = rebuild(entry, param)
-    for group, saved in zip(optimizer.param_groups, catalogs[0].groups[number], strict=True):
+    for group, saved in zip(optimizer.param_groups, all_metadata[0].groups[number], strict=True):
         for option, value in saved.items():
             if isinstance(value, Tensor) and isinstance(group.get(option), Tensor):
                 group[option].copy_(value)  # schedulers and compiled steps hold the tensor

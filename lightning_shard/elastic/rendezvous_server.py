@@ -61,12 +61,12 @@ class JobRules(Bounds):
 
     @property
     def silence_seconds(self) -> float:
-        """Who says nothing for so long is declared dead."""
+        """How long a participant may say nothing before it is declared dead."""
         return 0.7 * self.timeout_seconds
 
     @property
     def tick_seconds(self) -> float:
-        """How often participants and rendezvous server say that they live."""
+        """How many seconds lie between two heartbeats, of participants and of the server."""
         return min(self.timeout_seconds / 10, _LONGEST_TICK_SECONDS)
 
 
@@ -74,10 +74,10 @@ class RendezvousServer:
     """Serves a `MembershipTable` over a listening socket.
 
     Args:
-        rules: The membership table's.
-        listener: Where participants connect; each says the token first.
-        token: What a participant must know.
-        store_port: Where the job's store listens, on the same host.
+        rules: What the membership table goes by.
+        listener: The socket to which participants connect; each says the token first.
+        token: The secret that a participant must know.
+        store_port: The port of this host on which the job's store listens.
     """
 
     def __init__(
@@ -94,12 +94,9 @@ class RendezvousServer:
         self._connections: dict[str, Connection] = {}
         self._told_early: list[Message] = []
         self.membership_table = MembershipTable(
+            rules,
             initial_size=rules.initial_size,
-            min_ranks=rules.min_ranks,
-            max_ranks=rules.max_ranks,
             silence_seconds=rules.silence_seconds,
-            patience_seconds=rules.patience_seconds,
-            max_failures=rules.max_failures,
             tell=self._tell,
             now=monotonic(),
         )
@@ -225,16 +222,16 @@ def start_rendezvous_server(rules: JobRules, host: str, port: int, token: str) -
     """Start a rendezvous server on this host; it lives in a session of its own and ends by itself.
 
     Args:
-        rules: The job's.
+        rules: What the job goes by.
         host: An address of this host that all participants reach.
-        port: Where participants connect; 0 for any.
-        token: What a participant must know.
+        port: The port to which participants connect; 0 for any.
+        token: The secret that a participant must know.
 
     Returns:
-        Where the job is to be reached.
+        The address and the token with which a process joins the job.
 
     Raises:
-        BackendUnavailableError: It did not start.
+        BackendUnavailableError: The server did not start.
     """
     listener, store = listen(host, port), listen(host, 0)
     handed = [listener.fileno(), store.fileno()]

@@ -21,11 +21,11 @@ class Move(NamedTuple):
     """A range of elements on its way.
 
     Attributes:
-        source: The rank that holds them.
+        source: The rank that holds the elements.
         target: The rank that gets them; may be the same.
         shard: The old shard in which the source has them.
-        start: First element, counted over the whole buffer.
-        stop: One past the last.
+        start: The first element, counted over the full buffer.
+        stop: One past the last element.
     """
 
     source: int
@@ -47,17 +47,17 @@ def plan_moves(
     *,
     min_part_numel: int = _MIN_PART_NUMEL,
 ) -> list[Move]:
-    """Say which ranges go where.
+    """Plan which ranges travel from which rank to which.
 
     Args:
         holders: By old shard, the ranks that have it.
         old_bounds: By old shard, its first and one-past-last element; disjoint. Elements in none
             of them go nowhere.
-        new_bounds: By rank, those of its range; ranges may overlap or be the same.
+        new_bounds: By rank, the bounds of its new range; ranges may overlap or be the same.
         min_part_numel: A range is divided between holders down to this many elements.
 
     Returns:
-        Ordered by target and start: the same on every rank that is given the same.
+        The moves by target and start: the same on every rank that is given the same.
 
     Raises:
         LayoutError: Nobody holds a shard of which elements are wanted.

@@ -32,10 +32,10 @@ class RestartMembership(Membership):
     """One worker's part in a job of torchrun.
 
     Args:
-        backend: Of the groups.
-        device: This rank's.
-        timeout: Of the groups.
-        job: What the workers of the job have in common over its restarts.
+        backend: The backend of the groups.
+        device: This rank's device.
+        timeout: How long ranks wait for each other in a group.
+        job: The job's name, which its workers have in common over its restarts.
 
     Attributes:
         me: This rank's name.
@@ -78,9 +78,9 @@ class RestartMembership(Membership):
         return self._generation
 
     def begin_fit(self) -> None:
-        """Take up what there is of a fit, of which a script may have several; each rank must call.
+        """Find what is left of the next fit of the script; each rank must call.
 
-        Those before it are not forgotten: started again, the script comes to them first.
+        Fits before it are not forgotten: started again, the script comes to them first.
         """
         self._folders.append(job_folder(f"fit{len(self._folders) + 1}-{self._job}"))
         self.held = load_all(self._folders[-1])
@@ -90,7 +90,7 @@ class RestartMembership(Membership):
         self.has_past = any(have_some)
 
     def make_buffers(self) -> SharedMemoryBuffers:
-        """Where this rank's snapshots go, in a fit."""
+        """Return where this rank's snapshots of the present fit are written."""
         assert self._generation is not None
         return SharedMemoryBuffers(self._folders[-1], self.me, self._generation.number)
 

@@ -134,7 +134,7 @@ class ElasticRun:
         return self._ranks.membership.has_past or self._ranks.generation.number == 0
 
     def see_data(self) -> None:
-        """When the training loader is there: count batches of a checkpoint as those of now."""
+        """Count batches of a checkpoint as those of now, when the training loader is there."""
         self.data_assignment.recount_loaded(self._trainer)
 
     def assigning_batches(self) -> AbstractContextManager[None]:
@@ -142,11 +142,11 @@ class ElasticRun:
         return self.data_assignment.assigning_batches(self._trainer)
 
     def counting_steps(self) -> AbstractContextManager[None]:
-        """In which is due, behind an optimizer step, what was due there for the first ranks."""
+        """Return a context in which the same is due behind a step as for the first ranks."""
         return self.data_assignment.counting_steps(self._trainer)
 
     def begin(self) -> None:
-        """Before the first step: remember it. Does nothing later; each rank must call."""
+        """Remember the state before the first step, once; each rank must call."""
         if self._has_begun:
             return
         self._has_begun = True
@@ -158,7 +158,7 @@ class ElasticRun:
         self._begin_step()
 
     def reach_boundary(self) -> None:
-        """After an optimizer step; each rank must call.
+        """Remember the state behind an optimizer step, or note how far it is; each rank must call.
 
         Raises:
             Reconfiguration: All ranks have agreed that somebody joins or leaves here.
@@ -174,7 +174,7 @@ class ElasticRun:
         self._begin_step()
 
     def finish(self) -> None:
-        """After the last step: make the module full, while a loss can be survived."""
+        """Make the module full after the last step, while a loss can still be survived."""
         self._strategy.end_training()
 
     def survives(self, error: BaseException) -> bool:

@@ -47,9 +47,10 @@ class ServedMembership(Membership):
     """This process's part in the job that a rendezvous server keeps.
 
     Args:
-        job: Where the server is.
+        job: The address of the server, and the token.
         initial_rank: This process's rank among those that the job starts with; None for a newcomer.
-        timeout: Of the groups; a rendezvous server that is silent for most of it is given up.
+        timeout: How long ranks wait for each other in a group; a rendezvous server that is silent
+            for most of it is given up.
 
     Raises:
         RankFailedError: The server cannot be reached.
@@ -89,7 +90,7 @@ class ServedMembership(Membership):
 
     @property
     def is_wanted(self) -> bool:
-        """Whether a newcomer waits and there is room."""
+        """Whether a newcomer waits and there is room: bring it up at the next boundary."""
         return self._is_wanted
 
     @property
@@ -223,7 +224,7 @@ class ServedMembership(Membership):
         return self._is_leaving and self._generation is None
 
     def _join(self, initial_rank: int | None) -> None:
-        """Become a participant, under a new id."""
+        """Become a participant of the job, under a new id."""
         with self._news:
             self.me, self._is_declared_dead, self._is_wanted = "", False, False
             self._generation = self._next = None
@@ -249,7 +250,7 @@ class ServedMembership(Membership):
         return self._generation
 
     def _await(self, is_so: Callable[[], bool], timeout: timedelta | None = None) -> None:
-        """Wait, holding `_news`, until it is so, or until nothing more can come."""
+        """Wait, holding `_news`, until `is_so` holds, or until nothing more can come."""
         seconds = None if timeout is None else timeout.total_seconds()
         self._news.wait_for(lambda: is_so() or self._end is not None, seconds)
         if self._end is not None and not is_so():

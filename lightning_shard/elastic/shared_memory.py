@@ -1,14 +1,14 @@
 """Snapshots that outlive the processes that took them, as files in memory.
 
     /dev/shm/lightning_shard-1000-fit1-job7/   of this user alone; one for each fit of a script
-        000001-rank0-0.snapshot                whole: counts for whoever starts next
+        000001-rank0-0.snapshot                complete: counts for whoever starts next
         000001-rank0-1.snapshot
         000001-rank0-2.open                    being written, or idle: passed over
 
 torchrun's agents end all workers of a job when one is lost, by SIGKILL in the end, and start them
 again on the same host. A buffer is such a file, mapped: what is written into it is there without
-another copy. Its name changes, in one step, once it holds a whole snapshot and before it is
-written again, so that nobody reads a half one, whenever the writer was killed.
+another copy. Its name changes, in one step, once it holds a complete snapshot and before it is
+written again, so that nobody reads a part of one, whenever the writer was killed.
 """
 
 import os
@@ -35,7 +35,7 @@ def job_folder(job: str, root: Path | None = None) -> Path:
     """Return the folder of a job on this host, made if need be; nobody else may enter it.
 
     Args:
-        job: What the workers of a job have in common over its restarts.
+        job: The job's name, which its workers have in common over its restarts.
         root: Where the folder lies; in memory when left out.
 
     Raises:
@@ -64,9 +64,9 @@ class SharedMemoryBuffers:
     """Buffers of snapshots in a job's folder.
 
     Args:
-        folder: See `job_folder`.
-        writer: Of this process: no other in the folder and the generation may have it.
-        generation: In which this process has started; orders the files.
+        folder: The job's folder, see `job_folder`.
+        writer: This process's name, which no other one in the folder and the generation may have.
+        generation: The generation in which this process has started; it orders the files.
     """
 
     def __init__(self, folder: Path, writer: str, generation: int = 0) -> None:
@@ -92,7 +92,7 @@ class SharedMemoryBuffers:
         return buffer[:num_bytes]
 
     def keep(self, data: Tensor) -> None:
-        """Let a whole snapshot be found from now on."""
+        """Let a complete snapshot be found from now on."""
         path = self._paths[data.data_ptr()]
         path.rename(path.with_suffix(_COMPLETE))
 
@@ -112,7 +112,7 @@ class SharedMemoryBuffers:
 
 
 def load_all(folder: Path) -> list[Snapshot]:
-    """Map every whole snapshot in a folder; nothing is copied.
+    """Map every complete snapshot in a folder; nothing is copied.
 
     They stay readable after `clear`, until the last tensor of theirs goes.
 
@@ -125,7 +125,7 @@ def load_all(folder: Path) -> list[Snapshot]:
 
 
 def newest_generation(job: str, root: Path | None = None) -> int:
-    """The last generation in which a process has left something in any fit of a job; else 0."""
+    """Return the last generation in which a process has left a file in any fit of a job; else 0."""
     root = _ROOT if root is None else root
     folders = root.glob(f"lightning_shard-{os.getuid()}-*-{_UNSAFE.sub('_', job)}")
     names = (path.name for folder in folders for path in folder.iterdir())
@@ -136,9 +136,9 @@ def clear(folder: Path, before: int | None = None, writer: str | None = None) ->
     """Remove a job's files from memory.
 
     Args:
-        folder: See `job_folder`; goes, too, when nothing is left in it.
-        before: Only those of processes that have started in an earlier generation.
-        writer: And those of this process.
+        folder: The job's folder, see `job_folder`; it goes, too, when nothing is left in it.
+        before: Remove only files of processes that have started before this generation.
+        writer: Remove the files of this process as well.
     """
     mine = None if writer is None else f"-{_UNSAFE.sub('_', writer)}-"
     for path in [*folder.glob(f"*{_COMPLETE}"), *folder.glob(f"*{_OPEN}")]:
@@ -157,7 +157,7 @@ def remove_orphans(root: Path | None = None) -> None:
     """Remove what this user's jobs have left whose agent has gone: nobody will take it up.
 
     Args:
-        root: See `job_folder`; a job's name ends with its agent's process id.
+        root: Where the jobs' folders lie; a job's name ends with its agent's process id.
     """
     root = _ROOT if root is None else root
     for folder in root.glob(f"lightning_shard-{os.getuid()}-*"):
@@ -193,6 +193,6 @@ def _make(path: Path, num_bytes: int) -> Tensor:
 
 
 def _map(path: Path, *, shared: bool) -> Tensor:
-    """The bytes of a file; unless shared, what is written there does not reach the file."""
+    """Map the bytes of a file; unless shared, what is written there does not reach the file."""
     size = path.stat().st_size
     return torch.from_file(str(path), shared=shared, size=size, dtype=torch.uint8)

@@ -31,12 +31,12 @@ class StepShares:
     microbatches have none: they borrow one, which counts for nothing.
 
     Attributes:
-        num_samples: R, at least 1.
-        num_ranks: W.
-        rank_batch: Samples at once on a rank, at most.
+        num_samples: R, the samples of the step, at least 1.
+        num_ranks: W, the number of ranks.
+        rank_batch: The most samples at once on a rank.
         accumulation: A, by which the loop divides each loss; the microbatches of a whole step.
         num_batches: K, the user's batches in this step.
-        whole_batches: B, those of a whole step.
+        whole_batches: B, the user's batches in a whole step.
     """
 
     num_samples: int
@@ -48,17 +48,17 @@ class StepShares:
 
     @property
     def num_microbatches(self) -> int:
-        """As few as can be; at most `accumulation`."""
+        """The microbatches of this step: as few as can be, at most `accumulation`."""
         return num_parts(self.num_samples, self.num_ranks * self.rank_batch)
 
     def size(self, microbatch: int, rank: int) -> int:
-        """Samples that count, 0 for a borrowed one."""
+        """Return the samples of a microbatch that count, 0 where its only one is borrowed."""
         share = microbatch * self.num_ranks + rank
         even, surplus = divmod(self.num_samples, self.num_microbatches * self.num_ranks)
         return even + (share < surplus)
 
     def places(self, microbatch: int, rank: int) -> range:
-        """Places in the step, from 0, of a microbatch's samples; never empty."""
+        """Return the places in the step, from 0, of a microbatch's samples; never empty."""
         if self.size(microbatch, rank) == 0:
             borrowed = rank % self.num_samples
             return range(borrowed, borrowed + 1)
@@ -66,7 +66,7 @@ class StepShares:
         return range(first + rank, self._begin(microbatch + 1), self.num_ranks)
 
     def weight(self, microbatch: int, rank: int) -> float:
-        """By what this rank multiplies the mean loss of a microbatch.
+        """Return the factor by which a rank multiplies the mean loss of a microbatch.
 
         Returns:
             n * W * A / R * K / B for n samples that count: after a division by A and a mean over
@@ -88,14 +88,14 @@ class EpochShares:
     """An epoch from where it is taken up, at one number of ranks.
 
     Attributes:
-        num_samples: Of the whole epoch.
-        step_samples: Of one optimizer step, over all ranks.
-        num_ranks: W.
-        rank_batch: Samples at once on a rank, at most.
+        num_samples: The samples of the whole epoch.
+        step_samples: The samples of one optimizer step, over all ranks.
+        num_ranks: W, the number of ranks.
+        rank_batch: The most samples at once on a rank.
         drop_last: Leave out the last step where it is smaller than the others.
-        samples_done: Where it is taken up, in samples of the epoch's order.
-        steps_done: Optimizer steps before that, at whatever numbers of ranks.
-        step_batches: Batches of a whole step, as the user counts them: what one device would
+        samples_done: Where the epoch is taken up, in samples of its order.
+        steps_done: The optimizer steps before that, at whatever numbers of ranks.
+        step_batches: The batches of a whole step, as the user counts them: what one device would
             accumulate.
     """
 
@@ -151,7 +151,7 @@ class EpochShares:
         return min(place, self.num_samples)
 
     def step(self, step: int) -> StepShares:
-        """How one of the steps that are left is assigned.
+        """Return how one of the steps that are left is assigned.
 
         Raises:
             LayoutError: It is not left in this epoch.
@@ -168,5 +168,5 @@ class EpochShares:
 
 
 def num_parts(total: int, size: int) -> int:
-    """How many parts of at most `size` hold `total`."""
+    """Return how many parts of at most `size` hold `total`."""
     return -(-total // size)

@@ -129,8 +129,8 @@ class Timed(ElasticStrategy):
 
 def _data_of(ring: Any) -> Iterator[torch.Tensor]:
     yield from (one.data for one in ring._complete)
-    if ring._flight is not None:
-        yield ring._flight.buffer
+    if ring._pending is not None:
+        yield ring._pending.buffer
 
 
 class Diary(L.Callback):

@@ -13,6 +13,7 @@ from lightning_shard.backends.in_process import ElasticWorld, InProcessBackend, 
 from lightning_shard.backends.in_process.faults import FaultKind
 from lightning_shard.elastic.generation import Generation
 from lightning_shard.elastic.in_process_membership import InProcessMembership
+from lightning_shard.elastic.membership_table import Bounds
 from lightning_shard.errors import (
     ConfigError,
     DeadlockError,
@@ -64,7 +65,7 @@ class Job:
         self.events.append((self.world.thread, event))
 
     def _train(self, thread: int) -> int:
-        membership = InProcessMembership(**self.bounds)
+        membership = InProcessMembership(Bounds(**self.bounds))
         generation = membership.begin()
         steps = self.steps_of.setdefault(thread, [])
         if generation is None:
@@ -433,10 +434,10 @@ def test_whatever_comes_the_one_that_is_spared_gets_to_the_end(seed: int) -> Non
 
 def test_outside_an_elastic_world() -> None:
     with pytest.raises(ConfigError, match="elastic in-process world"):
-        InProcessMembership()
+        InProcessMembership(Bounds())
 
     def fn(rank: int) -> None:
         with pytest.raises(ConfigError, match="whose ranks stay"):
-            InProcessMembership()
+            InProcessMembership(Bounds())
 
     run_ranks(fn, 2)

@@ -26,12 +26,14 @@ class Job:
         self.told: dict[str, list[dict[str, Any]]] = {}
         self.generations: dict[int, tuple[str, ...]] = {}
         self.membership_table = MembershipTable(
+            Bounds(
+                min_ranks=min_ranks,
+                max_ranks=max_ranks,
+                patience_seconds=PATIENCE_SECONDS,
+                max_failures=max_failures,
+            ),
             initial_size=initial_size,
-            min_ranks=min_ranks,
-            max_ranks=max_ranks,
             silence_seconds=SILENCE_SECONDS,
-            patience_seconds=PATIENCE_SECONDS,
-            max_failures=max_failures,
             tell=self._tell,
             now=self.now,
         )

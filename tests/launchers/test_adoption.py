@@ -17,6 +17,7 @@ from typing_extensions import override
 from lightning_shard.backends.in_process import ElasticWorld, InProcessBackend, current_world
 from lightning_shard.backends.in_process.faults import RankDropped
 from lightning_shard.elastic.in_process_membership import InProcessMembership
+from lightning_shard.elastic.membership_table import Bounds
 from lightning_shard.errors import ConfigError, RankFailedError
 from lightning_shard.launchers import InProcessLauncher
 from lightning_shard.testing import Fault, injected_faults
@@ -35,7 +36,7 @@ def world() -> ElasticWorld:
 
 def count(model: nn.Linear, num_steps: int = 6) -> list[int]:
     """Count up the bias in steps that all survivors take; return the threads of each step."""
-    membership = InProcessMembership()
+    membership = InProcessMembership(Bounds())
     generation = membership.begin() or membership.following()
     while True:
         membership.init_groups(
