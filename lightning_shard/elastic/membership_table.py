@@ -31,7 +31,7 @@ SHORTEST_START_SECONDS = 60.0  # one rank may import for long on a busy host
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """How many ranks may train, and what is borne.
+    """How many ranks may train, how long too few wait, and how often one may fail.
 
     Attributes:
         min_ranks: The least number of ranks that train.
@@ -71,7 +71,7 @@ class MembershipTable:
     """The participants of one job.
 
     Args:
-        bounds: How many ranks may train, and what is borne.
+        bounds: How many ranks may train, how long too few wait, and how often one may fail.
         initial_size: How many ranks the job starts with.
         silence_seconds: A participant that says nothing for so long is declared dead.
         tell: Sends a message to a participant, if it can be reached.

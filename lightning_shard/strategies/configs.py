@@ -299,7 +299,7 @@ class ElasticConfig(OptionGroup):
 
     @property
     def bounds(self) -> Bounds:
-        """How many ranks may train, and what is borne."""
+        """How many ranks may train, how long too few wait, and how often one may fail."""
         return Bounds(
             min_ranks=self.min_ranks,
             max_ranks=self.max_ranks,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_shard.elastic.membership_table import SHORTEST_START_SECONDS, MembershipTable
+from lightning_shard.elastic.membership_table import SHORTEST_START_SECONDS, Bounds, MembershipTable
 
 SILENCE_SECONDS = 7.0
 PATIENCE_SECONDS = 20.0
