@@ -230,7 +230,7 @@ class BuddyRing:
 
 
 def hand_overs(leaving: Sequence[bool], stride: int) -> list[tuple[int, int]]:
-    """Return who gives a snapshot to whom: one whose buddy leaves as well, to the next that stays."""
+    """Return who gives a snapshot to whom: if its buddy leaves, too, to the next that stays."""
     size = len(leaving)
     pairs = []
     for rank in (rank for rank in range(size) if leaving[rank] and leaving[(rank + stride) % size]):

@@ -19,7 +19,7 @@ from lightning_shard.backends.rendezvous import unless_a_rank_fails
 from lightning_shard.data_parallel.agreement import strangers
 from lightning_shard.elastic import _lightning
 from lightning_shard.elastic.data_assignment import DataAssignment
-from lightning_shard.elastic.departure import Departure
+from lightning_shard.elastic.early_end import EarlyEnd
 from lightning_shard.elastic.generation import EvictedError, Generation
 from lightning_shard.elastic.progress import Progress
 from lightning_shard.elastic.ranks import ElasticRanks
@@ -38,7 +38,7 @@ class NextGeneration:
         ranks: Say who takes part next.
         data_assignment: Assigns the data anew.
         memory: What there is to go on from.
-        departure: Told when nothing can go on.
+        early_end: Told when nothing can go on.
         max_failures: How often the same ranks may reconfigure at the same step.
     """
 
@@ -49,7 +49,7 @@ class NextGeneration:
         ranks: ElasticRanks,
         data_assignment: DataAssignment,
         memory: SnapshotMemory,
-        departure: Departure,
+        early_end: EarlyEnd,
         *,
         max_failures: int,
     ) -> None:
@@ -58,7 +58,7 @@ class NextGeneration:
         self._ranks = ranks
         self._data_assignment = data_assignment
         self._memory = memory
-        self._departure = departure
+        self._early_end = early_end
         self._max_failures = max_failures
         self._fit_began = time.time()  # by the clock of files
         self._num_in_vain = 0
@@ -80,7 +80,7 @@ class NextGeneration:
         """
         is_own = error is not None and not _is_of_a_peer(error)
         if error is not None and is_own and self._ranks.generation.number and all_raise(error):
-            self._departure.is_certain = self._departure.is_common = True
+            self._early_end.is_certain = self._early_end.is_common = True
             raise error  # no accident: they would raise it again
         self._memory.close()
         self._strategy.drop_generation()
@@ -93,7 +93,7 @@ class NextGeneration:
         if self._ranks.global_rank == 0 and not was_first:
             _lightning.continue_logs(self._trainer)
         if generation.is_last:
-            self._departure.save_and_end(generation)
+            self._early_end.save_and_end(generation)
         return behind_step
 
     def _following(self, error: BaseException | None, *, is_own: bool) -> Generation:
@@ -101,12 +101,12 @@ class NextGeneration:
         try:
             return self._ranks.membership.following(error if is_own else None)
         except EvictedError as verdict:
-            self._departure.is_certain = True
+            self._early_end.is_certain = True
             assert error is not None
             error.add_note(str(verdict))
             raise error from None
         except BaseException:
-            self._departure.is_certain = True
+            self._early_end.is_certain = True
             raise
 
     def _check_gain(self, generation: Generation, error: BaseException | None) -> None:
@@ -116,7 +116,7 @@ class NextGeneration:
         self._num_in_vain = self._num_in_vain + 1 if in_vain else 0
         self._last_loss = here
         if self._num_in_vain > self._max_failures:
-            self._departure.is_certain = True
+            self._early_end.is_certain = True
             assert error is not None
             error.add_note(
                 f"The same {generation.size} ranks have reconfigured {self._num_in_vain} times at "
@@ -164,7 +164,7 @@ class NextGeneration:
             path = _lightning.newest_checkpoint(trainer, self._fit_began)
         path = self._strategy.broadcast(path)
         if path is None:
-            self._departure.is_certain = True
+            self._early_end.is_certain = True
             raise CheckpointError(
                 f"Rank {generation.rank}: {generation.reason}, and with them all copies of a "
                 f"part of the state; expected a checkpoint to go back to, but this fit has saved "

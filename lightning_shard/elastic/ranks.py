@@ -28,7 +28,7 @@ from lightning_shard.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupOptions:
+class GroupSetup:
     """What the groups of each generation are made with.
 
     Attributes:
@@ -93,25 +93,25 @@ class ElasticRanks:
             return self.membership.first_size
         return self.generation.size
 
-    def begin(self, membership: Membership, options: GroupOptions) -> None:
+    def begin(self, membership: Membership, group_setup: GroupSetup) -> None:
         """Take part in the job, or wait as a newcomer; each of the first ranks must call."""
         if not isinstance(membership, InProcessMembership):
             ElasticRanks.of_process = self
         self._membership = membership
         first = membership.begin()
         alone = Generation(number=0, members=(membership.me,), me=membership.me)
-        self.enter(first or alone, options)
+        self.enter(first or alone, group_setup)
 
-    def enter(self, generation: Generation, options: GroupOptions) -> None:
+    def enter(self, generation: Generation, group_setup: GroupSetup) -> None:
         """Make a generation's default group; each of its members must call."""
         self._generation = generation
-        self.tell(options.environment)
+        self.tell(group_setup.environment)
         setattr(rank_zero_only, "rank", self.global_rank)  # noqa: B010  (a function attribute)
         if generation.number == 0 and not isinstance(self._membership, InProcessMembership):
-            _make_group_of_one(options)
+            _make_group_of_one(group_setup)
         else:
             self.membership.init_groups(
-                generation, options.backend, options.device, options.timeout
+                generation, group_setup.backend, group_setup.device, group_setup.timeout
             )
 
     def tell(self, environment: ClusterEnvironment) -> None:
@@ -133,24 +133,24 @@ class ElasticRanks:
             self._membership.leave()
 
 
-def make_membership(bounds: Bounds, options: GroupOptions, *, in_process: bool) -> Membership:
+def make_membership(bounds: Bounds, group_setup: GroupSetup, *, in_process: bool) -> Membership:
     """Return this rank's part in the job, by how it was launched."""
-    environment = options.environment
+    environment = group_setup.environment
     if in_process:
         return InProcessMembership(bounds)
     if (run := settings.torchrun_job()) is not None:
         settings.set_rendezvous(environment.main_address, environment.main_port)
-        return RestartMembership(options.backend, options.device, options.timeout, run)
+        return RestartMembership(group_setup.backend, group_setup.device, group_setup.timeout, run)
     assert isinstance(environment, ElasticEnvironment)
     job = settings.job()
     assert job is not None  # the launcher has told it
     rank = None if environment.is_newcomer else environment.global_rank()
-    return ServedMembership(job, rank, options.timeout)
+    return ServedMembership(job, rank, group_setup.timeout)
 
 
-def _make_group_of_one(options: GroupOptions) -> None:
+def _make_group_of_one(group_setup: GroupSetup) -> None:
     store: Any = HashStore()
     store.set(HOST_KEY, "127.0.0.1")
-    options.backend.init_process_group(
-        rank=0, world_size=1, device=options.device, timeout=options.timeout, store=store
+    group_setup.backend.init_process_group(
+        rank=0, world_size=1, device=group_setup.device, timeout=group_setup.timeout, store=store
     )

@@ -1,17 +1,16 @@
 """An elastic fit: what the loops ask at each boundary, and what happens when a rank is lost.
 
-    loop.py              asks         ElasticRun
-    begin, reach_boundary ─────────────> │ ──> SnapshotMemory    a snapshot, a copy at the buddy
-                                         │       │ a rank is asked to leave, or waits to join
-    survives? reconfigure ─────────────> │ ──> Departure         leave, or save and end
-                                         │ ──> NextGeneration    after a loss, a join, a departure
-                                         ▼
-                 the strategy, as `Reconfigurable` says: engine and groups, dropped and made anew
+    loop.py asks             ElasticRun
+    begin, reach_boundary ──────> │ ──> SnapshotMemory    a snapshot, a copy at the buddy
+                                  │ ──> EarlyEnd          who is asked to leave leaves; save and end
+    survives? reconfigure ──────> │ ──> NextGeneration    after a loss, a join, a departure
+                                  v
+         the strategy, as `Reconfigurable` says: engine and groups are dropped and made anew
 
 What happens after a rank is lost:
 
     step ✗   a peer dies, or raises an error of its own; whoever waits for it gets RankFailedError
-             survives(error)? no: bad options, a mistake that all ranks make, a fit that is over
+             (a bad option, a mistake that all ranks make, a fit that is over: the error ends it)
     drop     what the buddies have sent is kept; engine and groups are left as they are
     meet     the membership says who takes part: survivors by seniority, then newcomers
     restore  the newest boundary of which somebody has every shard; else the newest checkpoint
@@ -29,7 +28,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_shard.elastic import _lightning
 from lightning_shard.elastic.data_assignment import DataAssignment
-from lightning_shard.elastic.departure import Departure
+from lightning_shard.elastic.early_end import EarlyEnd
 from lightning_shard.elastic.generation import EvictedError
 from lightning_shard.elastic.next_generation import NextGeneration
 from lightning_shard.elastic.ranks import ElasticRanks
@@ -66,7 +65,7 @@ class ElasticRun:
 
     Attributes:
         data_assignment: As given.
-        departure: How this rank's part in the fit ends early.
+        early_end: How this rank's part in the fit ends early.
         stands_behind_step: Whether the state that was just loaded is that behind an optimizer
             step, whose validation, if due, is still to come.
     """
@@ -101,14 +100,14 @@ class ElasticRun:
             buffers=membership.make_buffers(),
             held=membership.held,
         )
-        self.departure = Departure(strategy, trainer, ranks, memory)
+        self.early_end = EarlyEnd(strategy, trainer, ranks, memory)
         self._next_generation = NextGeneration(
             strategy,
             trainer,
             ranks,
             data_assignment,
             memory,
-            self.departure,
+            self.early_end,
             max_failures=max_failures,
         )
 
@@ -151,7 +150,7 @@ class ElasticRun:
             return
         self._has_begun = True
         if self._ranks.generation.is_last:  # too few have come
-            self.departure.save_and_end(self._ranks.generation)
+            self.early_end.save_and_end(self._ranks.generation)
         self.data_assignment.check_alike(self._strategy.collectives)
         self._memory.remember(behind_step=False)
         self._memory.finish()
@@ -179,7 +178,7 @@ class ElasticRun:
 
     def survives(self, error: BaseException) -> bool:
         """Whether to reconfigure after this error rather than to end with it."""
-        if self.departure.is_certain or isinstance(error, _FINAL):
+        if self.early_end.is_certain or isinstance(error, _FINAL):
             return False
         return isinstance(error, (Exception, Reconfiguration))
 
@@ -197,7 +196,7 @@ class ElasticRun:
             return
         self._memory.finish()
         if heard & _LEAVER:
-            self.departure.let_go()
+            self.early_end.let_go()
         raise Reconfiguration
 
     def _begin_step(self) -> None:

@@ -31,7 +31,7 @@ from lightning_shard.elastic.generation import Generation, Membership
 from lightning_shard.elastic.launcher import ElasticLauncher
 from lightning_shard.elastic.loop import make_elastic
 from lightning_shard.elastic.next_generation import refuse_strangers
-from lightning_shard.elastic.ranks import ElasticRanks, GroupOptions, make_membership
+from lightning_shard.elastic.ranks import ElasticRanks, GroupSetup, make_membership
 from lightning_shard.elastic.rendezvous_server import JobRules
 from lightning_shard.elastic.run import ElasticRun
 from lightning_shard.environments import elastic_environment
@@ -88,9 +88,9 @@ class ElasticStrategy(DataParallelStrategy):
         return self._ranks.membership
 
     @property
-    def _group_options(self) -> GroupOptions:
+    def _group_setup(self) -> GroupSetup:
         assert self.cluster_environment is not None
-        return GroupOptions(
+        return GroupSetup(
             backend=self.backend,
             device=self.root_device,
             timeout=self._timeout,
@@ -132,9 +132,9 @@ class ElasticStrategy(DataParallelStrategy):
 
     @override
     def _join(self) -> None:
-        options, bounds = self._group_options, self._elastic.bounds
-        membership = make_membership(bounds, options, in_process=self.is_in_process)
-        self._ranks.begin(membership, options)
+        group_setup, bounds = self._group_setup, self._elastic.bounds
+        membership = make_membership(bounds, group_setup, in_process=self.is_in_process)
+        self._ranks.begin(membership, group_setup)
 
     @override
     def watch_for_termination(self, trainer: "pl.Trainer") -> None:
@@ -149,7 +149,7 @@ class ElasticStrategy(DataParallelStrategy):
     @property
     @override
     def has_shut_down_together(self) -> bool:
-        in_common = self._run is not None and self._run.departure.is_common
+        in_common = self._run is not None and self._run.early_end.is_common
         return in_common or super().has_shut_down_together
 
     @override
@@ -236,7 +236,7 @@ class ElasticStrategy(DataParallelStrategy):
 
     def join_generation(self, generation: Generation) -> None:
         """Make the groups of a generation; each of its members must call."""
-        self._ranks.enter(generation, self._group_options)
+        self._ranks.enter(generation, self._group_setup)
         unless_a_rank_fails(self._use_groups, "making the process groups")
 
     def rebuild_engine(self) -> None:

@@ -343,7 +343,7 @@ class Chaos(Job):
         members = [one for one in membership_table.living if one in membership_table.members]
         waiting = [one for one in membership_table.living if self.waits(one)]
         if members and all(one in waiting for one in members):
-            assert len(waiting) < membership_table._min_ranks
+            assert len(waiting) < membership_table._bounds.min_ranks
 
 
 @given(

@@ -148,8 +148,10 @@ class Job:
         self.strategy = FakeStrategy(stage)
         self.membership = FakeMembership(MEMBERS[index], **membership)
         self.ranks = ElasticRanks()
-        options: Any = SimpleNamespace(backend=None, device=None, timeout=None, environment=None)
-        self.ranks.begin(self.membership, options)
+        group_setup: Any = SimpleNamespace(
+            backend=None, device=None, timeout=None, environment=None
+        )
+        self.ranks.begin(self.membership, group_setup)
         self.saved: list[Path] = []
         self.trainer: Any = SimpleNamespace(
             global_step=0,
@@ -194,7 +196,7 @@ def no_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "Progress", FakeProgress)
     monkeypatch.setattr(_lightning, "epoch_of_samplers", lambda _: 0)
     monkeypatch.setattr(_lightning, "begin_anew", lambda *_, **__: None)
-    monkeypatch.setattr("lightning_shard.elastic.departure.mark_terminated", lambda _: None)
+    monkeypatch.setattr("lightning_shard.elastic.early_end.mark_terminated", lambda _: None)
     monkeypatch.setattr(ElasticRanks, "of_process", None)
 
 
@@ -242,7 +244,7 @@ def test_who_is_asked_to_leave_leaves_at_a_boundary_and_all_save_together(
         job.train(1)
         with pytest.raises(SIGTERMException if index in leavers else Reconfiguration):
             job.train(1)
-        assert job.run.departure.is_certain == (index in leavers)
+        assert job.run.early_end.is_certain == (index in leavers)
         return job.membership.has_left, job.saved
 
     if len(leavers) == 1:

@@ -26,7 +26,7 @@ _SIGNALS_SECONDS = 1.0  # between the first and the last SIGTERM to the ranks of
 _POLL_SECONDS = 0.01
 
 
-class Departure:
+class EarlyEnd:
     """Ends a fit on this rank.
 
     Args:
