@@ -10,14 +10,12 @@ Who asks: SIGTERM, or in process a `Fault` of kind "leave".
 import time
 from pathlib import Path
 
-import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_shard.backends import liveness
 from lightning_shard.backends.in_process.world import current_world
 from lightning_shard.elastic.generation import Generation
-from lightning_shard.elastic.ranks import ElasticRanks
-from lightning_shard.elastic.reconfigurable import Reconfigurable
+from lightning_shard.elastic.reconfigurable import ElasticFit
 from lightning_shard.elastic.snapshot_memory import SnapshotMemory
 from lightning_shard.errors import RankFailedError
 from lightning_shard.launchers._lightning import mark_terminated
@@ -30,27 +28,17 @@ class EarlyEnd:
     """Ends a fit on this rank.
 
     Args:
-        strategy: The strategy that trains.
-        trainer: Saves the checkpoint.
-        ranks: Know who is asked to leave.
-        memory: Its snapshots are handed over.
+        fit: The fit that may end early.
+        memory: What ranks that leave hand over.
 
     Attributes:
         is_certain: Whether whatever is raised from now on ends the fit on this rank.
         is_common: Whether all ranks end it at the same place, with their groups.
     """
 
-    def __init__(
-        self,
-        strategy: Reconfigurable,
-        trainer: "pl.Trainer",
-        ranks: ElasticRanks,
-        memory: SnapshotMemory,
-    ) -> None:
+    def __init__(self, fit: ElasticFit, memory: SnapshotMemory) -> None:
         self.is_certain = self.is_common = False
-        self._strategy = strategy
-        self._trainer = trainer
-        self._ranks = ranks
+        self._fit = fit
         self._memory = memory
 
     def let_go(self) -> None:
@@ -62,17 +50,17 @@ class EarlyEnd:
         leaving = self._who_leaves()
         if not all(leaving):
             self._memory.hand_over(leaving)
-        if not leaving[self._strategy.collectives.rank]:
+        if not leaving[self._fit.strategy.collectives.rank]:
             return
         self.is_certain = True
-        mark_terminated(self._trainer)
+        mark_terminated(self._fit.trainer)
         if all(leaving):  # the scheduler ends the job
             self.is_common = True
             self._save()
         else:
             self._memory.close()
-            self._strategy.drop_generation()
-            self._ranks.membership.leave()
+            self._fit.strategy.drop_generation()
+            self._fit.ranks.membership.leave()
         raise SIGTERMException(liveness.TERMINATED_STATUS)
 
     def save_and_end(self, generation: Generation) -> None:
@@ -82,16 +70,16 @@ class EarlyEnd:
             RankFailedError: Always: too few ranks are left.
         """
         self.is_certain = True
-        path = self._save()
+        path, step = self._save(), self._fit.trainer.global_step
         raise RankFailedError(
             f"Rank {generation.rank}: {generation.reason or 'too few ranks are left'}, and nobody "
-            f"has come for a while. The state after step {self._trainer.global_step} is saved in "
-            f"{path}. Start again with ckpt_path={str(path)!r} when there are more ranks."
+            f"has come for a while. The state after step {step} is saved in {path}. Start "
+            f"again with ckpt_path={str(path)!r} when there are more ranks."
         )
 
     def _who_leaves(self) -> list[bool]:
         """By rank; who ends a whole job sends its signals one after the other."""
-        collectives, membership = self._strategy.collectives, self._ranks.membership
+        collectives, membership = self._fit.strategy.collectives, self._fit.ranks.membership
         leaving: list[bool] = collectives.all_gather_object(membership.is_leaving)
         if all(leaving):
             return leaving
@@ -104,7 +92,7 @@ class EarlyEnd:
         return leaving
 
     def _save(self) -> Path:
-        step = self._trainer.global_step
-        path = Path(self._trainer.default_root_dir) / f"elastic-step={step}.ckpt"
-        self._trainer.save_checkpoint(path)
+        step = self._fit.trainer.global_step
+        path = Path(self._fit.trainer.default_root_dir) / f"elastic-step={step}.ckpt"
+        self._fit.trainer.save_checkpoint(path)
         return path

@@ -58,7 +58,6 @@ class InProcessMembership(Membership):
 
     @override
     def begin(self) -> Generation | None:
-        """Wait for generation 1, in which all initial ranks are; a spare rank gets None at once."""
         if self._world.is_spare:
             return None
         self._join(initial_rank=self._world.thread)
@@ -66,20 +65,7 @@ class InProcessMembership(Membership):
 
     @override
     def following(self, error: BaseException | None = None) -> Generation:
-        """Arrive, and wait for the next generation; each member of the last one must call.
-
-        What peers share with this rank in the groups of the last generation raises
-        `RankFailedError` on them from then on.
-
-        Args:
-            error: What this rank itself has raised; None when it has lost a peer, or when all have
-                agreed on a change.
-
-        Raises:
-            EvictedError: This rank has failed too often, or all have failed at once.
-            JobOverError: The job has ended before this newcomer could take part.
-            DeadlockError: No rank can run, and no generation can be formed.
-        """
+        # What peers share with this rank in the last groups raises RankFailedError there.
         self._world.leave_generation(self._generation)
         if not self._has_joined:
             self._join(initial_rank=None)
@@ -94,10 +80,6 @@ class InProcessMembership(Membership):
     def init_groups(
         self, generation: Generation, backend: Backend, device: torch.device, timeout: timedelta
     ) -> None:
-        """Start the generation's default process group; each of its members must call.
-
-        A newcomer that is alone still may pass a generation 0 of itself only.
-        """
         if generation.number > 0:
             threads = [self._job.threads[member] for member in generation.members]
             self._world.reconfigure(generation.number, threads)
@@ -107,35 +89,29 @@ class InProcessMembership(Membership):
 
     @override
     def drop_groups(self) -> None:
-        """Forget this rank's groups, broken or not; what peers wait for in them raises there."""
         if self._takes_part:
             self._world.drop_groups()
 
     @property
     @override
     def is_wanted(self) -> bool:
-        """Whether a newcomer waits and there is room: bring it up at the next boundary."""
         return self._job.is_wanted[self.me]
 
     @property
     @override
     def is_leaving(self) -> bool:
-        """Whether a `Fault` of kind "leave" has asked this rank to leave at the next boundary."""
         return self._world.is_asked_to_leave
 
     @override
     def begin_step(self, step: int) -> None:
-        """Note that this rank begins this optimizer step, for faults that strike at a step."""
-        self._world.begin_step(step)
+        self._world.begin_step(step)  # where faults strike
 
     @override
     def end_run(self) -> None:
-        """Leave: a thread takes part for one run."""
-        self.leave()
+        self.leave()  # a thread takes part for one run
 
     @override
     def leave(self) -> None:
-        """Go in order: training has ended, or this rank leaves after a boundary."""
         if not self._has_joined or self._has_left or not self._takes_part:
             return
         self._has_left = True

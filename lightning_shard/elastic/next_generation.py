@@ -9,7 +9,6 @@ Where nobody has some shard, ranks go back to the newest checkpoint.
 
 import time
 
-import lightning.pytorch as pl
 from torch import nn
 
 from lightning_shard.backends.collectives import Collectives
@@ -18,12 +17,10 @@ from lightning_shard.backends.pending import is_about_a_peer
 from lightning_shard.backends.rendezvous import unless_a_rank_fails
 from lightning_shard.data_parallel.agreement import strangers
 from lightning_shard.elastic import _lightning
-from lightning_shard.elastic.data_assignment import DataAssignment
 from lightning_shard.elastic.early_end import EarlyEnd
 from lightning_shard.elastic.generation import EvictedError, Generation
 from lightning_shard.elastic.progress import Progress
-from lightning_shard.elastic.ranks import ElasticRanks
-from lightning_shard.elastic.reconfigurable import Reconfigurable
+from lightning_shard.elastic.reconfigurable import ElasticFit
 from lightning_shard.elastic.recovery import RecoveryPlan, agree, restore
 from lightning_shard.elastic.snapshot_memory import SnapshotMemory
 from lightning_shard.errors import CheckpointError, ConfigError, RankFailedError
@@ -33,33 +30,15 @@ class NextGeneration:
     """Brings this rank from one generation into the next, as often as there is one.
 
     Args:
-        strategy: The strategy that trains.
-        trainer: Its Trainer, which is set back.
-        ranks: Say who takes part next.
-        data_assignment: Assigns the data anew.
+        fit: The fit that goes on.
         memory: What there is to go on from.
         early_end: Told when nothing can go on.
-        max_failures: How often the same ranks may reconfigure at the same step.
     """
 
-    def __init__(
-        self,
-        strategy: Reconfigurable,
-        trainer: "pl.Trainer",
-        ranks: ElasticRanks,
-        data_assignment: DataAssignment,
-        memory: SnapshotMemory,
-        early_end: EarlyEnd,
-        *,
-        max_failures: int,
-    ) -> None:
-        self._strategy = strategy
-        self._trainer = trainer
-        self._ranks = ranks
-        self._data_assignment = data_assignment
+    def __init__(self, fit: ElasticFit, memory: SnapshotMemory, early_end: EarlyEnd) -> None:
+        self._fit = fit
         self._memory = memory
         self._early_end = early_end
-        self._max_failures = max_failures
         self._fit_began = time.time()  # by the clock of files
         self._num_in_vain = 0
         self._last_loss: tuple[tuple[str, ...], int] = ((), -1)
@@ -79,19 +58,19 @@ class NextGeneration:
             CheckpointError: Nobody has a part of the state.
         """
         is_own = error is not None and not _is_of_a_peer(error)
-        if error is not None and is_own and self._ranks.generation.number and all_raise(error):
+        if error is not None and is_own and self._fit.ranks.generation.number and all_raise(error):
             self._early_end.is_certain = self._early_end.is_common = True
             raise error  # no accident: they would raise it again
         self._memory.close()
-        self._strategy.drop_generation()
+        self._fit.strategy.drop_generation()
         generation = self._following(error, is_own=is_own)
-        was_first = self._ranks.global_rank == 0
+        was_first = self._fit.ranks.global_rank == 0
         self._check_gain(generation, error)
-        self._strategy.join_generation(generation)
+        self._fit.strategy.join_generation(generation)
         behind_step = self._take_up(generation)
-        _lightning.share_places(self._trainer, self._strategy.broadcast)
-        if self._ranks.global_rank == 0 and not was_first:
-            _lightning.continue_logs(self._trainer)
+        _lightning.share_places(self._fit.trainer, self._fit.strategy.broadcast)
+        if self._fit.ranks.global_rank == 0 and not was_first:
+            _lightning.continue_logs(self._fit.trainer)
         if generation.is_last:
             self._early_end.save_and_end(generation)
         return behind_step
@@ -99,7 +78,7 @@ class NextGeneration:
     def _following(self, error: BaseException | None, *, is_own: bool) -> Generation:
         """Wait for the next generation; whatever is raised meanwhile ends the fit."""
         try:
-            return self._ranks.membership.following(error if is_own else None)
+            return self._fit.ranks.membership.following(error if is_own else None)
         except EvictedError as verdict:
             self._early_end.is_certain = True
             assert error is not None
@@ -111,22 +90,22 @@ class NextGeneration:
 
     def _check_gain(self, generation: Generation, error: BaseException | None) -> None:
         """Raise the error where the same ranks reconfigure again and again at the same step."""
-        here = generation.members, self._trainer.global_step
+        here = generation.members, self._fit.trainer.global_step
         in_vain = error is not None and here == self._last_loss
         self._num_in_vain = self._num_in_vain + 1 if in_vain else 0
         self._last_loss = here
-        if self._num_in_vain > self._max_failures:
+        if self._num_in_vain > self._fit.max_failures:
             self._early_end.is_certain = True
             assert error is not None
             error.add_note(
                 f"The same {generation.size} ranks have reconfigured {self._num_in_vain} times at "
-                f"step {self._trainer.global_step}, though none of them was lost."
+                f"step {self._fit.trainer.global_step}, though none of them was lost."
             )
             raise error
 
     def _take_up(self, generation: Generation) -> bool:
         """Bring this generation to a boundary; each rank must call."""
-        plan = agree(self._strategy.collectives, self._memory.held)
+        plan = agree(self._fit.strategy.collectives, self._memory.held)
         if plan is None:
             self._go_back_to_a_checkpoint(generation)
             behind_step = False
@@ -136,7 +115,7 @@ class NextGeneration:
         return behind_step
 
     def _go_on_from_snapshots(self, plan: RecoveryPlan, generation: Generation) -> bool:
-        strategy, trainer = self._strategy, self._trainer
+        strategy, trainer = self._fit.strategy, self._fit.trainer
         self._rebuild_engine(generation)
         restored = restore(
             strategy.collectives,
@@ -151,18 +130,18 @@ class NextGeneration:
         progress.load_buffers(trainer.lightning_module)
         progress.load_trainer(trainer)
         assignment = progress.batch_assignment
-        self._data_assignment.take_over(trainer, assignment, generation.size)
+        self._fit.data_assignment.take_over(trainer, assignment, generation.size)
         self._ask_for_data()
-        self._data_assignment.recount(trainer, progress.accumulation)
+        self._fit.data_assignment.recount(trainer, progress.accumulation)
         progress.load_own(trainer, own, generation.rank)
         return progress.behind_step
 
     def _go_back_to_a_checkpoint(self, generation: Generation) -> None:
         """Go back to the newest checkpoint, where too many ranks were lost at once."""
-        trainer, path = self._trainer, None
+        trainer, path = self._fit.trainer, None
         if generation.rank == 0:
             path = _lightning.newest_checkpoint(trainer, self._fit_began)
-        path = self._strategy.broadcast(path)
+        path = self._fit.strategy.broadcast(path)
         if path is None:
             self._early_end.is_certain = True
             raise CheckpointError(
@@ -173,19 +152,19 @@ class NextGeneration:
         self._rebuild_engine(generation)
         _lightning.load_checkpoint(trainer, path)
         self._ask_for_data()
-        self._data_assignment.recount_loaded(trainer)
+        self._fit.data_assignment.recount_loaded(trainer)
 
     def _rebuild_engine(self, generation: Generation) -> None:
-        self._strategy.rebuild_engine()
+        self._fit.strategy.rebuild_engine()
         unless_a_rank_fails(
             lambda: self._memory.enter(generation), "making the group of the snapshots"
         )
 
     def _ask_for_data(self) -> None:
         """Have the loaders asked for anew, from the position on; each rank must call."""
-        mid_epoch = self._data_assignment.batch_assignment.position.steps > 0
-        _lightning.begin_anew(self._trainer, mid_epoch=mid_epoch)
-        self._data_assignment.check_alike(self._strategy.collectives)
+        mid_epoch = self._fit.data_assignment.batch_assignment.position.steps > 0
+        _lightning.begin_anew(self._fit.trainer, mid_epoch=mid_epoch)
+        self._fit.data_assignment.check_alike(self._fit.strategy.collectives)
 
 
 def refuse_strangers(model: nn.Module, collectives: Collectives) -> None:

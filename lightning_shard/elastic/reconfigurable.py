@@ -6,14 +6,19 @@
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Protocol, TypeVar
 
+import lightning.pytorch as pl
 import torch
 from torch.optim import Optimizer
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.elastic.data_assignment import DataAssignment
 from lightning_shard.elastic.generation import Generation
+from lightning_shard.elastic.ranks import ElasticRanks
 
 T = TypeVar("T")
 
@@ -60,3 +65,28 @@ class Reconfigurable(Protocol):
 
     def end_training(self) -> None:
         """Make the module full again after the last step; each rank must call."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticFit:
+    """What the parts of an elastic run share.
+
+    Attributes:
+        strategy: The strategy that trains.
+        trainer: The Trainer whose fit it is.
+        ranks: Know which rank this is, and who takes part next.
+        data_assignment: Assigns the samples of the training loader to the ranks.
+        snapshot_every: Optimizer steps between two snapshots.
+        max_failures: How often the same ranks may reconfigure at the same step.
+        timeout: How long a rank waits for its buddy.
+        buddy_stride: How far away a rank's buddy is: the ranks per host on several hosts, else 1.
+    """
+
+    strategy: Reconfigurable
+    trainer: "pl.Trainer"
+    ranks: ElasticRanks
+    data_assignment: DataAssignment
+    snapshot_every: int
+    max_failures: int
+    timeout: timedelta
+    buddy_stride: int

@@ -7,10 +7,8 @@ replicated   the same without a buddy; and between a boundary and the next updat
 """
 
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
-import lightning.pytorch as pl
 import torch.distributed as dist
 
 from lightning_shard.backends.collectives import Collectives
@@ -19,21 +17,16 @@ from lightning_shard.backends.registry import get_backend
 from lightning_shard.checkpoint.host_buffers import HostBuffers, SnapshotBuffers
 from lightning_shard.checkpoint.rank_snapshot import Snapshot, take
 from lightning_shard.elastic.buddies import BuddyRing
-from lightning_shard.elastic.data_assignment import DataAssignment
 from lightning_shard.elastic.generation import Generation
 from lightning_shard.elastic.progress import Progress
-from lightning_shard.elastic.reconfigurable import Reconfigurable
+from lightning_shard.elastic.reconfigurable import ElasticFit
 
 
 class SnapshotMemory:
     """One rank's snapshots and its buddy's.
 
     Args:
-        strategy: Has the engine and the optimizers whose state is remembered.
-        trainer: The Trainer whose progress is remembered.
-        data_assignment: Knows where in the data training is.
-        timeout: How long a rank waits for its buddy.
-        stride: How far away a rank's buddy is: the ranks per host on several hosts, else 1.
+        fit: Has the engine, the optimizers and the Trainer whose state is remembered.
         buffers: Where snapshots lie.
         held: What predecessors of this process have left.
 
@@ -42,22 +35,10 @@ class SnapshotMemory:
     """
 
     def __init__(
-        self,
-        strategy: Reconfigurable,
-        trainer: "pl.Trainer",
-        data_assignment: DataAssignment,
-        *,
-        timeout: timedelta,
-        stride: int,
-        buffers: SnapshotBuffers,
-        held: Sequence[Snapshot] = (),
+        self, fit: ElasticFit, buffers: SnapshotBuffers, held: Sequence[Snapshot] = ()
     ) -> None:
         self.held = [*held]
-        self._strategy = strategy
-        self._trainer = trainer
-        self._data_assignment = data_assignment
-        self._timeout = timeout
-        self._stride = stride
+        self._fit = fit
         self._buffers = buffers
         self._ring: BuddyRing | None = None
         self._generation: Generation | None = None
@@ -67,7 +48,7 @@ class SnapshotMemory:
         """Begin a generation, whose groups are there; each rank must call."""
         self._generation = generation
         self._ring = BuddyRing(
-            self._host_collectives(), self._stride, buffers=self._buffers, held=self.held
+            self._host_collectives(), self._fit.buddy_stride, buffers=self._buffers, held=self.held
         )
 
     def remember(self, *, behind_step: bool, flags: int = 0) -> int:
@@ -129,12 +110,12 @@ class SnapshotMemory:
 
     @property
     def _is_replicated(self) -> bool:
-        return self._strategy.engine.options.stage == 0
+        return self._fit.strategy.engine.options.stage == 0
 
     def _moment(self, *, behind_step: bool) -> tuple[int, Progress]:
-        assignment = self._data_assignment.batch_assignment
-        progress = Progress.of(self._trainer, assignment, behind_step=behind_step)
-        return self._trainer.global_step, progress
+        assignment = self._fit.data_assignment.batch_assignment
+        progress = Progress.of(self._fit.trainer, assignment, behind_step=behind_step)
+        return self._fit.trainer.global_step, progress
 
     def _note_live(self, step: int, progress: Progress) -> None:
         if self._is_replicated:
@@ -143,8 +124,8 @@ class SnapshotMemory:
     def _take(self, step: int, progress: Progress) -> Snapshot:
         assert self._generation is not None
         return take(
-            self._strategy.engine,
-            self._strategy.optimizers,
+            self._fit.strategy.engine,
+            self._fit.strategy.optimizers,
             step=step,
             extra=progress.pack(),
             generation=self._generation.number,
@@ -154,8 +135,8 @@ class SnapshotMemory:
 
     def _host_collectives(self) -> Collectives:
         """The ranks over a group for host memory, whose messages pass while others wait."""
-        strategy = self._strategy
+        strategy = self._fit.strategy
         if strategy.root_device.type == "cpu" or current_world() is not None:
-            return strategy.collectives.duplicate(self._timeout)
-        group = dist.new_group(backend="gloo", timeout=self._timeout)
+            return strategy.collectives.duplicate(self._fit.timeout)
+        group = dist.new_group(backend="gloo", timeout=self._fit.timeout)
         return get_backend("gloo").collectives(group)

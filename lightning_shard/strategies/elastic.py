@@ -32,6 +32,7 @@ from lightning_shard.elastic.launcher import ElasticLauncher
 from lightning_shard.elastic.loop import make_elastic
 from lightning_shard.elastic.next_generation import refuse_strangers
 from lightning_shard.elastic.ranks import ElasticRanks, GroupSetup, make_membership
+from lightning_shard.elastic.reconfigurable import ElasticFit
 from lightning_shard.elastic.rendezvous_server import JobRules
 from lightning_shard.elastic.run import ElasticRun
 from lightning_shard.environments import elastic_environment
@@ -173,16 +174,18 @@ class ElasticStrategy(DataParallelStrategy):
 
     def _make_run(self, trainer: "pl.Trainer") -> ElasticRun:
         rules = self._elastic
-        return ElasticRun(
-            self,
-            trainer,
-            self._ranks,
-            DataAssignment(trainer, rules.global_batch_size, rules.learning_rate_scaling),
+        batch_size, scaling = rules.global_batch_size, rules.learning_rate_scaling
+        fit = ElasticFit(
+            strategy=self,
+            trainer=trainer,
+            ranks=self._ranks,
+            data_assignment=DataAssignment(trainer, batch_size, scaling),
             snapshot_every=rules.snapshot_every,
             max_failures=rules.max_failures,
             timeout=self._timeout,
             buddy_stride=self.num_processes if self.num_nodes > 1 else 1,
         )
+        return ElasticRun(fit)
 
     @property
     @override

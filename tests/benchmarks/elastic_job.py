@@ -17,6 +17,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +171,8 @@ class Diary(L.Callback):
             trainer.should_stop = True
         elif isinstance(trainer.strategy, Timed):
             assert trainer.strategy._run is not None
-            trainer.strategy._run._snapshot_every = int(told)
+            fit: Any = trainer.strategy._run._fit
+            trainer.strategy._run._fit = replace(fit, snapshot_every=int(told))
 
     @override
     def on_before_optimizer_step(self, trainer: L.Trainer, *_: Any) -> None:

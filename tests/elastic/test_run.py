@@ -19,6 +19,7 @@ from lightning_shard.elastic.data_assignment import BatchAssignment, DataAssignm
 from lightning_shard.elastic.epoch_order import Position
 from lightning_shard.elastic.generation import EvictedError, Generation, Membership
 from lightning_shard.elastic.ranks import ElasticRanks
+from lightning_shard.elastic.reconfigurable import ElasticFit
 from lightning_shard.elastic.run import ElasticRun, Reconfiguration
 from lightning_shard.errors import CheckpointError, ConfigError, RankFailedError
 from lightning_shard.testing import run_ranks
@@ -167,16 +168,17 @@ class Job:
         data_assignment.batch_assignment = BatchAssignment(
             global_batch=None, accumulation=1, num_ranks=2, position=Position(epoch=0)
         )
-        self.run = ElasticRun(
-            self.strategy,
-            self.trainer,
-            self.ranks,
-            data_assignment,
+        fit = ElasticFit(
+            strategy=self.strategy,
+            trainer=self.trainer,
+            ranks=self.ranks,
+            data_assignment=data_assignment,
             snapshot_every=2,
             max_failures=1,
             timeout=timedelta(seconds=10),
             buddy_stride=1,
         )
+        self.run = ElasticRun(fit)
         self.run.begin_fit()
         self.run.begin()
 
