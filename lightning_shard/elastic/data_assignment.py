@@ -72,6 +72,7 @@ class DataAssignment:
     ) -> None:
         self._global_batch_size = self._global_batch = global_batch_size
         self._scaling = scaling
+        self._trainer = trainer
         self._user_accumulation = trainer.accumulate_grad_batches
         self._first_accumulation: int | None = None
         self._num_ranks = 0
@@ -84,12 +85,12 @@ class DataAssignment:
         self._sampler: ElasticBatchSampler | None = None
         self._installed: Installed | None = None
 
-    def end(self, trainer: "pl.Trainer") -> None:
+    def end(self) -> None:
         """Give the loader its own samplers back, and the Trainer its accumulation."""
         if self._installed is not None:
             self._installed.remove()
             self._installed = None
-            trainer.accumulate_grad_batches = self._user_accumulation
+            self._trainer.accumulate_grad_batches = self._user_accumulation
 
     @property
     def batch_assignment(self) -> BatchAssignment:
@@ -101,11 +102,10 @@ class DataAssignment:
             position=self._position,
         )
 
-    def assign(self, trainer: "pl.Trainer", loader: Any, rank: int, num_ranks: int) -> None:
+    def assign(self, loader: Any, rank: int, num_ranks: int) -> None:
         """Have a loader yield this rank's batches from the position on; the trainer accumulates.
 
         Args:
-            trainer: The Trainer, in its fit.
             loader: The training loader, as Lightning has prepared it.
             rank: This rank.
             num_ranks: The number of ranks between which samples are assigned.
@@ -126,18 +126,18 @@ class DataAssignment:
                 self._global_batch = rank_batch * num_ranks * self._user_accumulation
             if self._first_accumulation is None:
                 self._first_accumulation = num_parts(self._global_batch, num_ranks * rank_batch)
-            limit = trainer.limit_train_batches if self._limit is None else self._limit
+            limit = self._trainer.limit_train_batches if self._limit is None else self._limit
             assigns["global_batch"] = self._global_batch
             assigns["max_samples"] = self._max_samples(len(order), limit, drop_last)
             assigns["drop_last"] = drop_last and len(order) < self._first_batch  # all of it
         assigns["step_batches"] = self._step_batches
         self._sampler = ElasticBatchSampler(order, **assigns)
         self._num_ranks = num_ranks
-        epoch = epoch_of_samplers(trainer)
+        epoch = epoch_of_samplers(self._trainer)
         is_present = self._position.epoch == epoch  # else the loader was made anew between epochs
         self._resume(self._position if is_present else Position(epoch=epoch))
         self._installed = install(loader, self._sampler)
-        trainer.accumulate_grad_batches = self._sampler.accumulation
+        self._trainer.accumulate_grad_batches = self._sampler.accumulation
 
     def _max_samples(self, num_samples: int, limit: float | None, drop_last: bool) -> int | None:
         """Samples of an epoch, where they are not all.
@@ -203,81 +203,78 @@ class DataAssignment:
         assert self._sampler is not None
         self._sampler.resume(position.epoch, position.samples, position.steps)
 
-    def take_over(
-        self, trainer: "pl.Trainer", batch_assignment: BatchAssignment, num_ranks: int
-    ) -> None:
+    def take_over(self, batch_assignment: BatchAssignment, num_ranks: int) -> None:
         """Go on from where others, or this rank, were; before the loader is asked for anew.
 
         Args:
-            trainer: The Trainer in its fit, whose learning rates are for
-                `batch_assignment.num_ranks`.
             batch_assignment: That of the boundary from which training goes on.
             num_ranks: The number of ranks from now on.
         """
-        self._global_batch, self._position = (
-            batch_assignment.global_batch,
-            batch_assignment.position,
-        )
-        self._first_accumulation, self._noted_step = (
-            batch_assignment.accumulation,
-            trainer.global_step,
-        )
+        self._global_batch = batch_assignment.global_batch
+        self._position = batch_assignment.position
+        self._first_accumulation = batch_assignment.accumulation
+        self._noted_step = self._trainer.global_step
         self._has_taken_over = True
-        self._rescale(trainer, batch_assignment.num_ranks, num_ranks)
+        self._rescale(batch_assignment.num_ranks, num_ranks)
 
-    def _rescale(self, trainer: "pl.Trainer", old_ranks: int, num_ranks: int) -> None:
+    def _rescale(self, old_ranks: int, num_ranks: int) -> None:
         if self._scaling is not None and old_ranks != num_ranks:
-            schedulers = [one.scheduler for one in trainer.lr_scheduler_configs]
-            rescale(trainer.optimizers, schedulers, old_ranks, num_ranks, self._scaling)
+            schedulers = [one.scheduler for one in self._trainer.lr_scheduler_configs]
+            rescale(self._trainer.optimizers, schedulers, old_ranks, num_ranks, self._scaling)
 
-    def recount(self, trainer: "pl.Trainer", old_accumulation: int) -> None:
+    def recount(self, old_accumulation: int) -> None:
         """Count the epoch's batches as if they had been of the present size.
 
         Args:
-            trainer: The Trainer in its fit, after the loader was asked for anew.
             old_accumulation: How many batches a step had when they were counted.
         """
-        first = self._first_batches(trainer) if self._scaling is None else None
-        recount(trainer, first, old_accumulation)
-        if epoch_of_samplers(trainer) == self._position.epoch:
-            recount_epoch(trainer, self._position.steps)
+        first = self._first_batches() if self._scaling is None else None
+        recount(self._trainer, first, old_accumulation)
+        if epoch_of_samplers(self._trainer) == self._position.epoch:
+            recount_epoch(self._trainer, self._position.steps)
 
     @contextmanager
-    def assigning_batches(self, trainer: "pl.Trainer") -> Iterator[None]:
+    def assigning_batches(self) -> Iterator[None]:
         """Let the loader be made, whose batches Lightning is not to count itself.
 
         Limits are those of the first ranks' batches, and so is what lies between two validations.
         """
-        interval, limit = val_check_interval(trainer), trainer.limit_train_batches
+        interval, limit = val_check_interval(self._trainer), self._trainer.limit_train_batches
         counts_anew = isinstance(interval, int) and self._first_accumulation is not None
         if self._scaling is None and limit:
-            self._limit, trainer.limit_train_batches = limit, 1.0
+            self._limit, self._trainer.limit_train_batches = limit, 1.0
         if counts_anew:
-            trainer.val_check_interval = 1.0
+            self._trainer.val_check_interval = 1.0
         try:
             yield
         finally:
-            self._limit, trainer.limit_train_batches = None, limit
+            self._limit, self._trainer.limit_train_batches = None, limit
             if counts_anew and interval is not None:
-                trainer.val_check_interval = trainer.val_check_batch = interval
+                self._trainer.val_check_interval = self._trainer.val_check_batch = interval
 
-    def counting_steps(self, trainer: "pl.Trainer") -> AbstractContextManager[None]:
+    def counting_steps(self) -> AbstractContextManager[None]:
         """Return a context in which the same is due behind a step as for the first ranks."""
-        if self._sampler is None or trainer.accumulate_grad_batches == self._first_accumulation:
+        is_alike = self._trainer.accumulate_grad_batches == self._first_accumulation
+        if self._sampler is None or is_alike:
             return nullcontext()
-        return counting_steps(trainer, self._first_batches(trainer))
+        return counting_steps(self._trainer, self._first_batches())
 
-    def _first_batches(self, trainer: "pl.Trainer") -> FirstBatches:
+    def _first_batches(self) -> FirstBatches:
         assert self._sampler is not None
         assert self._first_accumulation is not None
-        epoch = epoch_of_samplers(trainer)
+        epoch = epoch_of_samplers(self._trainer)
         steps = self._position.steps if self._position.epoch == epoch else 0
         return FirstBatches(
             accumulation=self._first_accumulation,
             in_epoch=num_parts(self._sampler.num_samples, self._first_batch),
             epoch=epoch,
-            steps=steps + (trainer.global_step > self._noted_step),  # the last one may not be noted
+            steps=steps + self._has_unnoted_step,
         )
+
+    @property
+    def _has_unnoted_step(self) -> bool:
+        """Whether the last optimizer step has been made, but its boundary is still to come."""
+        return self._trainer.global_step > self._noted_step
 
     def note_step(self, epoch: int, global_step: int) -> None:
         """Take note of an optimizer step.
@@ -297,16 +294,16 @@ class DataAssignment:
         """Return the factor of the mean loss of this rank's batch, 1.0 where all are alike."""
         return 1.0 if self._sampler is None else self._sampler.weight_of_batch(batch_idx)
 
-    def state(self, trainer: "pl.Trainer") -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps, which may be saved between a step and its boundary."""
         position = self._position
-        if self._sampler is not None and trainer.global_step > self._noted_step:
-            epoch = epoch_of_samplers(trainer)
+        if self._sampler is not None and self._has_unnoted_step:
+            epoch = epoch_of_samplers(self._trainer)
             position = self._position_behind(epoch, 1)
         return {
             **vars(self.batch_assignment),
             "position": vars(position),
-            "batches_per_step": trainer.accumulate_grad_batches,
+            "batches_per_step": self._trainer.accumulate_grad_batches,
         }
 
     def load_state(self, state: Mapping[str, Any], global_step: int) -> None:
@@ -324,9 +321,9 @@ class DataAssignment:
         self._noted_step, self._loaded_accumulation = global_step, state["batches_per_step"]
         self._loaded_ranks = state["num_ranks"]
 
-    def recount_loaded(self, trainer: "pl.Trainer") -> None:
+    def recount_loaded(self) -> None:
         """Count batches anew after a checkpoint, when the loader is there: see `recount`."""
         if self._loaded_accumulation is not None:
-            self.recount(trainer, self._loaded_accumulation)
-            self._rescale(trainer, self._loaded_ranks, self._num_ranks)
+            self.recount(self._loaded_accumulation)
+            self._rescale(self._loaded_ranks, self._num_ranks)
             self._loaded_accumulation = None

@@ -37,7 +37,7 @@ class ElasticFitLoop(FitLoop):
 
     @override
     def setup_data(self) -> None:
-        with self.elastic.assigning_batches():
+        with self.elastic.data_assignment.assigning_batches():
             super().setup_data()
         if self._combined_loader is not None:
             measure_epoch(self.trainer)
@@ -47,7 +47,7 @@ class ElasticFitLoop(FitLoop):
         self.setup_data()
         if self.skip:
             return
-        self.elastic.see_data()
+        self.elastic.data_assignment.recount_loaded()
         self.reset()
         self.on_run_start()
         if self.elastic.is_newcomer:
@@ -151,12 +151,12 @@ class ElasticEpochLoop(TrainingEpochLoop):
 
     @override
     def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
-        with self.elastic.counting_steps():
+        with self.elastic.data_assignment.counting_steps():
             return super()._should_check_val_fx(data_fetcher)
 
     @override
     def _update_learning_rates(self, interval: str, update_plateau_schedulers: bool) -> None:
-        with self.elastic.counting_steps():
+        with self.elastic.data_assignment.counting_steps():
             super()._update_learning_rates(interval, update_plateau_schedulers)
 
 

@@ -129,10 +129,9 @@ class NextGeneration:
         progress = Progress.unpack(restored.extra)
         progress.load_buffers(trainer.lightning_module)
         progress.load_trainer(trainer)
-        assignment = progress.batch_assignment
-        self._fit.data_assignment.take_over(trainer, assignment, generation.size)
+        self._fit.data_assignment.take_over(progress.batch_assignment, generation.size)
         self._ask_for_data()
-        self._fit.data_assignment.recount(trainer, progress.accumulation)
+        self._fit.data_assignment.recount(progress.accumulation)
         progress.load_own(trainer, own, generation.rank)
         return progress.behind_step
 
@@ -152,7 +151,7 @@ class NextGeneration:
         self._rebuild_engine(generation)
         _lightning.load_checkpoint(trainer, path)
         self._ask_for_data()
-        self._fit.data_assignment.recount_loaded(trainer)
+        self._fit.data_assignment.recount_loaded()
 
     def _rebuild_engine(self, generation: Generation) -> None:
         self._fit.strategy.rebuild_engine()

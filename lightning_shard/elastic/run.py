@@ -20,8 +20,6 @@ Who says which ranks there are: `ranks`. Heartbeats: `heartbeats`. Who holds the
 `DataAssignment`, which puts it into the training loader.
 """
 
-from contextlib import AbstractContextManager
-
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_shard.elastic import _lightning
@@ -90,18 +88,6 @@ class ElasticRun:
     def is_newcomer(self) -> bool:
         """Whether this process goes on from what others, or its predecessors, remember."""
         return self._fit.ranks.membership.has_past or self._fit.ranks.generation.number == 0
-
-    def see_data(self) -> None:
-        """Count batches of a checkpoint as those of now, when the training loader is there."""
-        self.data_assignment.recount_loaded(self._fit.trainer)
-
-    def assigning_batches(self) -> AbstractContextManager[None]:
-        """Return the context in which the training loader is made."""
-        return self.data_assignment.assigning_batches(self._fit.trainer)
-
-    def counting_steps(self) -> AbstractContextManager[None]:
-        """Return a context in which the same is due behind a step as for the first ranks."""
-        return self.data_assignment.counting_steps(self._fit.trainer)
 
     def begin(self) -> None:
         """Remember the state before the first step, once; each rank must call."""

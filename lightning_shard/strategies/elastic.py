@@ -195,11 +195,10 @@ class ElasticStrategy(DataParallelStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        if trainer.training:
+        if self.lightning_module.trainer.training:
             assert self._run is not None
             rank = self.data_collectives.rank
-            self._run.data_assignment.assign(trainer, dataloader, rank, self.world_size)
+            self._run.data_assignment.assign(dataloader, rank, self.world_size)
         return super().process_dataloader(dataloader)
 
     @override
@@ -217,8 +216,8 @@ class ElasticStrategy(DataParallelStrategy):
     @override
     def teardown(self) -> None:
         self._ranks.has_failed = self._failed
-        if self._run is not None and self.lightning_module is not None:
-            self._run.data_assignment.end(self.lightning_module.trainer)
+        if self._run is not None:
+            self._run.data_assignment.end()
         super().teardown()
         self._ranks.end_run()
         if self._run is not None:
@@ -267,9 +266,7 @@ class ElasticStrategy(DataParallelStrategy):
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
         if self._run is not None and "optimizer_states" in checkpoint:
-            assert self.lightning_module is not None
-            state = self._run.data_assignment.state(self.lightning_module.trainer)
-            writable_section(checkpoint)["elastic"] = state
+            writable_section(checkpoint)["elastic"] = self._run.data_assignment.state()
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
