@@ -124,7 +124,7 @@ class Chaos:
         """Start the job, make something of each kind happen, and wait for the job's end.
 
         Args:
-            kinds: See `_KINDS`; "any" for a random one. Also "first" and "rendezvous server".
+            kinds: See `_KINDS`; "any" for a random one. Also "first" and "server".
             ends_well: Whether the training is to come to its end.
 
         Raises:

@@ -97,7 +97,7 @@ def test_25_random_events(seed: int, options: dict[str, Any], tmp_path: Path) ->
 def test_training_goes_on_without_the_server(tmp_path: Path) -> None:
     job = Job(folder=str(tmp_path), num_ranks=3, max_epochs=2)
     chaos = Chaos(job, seed=1, by_launcher=False)
-    chaos.run(["rendezvous server"])
+    chaos.run(["server"])
     assert_same_training(chaos)
     assert_ended_as_told(chaos)
     assert "ranks that are lost are not replaced" in chaos.processes.report()
@@ -107,7 +107,7 @@ def test_training_goes_on_without_the_server(tmp_path: Path) -> None:
 def test_a_loss_without_a_server_is_an_error_and_no_hang(tmp_path: Path) -> None:
     job = Job(folder=str(tmp_path), num_ranks=3, max_epochs=2)
     chaos = Chaos(job, seed=1, by_launcher=False)
-    chaos.run(["rendezvous server", "kill"], ends_well=False)
+    chaos.run(["server", "kill"], ends_well=False)
     assert chaos.seen.ended == {}
     assert sorted(chaos.processes.statuses().values()) == [-signal.SIGKILL, 1, 1]
     assert chaos.processes.report().count("no rank can join or be replaced any more") >= 2
