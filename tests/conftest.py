@@ -1,11 +1,22 @@
-"""What holds for every test: one thread, an environment of its own, no group skipped as a whole."""
+"""What holds for every test: one thread, an environment of its own, no group skipped as a whole.
+
+Products of parameters are more than `make test` has time for where each case is a training. In the
+folders `SAMPLED`, and where a test is marked `each_value`, it runs cases that have each value of
+each parameter between them; `make test-all` runs them all.
+
+    stage 0 to 3  x  2 ranks, 4 ranks     quick (0, 2) (1, 4) (2, 2) (3, 2), the other four slow
+"""
 
 import os
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
+
+TESTS = Path(__file__).parent
+SAMPLED = {"checkpoint", "precision", "strategies", "trainer"}
 
 _ran: Counter[str] = Counter()
 _skipped: Counter[str] = Counter()
@@ -28,6 +39,38 @@ def own_environment() -> Iterator[None]:
     if dict(os.environ) != before:
         os.environ.clear()
         os.environ.update(before)
+
+
+@pytest.hookimpl(tryfirst=True)  # before those that are slow are deselected
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow the cases that a covering sample of a test leaves out."""
+    cases = defaultdict(list)
+    for item in items:
+        if hasattr(item, "callspec") and _is_sampled(item):
+            cases[item.nodeid.split("[")[0]].append(item)
+    for group in cases.values():
+        quick = covering([{(k, repr(v)) for k, v in one.callspec.params.items()} for one in group])
+        for number, item in enumerate(group):
+            if number not in quick:
+                item.add_marker(pytest.mark.slow)
+
+
+def _is_sampled(item: pytest.Item) -> bool:
+    if item.get_closest_marker("slow"):
+        return False
+    folder = item.path.relative_to(TESTS).parts[0]
+    return folder in SAMPLED or item.get_closest_marker("each_value") is not None
+
+
+def covering(cases: Sequence[set[tuple[str, str]]]) -> set[int]:
+    """Return the numbers of a few cases that have each value of the others, too; greedily."""
+    found: set[int] = set()
+    missing = set().union(*cases)
+    while missing:
+        best = max(range(len(cases)), key=lambda number: len(cases[number] & missing))
+        found.add(best)
+        missing -= cases[best]
+    return found
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -1,12 +1,14 @@
 """Real processes on this host for tests: start them, wait for them, collect what they return.
 
-    run_processes(fn, 2, n=5)   ->   2 x  python -m tests.processes module:fn ...
-                                          fn(n=5), RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT set
+    run_processes(fn, 2, n=5)   ->   2 x  fn(n=5), RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT set
+                                          in processes that `tests.rank_server` forks, or with
+                                          fresh=True in   python -m tests.processes folder
 
 Each process has one thread and its warnings are errors. Only processes started here are ended, by
 their own handles.
 """
 
+import atexit
 import gc
 import importlib
 import os
@@ -17,8 +19,9 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,23 @@ class Finished:
     rank: int
     returncode: int
     output: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """Ranks that a rank server is to start together.
+
+    Attributes:
+        folder: Holds the call, and takes what it returns; see `calling_command`.
+        environments: All variables of each rank.
+        logs: The file of each rank's standard output and error.
+        timeout_seconds: After which those that still run are killed.
+    """
+
+    folder: str
+    environments: Sequence[Mapping[str, str]]
+    logs: Sequence[Path]
+    timeout_seconds: float
 
 
 class ProcessesFailedError(AssertionError):
@@ -51,6 +71,7 @@ def run_processes(
     *,
     timeout_seconds: float = 100,
     vanishing_ranks: Collection[int] = (),
+    fresh: bool = False,
     **arguments: Any,
 ) -> list[Any]:
     """Run `function(**arguments)` in each of `num_processes` processes; return what they return.
@@ -61,6 +82,7 @@ def run_processes(
         num_processes: The world size that each process is told.
         timeout_seconds: For all of them together.
         vanishing_ranks: These end on purpose without a result (`os._exit(0)`); theirs is None.
+        fresh: Start an interpreter for each, which takes seconds to import torch and Lightning.
         **arguments: Passed on.
 
     Raises:
@@ -68,7 +90,11 @@ def run_processes(
     """
     with tempfile.TemporaryDirectory() as folder:
         command = calling_command(folder, function, arguments)
-        check(run_commands([command] * num_processes, timeout_seconds=timeout_seconds))
+        if fresh:
+            finished = run_commands([command] * num_processes, timeout_seconds=timeout_seconds)
+        else:
+            finished = _run_forked(folder, num_processes, timeout_seconds)
+        check(finished)
         return [
             None if rank in vanishing_ranks else read_result(folder, rank)
             for rank in range(num_processes)
@@ -137,6 +163,41 @@ def run_commands(commands: Sequence[Sequence[str]], *, timeout_seconds: float) -
         ]
 
 
+def _run_forked(folder: str, num_processes: int, timeout_seconds: float) -> list[Finished]:
+    """Make the call that `folder` holds in ranks that the rank server forks."""
+    port, server = free_port(), _rank_server()
+    assert server.stdin is not None
+    assert server.stdout is not None
+    with tempfile.TemporaryDirectory() as logs:
+        request = Request(
+            folder=folder,
+            environments=[_variables(rank, num_processes, port) for rank in range(num_processes)],
+            logs=[Path(logs) / f"rank_{rank}.log" for rank in range(num_processes)],
+            timeout_seconds=timeout_seconds,
+        )
+        pickle.dump(request, server.stdin)
+        server.stdin.flush()
+        statuses: list[int] = pickle.load(server.stdout)
+        return [
+            Finished(rank=rank, returncode=status, output=log.read_text(errors="replace"))
+            for rank, (status, log) in enumerate(zip(statuses, request.logs, strict=True))
+        ]
+
+
+@cache
+def _rank_server() -> "subprocess.Popen[bytes]":
+    """Start this process's server; it ends when its pipe does."""
+    server = subprocess.Popen(
+        [sys.executable, "-W", "error", "-m", "tests.rank_server"],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        cwd=REPOSITORY,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    atexit.register(server.communicate)
+    return server
+
+
 def check(finished: Sequence[Finished]) -> None:
     """Raise ProcessesFailedError, with all output, unless every process ended with status 0."""
     if any(one.returncode for one in finished):
@@ -149,7 +210,15 @@ def check(finished: Sequence[Finished]) -> None:
 def _start(
     command: Sequence[str], rank: int, world_size: int, port: int, log: Path
 ) -> subprocess.Popen[bytes]:
-    environment = os.environ | {
+    environment = _variables(rank, world_size, port)
+    with log.open("wb") as stream:
+        return subprocess.Popen(
+            command, env=environment, cwd=REPOSITORY, stdout=stream, stderr=subprocess.STDOUT
+        )
+
+
+def _variables(rank: int, world_size: int, port: int) -> dict[str, str]:
+    return os.environ | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world_size),
@@ -157,10 +226,6 @@ def _start(
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
     }
-    with log.open("wb") as stream:
-        return subprocess.Popen(
-            command, env=environment, cwd=REPOSITORY, stdout=stream, stderr=subprocess.STDOUT
-        )
 
 
 def _wait_until(process: subprocess.Popen[bytes], deadline: float) -> None:
@@ -171,8 +236,11 @@ def _wait_until(process: subprocess.Popen[bytes], deadline: float) -> None:
         process.wait()
 
 
-def _main(folder: str) -> None:
-    """Make the call; under mpirun a rank that raises ends at once, since others may wait for it."""
+def call(folder: str) -> None:
+    """Make the call that `folder` holds.
+
+    Under mpirun a rank that raises ends at once, since others may wait for it.
+    """
     mpi_rank = os.environ.get("OMPI_COMM_WORLD_RANK")
     module, name, arguments = pickle.loads(Path(folder, "call.pickle").read_bytes())
     try:
@@ -191,4 +259,4 @@ def _main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    call(*sys.argv[1:])

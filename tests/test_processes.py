@@ -1,10 +1,17 @@
 """The harness itself: environment, failures, time-outs."""
 
+import importlib
 import os
+import random
+import threading
 import time
+import warnings
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from lightning_utilities.core.rank_zero import rank_zero_only
 
 from tests.processes import ProcessesFailedError, run_processes, run_script
 
@@ -19,12 +26,23 @@ def fail_on_rank_one() -> None:
         raise ValueError("rank one had enough")
 
 
+def own_state() -> dict[str, Any]:
+    importlib.import_module("tests.strategies.parity")  # as the server has
+    return {
+        "threads": threading.active_count(),
+        "rank": rank_zero_only.rank,
+        "drawn": (random.random(), float(np.random.rand())),
+        "filters": [(action, str(message)) for action, message, *_ in warnings.filters],
+    }
+
+
 def sleep_long() -> None:
     time.sleep(600)
 
 
-def test_each_process_knows_its_rank() -> None:
-    assert run_processes(describe, 2, word="hi") == [
+@pytest.mark.parametrize("fresh", [False, True])
+def test_each_process_knows_its_rank(fresh: bool) -> None:
+    assert run_processes(describe, 2, word="hi", fresh=fresh) == [
         ("hi", "0", "2", "127.0.0.1", "1"),
         ("hi", "1", "2", "127.0.0.1", "1"),
     ]
@@ -38,6 +56,14 @@ def test_a_failure_shows_the_output() -> None:
 def test_a_process_that_takes_too_long_is_ended() -> None:
     with pytest.raises(ProcessesFailedError, match="rank 0 ended with -9"):
         run_processes(sleep_long, 1, timeout_seconds=2)
+
+
+def test_a_forked_rank_has_no_more_than_a_launcher_would_give_it() -> None:
+    first, second = run_processes(own_state, 2)
+    assert first["threads"] == second["threads"] == 1
+    assert [first["rank"], second["rank"]] == [0, 1]
+    assert first["drawn"] != second["drawn"]
+    assert first["filters"] == run_processes(own_state, 1, fresh=True)[0]["filters"]
 
 
 def test_a_script(tmp_path: Path) -> None:
