@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from tests.features.columns import COLUMNS, ONE_DEVICE, Column, Here
-from tests.features.network import Network, Report, fitted
+from tests.features.network import Report, fitted
 from tests.strategies.parity import UPSTREAM_WARNINGS
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
