@@ -56,6 +56,7 @@ _FINAL = (
 class ReconfiguringStrategy(ElasticMembership):
     """Does what the elastic loops ask; see `elastic.loop.Elastic`."""
 
+    keeps_optimizers = True
     _data_assignment: DataAssignment
     _memory: SnapshotMemory
     _snapshot_every: int
