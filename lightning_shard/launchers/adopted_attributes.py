@@ -18,9 +18,7 @@ from lightning_shard.launchers._copy import copy_with_functions
 from lightning_shard.launchers._lightning import copied_objects
 from lightning_shard.launchers.replicas import Replica, find_owners, memo_of, modules_of
 
-_OF_LIGHTNING = frozenset({*vars(pl.LightningModule()), *vars(pl.LightningDataModule())}) - {
-    "_hparams"
-}
+_OF_LIGHTNING = frozenset({*vars(pl.LightningModule()), *vars(pl.LightningDataModule())})
 
 
 def give_attributes(
@@ -50,6 +48,8 @@ def give_attributes(
     for source, target in pairs:
         for name, value in _attributes(source):
             _give(target, name, _copied(value, memo, modules, others))
+        if isinstance(source, (pl.LightningModule, pl.LightningDataModule)):
+            target.hparams.update(_copied(dict(source.hparams), memo, modules, others))
 
 
 def _pairs(source: Any, target: Any, trainer: "pl.Trainer | None") -> Iterator[tuple[Any, Any]]:
