@@ -117,7 +117,7 @@ def storage_key(tensor: Tensor) -> int:
 
 def storage_uses(tensor: Tensor) -> int:
     """Return how many tensors, arrays and others hold the memory that a tensor lies in."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))  # type: ignore[attr-defined]
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def is_composite(func: Any) -> bool:

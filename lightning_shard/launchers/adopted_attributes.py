@@ -32,11 +32,7 @@ def give_attributes(
         originals: The caller's objects by name, as `find_owners` gives them.
     """
     owners = find_owners(survivor.trainer, survivor.args, survivor.kwargs)
-    pairs = [
-        pair
-        for name, owner in owners.items()
-        for pair in _pairs(owner, originals.get(name), survivor.trainer)
-    ]
+    pairs = [pair for name, owner in owners.items() for pair in _pairs(owner, originals.get(name))]
     memo = memo_of(survivor.trainer, owners, (survivor.args, survivor.kwargs))
     memo.update({id(source): target for source, target in pairs})
     if trainer is not None and survivor.trainer is not None:
@@ -52,7 +48,7 @@ def give_attributes(
             target.hparams.update(_copied(dict(source.hparams), memo, modules, others))
 
 
-def _pairs(source: Any, target: Any, trainer: "pl.Trainer | None") -> Iterator[tuple[Any, Any]]:
+def _pairs(source: Any, target: Any) -> Iterator[tuple[Any, Any]]:
     """Yield an owner and its parts, each with the original that it is a copy of."""
     if type(source) is not type(target) or source is target:
         return
