@@ -136,6 +136,8 @@ class FlatGradients:
         self._note(index)
 
     def _expect(self, index: int) -> None:
+        if not self._seen:
+            self.buffer.renew()
         self.buffer.allocate()
         if self.was_reduced and self.accumulates:
             raise ConfigError(

@@ -18,6 +18,7 @@ from lightning_shard.data_parallel.averaged_gradient import AveragedGradient
 from lightning_shard.data_parallel.flat_parameters import FlatParameters, full_views
 from lightning_shard.data_parallel.gradient_state import GradientState
 from lightning_shard.data_parallel.sharded_parameter import as_they_are
+from lightning_shard.data_parallel.torch_private import storage_uses
 
 _OWN_REFERENCES = 2  # to a view that nobody else holds: that of the list, and getrefcount's own
 
@@ -50,6 +51,7 @@ class GradientBuffer:
         self.is_plain = not flat.has_local_form
         self.shows_sums = self.is_plain
         self._stash: Tensor | None = None
+        self._own_uses = 0  # of the memory of `full`, by us
 
     @torch.no_grad()
     def allocate(self) -> Tensor:
@@ -68,7 +70,24 @@ class GradientBuffer:
             bounds = self.flat.layout.shard_bounds(self.flat.shard_index)
             self.local = self.full[slice(*bounds)]
             self.local_views = self.flat.shard_views(self.local)
+        self._own_uses = storage_uses(self.full)
         return self.full
+
+    @as_they_are
+    def renew(self) -> None:
+        """Where user code has kept what shows gradients that are gone, leave it the memory.
+
+        A view of `.grad`, what `.grad.detach()` or `.numpy()` gave and the like would show the next
+        gradients.
+        """
+        if not self.shows_sums or self.full is None:
+            return
+        shown = zip(self.flat.params, self.views, strict=True)
+        if any(param.grad is view for param, view in shown):
+            return
+        if storage_uses(self.full) > self._own_uses:
+            self.local, self.local_views = None, []
+            self.give_up_full()
 
     def give_up_full(self) -> None:
         """Keep `full` no longer: it is on its way."""

@@ -34,6 +34,7 @@ __all__ = [
     "queue_after_backward",
     "saving_hook",
     "storage_key",
+    "storage_uses",
     "untraced",
 ]
 
@@ -112,6 +113,11 @@ def pass_for_parameter(tensor: Any) -> None:
 def storage_key(tensor: Tensor) -> int:
     """Return a number that tensors share which lie in one memory, even one without elements."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def storage_uses(tensor: Tensor) -> int:
+    """Return how many tensors, arrays and others hold the memory that a tensor lies in."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def is_composite(func: Any) -> bool:

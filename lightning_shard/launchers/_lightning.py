@@ -23,6 +23,7 @@ __all__ = [
     "SubprocessScriptLauncher",
     "TunerExit",
     "call_and_handle_interrupt",
+    "copied_objects",
     "copy_metrics",
     "copy_progress",
     "exchange_strategy",
@@ -113,6 +114,23 @@ def copy_progress(source: Loop, target: Loop) -> None:
             copy_progress(value, mine)
         elif name == "_batches_that_stepped":
             vars(target)[name] = value
+
+
+def copied_objects(source: "pl.Trainer", target: "pl.Trainer") -> dict[int, Any]:
+    """Return by `id` what a trainer has in place of another's objects, as a deep copy's memo.
+
+    Its strategy is about to take over the other's optimizers and schedulers.
+    """
+    own, strategy = source.strategy, target.strategy
+    schedulers = [config.scheduler for config in own.lr_scheduler_configs]
+    taken = [*own.optimizers, *own._lightning_optimizers, *schedulers]
+    loops = ("fit_loop", "validate_loop", "test_loop", "predict_loop")
+    return {
+        **{id(one): one for one in taken},
+        **{id(getattr(source, name)): getattr(target, name) for name in loops},
+        id(source): target,
+        id(own): strategy,
+    }
 
 
 def exchange_strategy(source: "pl.Trainer", target: "pl.Trainer") -> None:

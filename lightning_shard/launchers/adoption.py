@@ -4,7 +4,9 @@
     thread 1  their copies   ─────────── trains on ── ends ──┘    metrics: the caller's now
 
 The caller's model, its submodules, strategy and trainer stay the objects that they are. The
-parameters are the survivor's, as its optimizers and schedulers refer to them.
+parameters are the survivor's, as its optimizers and schedulers refer to them. What hooks have set
+on a copy of the model, of a callback or of the data module is set on the caller's: see
+`adopted_attributes`.
 """
 
 from typing import Any
@@ -19,6 +21,7 @@ from lightning_shard.launchers._lightning import (
     exchange_strategy,
     take_down,
 )
+from lightning_shard.launchers.adopted_attributes import give_attributes
 from lightning_shard.launchers.replicas import Replica, find_owners
 
 
@@ -46,6 +49,7 @@ def adopt(
         original = originals.get(name)
         if isinstance(owner, nn.Module) and isinstance(original, nn.Module):
             _give_tensors(owner, original)
+    give_attributes(survivor, trainer, originals)
     if trainer is not None and survivor.trainer is not None:
         _give_results(survivor.trainer, trainer)
 

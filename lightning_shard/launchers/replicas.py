@@ -58,10 +58,10 @@ class Replica:
         owners = find_owners(trainer, args, kwargs)
         full = (function, trainer, args, kwargs)
         try:
-            memo = _make_memo(trainer, owners, (args, kwargs))
-            copied = copy_with_functions(full, memo, _modules_of(owners), _others(trainer, owners))
+            memo = memo_of(trainer, owners, (args, kwargs))
+            copied = copy_with_functions(full, memo, modules_of(owners), _others(trainer, owners))
         except Exception as error:
-            name = _find_culprit(owners, _make_memo(trainer, owners, (args, kwargs))) or "trainer"
+            name = _find_culprit(owners, memo_of(trainer, owners, (args, kwargs))) or "trainer"
             raise ConfigError(
                 f"in_process: {name} cannot be copied for the ranks other than 0 "
                 f"({type(error).__name__}: {error}). Make it in setup(), which each rank calls "
@@ -120,7 +120,9 @@ def find_owners(
         if trainer.lightning_module is not None:
             owners["model"] = trainer.lightning_module
         for callback in getattr(trainer, "callbacks", []):
-            owners[f"callback {type(callback).__name__}"] = callback
+            name = f"callback {type(callback).__name__}"
+            same = sum(one == name or one.startswith(f"{name} ") for one in owners)
+            owners[f"{name} {same + 1}" if same else name] = callback
     for value in (*args, *kwargs.values()):
         if isinstance(value, (nn.Module, pl.LightningDataModule)):
             kind = "model" if isinstance(value, nn.Module) else "datamodule"
@@ -128,7 +130,8 @@ def find_owners(
     return owners
 
 
-def _modules_of(owners: Mapping[str, Any]) -> list[nn.Module]:
+def modules_of(owners: Mapping[str, Any]) -> list[nn.Module]:
+    """Return those that are modules."""
     return [owner for owner in owners.values() if isinstance(owner, nn.Module)]
 
 
@@ -138,10 +141,16 @@ def _others(trainer: "pl.Trainer | None", owners: Mapping[str, Any]) -> list[Any
     return others if trainer is None else [*others, trainer, trainer.strategy]
 
 
-def _make_memo(
+def memo_of(
     trainer: "pl.Trainer | None", owners: Mapping[str, Any], arguments: Any
 ) -> dict[int, Any]:
-    """Return a deep copy's memo that already has what is not copied."""
+    """Return a deep copy's memo that already has what is not copied.
+
+    Args:
+        trainer: Whose loggers are shared.
+        owners: See `find_owners`.
+        arguments: Of the launched function.
+    """
     memo: dict[int, Any] = {id(stream): stream for stream in _standard_streams()}
     for dataset in _find_datasets([arguments, *(vars(owner) for owner in owners.values())]):
         memo[id(dataset)] = dataset

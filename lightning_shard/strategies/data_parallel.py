@@ -1,13 +1,16 @@
 """Replicated data parallel and ZeRO stages 1 to 3 as Lightning strategies: the engine's adapter."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar, Unpack
+from weakref import WeakSet
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -50,6 +53,7 @@ class DataParallelStrategy(CheckpointingStrategy):
 
     stage: ClassVar[int]
     engine_type: ClassVar[type[DataParallelEngine]] = DataParallelEngine
+    keeps_optimizers: ClassVar[bool] = False  # from a fit's beginning to its end
     _in_hooks: ExitStack | None = None  # around the user's, of a fit
 
     @takes(RunConfig, DataParallelConfig)
@@ -68,6 +72,7 @@ class DataParallelStrategy(CheckpointingStrategy):
         self._step_bytes = StepBytes(self._bytes_so_far, self._tally_of_codecs)
         self._engine: DataParallelEngine | None = None
         self._sharded: list[ShardedOptimizer] = []
+        self._replaced: Collection[ShardedOptimizer] = ()  # in the middle of the fit
         self._averages: list[AverageOfShards] = []
         self._failed = False
         self._resuming = None
@@ -113,6 +118,44 @@ class DataParallelStrategy(CheckpointingStrategy):
         self.setup_precision_plugin()
         if fitting and self._announces:
             announce(self, strategy_name(self), num_parameters)
+
+    @property
+    @override
+    def optimizers(self) -> list[Optimizer]:
+        kept: list[Optimizer] = super().optimizers
+        return kept
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        """Take optimizers; in the middle of a fit each rank must, with the same ones.
+
+        Raises:
+            ConfigError: They are not the same on all ranks, or cannot be exchanged here.
+        """
+        if self._sharded:
+            self._exchange_optimizers(optimizers)
+        strategy: Any = Strategy
+        strategy.optimizers.fset(self, optimizers)
+
+    def _exchange_optimizers(self, optimizers: Sequence[Any]) -> None:
+        """Let other optimizers than those of `configure_optimizers` update shards."""
+        raw = [one.optimizer if isinstance(one, LightningOptimizer) else one for one in optimizers]
+        if raw == [one.optimizer for one in self._sharded]:
+            return
+        if self.keeps_optimizers:
+            raise ConfigError(
+                f"Rank {self.global_rank}: the optimizers were replaced in the middle of a fit by "
+                f"{', '.join(type(one).__name__ for one in raw) or 'none'}, but "
+                f"{type(self).__name__} works with those that configure_optimizers has returned. "
+                f"Change their param_groups instead, or use strategy='zero2'."
+            )
+        assert self.model is not None
+        check_same_optimizers(raw, self.model, self.collectives)
+        known = {one.optimizer: one for one in (*self._sharded, *self._replaced)}
+        sharded = [known.get(one) or ShardedOptimizer(one, self.engine) for one in raw]
+        given_up = [one for one in self._sharded if one not in sharded]
+        self._replaced = WeakSet([*self._replaced, *given_up])  # they live as their optimizers do
+        self._sharded = sharded
 
     @property
     def held_besides(self) -> list[str]:
@@ -330,6 +373,7 @@ class DataParallelStrategy(CheckpointingStrategy):
             self._detach(self._engine)
             self._left_sharded = self._failed and self._holds_shards
         self._engine, self._sharded, self._averages, self._failed = None, [], [], False
+        self._replaced = ()
         self._resuming = None
         self._may_differ_in_batches = False
         self._revert_layer_sync()
@@ -352,6 +396,9 @@ class DataParallelStrategy(CheckpointingStrategy):
             sharded.optimizer.state.clear()
             if state:
                 sharded.optimizer.load_state_dict(state)
+        for sharded in self._replaced:  # an exchanged optimizer begins anew after the fit
+            sharded.detach()
+            sharded.optimizer.state.clear()
 
 
 class DDPStrategy(DataParallelStrategy):

@@ -56,6 +56,7 @@ class ElasticStrategy(DataParallelStrategy):
     """
 
     assigns_samples = True
+    keeps_optimizers = True
 
     @takes(RunConfig, GradientConfig, ElasticConfig)
     def __init__(self, **options: Unpack[ElasticOptions]) -> None:

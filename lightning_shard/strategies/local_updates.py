@@ -32,6 +32,7 @@ class LocalUpdates(DataParallelStrategy):
     rank 0 gets the signal, raises after its step, and its failure ends the others.
     """
 
+    keeps_optimizers = True
     _in_loops: ExitStack | None = None  # what is put into the loops of a fit
 
     @override

@@ -71,7 +71,7 @@ def automatic_plan(model: nn.Module, num_ranks: int) -> AutomaticPlan:
             f"Use strategy='zero3', which shards layers of every kind: found nothing in "
             f"{type(model).__name__} to split over {num_ranks} ranks. {largest_layers(model)} "
             f"Expected attentions, pairs of linear layers to a larger width and back, or an "
-            f"embedding of a vocabulary.{_own_plan(model, num_ranks)}"
+            f"embedding of a vocabulary.{finder.trials()}{_own_plan(model, num_ranks)}"
         )
     return AutomaticPlan(layers=list(finder.split()), full=list(finder.left_unsplit()))
 
@@ -100,6 +100,7 @@ class _Finder:
         self._tried: dict[tuple[object, ...], TrialResult] = {}
         self._inside_planned: set[nn.Module] = set()
         self._untried: list[Candidate] = []
+        self._failed: list[tuple[Candidate, TrialResult]] = []
 
     def find(self) -> None:
         """Go through the four kinds."""
@@ -130,6 +131,13 @@ class _Finder:
             if layer := self.planned.get(module):
                 pattern = pattern_of(name)
                 yield replace(layer, pattern=pattern if len(styles[pattern]) == 1 else name)
+
+    def trials(self) -> str:
+        """Say of which layers a trial has raised an error of the model's own code."""
+        for candidate, tried in self._failed:
+            names = " and ".join(repr(self.names[one]) for one in _layers(candidate).values())
+            return f" A trial of {names} raised {tried.cause}."
+        return ""
 
     def left_unsplit(self) -> Iterator[UnsplitLayer]:
         """Yield the layers with a matrix that are not split."""
@@ -173,6 +181,8 @@ class _Finder:
         key = candidate.signature
         if key not in self._tried:
             self._tried[key] = try_out(candidate, self.num_ranks)
+            if self._tried[key].cause:
+                self._failed.append((candidate, self._tried[key]))
         tried = self._tried[key]
         if tried.is_right:
             for name, module in layers.items():
@@ -186,7 +196,7 @@ class _Finder:
         else:
             for layer in layers.values():
                 reason = f"with {candidate.out!r} it computes something else in parts"
-                self.reasons.setdefault(layer, reason)
+                self.reasons.setdefault(layer, _because(reason, tried))
 
     def _is_given_biases(self, candidate: Candidate) -> bool:
         """Whether an attention may be called with a bias of each head that another module makes.
@@ -217,8 +227,10 @@ class _Finder:
             for name, module in layers.items():
                 self._plan(module, candidate.styles[name])
             return
+        tried = self._tried[candidate.signature]
         for layer in layers.values():
-            self.reasons[layer] = f"with {candidate.out!r} it could not be tried out"
+            reason = f"with {candidate.out!r} it could not be tried out"
+            self.reasons[layer] = _because(reason, tried)
 
     def _plan_vocabulary(self) -> None:
         """Split the largest embedding by rows, and others like it; their output layers alike."""
@@ -288,6 +300,11 @@ class _Finder:
     def _is_tied_head(self, module: nn.Module) -> bool:
         planned = self.planned.get(module)
         return self._is_head(module) or (planned is not None and planned.style.form == "colwise")
+
+
+def _because(reason: str, tried: TrialResult) -> str:
+    """Say what the model's own code has raised in the trial."""
+    return f"{reason}, which raised {tried.cause}" if tried.cause else reason
 
 
 def _layers(candidate: Candidate) -> dict[str, nn.Module]:

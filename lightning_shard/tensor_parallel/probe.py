@@ -47,10 +47,12 @@ class TrialResult:
             layers, is a LightningModule, or is an attention that uses more when it is given more,
             as one that knows relative positions.
         inner: Paths in the owner of the modules whose parameters work between the layers.
+        cause: What the owner's own code raised in the trial, if it did.
     """
 
     is_right: bool | None
     inner: tuple[str, ...] = ()
+    cause: str = ""
 
 
 def try_out(candidate: Candidate, num_ranks: int) -> TrialResult:
@@ -67,14 +69,16 @@ def try_out(candidate: Candidate, num_ranks: int) -> TrialResult:
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         try:
             full = _run_full(candidate)
-            if full is None or (candidate.is_attention and full.leaves_out(candidate.styles)):
+            if candidate.is_attention and full.leaves_out(candidate.styles):
                 return TrialResult(is_right=None)
             parts = [_run_part(full, candidate, rank, num_ranks) for rank in range(num_ranks)]
             return _compare(full, parts, candidate)
-        except Exception:
-            return TrialResult(
-                is_right=False
-            )  # the owner knows another way how wide its layers are
+        except _CannotRunError as error:
+            return TrialResult(is_right=None, cause=_quoted(error.__cause__))
+        except (_NotCalledOnceError, _GatheredError):
+            return TrialResult(is_right=False)
+        except Exception as error:  # the owner knows another way how wide its layers are
+            return TrialResult(is_right=False, cause=_quoted(error))
 
 
 def _is_lightning_module(module: nn.Module) -> bool:
@@ -96,6 +100,16 @@ def table_is_right(table: nn.Embedding, num_ranks: int) -> bool:
             return is_close(torch.stack(parts).sum(0), full["table"](ids))
         except Exception:
             return False
+
+
+def _quoted(error: BaseException | None) -> str:
+    """Return an error's kind and the first line of what it says."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+class _CannotRunError(Exception):
+    """The owner raises on activations, which is the cause of this."""
 
 
 class _NotCalledOnceError(Exception):
@@ -176,11 +190,15 @@ class _Run:
         return list(grads[:count]), dict(zip(params, grads[count:], strict=True))
 
 
-def _run_full(candidate: Candidate) -> _Run | None:
-    """Run the owner on activations, if need be without what else it asks for; None if it cannot.
+def _run_full(candidate: Candidate) -> _Run:
+    """Run the owner on activations, if need be without what else it asks for.
 
     An attention is given all that it asks for: it might be something of each head.
+
+    Raises:
+        _CannotRunError: It raises; the cause is what it raised first.
     """
+    raised: list[Exception] = []
     others = _num_required(candidate.owner) - 1
     ways = (False, True) if others and not candidate.is_attention else (False,)
     for missing in ways:
@@ -192,9 +210,9 @@ def _run_full(candidate: Candidate) -> _Run | None:
             return _Run(owner, candidate.out, [width, *[None if missing else width] * others])
         except _NotCalledOnceError:
             raise
-        except Exception:
-            continue
-    return None
+        except Exception as error:
+            raised.append(error)
+    raise _CannotRunError from raised[0]
 
 
 def _run_part(full: _Run, candidate: Candidate, rank: int, num_ranks: int) -> _Run:

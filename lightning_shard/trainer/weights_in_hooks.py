@@ -70,6 +70,7 @@ class WeightsInHooks:
         self._engine, self._rank, self._finish_copies = engine, rank, finish_copies
         self._mode = _Substituting(self)
         self._is_on = False
+        self._num_entered = 0  # times that the mode is on torch's stack
         self._kept: dict[nn.Parameter, _Full] = {}
 
     @contextmanager
@@ -87,7 +88,7 @@ class WeightsInHooks:
     @contextmanager
     def hidden(self) -> Iterator[None]:
         """Run code inside that a hook has called and that works with the shards."""
-        if not self._is_on or innermost_function_mode() is not self._mode:
+        if not self._is_on:
             yield
             return
         with self._turned(on=False):
@@ -96,21 +97,34 @@ class WeightsInHooks:
 
     @contextmanager
     def _turned(self, *, on: bool) -> Iterator[None]:
-        mode: Any = self._mode
-        enter, leave = mode.__enter__, lambda: mode.__exit__(None, None, None)
+        """The mode stays on the stack, and does nothing, below one that the hook has entered."""
         before, self._is_on = self._is_on, on
-        (enter if on else leave)()
+        enters = on and self._num_entered == 0
+        leaves = not on and innermost_function_mode() is self._mode
+        if enters or leaves:
+            self._move(enters=enters)
         try:
             yield
         except BaseException:
             self._kept.clear()  # the other ranks may be elsewhere
             raise
         finally:
-            (leave if on else enter)()
+            if enters or leaves:
+                self._move(enters=leaves)
             self._is_on = before
+
+    def _move(self, *, enters: bool) -> None:
+        mode: Any = self._mode
+        if enters:
+            mode.__enter__()
+        else:
+            mode.__exit__(None, None, None)
+        self._num_entered += 1 if enters else -1
 
     def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Do one operation of a hook."""
+        if not self._is_on:
+            return func(*args, **kwargs)
         if func == _SET_DATA and isinstance(args[1], _SHARDED):
             args = (args[0], args[1].full_tensor())
         given = tree_leaves((args, kwargs))

@@ -26,6 +26,7 @@ from lightning_shard.data_parallel.torch_private import (
     queue_after_backward,
     saving_hook,
     storage_key,
+    storage_uses,
 )
 
 
@@ -165,6 +166,15 @@ def test_a_memory_without_elements_has_a_key() -> None:
         one, other = torch.empty(4), torch.empty(4)
     assert storage_key(one) == storage_key(one[1:])
     assert storage_key(one) != storage_key(other)
+
+
+def test_who_holds_a_memory_is_counted() -> None:
+    tensor = torch.ones(4)
+    own = storage_uses(tensor)
+    kept = [tensor[1:], tensor.detach(), tensor.numpy()]
+    assert storage_uses(tensor) >= own + len(kept)
+    del kept
+    assert storage_uses(tensor) == own
 
 
 def test_the_innermost_function_mode_is_the_one_entered_last() -> None:

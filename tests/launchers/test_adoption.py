@@ -2,6 +2,7 @@
 
 from datetime import timedelta
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import lightning.pytorch as pl
@@ -259,3 +260,43 @@ def check_that_it_goes_on(trainer: pl.Trainer, model: pl.LightningModule, folder
     trainer.fit_loop.max_epochs = 3
     trainer.fit(model)
     assert trainer.global_step == 12
+
+
+class Noting(pl.Callback):
+    """Keeps what it sees at the end, and the model."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    @override
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.seen.append(trainer.global_step)
+        self.model, self.lock = pl_module, Lock()
+
+
+class NotingModel(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    @override
+    def on_train_end(self) -> None:
+        self.seen.append(self.global_step)
+        self.layer.last = self.layer.weight  # type: ignore[assignment]
+        self.twice = lambda: (self, 2 * self.layer.weight)
+
+
+def test_what_hooks_have_set_at_the_end_was_lost_with_the_callers_thread() -> None:
+    callbacks = [Noting(), Noting()]
+    trainer, model = make_trainer(*callbacks, Ends(0, RankDropped())), NotingModel()
+    seen = model.seen
+    trainer.fit(model)
+    assert seen == [8]
+    assert model.seen is seen
+    assert model.layer.last is model.layer.weight
+    own, doubled = model.twice()
+    assert own is model
+    assert torch.equal(doubled, 2 * model.layer.weight)
+    for one in callbacks:
+        assert one.seen == [8]
+        assert one.model is model

@@ -264,6 +264,33 @@ def test_a_model_with_nothing_to_split_is_refused() -> None:
         automatic_plan(nn.Sequential(nn.Conv2d(1, 2, 3), nn.Linear(4, 2), nn.ReLU()), 2)
 
 
+class Grown(FeedForward):
+    """Takes seven positions only, and what it computes in parts it knows by its own width."""
+
+    def __init__(self, *, positions: int, hidden: int) -> None:
+        super().__init__(F.relu)
+        self.positions, self.hidden = positions, hidden
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] != self.positions:
+            raise ValueError(f"takes {self.positions} positions, got {x.shape[1]}")
+        hidden = self.first(x)
+        if hidden.shape[-1] != self.hidden:
+            raise ValueError(f"is {self.hidden} wide, got {hidden.shape[-1]}")
+        return self.second(hidden)
+
+
+@pytest.mark.parametrize(
+    ("positions", "raised"),
+    [(7, "ValueError: takes 7 positions, got 6"), (6, f"ValueError: is {HIDDEN} wide, got")],
+)
+def test_what_a_trial_raised_was_swallowed(positions: int, raised: str) -> None:
+    block = Grown(positions=positions, hidden=HIDDEN)
+    assert raised in reasons(Net(block))["block.first"]
+    with pytest.raises(ConfigError, match=rf"A trial of 'first' and 'second' raised {raised}"):
+        automatic_plan(block, 2)
+
+
 class Words(nn.Module):
     def __init__(self, vocabulary: int, embedding: type[nn.Embedding] = nn.Embedding) -> None:
         super().__init__()

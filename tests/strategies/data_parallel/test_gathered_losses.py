@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -28,7 +27,6 @@ from tests.strategies.parity import (
     quiet_trainer,
     train,
 )
-from tests.strategies.stacks import Stack, check
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
 
@@ -155,18 +153,3 @@ def test_losses_over_all_samples_on_processes() -> None:
             assert_parity(run, alone())
     for message in run_processes(uneven_batches_on_gloo, 2, name="zero2"):
         assert "drop_last" in message
-
-
-class BesideTheBlocks(Stack):
-    """Gathers what only the first stage has, and what passed through the blocks."""
-
-    def loss(self, batch: Any) -> Tensor:
-        x = self.embed(batch[0])
-        x = x + self.all_gather(x.detach()).reshape(-1, *x.shape).mean(0)
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(x), batch[1])
-
-
-def test_a_value_of_another_stage_went_to_the_group_without_elements() -> None:
-    check(BesideTheBlocks, 4, "1f1b", pipeline_parallel_size=2)
