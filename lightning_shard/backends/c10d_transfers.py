@@ -17,12 +17,12 @@ from lightning_shard.errors import ConfigError
 
 
 class C10dTransfers:
-    """The beginnings of the operations of one group.
+    """Begins the operations of one group, by c10d's own algorithms.
 
     Attributes:
-        group: The process group.
+        group: The process group whose ranks take part.
         rank: This rank's number in the group.
-        size: Ranks in the group.
+        size: Number of ranks in the group.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
