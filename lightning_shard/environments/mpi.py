@@ -73,7 +73,7 @@ class MPIEnvironment(ClusterEnvironment):
     @property
     @override
     def main_port(self) -> int:
-        """A free port on rank 0's host; the first call, here or of `main_address`, is collective."""
+        """A free port on rank 0's host; the first use of it or of `main_address` is collective."""
         return self._rendezvous.port
 
     @staticmethod

@@ -101,7 +101,7 @@ class Comparer(PythonGroup):
         board.raise_problem(f"{mine.operation} of {board.group} at {mine.site}")
 
     def _compare_sites(self, calls: list[Fingerprint]) -> None:
-        """Warn once of each set of call sites: a branch by rank is often a mistake, if not always."""
+        """Warn once of each set of differing call sites: a branch by rank is often a mistake."""
         sites = tuple(call.site for call in calls)
         if self._bulletin.rank or len(set(sites)) == 1 or sites in self._sites_seen:
             return

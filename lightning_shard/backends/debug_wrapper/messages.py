@@ -112,7 +112,7 @@ class ComparedMessages:
                 awaited.settled.set()
 
     def _find_send(self, awaited: ComparedReceive, absent: set[str]) -> tuple[int, str] | None:
-        """Return the first source that has posted, and its key; add the others' keys to `absent`."""
+        """Return the first source that has posted, and its key; note the others' keys as absent."""
         tag = awaited.call.tag
         for source in awaited.sources:
             number = self._received[source, tag] + 1

@@ -48,10 +48,10 @@ class DebugGroup(GroupHandle):
     """One rank's handle of a group whose ranks compare their calls before they are carried out.
 
     Args:
-        options: c10d's `_DistributedBackendOptions`.
+        options: c10d's `_DistributedBackendOptions` of the group.
         inner: The group that carries the calls out.
-        name: The backend's name.
-        devices: Types of the devices whose tensors it takes.
+        name: Name of the debug wrapper in c10d, `checked_<backend>`.
+        devices: Device types whose tensors the group takes.
 
     Attributes:
         comparer: Compares a call without carrying it out.

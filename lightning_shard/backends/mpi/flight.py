@@ -104,7 +104,7 @@ class Flight:
                 self.done = True
 
     def _call_back(self) -> None:
-        """Call the callbacks outside the lock and inference mode, since they are the user's code."""
+        """Call the callbacks, which are the user's code, outside the lock and inference mode."""
         with lock:
             callbacks, self._on_end = self._on_end, []
         for callback in callbacks:
