@@ -26,7 +26,7 @@ _Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 class ParameterShard(ShardedTensor):
-    """Looks like a full parameter, or a result computed from one, of which this rank has `local`."""
+    """Looks like a full parameter, or a result of one, of which this rank has `local`."""
 
     gathers = True
 

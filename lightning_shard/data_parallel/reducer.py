@@ -149,7 +149,7 @@ class Reducer:
         self._reset()
 
     def reduce_owed(self) -> None:
-        """Reduce gradients that `no_sync` has only accumulated; an optimizer is about to use them."""
+        """Reduce gradients that `no_sync` has only accumulated, before an optimizer uses them."""
         if self._owed:
             before, self._synchronize = self._synchronize, True
             try:

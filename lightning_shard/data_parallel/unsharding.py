@@ -104,7 +104,7 @@ class Unsharder:
         self._handles.append(module.register_forward_hook(last))
 
     def _hook_part(self, unit: Unit, part: nn.Module) -> None:
-        """Hook a part of a block, which another method than the block's forward may use (a flow)."""
+        """Hook a part of a block, which another method than the block's forward may use."""
 
         def keep() -> None:
             unit.ensure_full()
@@ -197,7 +197,7 @@ class Unsharder:
 
     @contextmanager
     def at_hand(self, params: Collection[nn.Parameter]) -> Iterator[None]:
-        """Keep parameters unsharded inside, for a backward that does not enter and leave their blocks.
+        """Keep parameters unsharded inside, for a backward that does not pass their blocks' hooks.
 
         Such a backward may begin and end within a block, whose hooks then miss its end.
         """
