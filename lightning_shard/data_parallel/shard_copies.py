@@ -147,7 +147,7 @@ class ShardCopies:
 
     @as_they_are
     def full(self, number: int) -> Tensor:
-        """Return the full tensor of the shard with this number; each rank must have it, and call."""
+        """Return the full tensor of the shard with this number; each rank must have it and call."""
         if number < len(self._originals):
             flat, index = self._originals[number]
             return flat.full_values()[index]

@@ -129,7 +129,7 @@ class _Flops(FlopCounterMode):
         return self.get_total_flops()
 
 
-class _SavedBytes(saved_tensors_hooks):
+class _BytesForBackward(saved_tensors_hooks):
     """Counts the bytes that autograd keeps for backward, each storage once.
 
     Args:
@@ -156,7 +156,7 @@ class _SavedBytes(saved_tensors_hooks):
         return storage_key(tensor)
 
 
-class _Step(nn.Module):
+class _StepModule(nn.Module):
     """A step as a module, whose parameters can be replaced while it runs."""
 
     def __init__(self, model: nn.Module, run: Callable[[], object]) -> None:
@@ -200,11 +200,11 @@ class _NoValues:
         return self._mode
 
     def param(self, param: nn.Parameter) -> nn.Parameter:
-        """Return one of the same shape."""
+        """Return a placeholder of the parameter's shape."""
         return nn.Parameter(self.buffer(param), requires_grad=param.requires_grad)
 
     def buffer(self, buffer: Tensor) -> Tensor:
-        """Return one of the same shape."""
+        """Return a placeholder of the buffer's shape."""
         device = self._device or torch.device("cpu" if buffer.is_meta else buffer.device)
         return torch.empty_strided(buffer.shape, buffer.stride(), dtype=buffer.dtype, device=device)
 
@@ -217,11 +217,11 @@ def _measure(
     stand_ins: _Values | _NoValues,
 ) -> BlockCosts:
     """Run the step with stand-ins for parameters and buffers."""
-    step = _Step(model, run)
+    step = _StepModule(model, run)
     with _unchanged(model), _uncompiled(), stand_ins.mode():
         params = {name: stand_ins.param(param) for name, param in step.named_parameters()}
         buffers = {name: stand_ins.buffer(buffer) for name, buffer in step.named_buffers()}
-        counter = _Flops() if what == "flops" else _SavedBytes(params.values())
+        counter = _Flops() if what == "flops" else _BytesForBackward(params.values())
         meter = _Meter(len(blocks), counter.read)
         with counter, meter.attached(blocks):
             torch.func.functional_call(step, {**params, **buffers}, ())

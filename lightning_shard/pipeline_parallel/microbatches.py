@@ -65,8 +65,8 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Microbatch]:
     microbatch.
 
     Args:
-        batch: As for `batch_size_of`, which says what B is.
-        num_microbatches: At least 1.
+        batch: Tensors in any nesting of mappings, lists, tuples and dataclasses.
+        num_microbatches: Number of microbatches, at least 1.
 
     Returns:
         Sizes as of `torch.tensor_split`: 10 samples in 4 are 3, 3, 2 and 2.

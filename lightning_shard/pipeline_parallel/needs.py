@@ -20,7 +20,7 @@ from lightning_shard.pipeline_parallel.staged_model import StagedModel
 from lightning_shard.placeholders import OtherStageError
 
 _SKIPPED = Needed((), -1)  # the step has returned None before it called the network
-Step = Callable[[Microbatch, bool], Any]  # whether it is the last stage's
+Step = Callable[[Microbatch, bool], Any]  # the flag: whether it runs on the last stage
 
 
 class Needs:
@@ -66,13 +66,13 @@ class Needs:
         """Find, for a new kind of step, what each stage's first block needs of earlier stages.
 
         Args:
-            kind: Names the step.
-            microbatches: To try it on: the first for which it does not return None at once.
-            step: Runs the user's step.
-            must_use: Whether the step has to call the blocks; an evaluation may do without.
+            kind: Name of the kind of step.
+            microbatches: Microbatches to try the step on, until it does not return None at once.
+            step: Runs the user's step on a microbatch.
+            must_use: Whether the step has to call the blocks; an evaluation need not.
 
         Returns:
-            Whether it does; of a training step, with any of the microbatches.
+            Whether the step calls the blocks; a training step with any of the microbatches.
 
         Raises:
             ConfigError: The step misses the blocks of a stage, or what a block returns cannot be

@@ -175,19 +175,20 @@ class Pipeline:
         """Run forwards and backwards of one batch; each rank must call.
 
         Args:
-            kind: Names the step: its blocks are called with the same structure every time.
-            microbatches: Of the batch, the same on every rank.
-            step: Runs the user's step on one.
-            loss_of: Finds the loss in what the step returned; None skips the microbatch.
-            seed: Multiplies the gradients while they travel: a loss scaler's scale.
+            kind: Name of the kind of step, which calls its blocks with the same structure each
+                time.
+            microbatches: Microbatches of the batch, the same on every rank.
+            step: Runs the user's step on a microbatch.
+            loss_of: Finds the loss in the step's result; None skips the microbatch.
+            seed: Factor of the gradients while they travel: a loss scaler's scale.
 
         Returns:
-            What the step returned for each microbatch, on the last stage's rank; else nothing, and
-            nothing where it returned None for all before it called the network. And the gradients
-            of the mean over the batch's samples.
+            The step's result for each microbatch, on the rank of the last stage; nothing on the
+            others, or where the step returned None for all before it called the network. And the
+            gradients of the mean over the batch's samples.
 
         Raises:
-            ConfigError: A step that cannot be pipelined.
+            ConfigError: The step cannot be pipelined.
         """
         params = {param: None for own in self._stage_params.values() for param in own}
         stash = GradientStash([param for param in params if param.requires_grad], seed)
@@ -391,7 +392,7 @@ class Pipeline:
             del batch.runs[stage, index]
 
     def _run_step(self, run: StageRun, batch: _Batch, microbatch: Microbatch) -> None:
-        """Run a step; in a rehearsal note the parameters of other stages that it wants, and go on."""
+        """Run a step; in a rehearsal note which parameters of other stages it wants, and go on."""
         if run.is_skipped:
             return
         try:
@@ -478,5 +479,5 @@ def _as_published(schedule: Schedule) -> Schedule:
 
 
 def _followed(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Those of some tensors that have gradients."""
+    """Return the tensors that require gradients."""
     return [tensor for tensor in tensors if tensor.requires_grad]

@@ -1,6 +1,6 @@
-"""Whether wrappers of linear layers may be split by what is in them: tried out, else left full.
+"""A trial of whether wrappers of linear layers may be split by their inner layers.
 
-whole      x ──> [ wrapper ] ──> y
+unsplit    x ──> [ wrapper ] ──> y
 rank r     x, or its features ──> [ wrapper in parts ] ──> features of y, or a summand of it
 """
 
@@ -28,11 +28,11 @@ from lightning_shard.tensor_parallel.wrappers import (
 
 
 def with_tried_wrappers(layers: Iterable[PlannedLayer], num_ranks: int) -> Iterator[PlannedLayer]:
-    """Yield a plan's layers; wrappers that compute something else in parts have a whole style.
+    """Yield a plan's layers; wrappers that compute something else in parts get an unsplit style.
 
     Args:
-        layers: Of a plan that a user or a model gives.
-        num_ranks: Of the tensor-parallel group.
+        layers: Layers of a plan that a user or a model gives.
+        num_ranks: Number of ranks of the tensor-parallel group.
     """
     tried: dict[Any, bool] = {}
     full: dict[str, list[str]] = {}

@@ -47,7 +47,7 @@ class LocalParameters:
         return {name for flat in self._flats if _is_trained(flat) for name in _names(flat)}
 
     def edited(self) -> set[str]:
-        """Return the names of frozen parameters (a teacher's) that any rank's user code has changed.
+        """Return the names of frozen parameters (a teacher's) that any rank's user code has edited.
 
         Each rank must call; the answer is the same on all.
         """
