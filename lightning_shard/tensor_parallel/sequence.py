@@ -64,7 +64,7 @@ def leave_in_slices(tensor: Tensor, group: Collectives) -> Tensor:
 
     Args:
         tensor: Shape (..., T, C). Without a sequence, (N, C), the sum leaves full.
-        group: The W ranks.
+        group: Group of the W tensor-parallel ranks.
 
     Returns:
         A tensor that looks like `tensor`, of whose positions this rank has T / W.

@@ -83,8 +83,8 @@ def inner_styles(module: nn.Module, style: Style) -> dict[str, Style]:
     """Return how the layers in a planned module are split, by their paths in it.
 
     Args:
-        module: That the plan names.
-        style: The plan's.
+        module: The module that the plan names.
+        style: The plan's style for the module.
 
     Returns:
         The style by path; the module itself has an empty path. A wrapper whose inner layers are
