@@ -20,7 +20,7 @@ _MOST_LAYERS = 8  # more pairs of single layers than this are layers of one size
 
 
 @dataclass(frozen=True, eq=False)
-class _Part:
+class _ModulePart:
     """The parameters of one module.
 
     Attributes:
@@ -47,7 +47,7 @@ class _Part:
         return not any(param.requires_grad for param in self.params)
 
 
-_Family = list[_Part]  # of equal shapes
+_Family = list[_ModulePart]  # of equal shapes
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def _families(model: nn.Module, blocks: set[nn.Module]) -> Iterator[_Family]:
             yield family
 
 
-def _parts(model: nn.Module, blocks: set[nn.Module]) -> Iterator[_Part]:
+def _parts(model: nn.Module, blocks: set[nn.Module]) -> Iterator[_ModulePart]:
     """Yield the modules that are neither the model, a block, nor in a block."""
     for child in model.children():
         if child in blocks:
@@ -119,7 +119,7 @@ def _parts(model: nn.Module, blocks: set[nn.Module]) -> Iterator[_Part]:
             m for m in child.modules() if next(m.parameters(recurse=False), None) is not None
         ]
         if holders:
-            yield _Part(tuple(child.parameters()), is_layer=len(holders) == 1)
+            yield _ModulePart(tuple(child.parameters()), is_layer=len(holders) == 1)
             yield from _parts(child, blocks)
 
 

@@ -1,4 +1,4 @@
-"""Show how many times fewer bytes compression lets training steps send, in the progress bar."""
+"""Shows in the progress bar how many times fewer bytes training steps send with compression."""
 
 from typing import Any
 

@@ -39,7 +39,7 @@ def run_ranks(
         ConfigError: An argument is wrong, or this is called inside an in-process world.
         DeadlockError: No rank can run and not every rank has finished.
         CollectiveMismatchError: Ranks of a group called different operations.
-        BaseException: Whatever the first rank to fail raised, with a note that names the rank.
+        BaseException: The error of the first rank to fail, with a note that names the rank.
     """
     world = make_world(num_ranks, seed, faults)
 

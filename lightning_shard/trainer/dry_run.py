@@ -57,7 +57,7 @@ def dry_run_of(
     """Count a training step of a strategy; see `ModelParallelStrategy.dry_run`."""
     simulated = copy.copy(strategy)
     simulated.cluster_environment = InProcessEnvironment(world_size)
-    step = _Step(module, precision)
+    step = _TrainingStep(module, precision)
     described = simulated.described(
         module, precision, lambda blocks, what: _measured(module, batch, step, blocks, what)
     )
@@ -84,7 +84,7 @@ def dry_run_of(
     )
 
 
-class _Step:
+class _TrainingStep:
     """A module's training step in a precision, without a trainer."""
 
     def __init__(self, module: "pl.LightningModule", precision: str) -> None:
@@ -121,7 +121,7 @@ def _plugin(precision: str) -> Precision:
 def _measured(
     module: "pl.LightningModule",
     batch: Any,
-    step: _Step,
+    step: _TrainingStep,
     blocks: BlockList,
     what: Literal["flops", "memory"],
 ) -> BlockCosts:
