@@ -1,4 +1,4 @@
-"""Gives the caller's model and trainer a survivor's results when rank 0, which ran on them, is lost.
+"""Gives the caller's model and trainer a survivor's results when rank 0 on them is lost.
 
     thread 0  model, trainer ──✗ dropped                     ┌──> weights, optimizers, progress,
     thread 1  their copies   ─────────── trains on ── ends ──┘    metrics: the caller's now

@@ -101,7 +101,7 @@ class Replica:
     def _call(
         self, meet: Callable[[BaseException], Circumstances], ended: list[BaseException]
     ) -> Any:
-        """Run the function; Lightning itself handles only the exceptions that every rank leaves by."""
+        """Run the function; Lightning handles only the exceptions that every rank leaves by."""
         trainer = self.trainer
         assert trainer is not None
         try:

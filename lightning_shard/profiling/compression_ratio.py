@@ -18,7 +18,7 @@ class CompressionRatio(Callback):
     step, and a dense warm-up shows for a while.
 
     Args:
-        name: Of the metric, which loggers get, too.
+        name: Name of the metric, which loggers get, too.
 
     Raises:
         ConfigError: At the start of training, when the strategy does not compress.
