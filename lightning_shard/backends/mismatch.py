@@ -10,7 +10,7 @@ class Side:
     """One rank's part in a disagreement.
 
     Attributes:
-        rank: Global rank.
+        rank: Global rank of the process.
         operation: The operation that the rank called, in words.
         site: File and line where the user's code called it.
     """

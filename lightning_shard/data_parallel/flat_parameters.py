@@ -126,7 +126,7 @@ class FlatParameters:
         """Return each parameter's local shard as a view of a shard-sized tensor.
 
         Args:
-            shard: Shape (S,).
+            shard: Shape (S,), laid out as `self.shard`.
 
         Returns:
             1-D shards, possibly empty; the parameters' own shapes where one rank holds all.

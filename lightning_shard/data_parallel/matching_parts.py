@@ -76,7 +76,7 @@ def find_matching_parts(model: nn.Module, blocks: Collection[nn.Module]) -> Matc
     """Find the largest parts of a model that occur several times.
 
     Args:
-        model: Any module.
+        model: The module to search, of any kind.
         blocks: Repeated blocks, which are alike without being each other's teachers; nothing
             inside them counts.
     """

@@ -74,7 +74,7 @@ class _Step:
     """One operation of a view, such as an index.
 
     Attributes:
-        func: The operation.
+        func: The operation to call.
         args: Its positional arguments after the tensor.
         kwargs: Its keyword arguments.
         index: Which of several results to take; None where the operation has one result.

@@ -54,7 +54,7 @@ def match_plan(model: nn.Module, plan: Mapping[str, Any]) -> list[PlannedLayer]:
     """Find the layers that a plan names.
 
     Args:
-        model: Any module.
+        model: The module whose layers are matched, of any kind.
         plan: Maps patterns to styles. A pattern is a module's path, in which `*` stands for one
             part of it, or for a part of one: `blocks.*.mlp.up`.
 
