@@ -70,12 +70,18 @@ def _entries_of(source: str) -> Iterator[tuple[str, str, str]]:
 def _documented(
     node: ast.AST, prefix: str
 ) -> Iterator[tuple[str, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]]:
-    for child in ast.iter_child_nodes(node):
+    for child in _statements(node):
         if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield f"{prefix}{child.name}", child
             yield from _documented(child, f"{prefix}{child.name}.")
         else:
             yield from _documented(child, prefix)
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the statements in a node; expressions, which hold most nodes, have no docstrings."""
+    for block in ("body", "orelse", "handlers", "finalbody", "cases"):
+        yield from getattr(node, block, ())
 
 
 def _entries(docstring: str) -> list[tuple[str, str]]:
