@@ -171,7 +171,7 @@ class ParallelMesh:
             rank: Global rank in this mesh.
 
         Raises:
-            ConfigError: No such rank or axis.
+            ConfigError: The mesh has no such rank or axis.
         """
         self._check_rank(rank)
         return self.grid.peers(axis, rank)
@@ -180,7 +180,7 @@ class ParallelMesh:
         """Return every group of peers along these axes, in the order of their first ranks.
 
         Raises:
-            ConfigError: No such axis.
+            ConfigError: The mesh has no such axis.
         """
         return self.grid.groups(axis)
 

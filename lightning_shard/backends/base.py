@@ -1,4 +1,4 @@
-"""What a communication backend is.
+"""The base class of the communication backends.
 
 A backend is a small description: its name, the device types whose tensors it moves, whether it can
 run here (and if not, what to install), how to start its default process group, and which

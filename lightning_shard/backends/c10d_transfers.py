@@ -1,4 +1,4 @@
-"""How each operation begins on c10d, and what remains to be done once the data has arrived.
+"""The beginning of each operation on c10d, and the work left once its data has arrived.
 
 These are the default algorithms: c10d's own collectives, which suit NCCL and the groups of this
 package. `Collectives` is the facade over them; a subclass of it replaces the ones that its backend

@@ -1,4 +1,4 @@
-"""Where in the user's code an operation was called.
+"""Finds the line of the user's code that called an operation.
 
 Between that and the process group lie frames of torch, Lightning and this package, and of what they
 wrap their functions in: `typing_extensions.deprecated`, `functools`, `contextlib` and other modules

@@ -106,7 +106,8 @@ class Collectives(C10dTransfers):
             async_op: Whether to return before the operation is done.
 
         Raises:
-            LayoutError: Not contiguous, shapes or types differ, or an average of integers.
+            LayoutError: The tensor is not contiguous, shapes or types differ, or integers would be
+                averaged.
             RankFailedError: A peer has died.
         """
         check_op(op, tensor.dtype)
@@ -215,7 +216,7 @@ class Collectives(C10dTransfers):
             async_op: Whether to return before the operation is done.
 
         Raises:
-            LayoutError: Not contiguous, or no such rank.
+            LayoutError: The tensor is not contiguous, or the group has no rank `src`.
             RankFailedError: A peer has died.
         """
         check_contiguous("broadcast", self.rank, tensor)
@@ -230,8 +231,8 @@ class Collectives(C10dTransfers):
         """Send `tensor` (any shape, contiguous) to `peer`, which must call `recv`.
 
         Raises:
-            LayoutError: Not contiguous, or no such rank.
-            ConfigError: A negative tag, or one of 2**30 and more, which are reserved.
+            LayoutError: The tensor is not contiguous, or the group has no rank `peer`.
+            ConfigError: The tag is negative, or 2**30 or more, which are reserved.
             RankFailedError: The peer has died.
         """
         check_message("send", self.rank, self.size, tensor, peer, tag)

@@ -1,4 +1,4 @@
-"""What every backend says when ranks of one group meet with different operations."""
+"""The error of every backend when ranks of one group meet with different operations."""
 
 from dataclasses import dataclass
 

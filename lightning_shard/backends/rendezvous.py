@@ -29,7 +29,7 @@ LONGEST_CONNECTING = timedelta(seconds=10)
 """How long ranks that all run already, and are ready, wait for each other at a given store."""
 
 HOST_KEY = "lightning_shard/host"
-"""Where rank 0 has put an address of its host, in a given store."""
+"""Key of a given store under which rank 0 has put an address of its host."""
 
 _CHECK_SECONDS = 0.05
 

@@ -1,4 +1,4 @@
-"""How ranks meet at a store that may still hold what an earlier meeting has left there.
+"""A meeting of ranks at a store that may still hold keys of an earlier meeting.
 
     rank r    set hello/r = a word of its own             until "meeting" holds that word: ack, wait
     rank 0    get every hello, set "meeting" to them and a name; when a hello is another: again

@@ -115,8 +115,8 @@ def check_message(
     """Raise unless this tensor can go to or come from `peer` under `tag`.
 
     Raises:
-        LayoutError: Not contiguous, or no such rank, or this rank itself.
-        ConfigError: A tag outside the callers' range.
+        LayoutError: The tensor is not contiguous, or `peer` is no other rank of the group.
+        ConfigError: The tag is outside the callers' range.
     """
     check_contiguous(operation, rank, tensor)
     check_peer(operation, rank, size, peer)

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(slots=True, kw_only=True)
 class OperationTraffic:
-    """What one operation has cost this rank so far.
+    """Counters of one operation of this rank so far.
 
     Attributes:
         calls: Number of this rank's calls of the operation.
@@ -72,7 +72,7 @@ OPERATIONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class GroupTraffic:
-    """What this rank has sent within one group.
+    """Counters of this rank within one group.
 
     Attributes:
         name: c10d's description of the group: a mesh axis has its name there.

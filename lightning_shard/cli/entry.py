@@ -1,4 +1,4 @@
-"""Where the command begins: what needs neither torch nor Lightning is answered without them."""
+"""The command's entry point, which imports torch and Lightning for the subcommands only."""
 
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter

@@ -46,7 +46,7 @@ class GradientSource(Protocol):
 
 @dataclass
 class GradientNote:
-    """What has happened to the stand-ins of one parameter.
+    """Records the events of the stand-ins of one parameter's gradient.
 
     Attributes:
         param_name: Name of the parameter, for error messages.

@@ -30,7 +30,7 @@ from lightning_shard.layout.flat import ShardSlice
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ParameterSpread:
-    """How the elements of one parameter's gradient are spread over ranks.
+    """The spread of one parameter's gradient over ranks.
 
     Attributes:
         name: Name of the parameter.

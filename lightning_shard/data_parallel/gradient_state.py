@@ -12,7 +12,7 @@ from enum import Enum
 
 
 class Place(Enum):
-    """Where a gradient lies."""
+    """The places in which a gradient may lie."""
 
     NONE = "nowhere: there is none"
     LOCAL = "in the full buffer: this rank's own, not yet reduced"

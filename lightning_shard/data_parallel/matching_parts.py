@@ -52,7 +52,7 @@ _Family = list[_ModulePart]  # of equal shapes
 
 @dataclass(frozen=True)
 class MatchingParts:
-    """Which parameters are in a part of the model that has a match.
+    """The parameters in parts of the model that have a match.
 
     Attributes:
         parts: By parameter, the number of the part that it is in.

@@ -15,7 +15,7 @@ from lightning_shard.backends.collectives import Collectives
 
 
 class ModelSplit(Protocol):
-    """How the parameters of this rank's model make up full ones."""
+    """The split of a model: how this rank's parameters make up full ones."""
 
     @property
     def groups(self) -> Sequence[Collectives]:

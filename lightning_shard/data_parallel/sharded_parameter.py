@@ -71,7 +71,7 @@ class UserCode:
 
 @dataclass(frozen=True, eq=False)
 class ParameterHome:
-    """What a sharded parameter knows of its engine.
+    """The part of the engine that a sharded parameter knows.
 
     Attributes:
         spread: How the parameter's elements are spread over ranks.

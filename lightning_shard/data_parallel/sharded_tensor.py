@@ -22,7 +22,7 @@ Operation = Callable[..., Any]
 
 
 class Spread(Protocol):
-    """How the elements of a tensor are spread over ranks."""
+    """The spread of a tensor's elements over ranks."""
 
     @property
     def name(self) -> str:
@@ -175,7 +175,7 @@ def refuse(func: Any, tensor: ShardedTensor, reason: str = "") -> NoReturn:
     """Raise `refusal`.
 
     Raises:
-        ConfigError: Always.
+        ConfigError: The error that `refusal` returns, always.
     """
     raise refusal(func, tensor, reason)
 
@@ -186,7 +186,7 @@ def refusal(func: Any, tensor: ShardedTensor, reason: str = "") -> ConfigError:
         f"The gradient of {tensor.spread.name!r} lies in parts on the ranks, so {func} cannot be "
         f"computed from .grad here{reason and ' (' + reason + ')'}. Expected what goes element by "
         f"element, or what makes one number of all (norm, sum, mean, max ...), which every rank "
-        f"then gets. Take the whole with .grad.full_tensor() on every rank, clip with "
+        f"then gets. Take all of it with .grad.full_tensor() on every rank, clip with "
         f"Trainer(gradient_clip_val=...) or self.clip_gradients(...), or use strategy='shard_ddp', "
         f"which keeps full gradients."
     )

@@ -45,7 +45,7 @@ def check_placement(
     """Compare what a launcher has started with `Trainer(devices=..., num_nodes=...)`.
 
     Raises:
-        ConfigError: They contradict each other.
+        ConfigError: Launcher and Trainer contradict each other.
     """
     who = f"Rank {placement.rank}: {names.launcher} started"
     if placement.local_size not in (None, num_devices):

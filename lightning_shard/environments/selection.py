@@ -1,4 +1,4 @@
-"""Which cluster environment a strategy uses, where Lightning's own choice does not fit.
+"""The choice of a strategy's cluster environment, where Lightning's own choice does not fit.
 
 Lightning found           the ranks were started by     used
 MPIEnvironment            mpirun                        ours

@@ -62,7 +62,7 @@ class InProcessLauncher(Launcher):
         """Run `function(*args, **kwargs)` on every rank and return rank 0's result.
 
         Raises:
-            ConfigError: Called inside an in-process world, or something cannot be copied.
+            ConfigError: The call is inside an in-process world, or an object cannot be copied.
             RankFailedError: Every rank was dropped.
             BaseException: The error of the first rank to fail, with a note that names the rank; of
                 elastic ranks only if none has come to the end.

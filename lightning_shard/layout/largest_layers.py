@@ -1,4 +1,4 @@
-"""Which layers of a model are the largest, for messages that have to name some."""
+"""Names a model's largest layers, for error messages."""
 
 from torch import nn
 

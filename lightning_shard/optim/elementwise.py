@@ -30,7 +30,7 @@ def why_not_elementwise(optimizer: Optimizer) -> str | None:
     """Say why an optimizer's update of a shard differs from its update of the full parameter.
 
     Returns:
-        What the trial of the first param group that fails has shown; None when all pass.
+        The result of the trial of the first param group that fails, in words; None when all pass.
     """
     with torch.random.fork_rng(devices=[]):
         reasons = [_try_group(optimizer, group, _in_shards) for group in optimizer.param_groups]

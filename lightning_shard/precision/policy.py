@@ -26,7 +26,7 @@ def dtype_policy(precision: str, reduce_dtype: str | None = None) -> DTypePolicy
             None for the format that they have in backward.
 
     Raises:
-        ConfigError: One of the two is unknown.
+        ConfigError: The precision or the reduce_dtype is unknown.
     """
     if precision not in _COMPUTE:
         raise ConfigError(

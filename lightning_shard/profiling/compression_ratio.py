@@ -21,7 +21,7 @@ class CompressionRatio(Callback):
         name: Name of the metric, which loggers get, too.
 
     Raises:
-        ConfigError: At the start of training, when the strategy does not compress.
+        ConfigError: The strategy does not compress; raised at the start of training.
     """
 
     @checked_options

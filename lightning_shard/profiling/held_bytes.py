@@ -28,7 +28,7 @@ class HeldBytesTable(Callback):
     Every rank must have this callback, since the figures are gathered over all of them.
 
     Raises:
-        ConfigError: At set-up, when the Trainer's strategy is not one of this package's.
+        ConfigError: The Trainer's strategy is not one of this package's; raised at set-up.
     """
 
     def __init__(self) -> None:

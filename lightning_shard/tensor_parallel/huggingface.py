@@ -85,7 +85,7 @@ def _with_count(name: str) -> str:
 def _not_supported(model: nn.Module, pattern: str, style: str) -> ConfigError:
     return ConfigError(
         f"{type(model).__name__}'s own plan splits {pattern!r} by {style!r}, which is not "
-        "supported. Give the strategy a plan that leaves this layer whole, with all that it feeds."
+        "supported. Give the strategy a plan that leaves this layer full, with all that it feeds."
     )
 
 

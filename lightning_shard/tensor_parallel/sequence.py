@@ -97,7 +97,7 @@ def _is_training(tensor: Tensor) -> bool:
 
 
 class _GatherSlices(torch.autograd.Function):
-    """As `gather_to_region`; keeps the slice, for those that save the gathered full tensor."""
+    """Gathers as `gather_to_region`, and keeps the slice for layers that save the full tensor."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, dim: int, group: Collectives) -> Tensor:

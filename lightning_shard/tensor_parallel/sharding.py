@@ -1,4 +1,4 @@
-"""How one parameter is split over the ranks of a tensor-parallel group: pure arithmetic.
+"""The split of one parameter over the ranks of a tensor-parallel group: pure arithmetic.
 
 A plain matrix is cut evenly along one dimension. A fused one consists of blocks that are each cut
 evenly, so that every rank gets its heads of each of query, key and value:

@@ -212,7 +212,7 @@ class SplitModel:
                 # a parent may list its layer's bias once more, as BERT's head does
                 if param.ndim > 1 or planned.isdisjoint(module.modules()):
                     raise ConfigError(
-                        f"The plan leaves {name!r} whole, but cuts a weight that it shares with "
+                        f"The plan leaves {name!r} full, but cuts a weight that it shares with "
                         f"another layer; expected both in the plan. An embedding by rows goes with "
                         f"a head by columns."
                     )

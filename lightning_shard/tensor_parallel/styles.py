@@ -46,7 +46,7 @@ Form = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterCut:
-    """How one parameter of a layer is cut.
+    """The cut of one parameter of a layer.
 
     Attributes:
         name: Path of the parameter in the layer.
@@ -61,7 +61,7 @@ class ParameterCut:
 
 @dataclass(frozen=True, kw_only=True)
 class Style:
-    """How one layer is split.
+    """The split of one layer.
 
     Attributes:
         form: The parallel form of the layer; see `layers`.
@@ -109,7 +109,7 @@ def style_of(value: Any, pattern: str) -> Style:
         pattern: The entry's pattern, for the error.
 
     Raises:
-        ConfigError: No such style.
+        ConfigError: The value is no style.
     """
     if isinstance(value, Style):
         return value

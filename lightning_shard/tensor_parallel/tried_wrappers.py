@@ -53,7 +53,7 @@ def with_tried_wrappers(layers: Iterable[PlannedLayer], num_ranks: int) -> Itera
     for kind, names in full.items():
         rank_zero_warn(
             f"{names[0]!r} is a {kind} around a linear layer that computes something else in "
-            f"parts; it is computed whole on each of the {num_ranks} tensor-parallel ranks, as are "
+            f"parts; it is computed full on each of the {num_ranks} tensor-parallel ranks, as are "
             f"{len(names) - 1} others. Low-rank adapters of two linear layers are split."
         )
 

@@ -135,7 +135,7 @@ class Bulletin:
         """Return unless the ranks of this group are known to disagree.
 
         Raises:
-            CollectiveMismatchError: They disagree; the group can only be made anew.
+            CollectiveMismatchError: The ranks disagree; the group can only be made anew.
         """
         if not self._problem and self._store.check(["problem"]):
             self._problem = self._store.get("problem").decode()

@@ -10,7 +10,11 @@ from lightning_shard.backends.in_process.scheduler import Scheduler
 
 
 class StoreWorld(Protocol):
-    """What a store needs of the world whose ranks use it."""
+    """The part of a world that its ranks' store needs.
+
+    Attributes:
+        scheduler: The world's scheduler, which holds the ranks.
+    """
 
     scheduler: Scheduler
 

@@ -96,8 +96,7 @@ class World:
         """Run `function(rank)` on every rank: rank 0 on this thread, the others on threads.
 
         Returns:
-            What the function returned on each rank, in rank order; None for a rank that was
-            dropped.
+            The function's result on each rank, in rank order; None for a rank that was dropped.
 
         Raises:
             ConfigError: A world runs in this process already.

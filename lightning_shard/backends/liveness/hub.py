@@ -50,7 +50,7 @@ class _Member:
 
 
 class Hub:
-    """What rank 0 knows of all ranks, and what it tells them.
+    """Rank 0's knowledge of all ranks, and the messages that it sends them.
 
     Args:
         world_size: Number of ranks.

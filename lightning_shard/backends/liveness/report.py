@@ -1,10 +1,10 @@
-"""What is known of ranks, in words: what each was doing, and what became of the first to go."""
+"""Descriptions of ranks in words: each one's last activity, and the end of the first to go."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
 Table = dict[int, str]
-"""What each rank was last doing, as the hub knows it: `{1: "was computing for 2.0 s, ..."}`."""
+"""By rank, its last activity as the hub knows it: `{1: "was computing for 2.0 s, ..."}`."""
 
 _ADVICE = {
     "died": "Look for the cause in that rank's output and its host's log (out of memory?)",
@@ -17,7 +17,7 @@ FIRST = "before its first operation"
 
 
 class Activity(NamedTuple):
-    """What a rank is doing; a tuple because one is made for each operation.
+    """The activity of a rank; a tuple because one is made for each operation.
 
     Attributes:
         operation: The operation that it is in, or was in last; "" before the first.

@@ -1,4 +1,4 @@
-"""What one SIGTERM means to a rank, and what several do."""
+"""The effects of one SIGTERM on a rank, and of repeated ones."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ TOGETHER_SECONDS = 5.0
 
 
 class Terminable(Protocol):
-    """What is told of a SIGTERM: a lifeline, or an elastic run's membership."""
+    """An object that is told of a SIGTERM: a lifeline, or an elastic run's membership."""
 
     @property
     def has_verdict(self) -> bool:

@@ -37,7 +37,7 @@ class Need:
 
 
 class Departures:
-    """What this rank has begun, for the others to know when it leaves, and what they have said."""
+    """The tallies of this rank, which it sends when it leaves, and those that others have sent."""
 
     def __init__(self) -> None:
         self._own: dict[str, Tally] = {}

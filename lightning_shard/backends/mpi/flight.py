@@ -18,7 +18,7 @@ _PERIOD_SECONDS = 0.0005
 
 
 class Watch(Protocol):
-    """What a flight asks about its operation: whether it can still end, and what an error means."""
+    """Tells a flight whether its operation can still end, and what an error means."""
 
     def why_it_stops(self) -> Exception | None:
         """Return the error of an operation that can never end, else None."""

@@ -31,7 +31,7 @@ Steps = Generator[Requests, Any, None]
 
 
 class GroupOfRanks(Protocol):
-    """What an operation needs of its group, an `MPIGroup`.
+    """The part of an `MPIGroup` that an operation needs.
 
     Attributes:
         comm: MPI communicator for collectives and the user's messages.

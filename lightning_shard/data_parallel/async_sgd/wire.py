@@ -75,7 +75,7 @@ class Message:
 
 
 class Wire:
-    """How the shards of some buffers lie in a message.
+    """The layout of the shards of some buffers in a message.
 
     Args:
         flats: The flat buffers of parameters.

@@ -26,7 +26,7 @@ State = dict[str, dict[str, Tensor]]  # kind of state -> name -> tensor
 
 
 class Compressor(ABC):
-    """How gradients are made smaller before they travel: settings without state."""
+    """A way to make gradients smaller before they travel: settings without state."""
 
     @property
     def freezes_variance(self) -> bool:

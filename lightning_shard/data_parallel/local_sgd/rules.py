@@ -23,7 +23,7 @@ Sent = Literal["values", "changes"]
 
 
 class SyncRule(Protocol):
-    """How ranks come to common values."""
+    """The rule by which ranks come to common values."""
 
     @property
     def sends(self) -> Sent:
