@@ -4,8 +4,7 @@
     def __init__(self, block: int = 256, rounding: Literal["nearest", "stochastic"] = "nearest")
 
 A bool is no number here, although Python thinks so, nor are NaN and infinity. Whole numbers of
-numpy
-become Python's. Whether values make sense together is checked where they are used.
+numpy become Python's. Whether values make sense together is checked where they are used.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -40,8 +40,8 @@ def reduce_tensors(tensors: Sequence[Tensor], op: Any = ReduceOp.SUM) -> Tensor:
 
     Args:
         tensors: One tensor of each rank, all of one shape and dtype, which are not written. Types
-            of 16 and 8 bits are summed
-            in fp32, bool by "or" and "and", unsigned integers modulo their range.
+            of 16 and 8 bits are summed in fp32, bool by "or" and "and", unsigned integers modulo
+            their range.
         op: The reduction, a `ReduceOp` of c10d.
 
     Returns:

@@ -2,8 +2,7 @@
 
 A module's own hooks may do more than copy values: give buffers another size, set attributes,
 rename entries. So a load is not foreseen but undone: the attributes of each submodule, the entries
-of
-its dictionaries, lists and sets, and the tensors' values are remembered.
+of its dictionaries, lists and sets, and the tensors' values are remembered.
 """
 
 from collections import OrderedDict, defaultdict

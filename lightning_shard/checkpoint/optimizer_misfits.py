@@ -2,8 +2,7 @@
 
 torch compares the lengths of groups alone; other misfits fail in the first step, or are cut in the
 wrong places. The optimizer itself shows which state it makes for a parameter: a trial optimizer
-with
-the saved options takes a step on a small tensor of as many dimensions.
+with the saved options takes a step on a small tensor of as many dimensions.
 
     trial's parameter (3, 5)    its state (3, 5)    a parameter (64, 32) has a state (64, 32)
                                          (3, 1)                                     (64, 1)

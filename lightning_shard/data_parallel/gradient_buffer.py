@@ -203,8 +203,7 @@ class GradientBuffer:
 
         Args:
             index: Index of the parameter, whose `.grad` is the tensor that was presented, or one
-                that
-                user code has put there.
+                that user code has put there.
             outer: The tensor that stood in `.grad` before the view; None without one.
 
         Returns:

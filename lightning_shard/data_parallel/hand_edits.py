@@ -7,8 +7,8 @@
 
 The result of `torch.autograd.grad` is a rank's own. The average of equal values changes nothing, so
 edits of averages stay as they are; a sum of an average and a rank's own gradient becomes the
-average
-of the sums. Ranks compare the content of their buffers, and only where it differs do values travel.
+average of the sums. Ranks compare the content of their buffers, and only where it differs do values
+travel.
 
 Ranks compare at every update of a module that may edit (manual optimization, or hooks that meet
 gradients), since one of them may have had nothing to edit; otherwise where they notice an edit.

@@ -6,8 +6,7 @@
 
 Blocks, compiled code and the optimizer's step meet plain parameters only, which cost nothing. While
 the class is changed, a call comes from the engine or Lightning unless `UserCode` says that a hook
-or
-step of the user's runs; the engine's own functions see parameters `as_they_are` even then.
+or step of the user's runs; the engine's own functions see parameters `as_they_are` even then.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

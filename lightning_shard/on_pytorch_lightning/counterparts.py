@@ -2,8 +2,7 @@
 
 `lightning_shard.ZeRO3Strategy(...)` is built on `lightning.pytorch`. Before a Trainer of
 `pytorch_lightning` reads it, the same object is made anew with the same options, as one of the
-class
-of the same name that is built on the Trainer's own root.
+class of the same name that is built on the Trainer's own root.
 
 The private names of Lightning that this touches are here alone;
 `tests/test_on_pytorch_lightning.py` fails when one changes.

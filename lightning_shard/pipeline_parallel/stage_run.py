@@ -99,8 +99,7 @@ class StageRun:
 
         Raises:
             ConfigError: The step does not call the blocks once, in order, or uses a value of
-                another
-                stage in another way than as an argument of a block.
+                another stage in another way than as an argument of a block.
         """
         try:
             with self._stance.as_written():

@@ -4,8 +4,7 @@
     rank 1         F0 F1 ..  B0                 of another
 
 Microbatches of one size cost the same: one of them is run and counts for all. Under ZeRO stage 3
-the
-unsharded units depend on the order, so there each microbatch is run.
+the unsharded units depend on the order, so there each microbatch is run.
 """
 
 from collections.abc import Sequence

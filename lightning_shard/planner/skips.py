@@ -1,8 +1,7 @@
 """Templates of skipped blocks' results, shared by all ranks: one block of each class is run.
 
 A real rank runs the Python code of each block of other stages in its first batch. That is little
-for
-one rank; a simulation has all ranks of a pipeline.
+for one rank; a simulation has all ranks of a pipeline.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -7,8 +7,7 @@
                  width -> hidden                                  hidden -> width
 
 A candidate is a guess. `probe` tries it out; where that cannot be done, it is believed only of
-layers
-with the names that such layers usually have.
+layers with the names that such layers usually have.
 """
 
 import re

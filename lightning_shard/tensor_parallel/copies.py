@@ -5,8 +5,7 @@
     the end of the run                    full parameters, plain layers, full counts of heads
 
 Copies are noticed by an attribute in each module, whose `__deepcopy__` is called when the copy of
-the
-module exists already. Each rank must make and keep the same copies.
+the module exists already. Each rank must make and keep the same copies.
 """
 
 import weakref

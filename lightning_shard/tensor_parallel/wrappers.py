@@ -10,10 +10,8 @@ features and from there to its outputs (LoRA, as peft and others write it). A co
 trained in a layer's place (peft's `modules_to_save`) is split as the layer is.
 
 A wrapper that is built in another way (DoRA's norms, LoHa's products, matrices that are parameters
-of
-the wrapper itself) computes the same on every rank: it is given full inputs, and each rank takes
-its
-features of the result.
+of the wrapper itself) computes the same on every rank: it is given full inputs, and each rank takes
+its features of the result.
 """
 
 import dataclasses

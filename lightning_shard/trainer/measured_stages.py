@@ -1,8 +1,7 @@
 """Measures the costs of a model's blocks in the first batch, to balance a pipeline's stages.
 
 Rank 0 of the pipeline takes one batch before there is a loop, from a loader of its own, and runs
-the
-module's step on it without arithmetic; the random streams and the logs are not changed.
+the module's step on it without arithmetic; the random streams and the logs are not changed.
 """
 
 import inspect

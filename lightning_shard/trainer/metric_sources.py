@@ -9,8 +9,7 @@ same.
     outside           last stage: state ──> other stages;  then compute, on every rank
 
 Steps of other stages must not count: a rank may hold the last stage and others, whose results may
-be
-placeholders.
+be placeholders.
 """
 
 from collections.abc import Callable, Iterator

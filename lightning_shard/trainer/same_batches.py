@@ -1,8 +1,7 @@
 """Checks by digests that ranks which share every layer are given the same batch.
 
 Parts of layers that work on different samples silently give wrong results, and ranks with batches
-of
-different shapes wait for each other for ever. So each rank digests its batch before it is used,
+of different shapes wait for each other for ever. So each rank digests its batch before it is used,
 and the ranks of the group compare: the batches 0, 1, 2, 4, 8 ... of each loader, which finds a
 wrong sampler at once and a rare difference in the end, at a cost that soon is nothing.
 """
