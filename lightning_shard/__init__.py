@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Any:
-        """Import what is asked for: a name of the package, or a module in it."""
+        """Import a name of the package, or a module in it, on first use."""
         if name in HOMES:
             value = getattr(import_module(HOMES[name]), name)
         elif not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:

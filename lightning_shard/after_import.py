@@ -1,4 +1,4 @@
-"""Call something when a package has been imported, by whomever, and import nothing for it.
+"""Calls a function once some code has imported a package, without importing the package itself.
 
     import lightning_shard          import pytorch_lightning
       └─ after_import(name, then)     ├─ its own loader runs it
@@ -23,8 +23,8 @@ def after_import(name: str, then: Then) -> None:
     """Call `then()` once the module is imported: at once if it is, else at the end of its import.
 
     Args:
-        name: Dotted.
-        then: Runs in the importing thread; what it raises, the import raises.
+        name: Dotted name of the module.
+        then: Function that runs in the importing thread; the import raises its errors.
     """
     if name in sys.modules:
         then()
@@ -35,7 +35,7 @@ def after_import(name: str, then: Then) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds what is waited for where the other finders do, with a loader that tells."""
+    """Finds the awaited modules as the other finders do, with a loader that calls `then`."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, Then] = {}
@@ -56,7 +56,7 @@ class _Finder(MetaPathFinder):
 
 
 class _TellingLoader(Loader):
-    """Another loader, which afterwards is the module's again."""
+    """Wraps a module's loader for one import, and calls the waiting function at its end."""
 
     def __init__(self, loader: Loader, name: str, waiting: dict[str, Then]) -> None:
         self._loader = loader

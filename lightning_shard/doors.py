@@ -1,4 +1,4 @@
-"""What importing the package does to the packages that it serves, each when it is imported.
+"""Registration with torch and each Lightning, when they are imported.
 
 torch                                  c10d learns our backends' names
 lightning.pytorch, pytorch_lightning   the registry learns the strategies' names, and a Trainer
@@ -21,13 +21,13 @@ LIGHTNING = {
     "lightning.pytorch": "lightning_shard",
     "pytorch_lightning": "lightning_shard.on_pytorch_lightning",
 }
-"""By Lightning's root the package of ours whose strategies are built on it."""
+"""By Lightning's root, the package whose strategies are built on it."""
 
 _WITHOUT_TORCH = ("after_import", "cli", "doors", "errors", "exports", "on_pytorch_lightning")
 
 
 def open_doors() -> None:
-    """Serve the packages that are imported, and the others as soon as they are."""
+    """Register with the packages that are imported, and with the others once they are."""
     after_import("torch", _register_backends)
     if "torch" not in sys.modules:
         sys.meta_path.insert(0, _TorchFirst())
@@ -36,9 +36,10 @@ def open_doors() -> None:
 
 
 class _TorchFirst(MetaPathFinder):
-    """Imports torch before the first module of ours that uses it.
+    """Imports torch before the first module of this package that uses it.
 
-    When torch's import ends, the backends are imported: no module of ours may be half done then.
+    When torch's import ends, the backends are imported: no module of this package may be half
+    imported then.
     """
 
     @override

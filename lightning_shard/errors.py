@@ -1,4 +1,4 @@
-"""The errors that users meet: each says the rank, what was got, what was expected, what to do."""
+"""The errors that users meet: each says the rank, what it got and expected, and what to do."""
 
 
 class ShardError(Exception):
@@ -38,4 +38,4 @@ class JobOverError(ShardError):
 
 
 class CheckpointError(ShardError, RuntimeError):
-    """A checkpoint that does not fit this run, or a run that has nothing whole to save."""
+    """A checkpoint that does not fit this run, or a run without a complete state to save."""

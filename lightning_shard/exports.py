@@ -1,4 +1,4 @@
-"""Where the names of the package stand, each imported when it is asked for."""
+"""The modules that define the package's names, each imported on first use."""
 
 _STRATEGIES = "lightning_shard.strategies"
 
@@ -23,4 +23,4 @@ HOMES = {
     "ZeRO2Strategy": f"{_STRATEGIES}.data_parallel",
     "ZeRO3Strategy": f"{_STRATEGIES}.data_parallel",
 }
-"""By name the module that defines it."""
+"""By name, the module that defines it."""

@@ -1,4 +1,4 @@
-"""Where pictures begin: matplotlib is imported when one is asked for, and its absence explained."""
+"""Empty matplotlib figures: matplotlib is imported on first use, and its absence explained."""
 
 from importlib import import_module
 from pathlib import Path
@@ -11,9 +11,9 @@ def new_figure(path: str | Path, *, size: tuple[float, float], otherwise: str) -
     """Return an empty matplotlib figure, without pyplot and its global state.
 
     Args:
-        path: Where the picture shall be written; for the error.
+        path: File that the picture is for, for the error.
         size: Width and height in inches.
-        otherwise: What gives the same without matplotlib; for the error.
+        otherwise: Advice for the error: what gives the same without matplotlib.
 
     Raises:
         ConfigError: matplotlib is not installed.

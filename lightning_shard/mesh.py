@@ -34,13 +34,13 @@ _NUM_PROPOSALS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class NodePlacement:
-    """Which groups of a mesh reach over several nodes.
+    """The placement of a mesh's groups on nodes.
 
     Attributes:
-        num_nodes: Nodes that hold a rank.
-        ranks_per_node: Neighbouring ranks that share a node's fast links.
-        nodes_per_group: For each axis of more than one rank the most nodes that a group lies on.
-        warnings: What will be slow, and the sizes or the order that would change it.
+        num_nodes: Number of nodes that hold a rank.
+        ranks_per_node: Number of neighbouring ranks that share a node's fast links.
+        nodes_per_group: For each axis of more than one rank, the most nodes that a group lies on.
+        warnings: Messages about slow groups, with sizes or an order that would change it.
     """
 
     num_nodes: int
@@ -61,15 +61,15 @@ class ParallelMesh:
     """The grid of a run's ranks.
 
     Attributes:
-        pp: Stages that the model is cut into.
-        dp: Groups that train on different batches.
-        tp: Ranks that share every wide layer.
+        pp: Number of stages that the model is cut into.
+        dp: Number of groups that train on different batches.
+        tp: Number of ranks that share every wide layer.
         axis_order: The axes from the slowest to the fastest.
-        shard: Neighbouring ones of the `dp` groups that share out one copy of the state; None: all.
+        shard: Number of neighbouring `dp` groups that shard one copy of the state; None: all.
 
     Raises:
-        ConfigError: A size below 1, an order that is not one of the three axes, or copies that are
-            not equally large.
+        ConfigError: A size is below 1, the order does not name each axis once, or copies of the
+            state would not be equally large.
     """
 
     pp: int = 1
@@ -79,7 +79,7 @@ class ParallelMesh:
     shard: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what is no grid."""
+        """Refuse sizes and orders that make no grid."""
         check_fields(self)
         object.__setattr__(self, "axis_order", tuple(self.axis_order))
         if sorted(self.axis_order) != sorted(AXES):
@@ -150,7 +150,7 @@ class ParallelMesh:
         """Return a rank's index on each axis.
 
         Raises:
-            ConfigError: No such rank.
+            ConfigError: The mesh has no such rank.
         """
         self._check_rank(rank)
         return self.grid.coordinates(rank)
@@ -168,10 +168,10 @@ class ParallelMesh:
 
         Args:
             axis: One axis, or several in any order.
-            rank: Of this mesh.
+            rank: Global rank in this mesh.
 
         Raises:
-            ConfigError: No such rank or axis.
+            ConfigError: The mesh has no such rank or axis.
         """
         self._check_rank(rank)
         return self.grid.peers(axis, rank)
@@ -180,17 +180,17 @@ class ParallelMesh:
         """Return every group of peers along these axes, in the order of their first ranks.
 
         Raises:
-            ConfigError: No such axis.
+            ConfigError: The mesh has no such axis.
         """
         return self.grid.groups(axis)
 
     def placement(self, ranks_per_node: int) -> NodePlacement:
-        """Say which axes reach over nodes that hold `ranks_per_node` neighbouring ranks each.
+        """Return which axes reach over nodes of `ranks_per_node` neighbouring ranks each.
 
         tp exchanges the most and belongs inside a node; pp the least, and belongs across nodes.
 
         Raises:
-            ConfigError: Less than one rank per node.
+            ConfigError: `ranks_per_node` is below 1.
         """
         if ranks_per_node < 1:
             raise ConfigError(f"got {ranks_per_node} ranks per node, expected at least 1.")

@@ -8,7 +8,7 @@
     dp 1  |  2 3  | -> |  6 7  |
           +-------+    +-------+
 
-What does not fit is left out between the first and the last of an axis.
+Where an axis does not fit, entries between its first and its last are left out.
 """
 
 from collections.abc import Sequence
@@ -35,8 +35,8 @@ def draw_mesh(stages: Stages, *, shard: int | None = None) -> str:
     """Draw the grid and list its groups, at most 100 columns wide.
 
     Args:
-        stages: The grid.
-        shard: Replicas that share out one copy of the state; None: all.
+        stages: Ranks by stage, replica and place in the tensor-parallel group.
+        shard: Number of replicas that shard one copy of the state; None: all.
     """
     most_stages, most_ranks = (
         min(size, _MOST_COLUMNS) for size in (len(stages), len(stages[0][0]))

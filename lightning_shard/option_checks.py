@@ -1,10 +1,10 @@
-"""Options are of the types that their annotations say, or refused by name before anything starts.
+"""Checks that options are of their annotated types, before anything starts.
 
     @checked_options
     def __init__(self, block: int = 256, rounding: Literal["nearest", "stochastic"] = "nearest")
 
-A bool is no number here, although Python thinks so, and NaN and infinity are none either. Whole
-numbers of numpy become Python's. What values make sense together is checked where they are used.
+A bool is no number here, although Python thinks so, nor are NaN and infinity. Whole numbers of
+numpy become Python's. Whether values make sense together is checked where they are used.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,7 +39,7 @@ _LISTS = (list, tuple, Sequence)
 
 
 class _MisfitError(Exception):
-    """A value is not of a type."""
+    """A value is not of its annotated type."""
 
 
 def checked_options(
@@ -47,8 +47,8 @@ def checked_options(
 ) -> Callable[Concatenate[S, P], R]:
     """Make a constructor, or a class method, check its options by their annotations.
 
-    Those of other types than numbers, strings, bools, and lists and dictionaries of such are left
-    to the function.
+    Options of other types than numbers, strings, bools, and lists and dictionaries of these are
+    left to the function.
 
     Raises:
         ConfigError: When called, an option is not of its type.
@@ -73,7 +73,7 @@ def checked_options(
 
 
 def check_fields(instance: Any) -> None:
-    """Do the same for a dataclass, from its `__post_init__`; it may be frozen."""
+    """Check a dataclass's fields as `checked_options` does, from its `__post_init__`."""
     owner: Any = type(instance)
     fields = vars(owner)
     for name, hint in _checked_hints(owner).items():
@@ -162,7 +162,7 @@ def _fitted_any(value: Any, hints: Sequence[Any]) -> Any:
 
 
 def _fitted_list(value: Any, hints: Sequence[Any]) -> Any:
-    """Check entries; a list stands for a tuple, as in YAML, whose length is not checked here."""
+    """Return a list with checked entries; as in YAML, a list stands for a tuple of any length."""
     if not isinstance(value, (list, tuple)):
         raise _MisfitError
     fitted = [

@@ -1,4 +1,4 @@
-"""Values of other stages: tensors that know everything about themselves but their elements.
+"""Placeholders for values of other stages: tensors that know everything but their elements.
 
     stage 0    ids ──> embedding ──> dropout ──> block 0 ──> block 1 ──send──┐
     stage 1    ids ──> Placeholder ──> Placeholder ──> (skipped) ────────────> block 2 ──> block 3
@@ -6,8 +6,8 @@
 A stage runs the user's whole step, but has only its own parameters. `Placeholder` stands in for the
 others, and whatever is computed from it is a `Placeholder` again: it costs no arithmetic and no
 memory, and it cannot be mistaken for a value. So the arguments of a stage's first block that are
-`Placeholder` are exactly those that have to be received; all others every stage computes by itself.
-Once one has been received, it has a `value`, with which everything goes on.
+placeholders are exactly those that have to be received; all others every stage computes by itself.
+Once a placeholder has been received, it has a `value`, with which the step goes on.
 """
 
 import weakref
@@ -31,7 +31,7 @@ class OtherStageError(ConfigError):
     """A value of another stage was used as if it were known here.
 
     Attributes:
-        origins: What the value is computed from: names of parameters, and of blocks' results.
+        origins: Names of the parameters and of blocks' results that the value is computed from.
     """
 
     def __init__(self, message: str, origins: frozenset[str]) -> None:
@@ -44,10 +44,10 @@ class Placeholder(Tensor):
 
     Attributes:
         like: A meta tensor of the same shape and format.
-        place: The device that it seems to be on.
-        origin: The parameter that it was computed from, for messages.
-        origins: All that it was computed from.
-        value: What it stands for, while that is known here.
+        place: The device that the placeholder seems to be on.
+        origin: Name of a parameter that it was computed from, for error messages.
+        origins: Names of all parameters and results of blocks that it was computed from.
+        value: The tensor that it stands for, while that is known on this stage; else None.
     """
 
     like: Tensor
@@ -58,7 +58,7 @@ class Placeholder(Tensor):
 
     @staticmethod
     def __new__(cls, like: Tensor, device: torch.device, origin: str) -> "Placeholder":
-        """Make one that looks as `like`, a meta tensor, does on `device`."""
+        """Make a placeholder of the shape and format of `like`, a meta tensor, on `device`."""
         with torch.inference_mode(mode=False):  # or it could be no view, and had no version
             tensor: Placeholder = Tensor._make_wrapper_subclass(
                 cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device
@@ -72,11 +72,11 @@ class Placeholder(Tensor):
 
     @classmethod
     def of(cls, value: Tensor, shape: Sequence[int], origin: str) -> "Placeholder":
-        """Stand in for a parameter of `shape` that is `value` in format and device."""
+        """Make a placeholder of `shape`, with the format and device of `value`."""
         return cls(torch.empty(shape, dtype=value.dtype, device="meta"), value.device, origin)
 
     def again(self) -> "Placeholder":
-        """Return another one that looks the same: a value of its own."""
+        """Return another placeholder with the same metadata, for a value of its own."""
         other = Placeholder(self.like, self.place, self.origin)
         other.origins = self.origins
         return other
@@ -92,7 +92,7 @@ class Placeholder(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Compute with the values that are known: autograd sees those."""
+        """Compute with the values that are known, which autograd sees."""
         with torch._C.DisableTorchFunctionSubclass():
             return func(
                 *map(_known, args), **{key: _known(one) for key, one in (kwargs or {}).items()}
@@ -109,7 +109,7 @@ class Placeholder(Tensor):
         """Compute shape and format only.
 
         Raises:
-            ConfigError: The elements themselves are asked for, or would go into another tensor.
+            ConfigError: The operation needs the elements, or would write them into another tensor.
         """
         given = (args, dict(kwargs or {}))
         sources: list[Placeholder] = []
@@ -158,10 +158,10 @@ def _known(value: Any) -> Any:
 
 
 def _draw(func: Any, given: Any) -> None:
-    """Draw the random numbers that the stage draws which has the elements.
+    """Draw the random numbers that the stage with the elements draws.
 
-    What is drawn afterwards is the same on every stage then. Which elements there are does not
-    matter for how many numbers are drawn, but they have to be probabilities.
+    The following random numbers are then the same on every stage. The elements do not matter for
+    how many numbers are drawn, but they have to be probabilities.
     """
     if torch.Tag.nondeterministic_seeded not in func.tags or _drops_nothing(func, *given):
         return
@@ -187,7 +187,7 @@ def _drops_nothing(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 @cache
 def _written(func: Any) -> tuple[tuple[int, str], ...]:
-    """Which arguments an operation writes to: their positions and names."""
+    """Return the positions and names of the arguments that an operation writes to."""
     arguments = enumerate(func._schema.arguments)
     return tuple(
         (i, one.name) for i, one in arguments if one.alias_info and one.alias_info.is_write
@@ -201,7 +201,7 @@ def _refuse_writes(
     origin: str,
     origins: frozenset[str],
 ) -> None:
-    """Raise where unknown elements would go into a tensor that looks known afterwards."""
+    """Raise where unknown elements would be written into a tensor whose elements are known."""
     for index, name in _written(func):
         target = args[index] if index < len(args) else kwargs.get(name)
         known: list[Tensor] = []
@@ -228,5 +228,5 @@ def births() -> Iterator[list["weakref.ref[Placeholder]"]]:
 
 
 def is_placeholder(value: object) -> bool:
-    """Whether a value is one of another stage, and not known here."""
+    """Whether a value is another stage's, and not known on this one."""
     return isinstance(value, Placeholder) and value.value is None

@@ -47,7 +47,7 @@ class RankGrid(Generic[A]):
         """Return the ranks that differ from `rank` on these axes only, ascending, itself too.
 
         Raises:
-            ConfigError: No such axis.
+            ConfigError: The grid has no such axis.
         """
         along = self._known(axes)
         first = self.rank_at(self.coordinates(rank) | dict.fromkeys(along, 0))
@@ -57,7 +57,7 @@ class RankGrid(Generic[A]):
         """Return every group of peers along these axes, in the order of their first ranks.
 
         Raises:
-            ConfigError: No such axis.
+            ConfigError: The grid has no such axis.
         """
         along = self._known(axes)
         offsets = self._corner(along)

@@ -25,7 +25,12 @@ _JOB_IS_INITIAL = "LIGHTNING_SHARD_JOB_IS_INITIAL"
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """Where the ranks of a job meet: the address of rank 0's store."""
+    """The address at which the ranks of a job meet.
+
+    Attributes:
+        host: Name or address of rank 0's host.
+        port: Port of rank 0's store.
+    """
 
     host: str
     port: int
@@ -38,12 +43,12 @@ class Rendezvous:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Where an elastic job is to be reached.
+    """The address of an elastic job.
 
     Attributes:
-        host: Of its rendezvous server.
-        port: Of its rendezvous server.
-        token: What a process must know to take part.
+        host: Name or address of the host of its rendezvous server.
+        port: Port of its rendezvous server.
+        token: Secret that a process must send to take part.
     """
 
     host: str
@@ -53,19 +58,19 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherVariables:
-    """The names by which a launcher tells a process where it is, and the options that set them.
+    """The environment variables by which a launcher tells a process its rank and host.
 
     Attributes:
-        launcher: What the user types.
-        rank: This process's number.
-        world_size: The number of processes.
-        local_rank: This process's number on its host.
-        local_size: The number of processes on this host.
-        node_rank: The host's number; None when the launcher does not tell it.
-        num_nodes: The number of hosts; None when the launcher does not tell it.
-        start: How to start "{}" processes on each host.
-        start_on_nodes: How to start on "{}" hosts.
-        optional: Names that the launcher leaves out at times.
+        launcher: Command that the user types.
+        rank: Variable with this process's global rank.
+        world_size: Variable with the number of processes.
+        local_rank: Variable with this process's rank on its host.
+        local_size: Variable with the number of processes on this host.
+        node_rank: Variable with the host's number; None when the launcher sets none.
+        num_nodes: Variable with the number of hosts; None when the launcher sets none.
+        start: Command that starts "{}" processes on each host, for error messages.
+        start_on_nodes: Command that starts processes on "{}" hosts, for error messages.
+        optional: Variables that the launcher leaves out at times.
     """
 
     launcher: str
@@ -133,7 +138,16 @@ CRAY_PMI = LauncherVariables(
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessRanks:
-    """Where a process is among its peers; None is what the launcher did not tell."""
+    """A process's ranks and the sizes of its groups; None where the launcher did not tell.
+
+    Attributes:
+        rank: Global rank of the process.
+        world_size: Number of processes.
+        local_rank: Rank of the process on its host.
+        local_size: Number of processes on the host.
+        node_rank: Number of the host.
+        num_nodes: Number of hosts.
+    """
 
     rank: int
     world_size: int
@@ -157,7 +171,7 @@ def mpi_variables() -> LauncherVariables | None:
 
 
 def placement(names: LauncherVariables) -> ProcessRanks:
-    """Read where this process is.
+    """Read this process's ranks and the sizes of its groups.
 
     Raises:
         ConfigError: A variable is missing, is no whole number, or is out of its range.
@@ -184,7 +198,7 @@ def check_numbers(names: LauncherVariables) -> None:
     """Refuse a launcher's variable that is set and no whole number.
 
     Raises:
-        ConfigError: Naming the variable.
+        ConfigError: A variable is set and no whole number; the message names it.
     """
     told = (names.rank, names.world_size, names.local_rank, names.local_size)
     for name in (*told, names.node_rank, names.num_nodes):
@@ -196,7 +210,7 @@ def rendezvous() -> Rendezvous:
     """Read MASTER_ADDR and MASTER_PORT.
 
     Raises:
-        ConfigError: One is missing, or the port is none.
+        ConfigError: A variable is missing, or MASTER_PORT is no port.
     """
     return Rendezvous(host=required("MASTER_ADDR", "the host of rank 0"), port=master_port())
 
@@ -205,7 +219,7 @@ def master_port() -> int:
     """Read MASTER_PORT.
 
     Raises:
-        ConfigError: It is missing or no port.
+        ConfigError: The variable is missing or no port.
     """
     port = integer("MASTER_PORT", "a free port on the host of rank 0")
     if not 0 < port <= _LARGEST_PORT:
@@ -222,7 +236,7 @@ def job() -> Job | None:
     """Read LIGHTNING_SHARD_JOB and LIGHTNING_SHARD_JOB_TOKEN: the elastic job to take part in.
 
     Raises:
-        ConfigError: The second is missing, or the first is no host and port.
+        ConfigError: The token is missing, or the address is not a host and a port.
     """
     if not given(_JOB):
         return None
@@ -243,19 +257,19 @@ def job_token() -> str:
 
 
 def job_variables(job: Job) -> dict[str, str]:
-    """Return what a newcomer of this job has to find in its environment."""
+    """Return the environment variables that a newcomer of this job needs."""
     host = f"[{job.host}]" if ":" in job.host else job.host
     return {_JOB: f"{host}:{job.port}", _JOB_TOKEN: job.token}
 
 
 def set_job(job: Job) -> None:
-    """Set the elastic job for this process, and those that it starts, as its initial ranks."""
+    """Make this process, and those that it starts, initial ranks of an elastic job."""
     os.environ.update(job_variables(job))
     os.environ[_JOB_IS_INITIAL] = "1"
 
 
 def joins_job() -> bool:
-    """Whether this process is a newcomer of a running elastic job, which it is told of."""
+    """Whether the environment says that this process joins a running elastic job."""
     return job() is not None and given(_JOB_IS_INITIAL) != "1"
 
 
@@ -263,7 +277,7 @@ def rank_and_world_size() -> tuple[int, int]:
     """Read RANK and WORLD_SIZE.
 
     Raises:
-        ConfigError: One is missing or no number, or the rank is not below the size.
+        ConfigError: A variable is missing or no number, or the rank is not below the size.
     """
     return _number_below("RANK", "WORLD_SIZE", TORCHRUN)
 
@@ -272,8 +286,8 @@ def prefer_loopback_for_gloo() -> None:
     """Let Gloo bind to the loopback interface, unless the user has chosen one.
 
     By default Gloo looks up the host's own name, which fails or warns where that does not resolve
-    (containers, laptops on the move). Set for the rest of the process: groups made later need it
-    as well.
+    (containers, laptops on the move). The setting stays for the rest of the process: groups made
+    later need it as well.
     """
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if loopback:
@@ -284,7 +298,7 @@ def debug() -> bool:
     """Read LIGHTNING_SHARD_DEBUG: whether ranks compare every call before they make it.
 
     Raises:
-        ConfigError: It is neither 0 nor 1.
+        ConfigError: The variable is neither 0 nor 1.
     """
     value = given("LIGHTNING_SHARD_DEBUG")
     if value not in ("", "0", "1"):
@@ -296,9 +310,9 @@ def debug() -> bool:
 
 
 def torchrun_job() -> str | None:
-    """What the workers of a job of torchrun on this host share over its restarts, else None.
+    """Return a name that torchrun's workers on this host share over restarts; None without it.
 
-    The agent is the workers' parent, and stays.
+    The name has the process id of the agent, the workers' parent, which stays.
     """
     run = given("TORCHELASTIC_RUN_ID")
     return f"{run}-{os.getppid()}" if run else None
@@ -308,7 +322,7 @@ def global_seed() -> int:
     """Read PL_GLOBAL_SEED, which `seed_everything` has set; 0 without it, as in Lightning.
 
     Raises:
-        ConfigError: It is no whole number.
+        ConfigError: The variable is no whole number.
     """
     name = "PL_GLOBAL_SEED"
     return integer(name, "a seed, as seed_everything sets it") if given(name) else 0
@@ -326,10 +340,10 @@ def given(name: str) -> str:
 
 
 def required(name: str, meaning: str) -> str:
-    """Return the variable's value.
+    """Return the value of a variable that must be set.
 
     Raises:
-        ConfigError: It is not set.
+        ConfigError: The variable is not set.
     """
     value = given(name)
     if not value:
@@ -342,10 +356,10 @@ def required(name: str, meaning: str) -> str:
 
 
 def integer(name: str, meaning: str) -> int:
-    """Return the variable's value as a number.
+    """Return the value of a variable that must be set, as a whole number.
 
     Raises:
-        ConfigError: It is not set, or no whole number.
+        ConfigError: The variable is not set, or no whole number.
     """
     value = required(name, meaning)
     try:

@@ -86,7 +86,7 @@ class RankGroups(c10d._World):
 
 
 def current_groups() -> Any:
-    """Return c10d's `_world`, whatever it is now."""
+    """Return what c10d's `_world` is now."""
     return c10d._world
 
 
@@ -104,12 +104,12 @@ def forget_groups() -> None:
 
 
 def live_backends() -> list[Any]:
-    """Return what carries out the operations of this process's groups, for each device type."""
+    """Return the backends that carry out the operations of this process's groups."""
     return [backend for group in list(c10d._world.pg_map) for backend in backends_of(group)]
 
 
 def backends_of(group: dist.ProcessGroup) -> list[Any]:
-    """Return what carries out a group's operations, for each device type.
+    """Return the backends that carry out a group's operations, one for each device type.
 
     A group that is written in Python carries them out itself.
     """
@@ -134,7 +134,7 @@ def in_process_c10d(backend_name: str, rendezvous: Rendezvous) -> Iterator[None]
     """Make every new group an in-process one, and every rendezvous the world's.
 
     Args:
-        backend_name: The name under which the in-process backend is registered.
+        backend_name: Name under which the in-process backend is registered in c10d.
         rendezvous: Called with the rank and world size that the user gave (-1 for none); returns
             the store, the rank and the world size.
     """
@@ -170,7 +170,7 @@ def in_process_c10d(backend_name: str, rendezvous: Rendezvous) -> Iterator[None]
 
 
 class BackendStandIn:
-    """What c10d asks of the backend behind a group; a Python group has none."""
+    """Answers c10d's questions to the backend behind a group; a Python group has no backend."""
 
     supports_splitting = False
     supports_coalescing = False

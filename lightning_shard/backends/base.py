@@ -1,4 +1,4 @@
-"""What a communication backend is, and the registry of them.
+"""The base class of the communication backends.
 
 A backend is a small description: its name, the device types whose tensors it moves, whether it can
 run here (and if not, what to install), how to start its default process group, and which
@@ -25,6 +25,8 @@ class Backend(ABC):
     """One way for ranks to exchange tensors.
 
     Attributes:
+        name: Name of the backend, as users and the registry know it.
+        device_types: Device types whose tensors it moves, such as "cpu".
         matches_tags: Whether a receive finds the send of its tag in whatever order they are posted;
             else sends and receives of two ranks must be posted in the same order.
         debug: Whether the ranks compare what they call before they call it; see
@@ -37,14 +39,14 @@ class Backend(ABC):
     debug: bool = False
 
     def with_debug(self, debug: bool) -> Self:
-        """Return this backend with the check on or off."""
+        """Return a copy of this backend whose ranks compare their calls, or do not."""
         backend = copy(self)
         backend.debug = debug
         return backend
 
     @property
     def c10d_name(self) -> str:
-        """What c10d calls it, or its checked form."""
+        """Name of the backend in c10d, or with `debug` that of its debug wrapper."""
         return debug_name(self.name) if self.debug else self.name
 
     @abstractmethod

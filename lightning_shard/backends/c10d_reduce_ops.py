@@ -1,4 +1,4 @@
-"""Every `ReduceOp` of c10d: a tensor of each rank to one, in rank order, so the bits are stable."""
+"""Every `ReduceOp` of c10d, computed from one tensor of each rank in rank order: stable bits."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -39,9 +39,10 @@ def reduce_tensors(tensors: Sequence[Tensor], op: Any = ReduceOp.SUM) -> Tensor:
     """Reduce one tensor of each rank, in rank order.
 
     Args:
-        tensors: All of one shape and dtype; left as they are. Types of 16 and 8 bits are summed
-            in fp32, bool by "or" and "and", unsigned integers modulo their range.
-        op: A `ReduceOp`.
+        tensors: One tensor of each rank, all of one shape and dtype, which are not written. Types
+            of 16 and 8 bits are summed in fp32, bool by "or" and "and", unsigned integers modulo
+            their range.
+        op: The reduction, a `ReduceOp` of c10d.
 
     Returns:
         A new tensor of that shape, perhaps of a wider dtype.
@@ -82,7 +83,7 @@ def _finish(total: Tensor, name: str, size: int) -> Tensor:
 
 
 def _reduce_uint64(tensors: Sequence[Tensor], name: str) -> Tensor:
-    """Reduce as int64: the same bits for sums, a flipped sign bit for the order."""
+    """Reduce uint64 as int64: sums have the same bits; MIN and MAX flip the sign bit."""
     signed = [tensor.view(torch.int64) for tensor in tensors]
     if name == "AVG":
         raise ConfigError("all ranks: ReduceOp.AVG of uint64 tensors; convert them to int64.")

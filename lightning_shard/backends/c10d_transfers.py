@@ -1,4 +1,4 @@
-"""How each operation begins on c10d, and what remains to be done once the data has arrived.
+"""The beginning of each operation on c10d, and the work left once its data has arrived.
 
 These are the default algorithms: c10d's own collectives, which suit NCCL and the groups of this
 package. `Collectives` is the facade over them; a subclass of it replaces the ones that its backend
@@ -17,12 +17,12 @@ from lightning_shard.errors import ConfigError
 
 
 class C10dTransfers:
-    """The beginnings of the operations of one group.
+    """Begins the operations of one group, by c10d's own algorithms.
 
     Attributes:
-        group: The process group.
+        group: The process group whose ranks take part.
         rank: This rank's number in the group.
-        size: Ranks in the group.
+        size: Number of ranks in the group.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

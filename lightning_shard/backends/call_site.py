@@ -1,4 +1,4 @@
-"""Where in the user's code an operation was called.
+"""Finds the line of the user's code that called an operation.
 
 Between that and the process group lie frames of torch, Lightning and this package, and of what they
 wrap their functions in: `typing_extensions.deprecated`, `functools`, `contextlib` and other modules
@@ -34,7 +34,7 @@ def _folder(path: str) -> str:
 
 
 def _find_inner() -> tuple[str, ...]:
-    """Return what the file names of inner frames begin with."""
+    """Return the beginnings of the file names of frames that are not the user's."""
     found = [os.path.dirname(os.path.dirname(__file__)) + os.sep, *_GENERATED]
     for name in (*_WRAPPING_PACKAGES, *_WRAPPING_MODULES):
         spec = None
@@ -60,7 +60,12 @@ _is_inner: dict[str, bool] = {}  # by file name; only ever a cache
 
 @dataclass(frozen=True, slots=True)
 class CallSite:
-    """A file and a line."""
+    """The file and line of a call.
+
+    Attributes:
+        filename: Path of the file, as its code object has it.
+        line: Line in the file, from 1.
+    """
 
     filename: str
     line: int
@@ -70,7 +75,7 @@ class CallSite:
 
 
 def find_call_site() -> CallSite:
-    """Return the innermost frame of the user's: no wrapper's, torch's, Lightning's or ours."""
+    """Return the innermost frame that is not of torch, Lightning, a wrapper or this package."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         filename = frame.f_code.co_filename
@@ -84,7 +89,7 @@ def find_call_site() -> CallSite:
 
 
 def _wraps(filename: str) -> bool:
-    """Whether a file holds nothing of the user's, nor of a library that calls for itself."""
+    """Whether a file only wraps the calls of the user and of other libraries."""
     if filename.startswith(_INNER):
         return True
     return filename.startswith(_STANDARD_LIBRARY) and not filename.startswith(_INSTALLED)

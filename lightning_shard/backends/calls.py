@@ -1,4 +1,4 @@
-"""What one rank asks of its group, and what must be equal on every rank."""
+"""A rank's call of one operation, and what of it must be equal on every rank."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,17 +15,18 @@ class Call:
     """One rank's part in one operation.
 
     Args:
-        op: The operation's name.
+        op: Name of the operation.
         rank: The rank's number in the group.
-        inputs: Tensors that are read; not copied, so left alone until the work is waited for.
-        outputs: Tensors that are written; empty where the inputs are.
+        inputs: Tensors that are read. They are not copied, so the caller must not write them until
+            it has waited for the work.
+        outputs: Tensors that are written; empty where the inputs are written in place.
         agreed: What every rank of the group must give alike.
-        site: Where the user called.
-        results: What `Work.result` returns.
-        reduce_op: A `ReduceOp`, where one is given.
-        root: The source or destination; for send and receive the peer; else -1.
-        tag: Of a send or a receive; None makes it a collective.
-        posted: CUDA: recorded on the caller's stream when it called.
+        site: File and line where the user called.
+        results: The tensors that `Work.result` returns.
+        reduce_op: A `ReduceOp` of c10d; None where the operation reduces nothing.
+        root: Group rank of the source or destination, for send and receive of the peer; else -1.
+        tag: Tag of a send or a receive; None makes it a collective.
+        posted: CUDA event, recorded on the caller's stream when it called; None on the CPU.
     """
 
     op: str
@@ -53,7 +54,7 @@ class Call:
 
 
 class Disagreement(Exception):  # noqa: N818 - becomes a CollectiveMismatchError
-    """Two calls that cannot be served together."""
+    """Two ranks' calls that cannot be served together."""
 
     def __init__(self, got: Call, expected: Call, what: str) -> None:
         super().__init__(what)
@@ -67,10 +68,10 @@ def op_name(op: Any) -> str:
 
 
 def tensor_key(tensors: Sequence[Tensor]) -> tuple[object, ...]:
-    """Return dtypes and shapes, to compare between ranks."""
+    """Return the tensors' dtypes and shapes, to compare between ranks."""
     return tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors)
 
 
 def describe_tensor(tensor: Tensor) -> str:
-    """Say a tensor's dtype and shape."""
+    """Return a tensor's dtype and shape in words, such as "float32 (2, 3)"."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"

@@ -45,10 +45,10 @@ class Collectives(C10dTransfers):
     handle's `wait`; several may be in flight and may be waited for in any order.
 
     Attributes:
-        group: The process group.
+        group: The process group whose ranks take part.
         rank: This rank's number in the group.
-        size: Ranks in the group.
-        traffic: What this rank has sent through this object.
+        size: Number of ranks in the group.
+        traffic: Calls, bytes and seconds of each operation of this rank through this object.
     """
 
     _alive: ClassVar["WeakValueDictionary[int, Collectives]"] = WeakValueDictionary()
@@ -60,13 +60,15 @@ class Collectives(C10dTransfers):
         self._alive[next(self._numbers_made)] = self
 
     def duplicate(self, timeout: timedelta | None = None) -> Self:
-        """The same ranks over a group of their own: its operations keep an order of their own.
+        """Make a second group of the same ranks, whose operations keep an order of their own.
+
+        Each rank of the group must call.
 
         Args:
-            timeout: Of the new group; c10d's default when left out.
+            timeout: Time-out of the new group; c10d's default when left out.
 
         Returns:
-            Counts into the same `traffic`. Each rank of the group must call.
+            The collectives of the new group, which count into the same `traffic`.
         """
         ranks = dist.get_process_group_ranks(self.group)
         group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
@@ -78,8 +80,8 @@ class Collectives(C10dTransfers):
         """Return the format in which an average of values of `dtype` travels.
 
         Args:
-            dtype: Of the values.
-            into: Of the result of a reduce-scatter; None for an all-reduce.
+            dtype: Dtype of the values.
+            into: Dtype of the output of a reduce-scatter; None for an all-reduce.
         """
         values = torch.empty(0, dtype=dtype)
         if into is None:
@@ -97,13 +99,15 @@ class Collectives(C10dTransfers):
         """Reduce `tensor` over the ranks to the same values everywhere.
 
         Args:
-            tensor: Any shape, contiguous, the same on each rank.
-            op: "avg" is a sum and one division; narrow types are then summed in float32.
-            output: Where the result goes, as `tensor`; None: in place.
-            async_op: Return before it is done.
+            tensor: Any shape, contiguous; shape and dtype are the same on each rank.
+            op: "sum", "avg", "max" or "min"; "avg" is a sum and one division, and sums narrow
+                types in float32.
+            output: Tensor for the result, of the shape and dtype of `tensor`; None: in place.
+            async_op: Whether to return before the operation is done.
 
         Raises:
-            LayoutError: Not contiguous, shapes or types differ, or an average of integers.
+            LayoutError: The tensor is not contiguous, shapes or types differ, or integers would be
+                averaged.
             RankFailedError: A peer has died.
         """
         check_op(op, tensor.dtype)
@@ -130,8 +134,9 @@ class Collectives(C10dTransfers):
             output: Shape (S,). May be input[rank * S : (rank + 1) * S] itself. May be float32
                 where the input is narrower: the sum is then never rounded to the input's type.
             input: Shape (W * S,); it may be overwritten only when it holds the output.
-            op: "avg" is a sum and one division; narrow types are then summed in float32.
-            async_op: Return before it is done.
+            op: "sum", "avg", "max" or "min"; "avg" is a sum and one division, and sums narrow
+                types in float32.
+            async_op: Whether to return before the operation is done.
 
         Raises:
             LayoutError: Sizes or types do not fit, or an average of integers.
@@ -154,12 +159,12 @@ class Collectives(C10dTransfers):
         *,
         async_op: bool = False,
     ) -> Pending:
-        """Collect each rank's slice, in rank order.
+        """Collect each rank's slice on every rank, in rank order.
 
         Args:
-            output: Shape (W * S,).
+            output: Shape (W * S,): slice i is rank i's.
             input: Shape (S,), same dtype. May be output[rank * S : (rank + 1) * S] itself.
-            async_op: Return before it is done.
+            async_op: Whether to return before the operation is done.
 
         Raises:
             LayoutError: Sizes or types do not fit.
@@ -185,9 +190,9 @@ class Collectives(C10dTransfers):
         Args:
             output: Shape (sum of output_split_sizes,); must not overlap the input.
             input: Shape (sum of input_split_sizes,), same dtype.
-            output_split_sizes: Elements from each rank; None: the same from each.
-            input_split_sizes: Elements to each rank; None: the same to each.
-            async_op: Return before it is done.
+            output_split_sizes: Number of elements from each rank; None: the same from each.
+            input_split_sizes: Number of elements to each rank; None: the same to each.
+            async_op: Whether to return before the operation is done.
 
         Raises:
             LayoutError: Sizes or types do not fit.
@@ -203,15 +208,15 @@ class Collectives(C10dTransfers):
         return self._start("all_to_all", lambda: self._all_to_all(*pair, received, given), async_op)
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0, *, async_op: bool = False) -> Pending:
-        """Overwrite `tensor` with rank `src`'s.
+        """Overwrite `tensor` on every rank with that of rank `src`.
 
         Args:
-            tensor: Any shape, contiguous, the same on each rank.
-            src: Rank in the group.
-            async_op: Return before it is done.
+            tensor: Any shape, contiguous; shape and dtype are the same on each rank.
+            src: Group rank whose tensor is sent.
+            async_op: Whether to return before the operation is done.
 
         Raises:
-            LayoutError: Not contiguous, or no such rank.
+            LayoutError: The tensor is not contiguous, or the group has no rank `src`.
             RankFailedError: A peer has died.
         """
         check_contiguous("broadcast", self.rank, tensor)
@@ -226,8 +231,8 @@ class Collectives(C10dTransfers):
         """Send `tensor` (any shape, contiguous) to `peer`, which must call `recv`.
 
         Raises:
-            LayoutError: Not contiguous, or no such rank.
-            ConfigError: A negative tag, or one of 2**30 and more, which are reserved.
+            LayoutError: The tensor is not contiguous, or the group has no rank `peer`.
+            ConfigError: The tag is negative, or 2**30 or more, which are reserved.
             RankFailedError: The peer has died.
         """
         check_message("send", self.rank, self.size, tensor, peer, tag)

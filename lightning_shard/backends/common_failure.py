@@ -18,11 +18,12 @@ def all_raise(error: BaseException) -> bool:
     """Tell the other ranks that this one has raised, and find out whether all have.
 
     Args:
-        error: What this rank itself has raised. Each rank that has raised may call, by itself.
+        error: The exception that this rank has raised. Each rank that has raised may call by
+            itself.
 
     Returns:
-        Whether all ranks have raised, after the same calls. If not, the others are told, or in
-        process go on, to find out when they need this rank.
+        Whether all ranks have raised, after the same calls. If not, the other ranks are told; in
+            process they go on, and find out when they need this rank.
     """
     world = current_world()
     if isinstance(world, ElasticWorld):

@@ -122,28 +122,29 @@ class ExchangeCollectives(Collectives):
     ) -> StartedTransfer:
         """Send outgoing[i] to rank i and reduce what comes with outgoing[rank] into `output`."""
         own = outgoing[self.rank]
-        # What is read first may land where the result goes, unless the own shard lies there.
+        # What is read first may land where the result goes, unless this rank's own slice lies
+        # there.
         lands = output.dtype == own.dtype and output.data_ptr() != own.data_ptr()
-        shards = [output] if lands else []
-        num_bytes = (self.size - 1 - len(shards)) * own.numel() * own.itemsize
+        addends = [output] if lands else []
+        num_bytes = (self.size - 1 - len(addends)) * own.numel() * own.itemsize
         buffer = self._lend(num_bytes, own) if num_bytes else None
         if buffer is not None:
-            shards += buffer[:num_bytes].view(own.dtype).view(-1, own.numel()).unbind()
-        shards.insert(self.rank, own)
+            addends += buffer[:num_bytes].view(own.dtype).view(-1, own.numel()).unbind()
+        addends.insert(self.rank, own)
 
         def finish() -> None:
-            combine_in_rank_order(shards, self.rank, op, output)
+            combine_in_rank_order(addends, self.rank, op, output)
             if buffer is not None:
                 self._give_back(buffer)
 
-        return StartedTransfer(works=self._exchange(outgoing, shards), finish=finish)
+        return StartedTransfer(works=self._exchange(outgoing, addends), finish=finish)
 
     def _exchange(
         self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]
     ) -> list[dist.Work]:
         """Start sending outgoing[i] to rank i and receiving incoming[i] from it; skip this rank.
 
-        What has no elements does not travel.
+        A tensor without elements is not sent.
         """
         tag = FIRST_RESERVED_TAG + next(self._numbers) % FIRST_RESERVED_TAG
         # Each rank starts with another peer, so that no rank is everyone's first.
@@ -163,7 +164,7 @@ class ExchangeCollectives(Collectives):
         return self.group.recv([tensor], peer, tag)
 
     def _lend(self, num_bytes: int, like: torch.Tensor) -> torch.Tensor:
-        """Return bytes where `like` is; CUDA's allocator keeps buffers of its own."""
+        """Return a uint8 buffer on the device of `like`; on CUDA torch's allocator keeps them."""
         if like.device.type == "cpu":
             return self._scratch.lend(num_bytes)
         return torch.empty(num_bytes, dtype=torch.uint8, device=like.device)

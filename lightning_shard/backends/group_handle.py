@@ -1,4 +1,4 @@
-"""What c10d asks of a process group written in Python, apart from its collectives.
+"""The part of a process group written in Python that c10d asks for besides collectives.
 
     torch.distributed ─► PythonGroup.allreduce(...) ─► GroupHandle._post ─► _start(Call) ─► Work
                          one method per c10d form       one Call per op       one per subclass
@@ -26,8 +26,8 @@ class GroupHandle(_c10d.ProcessGroupBase):
     """One rank's handle of one group.
 
     Args:
-        name: c10d's name of the group, the same on each of its ranks.
-        global_ranks: The group's ranks, in its own order.
+        name: Name of the group in c10d, the same on each of its ranks.
+        global_ranks: Global ranks of the group's members, in order of their group rank.
         rank: This rank's number in the group.
     """
 
@@ -42,7 +42,7 @@ class GroupHandle(_c10d.ProcessGroupBase):
 
     @abstractmethod
     def _start(self, call: Call) -> dist.Work:
-        """Begin an operation of this rank."""
+        """Begin this rank's part of an operation; return its handle."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "GroupHandle":
         """Return itself: a handle holds no state that could be copied."""
@@ -63,7 +63,7 @@ class GroupHandle(_c10d.ProcessGroupBase):
         tag: int | None = None,
         results: Sequence[Any] | None = None,
     ) -> dist.Work:
-        """Tell the group what this rank wants; `agreed` is what its peers must give alike."""
+        """Begin an operation; every rank of the group must give the same `agreed`."""
         self._check_place(op, root, tag)
         kind = None if reduce_op is None else op_name(reduce_op)
         key = tensor_key(inputs) if agreed is None else agreed
@@ -124,12 +124,12 @@ class GroupHandle(_c10d.ProcessGroupBase):
 
     @property
     def group_name(self) -> Any:
-        """c10d's name of the group; torch keeps it in a backend, which a Python group has not."""
+        """Name of the group in c10d; torch keeps it in a backend, which a Python group lacks."""
         return self._name
 
     @property
     def group_desc(self) -> str:
-        """What c10d calls the group in its logs."""
+        """Description of the group in c10d's logs: its name and ranks."""
         return describe_group(self._name, self.global_ranks)
 
     def getGroupName(self) -> str:  # noqa: N802 - what C++ calls
@@ -137,7 +137,7 @@ class GroupHandle(_c10d.ProcessGroupBase):
         return self._name
 
     def getGroupDesc(self) -> str:  # noqa: N802 - what C++ calls
-        """Return what c10d calls the group in its logs."""
+        """Return the description of the group in c10d's logs."""
         return self.group_desc
 
     # --- the rest of c10d's questions -----------------------------------------------------------
@@ -168,7 +168,7 @@ class GroupHandle(_c10d.ProcessGroupBase):
         """Do nothing, unless a subclass holds something."""
 
     def abort(self) -> None:
-        """End the group at once, as `shutdown`."""
+        """End the group at once, as `shutdown` does."""
         self.shutdown()
 
 
@@ -184,7 +184,7 @@ class CallWork(dist.Work):
         """Return the group rank that sent what a receive got."""
 
     def synchronize(self) -> None:
-        """Wait."""
+        """Wait for the operation, as `wait`."""
         self.wait()
 
     def block_current_stream(self) -> None:
@@ -212,17 +212,17 @@ class CoalescedWork(dist.Work):
         self._works = works
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for each."""
+        """Wait for each operation."""
         for work in self._works:
             work.wait(*(() if timeout is None else (timeout,)))
         return True
 
     def is_completed(self) -> bool:
-        """Say whether all are done."""
+        """Whether all operations are done."""
         return all(work.is_completed() for work in self._works)
 
     def result(self) -> list[Any]:
-        """Wait, and return what each wrote."""
+        """Wait, and return the tensors that each operation wrote."""
         return [tensor for work in self._works for tensor in work.result()]
 
     def get_future(self) -> torch.futures.Future[Any]:
@@ -234,5 +234,5 @@ class CoalescedWork(dist.Work):
 
 
 def describe_group(name: str, global_ranks: Sequence[int]) -> str:
-    """Say a group's name and its ranks."""
+    """Return a group's name and ranks in words."""
     return f"group {name!r} (ranks {', '.join(map(str, global_ranks))})"

@@ -7,19 +7,19 @@ from torch import Tensor
 
 
 def raw(tensor: Tensor) -> Tensor:
-    """Return the tensor out of autograd's sight, so that its version is not counted up."""
+    """Return the tensor's data apart from autograd, so that writes do not raise its version."""
     return tensor.data
 
 
 def write(target: Tensor, source: Tensor) -> None:
-    """Copy `source`, of as many elements, into `target`."""
+    """Copy `source` into `target`, which has as many elements."""
     if target.shape != source.shape:
         source = source.reshape(target.shape)
     raw(target).copy_(source)
 
 
 def unaliased(sources: Iterable[Tensor], targets: Iterable[Tensor]) -> list[Tensor]:
-    """Return the sources, copied where writing the targets could overwrite them."""
+    """Return the sources; those that share memory with a target are copied before it is written."""
     written = {_storage_address(target) for target in targets if target.numel()}
     return [
         raw(source).clone() if _storage_address(source) in written else raw(source)
@@ -31,7 +31,7 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
     """Return the tensors' elements one after the other: their own memory, or a copy.
 
     Args:
-        tensors: At least one; all of one dtype.
+        tensors: At least one tensor; all of one dtype.
 
     Returns:
         Shape (sum of the tensors' elements,), contiguous.
@@ -41,7 +41,7 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def room_for(tensors: Sequence[Tensor]) -> Tensor:
-    """Return flat memory for the tensors' elements: their own, or new; see `unpack`."""
+    """Return a flat tensor for the tensors' elements: their own memory, or new; see `unpack`."""
     own = _as_one(tensors)
     numel = sum(tensor.numel() for tensor in tensors)
     return raw(tensors[0]).new_empty(numel) if own is None else own

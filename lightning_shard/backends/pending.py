@@ -21,7 +21,14 @@ _NO_PEER = ("DataLoader ", "CUDA error")  # these time out by themselves
 
 
 class OperationContext(NamedTuple):
-    """Who is doing what, for error messages and counters."""
+    """The operation in flight and its rank, for error messages and counters.
+
+    Attributes:
+        operation: Name of the operation, such as "all_reduce".
+        rank: This rank's number in the group.
+        size: Number of ranks in the group.
+        traffic: Counters that the operation's seconds are added to.
+    """
 
     operation: str
     rank: int
@@ -30,11 +37,12 @@ class OperationContext(NamedTuple):
 
 
 class StartedTransfer(NamedTuple):
-    """What moves, and what is left to do once it has moved.
+    """A transfer that has begun, and what is left to do once its data has arrived.
 
     Attributes:
-        works: c10d handles, waited for in this order.
-        finish: Runs once, on the waiting thread, after all of `works`: local sums, copies.
+        works: Handles of c10d's operations, which are waited for in this order.
+        finish: Function that runs once, on the waiting thread, after all of `works`: local sums,
+            copies.
     """
 
     works: Sequence[dist.Work] = ()
@@ -82,11 +90,10 @@ class Pending:
 
 
 class Span:
-    """A span of an operation: times it, and says of a lost peer that it is one.
+    """Times one span of an operation, and turns the transport's error about a lost peer into ours.
 
-    What the transport says then becomes a RankFailedError; the rest passes. With a lifeline the
-    error says which peer that was, and comes before the operation when the peer is known to have
-    failed already.
+    Such an error becomes a RankFailedError; others pass. With a lifeline the error says which peer
+    was lost, and is raised before the operation when that peer is known to have failed already.
     """
 
     __slots__ = ("_begin", "_lifeline", "_place", "_waited")
@@ -103,7 +110,7 @@ class Span:
         return self
 
     def has_waited(self) -> None:
-        """Say that what has passed up to now was waiting for peers."""
+        """Count the time since the span began as waiting for peers."""
         self._waited = perf_counter() - self._begin
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -118,7 +125,7 @@ class Span:
 
 
 def is_about_a_peer(error: BaseException) -> bool:
-    """Say whether an error is what a transport says when a peer has gone."""
+    """Whether an error is one that a transport raises when a peer has gone."""
     if not isinstance(error, RuntimeError) or str(error).startswith(_NO_PEER):
         return False
     return isinstance(error, dist.DistError) or _PEER_GONE.search(str(error)) is not None

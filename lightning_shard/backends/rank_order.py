@@ -1,6 +1,6 @@
-"""Reductions by name, and the local half of an exchange: combining the ranks' shards in rank order.
+"""Reductions by name, and the local half of an exchange: combining the ranks' slices in rank order.
 
-Combining in rank order makes the result independent of which shard arrived first, and the same on
+Combining in rank order makes the result independent of which slice arrived first, and the same on
 every rank, bit for bit. Types narrower than float32 are summed in float32 and rounded once; a chain
 of bf16 additions loses about a bit per doubling of the group.
 """
@@ -29,13 +29,13 @@ _COMBINE: dict[str, Callable[..., torch.Tensor]] = {
     "min": torch.minimum,
 }
 
-# Float32 accumulators: small enough to stay in the cache between shards, large enough that the cost
-# of a call does not show.
+# Float32 accumulators: small enough to stay in the cache between addends, large enough that the
+# cost of a call does not show.
 _BLOCK_NUMEL = 1 << 18
 
 
 def is_narrow(dtype: torch.dtype) -> bool:
-    """Say whether sums of this type need a float32 accumulator (bf16, fp16, fp8)."""
+    """Whether sums of this type need a float32 accumulator (bf16, fp16, fp8)."""
     return dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize
 
 
@@ -56,49 +56,49 @@ def check_op(op: str, dtype: torch.dtype) -> None:
 
 
 def combine_in_rank_order(
-    shards: Sequence[torch.Tensor], own: int, op: ReduceOpName, output: torch.Tensor
+    addends: Sequence[torch.Tensor], own: int, op: ReduceOpName, output: torch.Tensor
 ) -> None:
-    """Reduce the ranks' shards into `output`; the shards other than the own are used up.
+    """Reduce the ranks' addends into `output`; the addends other than the own are used up.
 
     Args:
-        shards: One shard of shape (S,) per rank, in rank order, all of one dtype; at least two.
-        own: Index of the shard that lies in the caller's own tensor and must not be written.
-        op: The reduction; "avg" divides by the number of shards.
-        output: Shape (S,). May be the own shard itself. Its dtype is the shards', or float32 when
+        addends: One addend of shape (S,) per rank, in rank order, all of one dtype; at least two.
+        own: Index of the addend that lies in the caller's own tensor and must not be written.
+        op: The reduction; "avg" divides by the number of addends.
+        output: Shape (S,). May be the own addend itself. Its dtype is the addends', or float32 when
             they are narrower.
     """
-    if op in ("sum", "avg") and _needs_float32(shards, op, output):
-        _combine_in_float32(shards, op, output)
+    if op in ("sum", "avg") and _needs_float32(addends, op, output):
+        _combine_in_float32(addends, op, output)
         return
     combine = _COMBINE[op]
-    total = shards[0]
-    for index, shard in enumerate(shards[1:], start=1):
-        # Ahead of the own shard the partial result stays in the first received one: `output` may
-        # be the own shard, which is still to be read.
-        total = combine(total, shard, out=output if index >= own else total)
+    total = addends[0]
+    for index, addend in enumerate(addends[1:], start=1):
+        # Ahead of the own addend the partial result stays in the first received one: `output` may
+        # be the own addend, which is still to be read.
+        total = combine(total, addend, out=output if index >= own else total)
     if op == "avg":
-        output.div_(len(shards))
+        output.div_(len(addends))
 
 
-def _needs_float32(shards: Sequence[torch.Tensor], op: ReduceOpName, output: torch.Tensor) -> bool:
-    dtype = shards[0].dtype
-    if len(shards) == 2 and output.dtype == dtype:
+def _needs_float32(addends: Sequence[torch.Tensor], op: ReduceOpName, output: torch.Tensor) -> bool:
+    dtype = addends[0].dtype
+    if len(addends) == 2 and output.dtype == dtype:
         # One addition rounds once by itself, and halving bf16 is exact (fp16 could overflow).
         return is_narrow(dtype) and (dtype.itemsize == 1 or (op, dtype) == ("avg", torch.float16))
     return is_narrow(dtype)
 
 
 def _combine_in_float32(
-    shards: Sequence[torch.Tensor], op: ReduceOpName, output: torch.Tensor
+    addends: Sequence[torch.Tensor], op: ReduceOpName, output: torch.Tensor
 ) -> None:
     block_numel = min(output.numel(), _BLOCK_NUMEL)
     total, term = torch.empty(2, block_numel, dtype=torch.float32, device=output.device).unbind()
     for start in range(0, output.numel(), _BLOCK_NUMEL):
         block = slice(start, min(start + _BLOCK_NUMEL, output.numel()))
         size = block.stop - block.start
-        total[:size].copy_(shards[0][block])
-        for shard in shards[1:]:
-            total[:size].add_(term[:size].copy_(shard[block]))
+        total[:size].copy_(addends[0][block])
+        for addend in addends[1:]:
+            total[:size].add_(term[:size].copy_(addend[block]))
         if op == "avg":
-            total[:size].div_(len(shards))
+            total[:size].div_(len(addends))
         output[block].copy_(total[:size])

@@ -1,4 +1,4 @@
-"""Backends by name."""
+"""The registry of the communication backends, by name."""
 
 from difflib import get_close_matches
 

@@ -29,7 +29,7 @@ LONGEST_CONNECTING = timedelta(seconds=10)
 """How long ranks that all run already, and are ready, wait for each other at a given store."""
 
 HOST_KEY = "lightning_shard/host"
-"""Where rank 0 has put an address of its host, in a given store."""
+"""Key of a given store under which rank 0 has put an address of its host."""
 
 _CHECK_SECONDS = 0.05
 
@@ -49,12 +49,12 @@ def join_world(
 
     Args:
         backend: A name that c10d knows.
-        rank: This process's number, 0 <= rank < world_size.
+        rank: Global rank of this process, 0 <= rank < world_size.
         world_size: Number of processes.
         device: The rank's own device, to which the group is then bound, or None.
-        timeout: For every operation, and for the meeting if it is longer than a minute.
-        store: Where to meet instead of MASTER_ADDR and MASTER_PORT: used for this group alone, with
-            `HOST_KEY` set, when every rank runs and is about to call.
+        timeout: Time-out of every operation, and of the meeting if it is longer than a minute.
+        store: Store to meet at instead of MASTER_ADDR and MASTER_PORT: used for this group alone,
+            with `HOST_KEY` set, when every rank runs and is about to call.
 
     Raises:
         ConfigError: MASTER_ADDR or MASTER_PORT is missing or wrong.
@@ -99,7 +99,11 @@ def _describe_place(store: Store | None, timeout: timedelta) -> str:
 
 
 def is_on_one_host(store: Store | None) -> bool:
-    """Whether the ranks that meet there reach each other over the loopback interface."""
+    """Whether the ranks that meet at this store reach each other over the loopback interface.
+
+    Args:
+        store: The given store; None for the one at MASTER_ADDR.
+    """
     if store is None:
         return settings.rendezvous().is_loopback
     return settings.is_loopback(store.get(HOST_KEY).decode())
@@ -150,8 +154,8 @@ def unless_a_rank_fails(connect: Callable[[], None], operation: str) -> None:
     of its own, which is left to that when it is given up.
 
     Args:
-        connect: What to do.
-        operation: What to call it in messages.
+        connect: Function that connects, and may wait for other ranks.
+        operation: Name of the connecting in error messages.
 
     Raises:
         RankFailedError: A rank has failed meanwhile.

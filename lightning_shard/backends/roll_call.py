@@ -1,4 +1,4 @@
-"""How ranks meet at a store that may still hold what an earlier meeting has left there.
+"""A meeting of ranks at a store that may still hold keys of an earlier meeting.
 
     rank r    set hello/r = a word of its own             until "meeting" holds that word: ack, wait
     rank 0    get every hello, set "meeting" to them and a name; when a hello is another: again
@@ -28,16 +28,16 @@ class MissingRanksError(dist.DistStoreError):  # a peer's end, to whoever asks w
 
 
 def fresh_store(store: Store, rank: int, world_size: int, patience: timedelta) -> Store:
-    """Wait for all ranks of this meeting, and return a part of the store that is theirs alone.
+    """Wait for all ranks of this meeting, and return a part of the store that only they use.
 
     Args:
-        store: Where they meet; every rank must call.
-        rank: This one.
+        store: Store at which the ranks meet; every rank must call.
+        rank: Global rank of this process.
         world_size: Number of ranks.
-        patience: How long to wait for them.
+        patience: How long to wait for the other ranks.
 
     Raises:
-        MissingRanksError: One did not come; says which have, and which have not.
+        MissingRanksError: A rank did not come; says which have, and which have not.
         torch.distributed.DistError: The store is gone.
     """
     desk = PrefixStore("lightning_shard/roll_call", store)
@@ -53,7 +53,7 @@ def fresh_store(store: Store, rank: int, world_size: int, patience: timedelta) -
 
 
 def _call(desk: Store, rank: int, world_size: int, word: str, wait: Callable[[], None]) -> str:
-    """Rank 0's part."""
+    """Call the roll, as rank 0, until all ranks have answered; return the meeting's name."""
     told: list[str] = []
     name = ""
     acks: list[str] = []
@@ -71,7 +71,7 @@ def _call(desk: Store, rank: int, world_size: int, word: str, wait: Callable[[],
 
 
 def _answer(desk: Store, rank: int, world_size: int, word: str, wait: Callable[[], None]) -> str:
-    """Every other rank's part."""
+    """Answer rank 0's roll call, as every other rank; return the meeting's name."""
     while True:
         name, words = json.loads(desk.get("meeting"))
         if len(words) == world_size and words[rank] == word:
@@ -82,7 +82,7 @@ def _answer(desk: Store, rank: int, world_size: int, word: str, wait: Callable[[
 
 
 def _who_is_missing(desk: Store, rank: int, world_size: int) -> MissingRanksError:
-    """Say who has come; a rank that has told of itself waits still, or has given up as well."""
+    """Return the error that says which ranks have said hello at the store, and which have not."""
     missing = [other for other in range(world_size) if not desk.check([f"hello/{other}"])]
     come = [other for other in range(world_size) if other not in missing]
     if not missing:

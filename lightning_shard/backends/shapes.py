@@ -1,4 +1,4 @@
-"""What the tensors of a collective must look like; each check names the rank and the fix."""
+"""Checks of the tensors of a collective; each error names the rank and the fix."""
 
 from collections.abc import Sequence
 
@@ -80,10 +80,10 @@ def checked_splits(
     tensor: torch.Tensor,
     splits: Sequence[int] | None,
 ) -> list[int]:
-    """Return the part of the tensor that belongs to each rank; None means the same for each.
+    """Return the number of the tensor's elements for each rank; splits=None means equally many.
 
     Raises:
-        LayoutError: Not one size for each rank, or they do not add up to the tensor.
+        LayoutError: The sizes are not one for each rank, or do not add up to the tensor's.
     """
     numel = tensor.numel()
     if splits is None and numel % size:
@@ -115,8 +115,8 @@ def check_message(
     """Raise unless this tensor can go to or come from `peer` under `tag`.
 
     Raises:
-        LayoutError: Not contiguous, or no such rank, or this rank itself.
-        ConfigError: A tag outside the callers' range.
+        LayoutError: The tensor is not contiguous, or `peer` is no other rank of the group.
+        ConfigError: The tag is outside the callers' range.
     """
     check_contiguous(operation, rank, tensor)
     check_peer(operation, rank, size, peer)

@@ -1,4 +1,4 @@
-"""What a rank sent, counted per operation under the ring model.
+"""Counters of what a rank has sent, per operation, under the ring model.
 
 The counts say what a bandwidth-optimal ring would send, whatever algorithm moved the bytes, so that
 they compare between backends and with the figures of arXiv:1910.02054. Of n elements on N ranks,
@@ -25,15 +25,15 @@ from dataclasses import dataclass, replace
 
 @dataclass(slots=True, kw_only=True)
 class OperationTraffic:
-    """What one operation has cost this rank so far.
+    """Counters of one operation of this rank so far.
 
     Attributes:
-        calls: How often this rank called it.
-        elements: Elements sent, ring model, each call rounded up.
-        bytes: The same in bytes of the type on the wire.
+        calls: Number of this rank's calls of the operation.
+        elements: Number of elements sent under the ring model, each call rounded up.
+        bytes: Number of bytes sent, at the width of the type on the wire.
         seconds: Time in which this rank could do nothing else: starting, waiting, local sums.
-        seconds_waited: The part of it in which this rank waited for data from its peers: what more
-            overlap, or a faster network, would save.
+        seconds_waited: The part of `seconds` in which this rank waited for data from its peers,
+            which more overlap or a faster network would save.
     """
 
     calls: int = 0
@@ -72,12 +72,12 @@ OPERATIONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class GroupTraffic:
-    """What this rank has sent within one group.
+    """Counters of this rank within one group.
 
     Attributes:
         name: c10d's description of the group: a mesh axis has its name there.
-        ranks: The group's ranks in the world, in the group's order.
-        traffic: The counters.
+        ranks: Global ranks of the group's members, in order of their group rank.
+        traffic: Counters of each operation, by its name.
     """
 
     name: str
@@ -88,7 +88,7 @@ class GroupTraffic:
 class Traffic(Mapping[str, OperationTraffic]):
     """Counters of one `Collectives`, by operation name; an unused operation counts zero.
 
-    What is read is a copy, which later operations do not change.
+    A counter that is read is a copy, which later operations do not change.
     """
 
     def __init__(self) -> None:
@@ -140,7 +140,7 @@ class Traffic(Mapping[str, OperationTraffic]):
         own.seconds_waited += waited
 
     def add(self, operation: str, more: OperationTraffic) -> None:
-        """Add to the counters of `operation`."""
+        """Add `more` to the counters of `operation`."""
         self._operations[operation] = self[operation] + more
 
     def reset(self) -> None:
@@ -148,7 +148,7 @@ class Traffic(Mapping[str, OperationTraffic]):
         self._operations.clear()
 
     def snapshot(self) -> dict[str, OperationTraffic]:
-        """Return a copy that later operations do not change."""
+        """Return a copy of the counters that later operations do not change."""
         return dict(self)
 
     def _own(self, operation: str) -> OperationTraffic:
@@ -162,8 +162,8 @@ def ring_share(numel: int, size: int) -> int:
     """Return the elements that a rank of a ring sends in one pass over `numel` elements.
 
     Args:
-        numel: Elements of the full tensor.
-        size: Ranks in the group.
+        numel: Number of elements of the full tensor.
+        size: Number of ranks in the group.
 
     Returns:
         numel * (size - 1) / size, rounded up.

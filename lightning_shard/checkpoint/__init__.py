@@ -1,10 +1,10 @@
 """Checkpoints in one canonical form: the module's own parameter names and shapes.
 
     full state, as a single device has it       full, optimizer_state, user_shards, module_snapshot
-    what only our strategies read, its number   section
+    the section of our strategies, its number   section
     does a checkpoint fit the run               resuming, misfits, optimizer_misfits
     one rank's shards at a step boundary        rank_snapshot, state_entries, host_buffers
 
-What compression keeps is written and read in `data_parallel.compression.state`, below local SGD,
+The state of compression is written and read in `data_parallel.compression.state`, below local SGD,
 which needs it.
 """

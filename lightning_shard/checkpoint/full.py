@@ -1,4 +1,4 @@
-"""The full format: an ordinary Lightning `.ckpt`, the same whatever scheme has written it.
+"""The full format: an ordinary Lightning `.ckpt`, the same for every scheme.
 
 Parameters come together buffer by buffer, so that no rank but rank 0 holds more than one unit
 above its share; rank 0 holds the full tensor on the CPU, as it must to write one file.
@@ -28,7 +28,7 @@ _ADVICE = (
 
 
 def full_module_state(module: nn.Module, engine: DataParallelEngine) -> dict[str, Any]:
-    """The module's `state_dict` with full parameters; each rank must call.
+    """Return the module's `state_dict` with full parameters; each rank must call.
 
     Returns:
         On rank 0 every entry, on the CPU, parameters in the optimizer's format. On other ranks the
@@ -49,11 +49,11 @@ def full_module_state(module: nn.Module, engine: DataParallelEngine) -> dict[str
 
 
 def module_shapes(module: nn.Module, engine: DataParallelEngine) -> dict[str, Any]:
-    """The whole module's `state_dict` without elements, for code that asks what is in it.
+    """Return the full module's `state_dict` without elements, for code that asks for its entries.
 
     Returns:
-        Tensors on torch's "meta" device, with full shapes: what would read an element raises.
-        Buffers as they are here.
+        Parameters on torch's "meta" device, with full shapes, where an access to an element raises;
+        buffers as this rank has them.
     """
     state = module.state_dict(keep_vars=True)
     for name, value in state.items():
@@ -63,7 +63,7 @@ def module_shapes(module: nn.Module, engine: DataParallelEngine) -> dict[str, An
 
 
 def optimizer_shapes(optimizer: Optimizer, engine: DataParallelEngine) -> dict[str, Any]:
-    """The optimizer's `state_dict` without elements, in the same way; no communication."""
+    """Return the optimizer's full `state_dict` without elements; no communication."""
     packed = optimizer.state_dict()
     params = params_of(optimizer)
     packed["state"] = {
@@ -103,21 +103,22 @@ def load_module_state(
     agree: Callable[[CheckpointError | None], None] = lambda error: None,
     paired: Mapping[str, Any] | None = None,
 ) -> ModuleSnapshot:
-    """Load a whole `state_dict` into a module, or leave the module as it was.
+    """Load a full `state_dict` into a module, or leave the module as it was.
 
-    The module's own `load_state_dict` and hooks do it. Where an engine holds the module, the whole
+    The module's own `load_state_dict` and hooks do it. Where an engine holds the module, the full
     module is on the CPU for a moment, as when it was made.
 
     Args:
-        module: The module.
+        module: The module to load into.
         state: Full tensors by name.
-        strict: Whether names must be the same.
-        engine: Holds the module's parameters.
-        agree: Is told what does not fit here, or None, and raises if it does not fit on some rank.
-        paired: What a callback will load into the same module next, to be checked with it.
+        strict: Whether the state's names must be the module's.
+        engine: The engine that holds the module's parameters; None before there is one.
+        agree: Called with the error of what does not fit on this rank, or None; raises if the
+            state does not fit on some rank.
+        paired: State that a callback will load into the same module next, to be checked with it.
 
     Returns:
-        The module as it was; without parameters where an engine holds them.
+        A snapshot of the module as it was; without parameters where an engine holds them.
 
     Raises:
         CheckpointError: Names, shapes or kinds of numbers do not fit. Nothing is loaded then.
@@ -160,7 +161,7 @@ def _load(
 def _paired_error(
     module: nn.Module, state: Mapping[str, Any], paired: Mapping[str, Any] | None
 ) -> CheckpointError | None:
-    """Return what does not fit of a second state of the same module, where names are alike."""
+    """Return the error of a second state of the same module, where tensors of one name differ."""
     if paired is None:
         return None
     found = [f"{name!r} is not in current_model_state" for name in state if name not in paired]
@@ -181,7 +182,7 @@ def _tensor_misfits(what: str, value: Tensor, tensor: Tensor) -> list[str]:
 
 @contextmanager
 def _watching(module: nn.Module, wrong_shapes: list[str], wrong_kinds: list[str]) -> Iterator[None]:
-    """Note what does not fit as it comes out of the hooks of the module's own."""
+    """Note the misfits of a state as it comes out of the module's own hooks."""
 
     def look(part: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
         for name, tensor in named_tensors(part):

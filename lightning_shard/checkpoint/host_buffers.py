@@ -1,4 +1,4 @@
-"""The host memory that snapshots lie in: lent, given back, and used again.
+"""Host memory for snapshots, which is lent, given back and used again.
 
 A fresh buffer costs its page faults, or a pinned one its registration, so those of older snapshots
 serve the next ones. Their sizes vary a little, with the digits of counters, and for good when the
@@ -10,30 +10,30 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-SPARE_BYTES = 64 << 10  # how much larger a buffer is made than is asked for
+SPARE_BYTES = 64 << 10  # more than is asked for
 
 
 class SnapshotBuffers(Protocol):
-    """Where the buffers of snapshots come from."""
+    """Lends the buffers of snapshots."""
 
     def lend(self, num_bytes: int) -> Tensor:
         """Return a buffer of so many bytes: uint8, 1-D, in host memory."""
 
     def keep(self, data: Tensor) -> None:
-        """Hear that a buffer now holds a whole snapshot, which counts until it is given back."""
+        """Note that a buffer now holds a complete snapshot, which counts until it is given back."""
 
     def give_back(self, data: Tensor) -> None:
-        """Take a buffer that nobody needs any more; one from elsewhere is passed over."""
+        """Take back a buffer that is not needed any more; one of another origin is ignored."""
 
     def forget(self, data: Tensor) -> None:
-        """Hear that a lent buffer does not come back: something may still write to it."""
+        """Note that a lent buffer does not come back, since something may still write to it."""
 
 
 class HostBuffers:
-    """Buffers in this process's memory.
+    """Lends buffers in this process's memory.
 
     Args:
-        pinned: Whether copies from a CUDA device go there.
+        pinned: Whether the memory is pinned, for copies from a CUDA device.
     """
 
     def __init__(self, *, pinned: bool = False) -> None:
@@ -50,15 +50,15 @@ class HostBuffers:
         return buffer[:num_bytes]
 
     def keep(self, data: Tensor) -> None:
-        """Do nothing: it ends with the process."""
+        """Do nothing, since the buffer ends with the process."""
 
     def give_back(self, data: Tensor) -> None:
-        """Keep the buffer for the next one, whoever made it."""
+        """Keep the buffer, whichever code made it, for the next snapshot."""
         if not self._pinned or data.is_pinned():
             self._idle.append(full_buffer(data))
 
     def forget(self, data: Tensor) -> None:
-        """Do nothing: it goes with its last user."""
+        """Do nothing, since the buffer goes with its last user."""
 
 
 def take_fitting(idle: list[Tensor], num_bytes: int) -> Tensor | None:

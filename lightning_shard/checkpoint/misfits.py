@@ -1,8 +1,8 @@
-"""What of a checkpoint does not fit, said so that a reader knows what to do about it.
+"""Messages that say what of a checkpoint does not fit, and what to do about it.
 
 Formats of one kind are exchanged as torch does, without a word: a checkpoint in bfloat16 loads into
-a model in float32. What would lose its meaning, numbers with a fraction as integers or complex
-numbers as real ones, is a misfit.
+a model in float32. A conversion that would lose meaning, of numbers with a fraction to integers or
+of complex numbers to real ones, is a misfit.
 """
 
 from collections.abc import Sequence
@@ -15,21 +15,21 @@ _MOST_TOLD = 8
 
 
 def kind_of(dtype: torch.dtype) -> str:
-    """Say what kind of numbers a format holds; torch may exchange formats of one kind."""
+    """Return the kind of numbers that a format holds; torch converts formats of one kind."""
     if dtype.is_complex:
         return "complex"
     return "floating-point" if dtype.is_floating_point else "integer"
 
 
 def dtype_misfit(what: str, got: torch.dtype, expected: torch.dtype) -> str | None:
-    """Say that numbers of one kind are to become those of another; None when they are not."""
+    """Return the misfit of numbers that would become another kind; None for one kind."""
     if kind_of(got) == kind_of(expected):
         return None
     return f"{what} is of {got}, expected {kind_of(expected)} numbers as {expected}"
 
 
 def shape_misfit(what: str, got: Sequence[int], expected: Sequence[int]) -> str | None:
-    """Say that a tensor has another shape than expected; None when it has not."""
+    """Return the misfit of a tensor with another shape than expected; None for the same."""
     if tuple(got) == tuple(expected):
         return None
     return f"{what} has shape {tuple(got)}, expected {tuple(expected)}"
@@ -39,9 +39,9 @@ def misfit_error(owner: str, misfits: Sequence[str], advice: str) -> CheckpointE
     """Make the error of a checkpoint that does not fit.
 
     Args:
-        owner: What it was to be loaded into.
-        misfits: What does not fit, each without a full stop.
-        advice: What to do, as sentences.
+        owner: Name of the object that the checkpoint was to be loaded into.
+        misfits: Messages of what does not fit, each without a full stop.
+        advice: Sentences that tell the user what to do.
     """
     told = "; ".join(misfits[:_MOST_TOLD])
     more = f"; and {len(misfits) - _MOST_TOLD} more" if len(misfits) > _MOST_TOLD else ""

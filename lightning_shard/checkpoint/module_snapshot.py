@@ -1,8 +1,8 @@
-"""A module as it was before something was loaded into it, so that a failed load leaves no trace.
+"""A snapshot of a module before a load, so that a failed load leaves no trace.
 
 A module's own hooks may do more than copy values: give buffers another size, set attributes,
-rename what they were given. So a load is not foreseen but undone: what each submodule refers to
-and, of dictionaries, lists and sets, their entries are remembered, and the tensors' values.
+rename entries. So a load is not foreseen but undone: the attributes of each submodule, the entries
+of its dictionaries, lists and sets, and the tensors' values are remembered.
 """
 
 from collections import OrderedDict, defaultdict
@@ -18,10 +18,10 @@ _CONTAINERS = (dict, OrderedDict, defaultdict, list, set)
 
 
 class ModuleSnapshot:
-    """What a module refers to, and its values.
+    """The attributes of a module and its submodules, and the values of their tensors.
 
     Args:
-        module: The module.
+        module: The module to remember.
         with_parameters: Whether the parameters' values are kept, too, which takes their memory.
     """
 
@@ -41,7 +41,7 @@ class ModuleSnapshot:
         ]
 
     def restore(self) -> None:
-        """Make the module what it was, right after the load."""
+        """Undo a load, right after it: attributes, entries and values."""
         for part, attributes in self._attributes:
             vars(part).clear()
             vars(part).update(attributes)
@@ -51,7 +51,7 @@ class ModuleSnapshot:
 
     @torch.no_grad()
     def restore_values(self) -> None:
-        """Give parameters and buffers their values; others may have changed the module since."""
+        """Restore only the values of parameters and buffers, in whatever the module is now."""
         for tensor, data, value in self._values:
             if tensor.shape != value.shape:
                 tensor.data = data

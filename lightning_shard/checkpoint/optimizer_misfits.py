@@ -1,15 +1,15 @@
-"""Does a saved optimizer state fit an optimizer? Asked before anything of it is loaded.
+"""A check that a saved optimizer state fits an optimizer, before anything of it is loaded.
 
-torch compares the lengths of groups alone; what else does not fit fails in the first step, or is
-cut in the wrong places. What state an optimizer makes for a parameter is asked of the optimizer: a
-trial optimizer with the saved options takes a step on a small tensor of as many dimensions.
+torch compares the lengths of groups alone; other misfits fail in the first step, or are cut in the
+wrong places. The optimizer itself shows which state it makes for a parameter: a trial optimizer
+with the saved options takes a step on a small tensor of as many dimensions.
 
     trial's parameter (3, 5)    its state (3, 5)    a parameter (64, 32) has a state (64, 32)
                                          (3, 1)                                     (64, 1)
                                          ()                                         one element
 
-What the trial optimizer does not make, or makes in a form that says nothing of other sizes, is not
-looked at. Nor is what an optimizer's own `load_state_dict` takes.
+Entries that the trial optimizer does not make, or makes in a form that says nothing of other sizes,
+are not checked. Nor are those that an optimizer's own `load_state_dict` takes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,12 +35,12 @@ def optimizer_misfits(
     optimizer: Optimizer,
     named_shapes: Mapping[nn.Parameter, tuple[str, Sequence[int]]],
 ) -> list[str]:
-    """Say what of a whole optimizer state does not fit.
+    """Return the misfits of a full optimizer state, as messages.
 
     Args:
-        saved: As torch's `Optimizer.state_dict` gives it on a single device.
-        optimizer: What it is to be loaded into.
-        named_shapes: Name and full shape of each of the model's parameters.
+        saved: The state as torch's `Optimizer.state_dict` gives it on a single device.
+        optimizer: The optimizer that the state is to be loaded into.
+        named_shapes: By parameter of the model, its name and full shape.
     """
     kind, groups = type(optimizer).__name__, optimizer.param_groups
     if not groups:  # it stands for none at all, and takes anything
@@ -73,7 +73,7 @@ def optimizer_misfits(
 
 
 def _misfits(owner: str, entries: Any, trials: "_Trials", shape: Sequence[int]) -> Iterator[str]:
-    """Yield what does not fit of one parameter's entries; none are those of an unused one."""
+    """Yield the misfits of one parameter's entries; an unused parameter has no entries."""
     trial = trials.of(len(shape))
     yield from trial.lacks_options
     if not isinstance(entries, Mapping):
@@ -89,13 +89,13 @@ def _misfits(owner: str, entries: Any, trials: "_Trials", shape: Sequence[int]) 
 
 @dataclass(frozen=True)
 class _Trial:
-    """What an optimizer makes for a small parameter.
+    """The state that a trial optimizer makes for a small parameter.
 
     Attributes:
         optimizer: The trial optimizer; None if it cannot be made, or cannot take a step.
-        shape: Of its parameter.
-        state: After a step.
-        lacks_options: Which of its options were not saved, and are needed.
+        shape: Shape of its parameter.
+        state: State of the parameter after a step.
+        lacks_options: Messages about options that were not saved, and are needed.
     """
 
     optimizer: Optimizer | None
@@ -104,7 +104,7 @@ class _Trial:
     lacks_options: Sequence[str] = ()
 
     def needs(self, keys: Sequence[str]) -> bool:
-        """Whether it cannot go on without these entries of its state."""
+        """Whether the optimizer cannot take a step without these entries of its state."""
         assert self.optimizer is not None
         (param,) = self.optimizer.param_groups[0]["params"]
         rest = {key: value for key, value in self.state.items() if key not in keys}
@@ -116,7 +116,7 @@ class _Trial:
         return False
 
     def misfits_of(self, key: str, what: str, value: Any, full: Sequence[int]) -> Iterator[str]:
-        """Yield what does not fit of an entry for a parameter of shape `full`."""
+        """Yield the misfits of an entry for a parameter of shape `full`."""
         model = self.state.get(key)
         if not isinstance(model, Tensor):
             return
@@ -139,9 +139,9 @@ class _Trials:
     """Trial optimizers with the options of a saved group, one for each number of dimensions.
 
     Args:
-        optimizer: The optimizer.
-        group: Its group.
-        saved: The group that was saved.
+        optimizer: The optimizer that the state is to be loaded into.
+        group: A param group of the optimizer.
+        saved: The saved group in its place.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ def _step(optimizer: Optimizer, param: nn.Parameter) -> None:
 def _grown(
     shape: tuple[int, ...], small: tuple[int, ...], full: Sequence[int]
 ) -> tuple[int, ...] | None:
-    """The shape that goes with a parameter of shape `full`, as `shape` goes with `small`."""
+    """Return the shape that belongs to a parameter of shape `full` as `shape` does to `small`."""
     if shape == small:
         return tuple(full)
     if prod(shape) == 1:

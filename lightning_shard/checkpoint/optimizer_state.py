@@ -31,15 +31,15 @@ def shard_state(optimizer: Optimizer, engine: DataParallelEngine) -> None:
 def local_state_dict(
     full: Mapping[str, Any], optimizer: Optimizer, engine: DataParallelEngine
 ) -> dict[str, Any]:
-    """Cut a whole optimizer `state_dict` down to this rank's shards; no communication.
+    """Cut a full optimizer `state_dict` down to this rank's shards; no communication.
 
     Args:
-        full: As torch's `Optimizer.state_dict` gives it on a single device.
-        optimizer: Its parameters in the same order.
-        engine: Holds them.
+        full: The state as torch's `Optimizer.state_dict` gives it on a single device.
+        optimizer: The optimizer, whose parameters are in the same order.
+        engine: The engine that holds the parameters.
 
     Raises:
-        CheckpointError: Its groups are not those of the optimizer.
+        CheckpointError: The state's groups are not those of the optimizer.
     """
     if not optimizer.param_groups:
         return dict(full)
@@ -75,11 +75,11 @@ def _check_groups(full: Mapping[str, Any], optimizer: Optimizer) -> None:
 
 
 def full_state_dict(optimizer: Optimizer, engine: DataParallelEngine) -> dict[str, Any]:
-    """Bring the whole optimizer state together on rank 0, one buffer at a time.
+    """Bring the full optimizer state together on rank 0, one buffer at a time; each must call.
 
     Returns:
-        On rank 0 what a single device's `state_dict` would hold, tensors on the CPU; elsewhere
-        an empty dictionary. Each rank must call.
+        On rank 0 the `state_dict` of a single device, with tensors on the CPU; on other ranks an
+        empty dictionary.
     """
     if not engine.groups.is_first_copy:
         return {}
@@ -109,7 +109,7 @@ def full_state_dict(optimizer: Optimizer, engine: DataParallelEngine) -> dict[st
 
 
 class _JoinedShards:
-    """Whole state tensors of this rank's parameters, brought together buffer by buffer."""
+    """Full state tensors of this rank's parameters, brought together buffer by buffer."""
 
     def __init__(
         self,
@@ -152,10 +152,10 @@ class _JoinedShards:
 def _agree_on_keys(
     state: Mapping[int, Mapping[str, Any]], params: list[nn.Parameter], engine: DataParallelEngine
 ) -> tuple[dict[int, dict[str, torch.dtype]], dict[int, dict[str, Any]]]:
-    """What there is to join: a rank without a shard of a parameter has no state for it.
+    """Agree on the entries to join: a rank without a shard of a parameter has no state for it.
 
     Returns:
-        By parameter and key the format of what lies in shards, and the value of what does not.
+        By parameter and key, the format of entries that lie in shards, and the value of others.
     """
     mine: dict[int, dict[str, Any]] = {}
     for index, entries in state.items():
@@ -186,12 +186,12 @@ def _agree_on_keys(
 
 
 def params_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Every parameter of every group, in order."""
+    """Return every parameter of every group, in order."""
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _own_part(value: Any, param: nn.Parameter, engine: DataParallelEngine) -> Any:
-    """This rank's part of a state tensor of a parameter that is split over other ranks, too."""
+    """Return this rank's part of a state tensor of a parameter that tensor parallel splits."""
     return engine.split.local(param, value) if isinstance(value, Tensor) else value
 
 
@@ -201,13 +201,13 @@ def is_on_other_ranks(flat: FlatParameters, index: int) -> bool:
 
 
 def is_shard(value: Any, flat: FlatParameters, index: int) -> bool:
-    """Whether a local state tensor goes with the parameter's elements."""
+    """Whether a local state tensor has an element for each of the shard's."""
     view = flat.local_views[index]
     return isinstance(value, Tensor) and value.ndim > 0 and value.shape == view.shape
 
 
 def _cut(key: str, value: Any, flat: FlatParameters, index: int) -> Any:
-    """This rank's shard of a full state tensor; anything else as it is."""
+    """Return this rank's shard of a full state tensor; other values as they are."""
     slot = flat.layout.slots[index]
     if not isinstance(value, Tensor) or tuple(value.shape) != slot.shape or flat.stage == 0:
         return value

@@ -1,4 +1,4 @@
-"""What one rank needs to remember at a step boundary, in one host buffer.
+"""One rank's shard of the training state at a step boundary, in one host buffer.
 
     | prefix | parameters of flat 0 | ... | exp_avg of flat 0 | ... | metadata |
       64 B     a tensor entry: one shard-sized tensor, at a multiple of 64 bytes     pickled
@@ -34,13 +34,13 @@ _MAGIC = b"LSsnap01"
 
 
 class TensorKey(NamedTuple):
-    """What a tensor entry holds: the same name on every rank and for any number of them.
+    """The key of a tensor entry, the same on every rank and for any number of ranks.
 
     Attributes:
         flat: Number of the flat buffer.
         optimizer: Number of the optimizer, or PARAMETERS.
         name: Key of the optimizer's state; empty for the parameters.
-        dtype: Of the elements.
+        dtype: Format of the elements.
     """
 
     flat: int
@@ -50,12 +50,17 @@ class TensorKey(NamedTuple):
 
     @property
     def order(self) -> tuple[int, int, str, str]:
-        """By what tensor entries are ordered alike on all ranks."""
+        """Sort key that orders tensor entries alike on all ranks."""
         return self.flat, self.optimizer, self.name, str(self.dtype)
 
 
 class TensorEntry(NamedTuple):
-    """Where in the buffer a tensor entry lies: `numel` elements from byte `offset` on."""
+    """The place of a tensor entry in the buffer.
+
+    Attributes:
+        offset: Index in the buffer of the entry's first byte.
+        numel: Number of elements of the entry.
+    """
 
     offset: int
     numel: int
@@ -63,19 +68,19 @@ class TensorEntry(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotMetadata:
-    """What a snapshot holds.
+    """The description of a snapshot's content.
 
     Attributes:
-        generation: Of the members that took it; a later one's counts more.
-        step: Optimizer steps done.
-        shard: Which shard of the state it is.
-        num_shards: How many there are; 1 where every rank holds everything.
-        owner: Who took it.
-        ends: One past the last parameter's last element, for each flat buffer.
-        tensor_entries: Per-element data.
-        states: By optimizer and parameter, what the optimizer keeps.
-        groups: By optimizer and group, its options.
-        extra: The caller's.
+        generation: Generation of the members that took it; a later one's counts more.
+        step: Number of optimizer steps done.
+        shard: Number of the shard of the state that the snapshot holds.
+        num_shards: Number of shards of the state; 1 where every rank holds everything.
+        owner: Name of the member that took the snapshot.
+        ends: For each flat buffer, the index one past the last parameter's last element.
+        tensor_entries: Place of each tensor entry, by its key.
+        states: By optimizer and parameter, the entries that the optimizer keeps.
+        groups: By optimizer and group, the options of the group.
+        extra: Bytes of the caller.
     """
 
     generation: int
@@ -96,7 +101,7 @@ class Snapshot:
 
     Attributes:
         data: Shape (bytes,), uint8, in host memory.
-        metadata: What is in it.
+        metadata: Description of the content of `data`.
     """
 
     data: Tensor
@@ -104,13 +109,14 @@ class Snapshot:
 
     @classmethod
     def read(cls, data: Tensor) -> "Snapshot":
-        """Read what is in a buffer that this job has written.
+        """Read the snapshot in a buffer that this job has written.
 
         Args:
-            data: Shape (bytes,) or longer, uint8. Unpickled: it must come from a peer of the job.
+            data: Shape (bytes,) or longer, uint8. Its metadata are unpickled, so it must come from
+                a peer of the job.
 
         Raises:
-            CheckpointError: It is not a whole snapshot.
+            CheckpointError: The buffer does not hold a complete snapshot.
         """
         prefix = data[: _PREFIX.size].numpy().tobytes()
         magic, num_bytes, begin = _PREFIX.unpack(prefix.ljust(_PREFIX.size, b"\0"))
@@ -124,7 +130,7 @@ class Snapshot:
         return cls(data=data[:num_bytes], metadata=metadata)
 
     def elements(self, key: TensorKey, start: int, stop: int) -> Tensor:
-        """The bytes of the elements `start` to `stop` of a tensor entry: uint8, a view."""
+        """Return the bytes of the elements `start` to `stop` of a tensor entry: uint8, a view."""
         offset, size = self.metadata.tensor_entries[key].offset, key.dtype.itemsize
         return self.data[offset + start * size : offset + stop * size]
 
@@ -142,16 +148,16 @@ def take(
     """Copy this rank's part of the state; no communication.
 
     Args:
-        engine: At a boundary: no gradients are pending.
-        optimizers: In one order on all ranks.
-        step: Optimizer steps done.
-        extra: Kept as it is.
-        generation: Of the members.
-        owner: This member's name.
-        buffers: Where the buffer comes from; a new one when left out.
+        engine: The engine, at a step boundary where no gradients are pending.
+        optimizers: The optimizers, in one order on all ranks.
+        step: Number of optimizer steps done.
+        extra: Bytes of the caller, which the metadata keep.
+        generation: Number of the members' generation.
+        owner: Name of this member.
+        buffers: Lends the buffer; a new one is made when left out.
 
     Returns:
-        With the parameters in the optimizer's (master) format.
+        The snapshot, with the parameters in the optimizer's (master) format.
     """
     states = tuple(describe(optimizer, engine) for optimizer in optimizers)
     sources = _sources(engine, optimizers, states)
@@ -180,8 +186,8 @@ def take(
     return snapshot
 
 
-# For each tensor entry the shards by the parameter's index in its flat buffer; None: the whole
-# shard.
+# For each tensor entry the slices by the parameter's index in its flat buffer; None: the full
+# shard of the buffer.
 _Sources = dict[TensorKey, dict[int, Tensor] | None]
 
 
@@ -214,7 +220,7 @@ def _sources(
 def _lay_out(
     sources: _Sources, flats: Sequence[FlatParameters]
 ) -> tuple[dict[TensorKey, TensorEntry], int]:
-    """Where each tensor entry lies, and where the metadata begins."""
+    """Return the place of each tensor entry, and where the metadata begin."""
     tensor_entries, end = {}, _ALIGN_BYTES
     for key in sources:
         numel = flats[key.flat].shard.numel()
@@ -244,9 +250,9 @@ def _copy(
 
 
 def _runs(shards: dict[int, Tensor], flat: FlatParameters) -> Iterator[tuple[int, list[Tensor]]]:
-    """Shards that lie one behind the other in the shard, or nearly so: gaps are filled.
+    """Yield runs of slices that lie one behind the other in the shard, or nearly: gaps are filled.
 
-    One copy for each of hundreds of small shards would take longer than a training step.
+    One copy for each of hundreds of small slices would take longer than a training step.
     """
     base = int(flat.shard.storage_offset())
     start = end = 0
@@ -278,7 +284,7 @@ def _copy_run(target: Tensor, run: list[Tensor]) -> None:
 
 
 def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The options of each group; tensors (a learning rate, say) in host memory."""
+    """Return the options of each group, with tensors (a learning rate, say) in host memory."""
     return [
         {
             key: value.detach().cpu() if isinstance(value, Tensor) else value

@@ -1,9 +1,9 @@
-"""A run that begins from a checkpoint: all of it is checked before the run holds any of it.
+"""Resuming from a checkpoint, all of which is checked before the run holds any of it.
 
-    load_model_state_dict    weights are loaded, by the module's own hooks; what they were is kept
-    setup                    the optimizers are made: their state is checked, and what compression,
-                             local SGD and the loss scaler keep; if it does not fit, the weights
-                             are what they were
+    load_model_state_dict    weights are loaded, by the module's own hooks; the old ones are kept
+    setup                    the optimizers are made: their state is checked, and the state of
+                             compression, local SGD and the loss scaler; if it does not fit, the
+                             old weights are restored
     then                     shards are cut, and everything is loaded
 
 Weights come first since hooks of the module may change it by what they find in a checkpoint.
@@ -41,8 +41,8 @@ def agree_on_misfit(collectives: Collectives | None, error: CheckpointError | No
     """Raise the same CheckpointError on every rank if a checkpoint does not fit on some.
 
     Args:
-        collectives: Of all ranks, each of which must call; None where this is the only one.
-        error: What does not fit here.
+        collectives: Group of all ranks, each of which must call; None where this is the only rank.
+        error: Error of what does not fit on this rank; None where all fits.
     """
     if collectives is None or collectives.size == 1:
         if error is not None:
@@ -57,11 +57,11 @@ def agree_on_misfit(collectives: Collectives | None, error: CheckpointError | No
 
 
 class Resuming:
-    """What a run is resumed from, until everything is known to fit.
+    """The checkpoint that a run is resumed from, until all of it is known to fit.
 
     Args:
-        checkpoint: The whole of it.
-        before: The module as it was before the weights were loaded.
+        checkpoint: The full checkpoint.
+        before: Snapshot of the module before the weights were loaded.
     """
 
     def __init__(self, checkpoint: Mapping[str, Any], before: ModuleSnapshot) -> None:
@@ -71,11 +71,11 @@ class Resuming:
     def check(
         self, misfits: Callable[[Mapping[str, Any]], list[str]], collectives: Collectives
     ) -> None:
-        """Give the module its values back and raise if something does not fit on some rank.
+        """Restore the module and raise if the checkpoint does not fit on some rank.
 
         Args:
-            misfits: Says what of the checkpoint does not fit.
-            collectives: Of all ranks, each of which must call.
+            misfits: Returns the misfits of a checkpoint on this rank, as messages.
+            collectives: Group of all ranks, each of which must call.
         """
         try:
             agree_on_misfit(collectives, error_of(misfits(self._checkpoint)))
@@ -85,7 +85,7 @@ class Resuming:
 
 
 def error_of(misfits: Sequence[str]) -> CheckpointError | None:
-    """Make the error of what does not fit; None if all does."""
+    """Return the error with these misfits; None if there are none."""
     return misfit_error("this run", misfits, _ADVICE) if misfits else None
 
 
@@ -99,16 +99,16 @@ def run_misfits(
     scaler_state: Any,
     engine: DataParallelEngine | None,
 ) -> list[str]:
-    """Say what does not fit of all but the weights, once there are optimizers.
+    """Return the misfits of all but the weights, once there are optimizers.
 
     Args:
-        checkpoint: The whole of it.
-        module: The model.
-        optimizers: Those of the model.
-        kept: What the checkpoint has of this package's strategies.
-        scaler: The loss scaler, if one is used.
-        scaler_state: What the checkpoint has of one; None if nothing.
-        engine: What has the parameters in shards; None before that.
+        checkpoint: The full checkpoint.
+        module: The model that the run trains.
+        optimizers: All optimizers of the model.
+        kept: The checkpoint's section of this package's strategies.
+        scaler: The loss scaler; None where none is used.
+        scaler_state: The checkpoint's state of a loss scaler; None where it has none.
+        engine: The engine that has the parameters in shards; None before there is one.
     """
     shapes = {
         param: (name, param.shape if engine is None else engine.full_shape(param))
@@ -126,7 +126,7 @@ def _states_misfits(
     optimizers: Sequence[Optimizer],
     named_shapes: Mapping[nn.Parameter, tuple[str, Sequence[int]]],
 ) -> list[str]:
-    """Say what does not fit of the states of all optimizers."""
+    """Return the misfits of the states of all optimizers."""
     if len(states) != len(optimizers):
         return [
             f"the checkpoint holds the state of {len(states)} optimizers, expected "
@@ -140,11 +140,11 @@ def _states_misfits(
 
 
 def _kept_misfits(kept: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> Iterator[str]:
-    """Yield what does not fit of what only this package's strategies keep.
+    """Yield the misfits of the state that only this package's strategies keep.
 
     Args:
-        kept: What a checkpoint has of it.
-        shapes: The full shapes of the parameters by name; what goes with others is left out.
+        kept: The checkpoint's section of this package's strategies.
+        shapes: Full shapes of the parameters by name; entries for other names are left out.
     """
     yield from _compression_misfits(kept.get("compression") or {}, shapes)
     local = kept.get("local_sgd")
@@ -187,7 +187,7 @@ def _tensor_misfits(what: str, tensors: Any, shapes: Mapping[str, Sequence[int]]
 
 
 def _scaler_misfits(state: Any, scaler: GradScaler | None) -> Iterator[str]:
-    """Yield what does not fit of a loss scaler's saved state."""
+    """Yield the misfits of a loss scaler's saved state."""
     if scaler is None or state is None:
         return
     if not isinstance(state, Mapping):

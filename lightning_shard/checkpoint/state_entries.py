@@ -1,4 +1,4 @@
-"""What an optimizer keeps for each parameter, in a form that another rank can rebuild it from.
+"""An optimizer's state for each parameter, in a form from which another rank can rebuild it.
 
     optimizer.state[p] = {"step": tensor(7.), "exp_avg": shard, "exp_avg_sq": shard}
                              │                    └─────┬─────┘
@@ -22,13 +22,23 @@ from lightning_shard.data_parallel.flat_parameters import FlatParameters
 
 
 class ShardMark(NamedTuple):
-    """A tensor that has an element for each of the parameter's; cut where the parameter is."""
+    """Marks a tensor with an element for each of the parameter's, cut where the parameter is.
+
+    Attributes:
+        dtype: Format of the tensor.
+    """
 
     dtype: torch.dtype
 
 
 class Scalar(NamedTuple):
-    """A tensor without dimensions; Python's numbers hold each of torch's exactly."""
+    """A tensor without dimensions, as a Python number, which holds each of torch's exactly.
+
+    Attributes:
+        value: The number in the tensor.
+        dtype: Format of the tensor.
+        on_device: Whether the tensor was on the parameter's device, not on the CPU.
+    """
 
     value: Any
     dtype: torch.dtype
@@ -36,7 +46,12 @@ class Scalar(NamedTuple):
 
 
 class CommonValue(NamedTuple):
-    """Anything else that is the same on all ranks; a tensor is in host memory."""
+    """Any other value that is the same on all ranks.
+
+    Attributes:
+        value: The value, with a tensor in host memory.
+        on_device: Whether the value was a tensor on the parameter's device.
+    """
 
     value: Any
     on_device: bool
@@ -47,11 +62,11 @@ Entries = tuple[tuple[str, Entry], ...]  # in the optimizer's own order
 
 
 def describe(optimizer: Optimizer, engine: DataParallelEngine) -> list[Entries | None]:
-    """Say what an optimizer keeps for each of its parameters; no communication.
+    """Describe an optimizer's state for each of its parameters; no communication.
 
     Returns:
-        In the order of its groups; None for parameters without state, and for those of which all
-        elements lie on other ranks: their counters are stale here.
+        Entries of each parameter, in the order of the groups; None for parameters without state,
+        and for those of which all elements lie on other ranks, whose counters are stale here.
     """
     counters = _Scalars()
     sorted_out: list[list[tuple[str, Entry | _ScalarIndex]] | None] = []
@@ -78,10 +93,11 @@ def describe(optimizer: Optimizer, engine: DataParallelEngine) -> list[Entries |
 
 
 def merge(described: Sequence[Sequence[Entries | None]]) -> list[Entries | None]:
-    """What the ranks together keep for each parameter of one optimizer.
+    """Merge the ranks' descriptions of one optimizer's state.
 
     Args:
-        described: By shard; the lowest one that has any of a parameter speaks for it.
+        described: Each shard's entries by parameter, of which the lowest shard's with any are
+            taken.
     """
     return [
         next((entries for entries in of_param if entries is not None), None)
@@ -90,7 +106,7 @@ def merge(described: Sequence[Sequence[Entries | None]]) -> list[Entries | None]
 
 
 def rebuild(entry: Scalar | CommonValue, param: nn.Parameter) -> Any:
-    """The value itself, where it was."""
+    """Return the described value, on the device where it was."""
     if isinstance(entry, Scalar):
         device = param.device if entry.on_device else torch.device("cpu")
         return torch.tensor(entry.value, dtype=entry.dtype, device=device)
@@ -100,14 +116,19 @@ def rebuild(entry: Scalar | CommonValue, param: nn.Parameter) -> Any:
 
 
 class _ScalarIndex(NamedTuple):
-    """Where a number is to be found once all have been read."""
+    """The place of a number among those that `_Scalars` reads.
+
+    Attributes:
+        kind: Device and format of the number.
+        number: Index among the numbers of this kind.
+    """
 
     kind: tuple[torch.device, torch.dtype]
     number: int
 
 
 class _Scalars:
-    """Numbers in 0-dim tensors: read in one copy for each device and type."""
+    """Reads numbers in 0-dim tensors, in one copy for each device and type."""
 
     def __init__(self) -> None:
         self._tensors: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
@@ -144,7 +165,7 @@ def _sort_out(
 
 
 def _likeness(entries: Entries) -> object:
-    """What is equal for entries that are the same: signs of zeros count, tensors do not compare."""
+    """Return a key that is equal for equal entries: signs of zeros count, tensors compare by id."""
     zeros = []
     for _, entry in entries:
         if isinstance(entry, CommonValue):

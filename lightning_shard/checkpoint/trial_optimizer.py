@@ -1,4 +1,4 @@
-"""A second optimizer of the same class, on which something is tried without touching the first."""
+"""A second optimizer of the same class, for trials that must not change the first."""
 
 import copy
 from collections import defaultdict
@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 
 def trial_optimizer(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
-    """An optimizer of the same class on one group, with state of its own."""
+    """Return an optimizer of the same class on one group, with state of its own."""
     try:  # some make their state in the constructor
         return type(optimizer)([group], **optimizer.defaults)
     except TypeError:  # its defaults are not its constructor's arguments

@@ -1,11 +1,11 @@
-"""Shards that user code puts into a checkpoint by itself are joined, such as a teacher's weights.
+"""Joins shards that user code puts into a checkpoint itself, such as a teacher's weights.
 
     def on_save_checkpoint(self, checkpoint):
         checkpoint["teacher"] = self.teacher.state_dict()     # under stage 3: this rank's shards
 
-A shard is known by its memory: an entry that lies where a parameter's shard lies, or that of a copy
-made during the run. A rank has no elements of some parameters, so ranks tell each other which entry
-is which. What has been cloned before is not known any more.
+A shard is recognised by its memory: an entry that lies where a parameter's shard lies, or that of a
+copy made during the run. A rank has no elements of some parameters, so ranks tell each other which
+entry is which. A cloned shard is not recognised.
 """
 
 from collections.abc import Iterator, MutableMapping, MutableSequence
@@ -25,7 +25,7 @@ def join_shards(checkpoint: dict[str, Any], engine: DataParallelEngine) -> None:
 
     Args:
         checkpoint: Nested mappings and lists; changed in place on the rank that saves.
-        engine: Of stage 3.
+        engine: The engine of stage 3 whose shards these are.
     """
     _join_shards(checkpoint, engine)
     known = engine.numbered_shards()
@@ -46,10 +46,10 @@ def join_shards(checkpoint: dict[str, Any], engine: DataParallelEngine) -> None:
 
 
 def _join_shards(checkpoint: dict[str, Any], engine: DataParallelEngine) -> None:
-    """Put full tensors in the place of what was read of sharded parameters.
+    """Put full tensors in the place of tensors that were read from sharded parameters.
 
     Raises:
-        ConfigError: Some ranks have not put it there.
+        ConfigError: Some ranks have no such tensor in that place.
     """
     own = {
         repr(path): (path, value)
@@ -71,7 +71,7 @@ def _join_shards(checkpoint: dict[str, Any], engine: DataParallelEngine) -> None
 
 
 def _tensors(value: Any, path: _Path) -> Iterator[tuple[_Path, Tensor]]:
-    """Yield the tensors with elements, and where they are."""
+    """Yield the path and value of each tensor with elements."""
     if isinstance(value, Tensor):
         if value.numel():
             yield path, value

@@ -1,4 +1,4 @@
-"""Where the command begins: what needs neither torch nor Lightning is answered without them."""
+"""The command's entry point, which imports torch and Lightning for the subcommands only."""
 
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
@@ -33,7 +33,7 @@ def main() -> int:
 
 
 def _is_for_a_subcommand(arguments: Sequence[str]) -> bool:
-    """Whether Lightning's command line is to parse them: also options before a subcommand."""
+    """Whether Lightning's command line has to parse these: a subcommand, or options before one."""
     if not arguments or arguments[0] in ("-h", "--help", "--version"):
         return False
     return arguments[0].startswith("-") or arguments[0] in _SUBCOMMANDS

@@ -1,4 +1,4 @@
-"""Before training: do all ranks hold the same model?"""
+"""Checks before training that all ranks hold the same model and the same optimizers."""
 
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -12,17 +12,17 @@ from lightning_shard.errors import ConfigError
 
 
 def check_same_model(model: nn.Module, collectives: Collectives) -> None:
-    """Compare all parameters and buffers over the ranks by name, shape and format; each must call.
+    """Compare parameters and buffers over the ranks by name, shape and format; each must call.
 
     Raises:
-        ConfigError: On every rank, with the first one that differs.
+        ConfigError: The ranks' models differ; raised on every rank, with the first difference.
     """
     advice = "Build the model from the same arguments on every rank."
     _compare(_signatures(model), collectives, "models", advice)
 
 
 def strangers(model: nn.Module, collectives: Collectives) -> list[int]:
-    """The ranks whose model is another than rank 0's; each rank must call."""
+    """Return the ranks whose model differs from rank 0's; each rank must call."""
     of_all_ranks = collectives.all_gather_object(_signatures(model))
     return [rank for rank, theirs in enumerate(of_all_ranks) if theirs != of_all_ranks[0]]
 
@@ -33,7 +33,8 @@ def check_same_optimizers(
     """Compare the optimizers' classes and the parameters of their groups; each rank must call.
 
     Raises:
-        ConfigError: On every rank, with the first group that differs.
+        ConfigError: The ranks' optimizers differ; raised on every rank, with the first param
+            group that differs.
     """
     names = {param: name for name, param in model.named_parameters()}
     mine = [

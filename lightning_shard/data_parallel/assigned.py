@@ -1,4 +1,4 @@
-"""What user code puts in the place of our views of parameters is taken over, or refused by name.
+"""Values that user code puts in the place of our views of parameters: taken over, or refused.
 
     p.data = value          the parameter no longer shows the view that we gave it
     module.p = Parameter()  the module no longer holds the parameter that we and the optimizer hold
@@ -23,7 +23,7 @@ class ShownViews:
     """The views that the parameters of a buffer show.
 
     Args:
-        params: The parameters.
+        params: The parameters of one flat buffer, in its order.
     """
 
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
@@ -38,12 +38,12 @@ class ShownViews:
 
     @property
     def are(self) -> Sequence[Tensor]:
-        """What was shown last."""
+        """The views that the parameters were last told to show."""
         return self._views
 
     @property
     def stand(self) -> bool:
-        """Whether the parameters show memory where the views are; the quick look."""
+        """Whether every parameter's memory begins where its view does; a quick check."""
         for param, address in zip(self._params, self._addresses, strict=False):
             if param.data_ptr() != address:
                 return False
@@ -51,11 +51,11 @@ class ShownViews:
 
     @property
     def lie_straight(self) -> bool:
-        """Whether no parameter shows its memory in another order; the views are contiguous."""
+        """Whether every parameter is contiguous, as its view is."""
         return all(param.is_contiguous() for param in self._params)
 
     def assigned(self) -> list[int]:
-        """The indices of the parameters that show something else, by a close look."""
+        """Return the indices of the parameters that show another tensor, by a close check."""
         return [
             index
             for index, (param, view) in enumerate(zip(self._params, self._views, strict=False))
@@ -70,13 +70,13 @@ def _equal_form(param: Tensor, view: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class _ParameterPath:
-    """Where a model holds a parameter.
+    """One path at which a model holds a parameter.
 
     Attributes:
-        path: The module's name in the model.
-        module: The module.
-        name: The parameter's name there.
-        param: The parameter that has been there.
+        path: Name of the module in the model.
+        module: The module that holds the parameter.
+        name: Name of the parameter in that module.
+        param: The parameter that the module held when the engine was made.
     """
 
     path: str
@@ -86,17 +86,17 @@ class _ParameterPath:
 
     @property
     def full_name(self) -> str:
-        """The parameter's name in the model."""
+        """Name of the parameter in the model."""
         return f"{self.path}.{self.name}" if self.path else self.name
 
 
 class ParameterPlaces:
-    """Which parameter objects a model holds.
+    """Watches which parameter objects a model holds, and puts them back after user code.
 
     Args:
-        model: From now on watched.
-        rank: For messages.
-        fixed_modules: Whether modules that hold parameters must stay: their hooks are needed.
+        model: The model to watch.
+        rank: Global rank of this process, for error messages.
+        fixed_modules: Whether modules that hold parameters must stay, since their hooks are needed.
     """
 
     def __init__(self, model: nn.Module, rank: int, *, fixed_modules: bool) -> None:
@@ -117,13 +117,13 @@ class ParameterPlaces:
         ]
 
     def put_back(self, take: Callable[[nn.Parameter, Tensor], None]) -> None:
-        """Put back the parameters that others have come in the place of, with the others' values.
+        """Put back the parameters that user code has replaced by others, with the others' values.
 
         Args:
-            take: Called with a parameter and the value that it is to have.
+            take: Called with a parameter that was replaced and the value that it is to have.
 
         Raises:
-            ConfigError: The values cannot be those of one parameter.
+            ConfigError: The values that stand for one parameter differ, or have another shape.
         """
         if all(held.get(name) is known for held, name, known in self._watched):
             return
@@ -172,7 +172,7 @@ class ParameterPlaces:
 def refuse_shape(
     name: str, got: Sequence[int], expected: Sequence[int], full: Sequence[int], rank: int
 ) -> ConfigError:
-    """The error for a value that is not of a parameter's shape."""
+    """Return the error for an assigned value that does not have the parameter's shape."""
     shard = f", this rank's shard of {tuple(full)}" if tuple(expected) != tuple(full) else ""
     return ConfigError(
         f"Rank {rank}: a tensor of shape {tuple(got)} was assigned to the parameter {name!r}, "
@@ -182,7 +182,7 @@ def refuse_shape(
 
 
 def refuse_resharded(name: str, rank: int) -> ConfigError:
-    """The error for a value that refers to memory that is gone."""
+    """Return the error for an assigned value whose memory stage 3 has freed."""
     return ConfigError(
         f"Rank {rank}: the tensor that was assigned to the parameter {name!r} lies in the memory "
         f"of another parameter, which ZeRO stage 3 has given back since. Assign a copy: "
@@ -191,7 +191,7 @@ def refuse_resharded(name: str, rank: int) -> ConfigError:
 
 
 def refuse_moved(names: Sequence[str], rank: int) -> ConfigError:
-    """The error for values that come between a forward and its backward, which needs the old."""
+    """Return the error for values that are assigned between a forward and its backward."""
     return ConfigError(
         f"Rank {rank}: {', '.join(map(repr, names))} of a block was assigned between the block's "
         f"forward and its backward, which under ZeRO stage 3 gathers it again and needs the values "

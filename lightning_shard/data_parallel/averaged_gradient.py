@@ -1,7 +1,7 @@
-"""What stands in `.grad` once a gradient has been averaged and cut into shards.
+"""The tensor that stands in `.grad` once a gradient has been averaged and cut into shards.
 
     autograd ──add──> AveragedGradient <── user code: norm(), mul_(), clamp ...
-                            │                     computed as of a `ShardedTensor`
+                            │                     computed as with a `ShardedTensor`
                             └── note ── source ── this rank's elements, in memory of the engine's
 
 The shards lie elsewhere, but `.grad` must go on telling the truth: None means that there is no
@@ -10,8 +10,8 @@ tensor without memory stands there. It has the shape that the parameter shows at
 torch demands of a `.grad`, but to user code it looks as the full gradient does. It notes what
 autograd adds and whether it was zeroed.
 
-What user code computes of it element by element can be put into `.grad` in turn: it is one, too,
-with elements of its own.
+What user code computes from it element by element is an `AveragedGradient`, too, with elements of
+its own, and can be put into `.grad` in turn.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,28 +32,28 @@ _HARMLESS = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 class GradientSource(Protocol):
-    """Where the elements of one parameter's gradient are."""
+    """Gives access to the elements of one parameter's averaged gradient."""
 
     def sharded(self) -> ShardedTensor:
         """Return the gradient; writing to it writes to what the optimizer will see."""
 
     def changed(self) -> None:
-        """Take note that its elements have changed."""
+        """Take note that the gradient's elements have changed."""
 
     def operand(self, tensor: Tensor, operation: str) -> Tensor:
-        """Return what to compute with in the place of a tensor that is no gradient."""
+        """Return the operand that all ranks compute with in place of this rank's `tensor`."""
 
 
 @dataclass
 class GradientNote:
-    """What has happened to the stand-ins of one parameter.
+    """Records the events of the stand-ins of one parameter's gradient.
 
     Attributes:
-        param_name: For messages.
-        arrival: What autograd has added since the last `take_arrival`.
-        zeroed: Whether `zero_` was called.
-        source: The gradient; there once an engine has it.
-        is_gone: Whether there is another gradient by now, or none.
+        param_name: Name of the parameter, for error messages.
+        arrival: Gradient that autograd has added since the last `take_arrival`.
+        zeroed: Whether user code has called `zero_`.
+        source: Access to the gradient's elements; None before an engine has them.
+        is_gone: Whether the parameter has another gradient by now, or none.
     """
 
     param_name: str
@@ -63,7 +63,7 @@ class GradientNote:
     is_gone: bool = False
 
     def take_arrival(self) -> Tensor:
-        """The gradient that autograd has just added."""
+        """Return the gradient that autograd has just added, and forget it here."""
         arrival, self.arrival = self.arrival, None
         assert arrival is not None
         return arrival
@@ -79,8 +79,8 @@ class AveragedGradient(Tensor):
     """Stands for the averaged gradient of one parameter; holds no memory.
 
     Attributes:
-        note: Shared by the stand-ins for the parameter's full shape and for its shard.
-        own: What user code has computed, with elements of its own; None in a stand-in.
+        note: The note that the stand-ins for the parameter's full shape and its shard share.
+        own: Elements that user code has computed; None in a stand-in of the engine.
     """
 
     note: GradientNote
@@ -102,7 +102,7 @@ class AveragedGradient(Tensor):
         return f"AveragedGradient(of={self.note.param_name!r})"
 
     def sharded(self) -> ShardedTensor:
-        """The gradient, of which this rank has some elements."""
+        """Return the gradient as a sharded tensor, of which this rank has some elements."""
         if self.own is not None:
             return self.own
         if self.note.is_gone:
@@ -115,7 +115,7 @@ class AveragedGradient(Tensor):
         return self.note.source.sharded()
 
     def lose(self) -> None:
-        """Stand for a gradient that is gone: whoever has kept this is told so."""
+        """Stand for a gradient that is gone: user code that has kept this object gets an error."""
         if self.own is None:
             self.note = GradientNote(self.note.param_name, is_gone=True)
 
@@ -130,13 +130,13 @@ class AveragedGradient(Tensor):
         )
 
     def settle(self, note: GradientNote) -> None:
-        """Where user code has put a result of its own into `.grad`, let the gradient be that.
+        """Write the result that user code has put into `.grad` into the gradient's elements.
 
         Args:
-            note: Of the parameter in whose `.grad` this is.
+            note: Note of the parameter in whose `.grad` this object stands.
 
         Raises:
-            ConfigError: It is that of another parameter.
+            ConfigError: This is the gradient of another parameter, or one that is gone.
         """
         if self.note.is_gone:
             raise self._gone()
@@ -160,10 +160,11 @@ class AveragedGradient(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Compute what user code asks for: of the full gradient, where its elements are.
+        """Compute what user code asks of the full gradient, on each rank with its own elements.
 
         Raises:
-            ConfigError: That needs more than what goes element by element, or a single number.
+            ConfigError: The function is neither elementwise nor yields a number for the full
+                gradient.
         """
         given = tuple(args), dict(kwargs or {})
         if not all(issubclass(one, AveragedGradient) for one in types):
@@ -183,7 +184,7 @@ class AveragedGradient(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Take what autograd adds, and zeroing."""
+        """Take note of the gradient that autograd adds, and of zeroing."""
         if func in _ZERO:
             return _zero(args[0])
         if func in _HARMLESS:
@@ -211,7 +212,7 @@ _Found = dict[int, tuple[ShardedTensor, AveragedGradient]]
 
 
 def _computed(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Compute with the sharded tensors that the gradients among the arguments are."""
+    """Call `func` with the sharded tensors of the gradients among the arguments."""
     found: _Found = {}
 
     def sharded(gradient: AveragedGradient) -> ShardedTensor:
@@ -240,21 +241,21 @@ def _computed(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def _is_written_to_full(name: str, args: Sequence[Any]) -> bool:
-    """Whether what changes is full tensors, not a gradient: an operation in place on the first."""
+    """Whether an in-place operation writes to full tensors, its first argument, not a gradient."""
     in_place = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
     targets = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
     return in_place and not any(isinstance(one, AveragedGradient) for one in targets)
 
 
 def _brought(gradient: AveragedGradient) -> Tensor:
-    """Return the gradient of what this rank has of the model; each rank must call."""
+    """Return this rank's part of the gradient, as full as its parameter; each rank must call."""
     return gradient.sharded().own_full()
 
 
 def _with_operands(
     given: Any, name: str, found: "_Found", like: AveragedGradient
 ) -> tuple[Any, Any]:
-    """Exchange tensors among arguments for those with which all ranks compute."""
+    """Replace the tensors among the arguments by operands that are the same on all ranks."""
     known = {id(sharded): gradient for sharded, gradient in found.values()}
     lists = [arg for arg in given[0] if isinstance(arg, (list, tuple))]
     gradients: dict[int, AveragedGradient] = {}
@@ -277,7 +278,7 @@ def _shown(
     found: _Found,
     like: AveragedGradient,
 ) -> Tensor:
-    """Return what user code gets: what it has changed in place, or something new."""
+    """Return the gradient that user code has changed in place, or a new one with the result."""
     for sharded, gradient in found.values():
         if result is sharded:
             return gradient

@@ -1,7 +1,7 @@
-"""Memory whose elements tell whether anybody has written to them: a NaN that no computation makes.
+"""Blanks: memory whose elements tell whether they were written, by a NaN that nothing computes.
 
-While a module loads a checkpoint, its parameters are full and hold blanks. What its own hooks
-leave alone, a full parameter or some rows, keeps the value that the shards have.
+While a module loads a checkpoint, its parameters are full and hold blanks. Elements that its own
+hooks leave alone, all or some rows of a parameter, keep the value that the shards have.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ _BLANKS = {  # by element: integers of the same size, and the bits of a quiet Na
 
 
 def blank(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Make a tensor of blanks on the CPU; of a format without any, zeros."""
+    """Make a tensor of blanks on the CPU; of zeros in a format that has no blanks."""
     real = dtype.to_real() if dtype.is_complex else dtype
     if real not in _BLANKS:
         return torch.zeros(shape, dtype=dtype)
@@ -30,7 +30,7 @@ def blank(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def is_blank(values: Tensor) -> Tensor:
-    """Tell by element whether nobody has written it; shaped as `values`."""
+    """Return by element whether it is still blank; shaped as `values`."""
     if values.is_complex():
         return is_blank(torch.view_as_real(values)).all(-1)
     if values.dtype not in _BLANKS:

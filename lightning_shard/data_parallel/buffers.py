@@ -16,8 +16,8 @@ class BufferSync:
     """Broadcasts a model's buffers from rank 0.
 
     Args:
-        model: Its buffers are looked up at each call, since modules may replace them.
-        collectives: The data-parallel group.
+        model: Model whose buffers are looked up at each call, since modules may replace them.
+        collectives: Group of the data-parallel ranks.
     """
 
     def __init__(self, model: nn.Module, collectives: Collectives) -> None:
@@ -30,7 +30,7 @@ class BufferSync:
         self._broadcast([buffer for buffer in self._model.buffers() if buffer.numel()])
 
     def follow(self, *, training: bool) -> None:
-        """At the start of a step, take over what training may have changed; each rank must call.
+        """At the start of a step, take over rank 0's changing buffers; each rank must call.
 
         Args:
             training: Whether this step may change buffers; of other steps in a row only the first
@@ -41,11 +41,11 @@ class BufferSync:
         self._may_differ = training
 
     def broadcast_changing(self) -> None:
-        """Take over what training may have changed; each rank must call."""
+        """Take over those of rank 0's buffers that training may change; each rank must call."""
         self._broadcast(self.changing())
 
     def changing(self) -> list[torch.Tensor]:
-        """The buffers that training may change, in one order on every rank."""
+        """Return the buffers that training may change, in the same order on every rank."""
         return [
             buffer
             for module in self._model.modules()

@@ -1,4 +1,4 @@
-"""What an engine builds: units of flat parameters, and the buffers of their gradients.
+"""Building an engine's units of flat parameters, and the buffers of their gradients.
 
 model ──find_units──> specs ──by format and matching parts──> FlatParameters ──> FlatGradients,
 Exchange
@@ -32,9 +32,9 @@ def build_units(
     """Lay a model's parameters out in flat buffers.
 
     Args:
-        model: Its parameters become views.
-        groups: The data-parallel ranks, each of which must call.
-        options: Stage, units, formats.
+        model: Model whose parameters become views into the buffers.
+        groups: Groups of the data-parallel ranks, each of which must call.
+        options: Stage, units and formats of the engine.
         split: How the model is split over other ranks.
     """
     specs = find_units(
@@ -74,9 +74,9 @@ def build_gradients(
     """Make the gradients' buffers of all parameters that can have gradients.
 
     Args:
-        units: All of the model.
-        reducing: The data-parallel ranks, over groups for gradients.
-        options: Stage, formats, compression.
+        units: All units of the model.
+        reducing: Groups of the data-parallel ranks, made for gradients.
+        options: Stage, formats and compression of the engine.
         split: How the model is split over other ranks.
     """
     flats = [flat for unit in units for flat in unit.flats]
@@ -101,7 +101,7 @@ def _exchange(
     options: EngineOptions,
     split: ModelSplit,
 ) -> Exchange | None:
-    """Make what averages a buffer's gradients compressed, where they are to be."""
+    """Make the exchange that averages a buffer's gradients compressed; None without compression."""
     if options.compression is None:
         return None
     if flat.full.is_complex() or reducing.replicate is not None or split.groups:
@@ -122,12 +122,12 @@ def _exchange(
 
 
 def _dense_itemsize(flat: FlatParameters, ranks: Collectives) -> int:
-    """Bytes of a gradient's value when `FlatGradients` sends it as it is."""
+    """Return the bytes of one gradient element when `FlatGradients` sends it uncompressed."""
     own, result = flat.full.dtype, flat.shard.dtype
     into = result if result == torch.float32 else own
     return ranks.dtype_on_the_wire(own, None if flat.stage == 0 else into).itemsize
 
 
 def placed(flats: Iterable[tuple[T, FlatParameters]]) -> dict[nn.Parameter, tuple[T, int]]:
-    """Return where each parameter lies: what stands beside its buffer, and its index there."""
+    """Return by parameter the object paired with its buffer, and its index in that buffer."""
     return {param: (of, index) for of, flat in flats for index, param in enumerate(flat.params)}

@@ -1,9 +1,9 @@
-"""Do ranks hold the same values? Compared by numbers made of the bits, not by the values.
+"""A check whether ranks hold the same values, by sums over the bits instead of the values.
 
     value   [x0 x1 x2 | x3 x4 x5 | ...]     bits as whole numbers
     rows     -> sums,  columns -> sums      each times an odd number of its own, added up mod 2^64
 
-Two marginal sums tell values apart that lie elsewhere; one sum alone would not.
+The two marginal sums tell equal values in other positions apart; one sum alone would not.
 """
 
 from collections.abc import Iterable
@@ -37,7 +37,7 @@ def content(tensor: Tensor) -> Tensor:
 
 
 def contents(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Return such a number of several tensors in their order: shape (), int64, on `device`."""
+    """Return a number as `content` does, of several tensors in order: shape (), int64."""
     numbers = [content(tensor).to(device) for tensor in tensors]
     return _weighted(torch.stack([torch.zeros((), dtype=torch.int64, device=device), *numbers]))
 
@@ -54,18 +54,19 @@ _LINEAR = {"add", "radd", "iadd", "sub", "rsub", "isub", "subtract", "copy", "se
 def agreed(
     tensor: Tensor, ranks: Collectives, *, is_full: bool, operation: str, name: str
 ) -> Tensor:
-    """Return what all ranks compute with: their tensor where they have the same, or the average.
+    """Return the operand for all ranks: their tensor where it is the same, or the average.
 
     Args:
-        tensor: This rank's, of the shape of the gradient or of this rank's shard.
-        ranks: Each must call.
-        is_full: Whether it has the gradient's shape here; where some rank's has not, each keeps
-            its own.
-        operation: For which; only in a linear one the average of operands gives that of results.
-        name: Of the parameter.
+        tensor: This rank's operand, of the shape of the gradient or of this rank's shard.
+        ranks: Group of the ranks that compute; each must call.
+        is_full: Whether the operand has the gradient's shape on this rank; where it has not on
+            some rank, each rank keeps its own.
+        operation: Name of the operation; the average of operands gives the average of results
+            only in a linear one.
+        name: Name of the parameter, for error messages.
 
     Raises:
-        ConfigError: On every rank, where they differ for an operation that is not linear.
+        ConfigError: The operands differ, and the operation is not linear; raised on every rank.
     """
     number = content(tensor)
     states = torch.stack([number, ~number, number.new_tensor(not is_full)])

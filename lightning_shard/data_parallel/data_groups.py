@@ -1,11 +1,11 @@
-"""The ranks that train one model on different batches, and how they share out its state.
+"""The groups of ranks that train one model on different batches, and that shard its state.
 
     dp          0 1 2 3 4 5 6 7        start with the same values, agree, average
-    shard      [0 1 2 3][4 5 6 7]      one copy of the state each: gathers stay inside
+    shard      [0 1 2 3][4 5 6 7]      one copy of the state each: unshards stay inside
     replicate   0 ───── 4              the same shard of every copy: gradients, 1/S of them
 
 With one copy, `shard` is `dp`. With several, hybrid sharding, a copy belongs on one node: each
-rank holds 1/S of the state, S ranks to a copy, and gathers do not cross nodes. Gradients are
+rank holds 1/S of the state, S ranks to a copy, and unshards do not cross nodes. Gradients are
 averaged over the copy, in shards, and then each shard over the copies.
 
 Source: hybrid sharding of FSDP, arXiv:2304.11277, section 3.2.2; MiCS, arXiv:2205.00119.
@@ -19,12 +19,12 @@ from lightning_shard.backends.collectives import Collectives
 
 @dataclass(frozen=True, kw_only=True)
 class DataGroups:
-    """A rank's data-parallel groups.
+    """The data-parallel groups of one rank.
 
     Attributes:
-        dp: All data-parallel ranks.
-        shard: Those that share out one copy of the state, neighbours among `dp`.
-        replicate: Those with the same shard of other copies; None where there is one copy.
+        dp: Group of all data-parallel ranks.
+        shard: Group of the ranks that shard one copy of the state, neighbours in `dp`.
+        replicate: Group of the ranks with the same shard of each copy; None for one copy.
     """
 
     dp: Collectives
@@ -33,12 +33,12 @@ class DataGroups:
 
     @classmethod
     def of(cls, ranks: "Collectives | DataGroups") -> "DataGroups":
-        """Return groups as they are; the ranks of a single one share out one copy of the state."""
+        """Return data groups as they are, or those of a single group, which shards one copy."""
         return ranks if isinstance(ranks, DataGroups) else cls(dp=ranks, shard=ranks)
 
     @property
     def all(self) -> "list[Collectives]":
-        """The groups that there are."""
+        """The groups that exist: `dp`, `shard` and, with several copies, `replicate`."""
         groups = [self.dp, self.shard]
         return groups if self.replicate is None else [*groups, self.replicate]
 
@@ -48,12 +48,12 @@ class DataGroups:
         return self.replicate is None or self.replicate.rank == 0
 
     def duplicate(self, timeout: timedelta | None = None) -> "DataGroups":
-        """The same ranks over groups of their own, for gradients; each rank must call.
+        """Make second groups of the same ranks, for gradients; each rank must call.
 
-        `replicate` stays as it is: nothing but gradients travels there.
+        `replicate` stays as it is, since nothing but gradients travels there.
 
         Args:
-            timeout: Of the new groups; c10d's default when left out.
+            timeout: Time-out of the new groups; c10d's default when left out.
         """
         dp = self.dp.duplicate(timeout)
         if self.replicate is None:

@@ -54,19 +54,21 @@ class DataParallelEngine:
             values win.
         groups: The data-parallel ranks, one group or several; each rank must construct this, and
             the model must be the same.
-        options: Stage, units, formats.
-        reducing: The same ranks over other groups, for gradients: ranks that use different parts
-            of the model may start them at other moments than gathers. Made here when left out.
+        options: Stage, units, formats and compression.
+        reducing: Second groups of the same ranks, for gradients: ranks that use different parts of
+            the model may start reductions at other moments than unshards. Made here when left out.
         split: How the model is split over other ranks; left out when it is not.
 
     Attributes:
-        groups: The data-parallel ranks.
-        collectives: All of them.
-        shards: Gradients as user code sees them.
-        absent: Those of parameters that only other ranks have.
-        edits: What user code makes of gradients.
-        around_step: Makes what each step and backward runs in, which a hook may have begun.
-        around_backward: Makes what each backward, which may compute forwards again, runs in.
+        groups: Groups of the data-parallel ranks.
+        collectives: Group of all data-parallel ranks.
+        shards: The gradients as user code sees them.
+        absent: The gradients of parameters that only other ranks have.
+        edits: Averages the gradients that user code has made or edited.
+        around_step: Makes the context in which each step and backward runs, which a hook may have
+            begun.
+        around_backward: Makes the context in which each backward, with its recomputed forwards,
+            runs.
 
     Raises:
         ConfigError: The ranks' models differ.
@@ -141,26 +143,26 @@ class DataParallelEngine:
 
     @property
     def groups_of_gradients(self) -> list[Collectives]:
-        """Over which the elements of one gradient lie, between backward and the update."""
+        """Groups over whose ranks the elements of one gradient lie, from backward to the update."""
         return [] if self.options.stage == 0 else [self.groups.shard]
 
     @property
     def ranks_of_loss(self) -> Collectives | None:
-        """Over whose batches gradients are averaged, and losses with them; None: of this one's."""
+        """Group whose gradients, and so losses, are averaged; None where each rank has its own."""
         return self.collectives
 
     @property
     def exchanges(self) -> list[Exchange]:
-        """What averages compressed gradients, in the order of the buffers."""
+        """Exchanges that average compressed gradients, in the order of the buffers."""
         return [one.exchange for one in self.gradients if one.exchange is not None]
 
     def exchange_of(self, param: nn.Parameter) -> Exchange | None:
-        """What averages the gradient of `param` where it is compressed."""
+        """Return the exchange that averages the gradient of `param`; None without compression."""
         place = self._positions.get(param)
         return None if place is None else self.gradients[place[0]].exchange
 
     def slot_of(self, param: nn.Parameter) -> int:
-        """Which tensor of its buffer of gradients `param` is."""
+        """Return the index of `param` in its buffer of gradients."""
         return self._positions[param][1]
 
     def _close(self, unit: Unit) -> None:
@@ -182,17 +184,17 @@ class DataParallelEngine:
         return handle
 
     def adopt_assigned(self) -> None:
-        """Take over what user code has assigned to `param.data`, or put in parameters' places.
+        """Take over values that user code assigned to `param.data`, or parameters that it replaced.
 
         Raises:
-            ConfigError: It cannot be a parameter's value.
+            ConfigError: An assigned value cannot be the parameter's.
         """
         self._adopt_data()
         self._places.put_back(self._adopt_replaced)
 
     @as_they_are
     def _adopt_data(self) -> None:
-        """All values are copied before any is written: they may lie in the buffers themselves."""
+        """Copy all assigned values before any is written: they may lie in the buffers."""
         values = [flat.assigned() for flat in self.flats]
         for flat, assigned in zip(self.flats, values, strict=True):
             if assigned:
@@ -209,7 +211,7 @@ class DataParallelEngine:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Run one training, validation, test or predict step inside; each rank must."""
+        """Run one training, validation, test or predict step inside; each rank must enter."""
         self.adopt_assigned()
         self.hook_trainable()
         self._buffers.follow(training=self.model.training and torch.is_grad_enabled())
@@ -245,23 +247,23 @@ class DataParallelEngine:
         self.absent.agree()
 
     def at_hand(self, params: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
-        """Have parameters here inside, for a part of a backward that their blocks' hooks miss.
+        """Keep parameters unsharded inside, for a part of a backward that their blocks' hooks miss.
 
-        Under stage 3 each rank must call.
+        Under stage 3 each rank must enter.
         """
         return nullcontext() if self._unsharder is None else self._unsharder.at_hand(params)
 
     @property
     def reformats(self) -> bool:
-        """Whether parameters have another format while they are full than between."""
+        """Whether parameters have another format while they are full than between the steps."""
         return any(flat.reshards and flat.has_master for flat in self.flats)
 
     def take_gradient(self, param: nn.Parameter, grad: Tensor) -> None:
-        """Inside `backward`, take a gradient that has been computed aside.
+        """Inside `backward`, take a gradient that was computed outside autograd's own pass.
 
         Args:
-            param: May show a shard of itself now.
-            grad: In the parameter's own shape; its hooks are called here.
+            param: The gradient's parameter, which may show its shard now.
+            grad: The gradient, in the parameter's own shape; the parameter's hooks are called here.
         """
         for hook in gradient_hooks(param).values():
             changed = hook(grad)
@@ -277,7 +279,7 @@ class DataParallelEngine:
             self._unsharder.hold()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backwards inside only accumulate; stages 2 and 3 reduce all the same."""
+        """Let backwards inside only accumulate; stages 2 and 3 reduce all the same."""
         return self.reducer.no_sync()
 
     @contextmanager
@@ -299,7 +301,7 @@ class DataParallelEngine:
             yield
 
     def publish(self, params: Iterable[nn.Parameter]) -> None:
-        """After an update of `params`, bring everybody's full parameters up to date."""
+        """After an update of `params`, bring all ranks' full parameters up to date."""
         if self._unsharder is not None or not self.view.differs:
             return
         touched = {self._positions[param][0] for param in params if param in self._positions}
@@ -315,7 +317,8 @@ class DataParallelEngine:
         Each rank must enter and leave.
 
         Args:
-            updated: Parameters that the optimizer is about to update, and `publish` then.
+            updated: Parameters that the optimizer is about to update, after which `publish` is
+                called.
         """
         known = set(updated)
         flats = [flat for flat in self.flats if known.isdisjoint(flat.params)]
@@ -344,7 +347,7 @@ class DataParallelEngine:
                 handle.wait()
 
     def owner(self, param: nn.Parameter) -> tuple[FlatParameters, int]:
-        """The buffer that holds `param`, and its index there."""
+        """Return the buffer that holds `param`, and its index there."""
         return self._homes[param]
 
     @contextmanager
@@ -354,7 +357,7 @@ class DataParallelEngine:
         Elements that nobody sets keep their value.
 
         Args:
-            missing: Names of those that keep their value; read at the end.
+            missing: Names of the parameters that keep their value; read at the end.
         """
         self.adopt_assigned()
         for flat in self.flats:
@@ -377,7 +380,7 @@ class DataParallelEngine:
                     flat.present_shards(sharded=True)
 
     def full_shape(self, param: nn.Parameter) -> Sequence[int]:
-        """The full shape of `param`, however it shows itself now."""
+        """Return the full shape of `param`, however it shows itself now."""
         shape = self.split.full_shapes.get(param)
         if shape is not None:
             return shape
@@ -390,11 +393,11 @@ class DataParallelEngine:
         """Bring the model's parameters together, one after the other; each rank must call.
 
         Args:
-            everywhere: Whether each rank of the first copy is to get them.
+            everywhere: Whether each rank of the first copy gets the full parameters.
 
         Returns:
             Each parameter with its full value in the optimizer's format, on the ranks that are
-            the first of their data-parallel group; nothing elsewhere.
+            the first of their data-parallel group; nothing on the others.
         """
         self.adopt_assigned()
         if not self.groups.is_first_copy:
@@ -411,7 +414,7 @@ class DataParallelEngine:
                 yield param, self.split.full(param, value.detach())
 
     def numbered_shards(self) -> dict[tuple[int, int], int]:
-        """Return a number for each shard here, also of copies, by its address and size."""
+        """Return by address and size a number for each shard on this rank, also of copies."""
         return {} if self._unsharder is None else self._unsharder.copies.numbered_shards()
 
     def full_shard(self, number: int) -> Tensor:
@@ -475,7 +478,7 @@ class DataParallelEngine:
                 mark_leftover(param)
 
     def _leave_as_is(self, unit: Unit) -> None:
-        """After a failure: full parameters in their own format where they are here."""
+        """After a failure, leave full parameters in their own format where this rank has them."""
         for flat in unit.flats:
             for param, view in zip(flat.params, flat.full_views, strict=True):
                 if unit.is_full:
@@ -488,6 +491,6 @@ class DataParallelEngine:
 def _of_one_unit(
     come: dict[FlatParameters, list[Tensor]], flat: FlatParameters, units: Iterable[Unit]
 ) -> dict[FlatParameters, list[Tensor]]:
-    """Return what has come of the unit that `flat` belongs to; the rest may go."""
+    """Return the values that have come for the unit that `flat` belongs to."""
     same = next(unit.flats for unit in units if flat in unit.flats)
     return {known: values for known, values in come.items() if known in same}

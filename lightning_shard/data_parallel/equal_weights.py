@@ -1,4 +1,4 @@
-"""Under stage 0 each rank has every parameter, and nothing but equal edits keeps them equal.
+"""A check that ranks which each hold every parameter (stage 0) keep the same values.
 
     optimizer's view ends ──> the parameters' version counters are known
     a hook edits in place ──> a counter has moved: one byte of `UsageAgreement` says so
@@ -26,9 +26,9 @@ class EqualWeights:
     """Compares the parameters of ranks that must have the same.
 
     Args:
-        flats: All of an engine. Those of stage 0 are compared, if there are several ranks.
-        ranks: That must have the same.
-        device: Of messages.
+        flats: All buffers of an engine. Those of stage 0 are compared, if there are several ranks.
+        ranks: Group of the ranks that must have the same values.
+        device: Where the numbers that ranks exchange lie.
 
     Attributes:
         compares: Whether there is anything to compare; the same on all ranks.
@@ -45,7 +45,7 @@ class EqualWeights:
         self.know()
 
     def know(self) -> None:
-        """Take what parameters hold now for what all ranks have: an optimizer has written it."""
+        """Note that the parameters' present values are the same on all ranks (after an update)."""
         self._known = self._versions()
 
     def note_assigned(self) -> None:
@@ -57,7 +57,7 @@ class EqualWeights:
 
     @property
     def have_moved(self) -> bool:
-        """Whether user code has changed parameters here since, by a quick look."""
+        """Whether user code has changed parameters on this rank since `know`, by a quick check."""
         return self._was_assigned or self._versions() != self._known
 
     def agree(self, message: Tensor) -> None:
@@ -68,7 +68,7 @@ class EqualWeights:
                 device would have to be waited for in every step.
 
         Raises:
-            ConfigError: On every rank, where parameters differ.
+            ConfigError: Parameters differ between ranks; raised on every rank.
         """
         self._num_agreements += 1
         is_due = self._num_agreements % _COMPARE_EVERY == 0
@@ -98,7 +98,7 @@ class EqualWeights:
             )
 
     def _differing(self) -> list[str]:
-        """Return the names of parameters that are not rank 0's on some rank."""
+        """Return the names of parameters whose values on some rank are not rank 0's."""
         names, differs = [], []
         for flat in self._flats:
             first = flat.full.clone()

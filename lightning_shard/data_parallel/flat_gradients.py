@@ -36,17 +36,18 @@ class FlatGradients:
     """The gradients beside one `FlatParameters`, as they arrive and travel.
 
     Args:
-        flat: The parameters.
-        groups: The data-parallel ranks, over groups for gradients.
+        flat: The parameters whose gradients these are.
+        groups: Groups of the data-parallel ranks, made for gradients.
         reduce_dtype: Format in which gradients travel; None for that of `full`.
-        waits_for_end: Reduce at the end of backward only.
-        exchange: Averages compressed gradients; None sends them as they are.
+        waits_for_end: Whether the reduction begins at the end of backward only.
+        exchange: Averages gradients compressed; None sends them uncompressed.
 
     Attributes:
-        buffer: Where they lie.
-        own: Those that user code has made.
-        was_reduced: A reduction has begun in this backward.
-        is_closed: Backward has left the modules: nothing more will come.
+        buffer: The memory in which the gradients lie.
+        own: The gradients that user code has made or edited.
+        was_reduced: Whether a reduction has begun in this backward.
+        is_closed: Whether backward has left the unit's modules, so that no gradient comes any
+            more.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class FlatGradients:
 
     @property
     def states(self) -> list[GradientState]:
-        """Of each parameter's gradient."""
+        """State of each parameter's gradient, in buffer order."""
         return self.buffer.states
 
     @property
@@ -109,10 +110,10 @@ class FlatGradients:
 
     @torch.no_grad()
     def take(self, index: int, grad: Tensor) -> None:
-        """Take a gradient that has been computed aside, in the parameter's own shape.
+        """Take a gradient computed outside autograd's own pass, in the parameter's own shape.
 
         Raises:
-            ConfigError: It came twice in one backward, after the first was already reduced.
+            ConfigError: The gradient came twice in one backward, after the first was reduced.
         """
         self._expect(index)
         if self.flat.params[index].grad is self.buffer.views[index]:
@@ -126,7 +127,7 @@ class FlatGradients:
         """Take the gradient that autograd has just put on a parameter.
 
         Raises:
-            ConfigError: It came twice in one backward, after the first was already reduced.
+            ConfigError: The gradient came twice in one backward, after the first was reduced.
         """
         self._expect(index)
         grad = self.flat.params[index].grad
@@ -152,7 +153,7 @@ class FlatGradients:
         self._seen.add(index)
 
     def _arrived(self, index: int, grad: Tensor) -> Tensor:
-        """The gradient that has just come, out of what stands in `.grad` now."""
+        """Return the gradient that has just come, taken from what stands in `.grad` now."""
         if isinstance(grad, AveragedGradient):
             self.buffer.observe(index)
             grad = grad.note.take_arrival()
@@ -162,10 +163,10 @@ class FlatGradients:
         return grad.to_dense() if grad.is_sparse else grad
 
     def averaged(self, index: int) -> Tensor:
-        """This rank's elements of a gradient that has been averaged.
+        """Return this rank's elements of a gradient that has been averaged.
 
         Raises:
-            ConfigError: It has not been, or it is gone.
+            ConfigError: The gradient has not been averaged, or is gone.
         """
         self.buffer.observe(index)
         if self.states[index].is_local or self._pending is not None or not self.buffer.local_views:
@@ -220,7 +221,7 @@ class FlatGradients:
         return self.buffer.target(dtype, travels_on=self._groups.replicate is not None)
 
     def _passes(self, exchange: Exchange, full: Tensor, used: Sequence[bool], twice: bool) -> bool:
-        """Whether this reduction is a dense one, of a warm-up."""
+        """Whether this reduction is dense, as during a compressor's warm-up."""
         by_steps = exchange.keeps_momentum or exchange.freezes_variance
         if by_steps and twice and not self.buffer.is_plain:
             advice = (
@@ -259,7 +260,7 @@ class FlatGradients:
         return self.states[index].is_local
 
     def _keep_average(self, index: int) -> None:
-        """Where `.grad` holds an average that is not to travel again, set it aside."""
+        """Set an average in `.grad` aside that must not travel again."""
         view = self.buffer.views[index]
         if self.buffer.is_plain and self.flat.params[index].grad is view:
             self._averages[index] = view.clone()
@@ -300,10 +301,10 @@ class FlatGradients:
 
     @torch.no_grad()
     def reduce_given(self, given: Sequence[bool]) -> None:
-        """From stage 1 on, reduce what user code has put into `.grad`; each rank must call.
+        """From stage 1 on, reduce gradients that user code put into `.grad`; each rank must call.
 
         Args:
-            given: Which parameters have such a gradient on any rank.
+            given: Whether each parameter has such a gradient on any rank.
         """
         for index, is_given in enumerate(given):
             if not is_given:
@@ -321,7 +322,7 @@ class FlatGradients:
         self.settle()
 
     def buffers(self) -> list[Tensor]:
-        """The gradient memory held now, for accounting."""
+        """Return the tensors that hold gradient memory now, to be counted."""
         both = self.buffer.full, self.buffer.local
         own = [tensor for tensor in both if tensor is not None]
         return own if self.exchange is None else own + self.exchange.kept

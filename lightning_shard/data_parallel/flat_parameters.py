@@ -10,7 +10,7 @@ A parameter can show itself in two ways, and `param.data` is pointed at one or t
     stage 3           full   storage freed when not in use    shard = memory of its own
     low precision     full   in the compute format            shard = memory of its own (master)
 
-Freeing resizes the storage of `full` to zero and gathering gives it back, so that views which
+Resharding resizes the storage of `full` to zero and unsharding gives it back, so that views which
 autograd has saved stay valid. While it is resharded, no parameter points at it.
 
 User code may point `param.data` at memory of its own: before a parameter shows another view, and
@@ -54,14 +54,15 @@ class FlatParameters:
         named_params: Name and parameter in buffer order; all of one dtype and device. Rank 0's
             values are taken by every rank.
         groups: The data-parallel ranks, each of which must construct this.
-        stage: 0 to 3.
-        compute_dtype: Format of the full parameters.
-        is_split: Some of them are themselves parts of whole ones, or other ranks of the model have
-            other parameters, so that even the full gradients here are not the model's: they are
-            shown to the optimizer alone.
+        stage: ZeRO stage, 0 to 3.
+        compute_dtype: Format of the full parameters in forward and backward.
+        is_split: Whether some of the parameters are tensor-parallel parts, or other ranks of the
+            model have other parameters. Even the full gradients here are then not the model's, and
+            are shown to the optimizer alone.
 
     Attributes:
-        on_assigned: Called when a parameter shows what user code has assigned; must adopt it.
+        on_assigned: Called when a parameter shows a tensor that user code has assigned; must adopt
+            the value.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class FlatParameters:
 
     @property
     def has_local_form(self) -> bool:
-        """Whether the optimizer works on something else than the full parameters."""
+        """Whether the optimizer updates shards or master copies, not the full parameters."""
         return self.stage > 0 or self.has_master or self.is_split
 
     @property
@@ -122,10 +123,10 @@ class FlatParameters:
         return full, own.clone() if self.has_master or self.reshards else own
 
     def shard_views(self, shard: Tensor) -> list[Tensor]:
-        """Each parameter's local shard as a view of a shard-sized tensor.
+        """Return each parameter's local shard as a view of a shard-sized tensor.
 
         Args:
-            shard: Shape (S,).
+            shard: Shape (S,), laid out as `self.shard`.
 
         Returns:
             1-D shards, possibly empty; the parameters' own shapes where one rank holds all.
@@ -164,27 +165,31 @@ class FlatParameters:
         """Let parameters look full to user code while they are in shards.
 
         Args:
-            home_of: Returns what a parameter must know, by index.
+            home_of: Returns by a parameter's index what it needs to know of its buffer.
         """
         homes = {param: home_of(index) for index, param in enumerate(self.params)}
         self._presented = [param for param, home in homes.items() if settle_in(param, home)]
         self._are_sharded = False
 
     def move_out(self) -> None:
-        """End `settle_in`."""
+        """End `settle_in`: let sharded parameters show themselves as they are."""
         for param in self._presented:
             move_out(param)
         self._presented = []
 
     def present_shards(self, *, sharded: bool) -> None:
-        """Let parameters that are in shards look full to user code, or as they are."""
+        """Let sharded parameters look full to user code, or show themselves as they are.
+
+        Args:
+            sharded: Whether they look full, as sharded tensors.
+        """
         if sharded is not self._are_sharded:
             present(self._presented, sharded=sharded)
             self._are_sharded = sharded
 
     @as_they_are
     def see_assigned(self) -> None:
-        """Take over what user code has assigned to the parameters, if it has, by a quick look."""
+        """Take over values that user code has assigned to parameters, found by a quick check."""
         if not self._shown.stand:
             self.on_assigned()
 
@@ -197,10 +202,10 @@ class FlatParameters:
 
     @as_they_are
     def assigned(self) -> dict[int, Tensor]:
-        """Return copies of what user code has assigned, by the parameter's index.
+        """Return copies of the values that user code has assigned, by the parameter's index.
 
         Raises:
-            ConfigError: The memory of one is gone.
+            ConfigError: The memory of an assigned tensor is gone.
         """
         if self.full.is_meta or (self._shown.stand and self._shown.lie_straight):
             return {}
@@ -215,10 +220,10 @@ class FlatParameters:
     @as_they_are
     @torch.no_grad()
     def adopt(self, values: Mapping[int, Tensor]) -> None:
-        """Let the buffers have values, as if they had been written into what is shown.
+        """Write values into the buffers, as if user code had written them into the shown tensors.
 
         Args:
-            values: By the parameter's index; in the shape that it shows, or in its own.
+            values: By a parameter's index, its value in the shape that it shows or in its own.
 
         Raises:
             ConfigError: A value has another shape.
@@ -237,9 +242,9 @@ class FlatParameters:
                 self.local_views[index].copy_(value)
 
     def _move(self) -> None:
-        """Leave the memory that is shown to what user code holds of it, and go on in new memory.
+        """Leave the shown memory to the tensors that user code has kept, and go on in new memory.
 
-        Who swaps weights keeps the old tensors to assign them again: `kept = param.data`.
+        Code that swaps weights keeps the old tensors to assign them again: `kept = param.data`.
         """
         shows_full = self._shown.are is self.full_views
         is_part = self.shard.untyped_storage().data_ptr() == self.full.untyped_storage().data_ptr()
@@ -258,7 +263,7 @@ class FlatParameters:
                 self._point(index, self._shown.are[index])
 
     def _adopt_full(self, index: int, value: Tensor) -> None:
-        """A master keeps its digits where a value is what the full parameter was."""
+        """Write a full value; the master keeps its digits where the parameter has not changed."""
         local, part = self.local_views[index], self._own_part(index, value)
         if self.has_master and value.dtype == self.full.dtype:
             part = torch.where(part != local.to(part.dtype), part.to(local.dtype), local)
@@ -276,19 +281,19 @@ class FlatParameters:
         return self._own_part(index, value) if is_full else value
 
     def _own_part(self, index: int, value: Tensor) -> Tensor:
-        """This rank's shard of a tensor of a parameter's own shape."""
+        """Return this rank's shard of a tensor of a parameter's own shape."""
         if self.stage == 0:
             return value
         shard_slice = self.layout.shard_slice(self.layout.slots[index], self.shard_index)
         return value.flatten()[shard_slice.param_offset : shard_slice.param_stop]
 
     def note(self, index: int) -> GradientNote:
-        """What the stand-ins of a parameter share."""
+        """Return the note that the stand-ins of a parameter's gradient share."""
         return self._notes[index]
 
     @as_they_are
     def stand_in(self, index: int) -> AveragedGradient:
-        """What stands in the `.grad` of a parameter, as it shows itself now, once it is reduced."""
+        """Return the tensor for the `.grad` of a parameter whose gradient has been reduced."""
         param = self.params[index]
         key = index, param.shape, param.dtype
         if key not in self._stand_ins:
@@ -296,7 +301,7 @@ class FlatParameters:
         return self._stand_ins[key]
 
     def leave_stand_ins(self, index: int) -> None:
-        """The gradient of a parameter is gone, also for user code that has kept its `.grad`."""
+        """Note that a parameter's gradient is gone, also for code that has kept its `.grad`."""
         for key in [key for key in self._stand_ins if key[0] == index]:
             if getrefcount(self._stand_ins[key]) > _OWN_REFERENCES:
                 self._stand_ins.pop(key).lose()
@@ -324,7 +329,7 @@ class FlatParameters:
 
     @torch.no_grad()
     def take_in_edits(self) -> None:
-        """Carry what user code has changed in the full parameters over to the shard.
+        """Carry user code's changes of the full parameters over to the shard.
 
         A master keeps its digits wherever the full parameter still is what it was rounded to.
         """
@@ -364,7 +369,7 @@ class FlatParameters:
         self.full.untyped_storage().resize_(0)
 
     def full_values(self) -> list[Tensor]:
-        """Each parameter in its own shape and the optimizer's format; each rank must call."""
+        """Return each parameter, full and in the optimizer's format; each rank must call."""
         self.see_assigned()
         if self.is_unsharded:
             self.take_in_edits()
@@ -397,5 +402,5 @@ def _overwrite(view: Tensor, value: Tensor) -> None:
 
 
 def full_views(full: Tensor, layout: FlatLayout) -> list[Tensor]:
-    """The full-shaped view of each slot of a full-sized flat tensor."""
+    """Return the full-shaped view of each slot of a full-sized flat tensor."""
     return [full[slot.offset : slot.stop].view(slot.shape) for slot in layout.slots]

@@ -19,7 +19,7 @@ _INFINITY = float("inf")
 
 
 def combined(tensor: ShardedTensor, partial: Tensor, op: ReduceOpName = "sum") -> Tensor:
-    """Combine a partial result over the ranks that have elements."""
+    """Combine this rank's partial result with those of the other ranks that have elements."""
     total = partial.to(tensor.spread.device)
     for group in tensor.spread.groups:
         group.all_reduce(total, op).wait()
@@ -27,7 +27,7 @@ def combined(tensor: ShardedTensor, partial: Tensor, op: ReduceOpName = "sum") -
 
 
 def _counted(tensor: ShardedTensor) -> Tensor:
-    """This rank's elements as far as they count, shape (n,)."""
+    """Return this rank's elements, none where they are another rank's too; shape (n,)."""
     flat = tensor.local.reshape(-1)
     return flat if tensor.spread.counts else flat[:0]
 
@@ -39,7 +39,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _check_dims(func: Any, tensor: ShardedTensor, dim: _Dims) -> None:
-    """Refuse what keeps some of several dimensions."""
+    """Refuse a reduction that keeps some of several dimensions."""
     dims = [] if dim is None else [dim] if isinstance(dim, int) else list(dim)
     kept = set(range(tensor.ndim)) - {one % max(tensor.ndim, 1) for one in dims}
     if dims and kept:
@@ -86,7 +86,7 @@ def _mean(
 
 
 def _largest(tensor: ShardedTensor, sign: int) -> Tensor:
-    """The largest element times `sign`; not a number where any is not."""
+    """Return the largest element times `sign`; NaN where any element is NaN."""
     elements = _counted(tensor)
     if not elements.dtype.is_floating_point:
         lowest = torch.iinfo(torch.int64).min
@@ -139,7 +139,7 @@ def _count_nonzero(func: Any, tensor: ShardedTensor, dim: _Dims = None) -> Tenso
 
 
 def partial_norm(elements: Tensor, order: float) -> Tensor:
-    """Return what the norms of parts are combined of, in float64; see `combine_norms`."""
+    """Return this rank's contribution to a norm, in float64, for `combine_norms`."""
     if not elements.numel():
         return torch.tensor(_INFINITY if order == -_INFINITY else 0.0, dtype=torch.float64)
     narrow = elements.dtype in (torch.float16, torch.bfloat16)
@@ -151,7 +151,7 @@ def partial_norm(elements: Tensor, order: float) -> Tensor:
 def combine_norms(
     partial: Tensor, order: float, reduce: Callable[[Tensor, ReduceOpName], Tensor]
 ) -> Tensor:
-    """Return norms of wholes of what `partial_norm` has given, element by element."""
+    """Return the norms over all ranks, one per element of the ranks' `partial_norm` results."""
     if abs(order) != _INFINITY:
         total = reduce(partial, "sum")
         return total if order == 0 else total ** (1.0 / order)
@@ -188,7 +188,7 @@ def _norm(
 
 
 def _norm_of(tensor: ShardedTensor, order: float) -> Tensor:
-    """The norm in float64."""
+    """Return the norm over all ranks, in float64."""
     if tensor.norm_of_all is not None:
         return tensor.norm_of_all(order)
     return combine_norms(
@@ -236,7 +236,7 @@ def _std_mean(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
 
 
 def _item(func: Any, tensor: ShardedTensor) -> Any:
-    """The one element of a tensor that has one."""
+    """Return the element of a tensor that has one element."""
     if tensor.numel() != 1:
         refuse(func, tensor)
     return _total(tensor, _counted(tensor)).to(tensor.dtype).item()

@@ -1,12 +1,12 @@
-"""The memory of the gradients of one flat buffer, and what stands in `.grad` for it.
+"""The memory of the gradients of one flat buffer, and the tensors that stand in `.grad`.
 
     full     each rank's own gradients, or where each rank keeps the full average, that
     local    this rank's shard of the averages
     stash    what `local` held while `full`, of which it is a part, takes new gradients
 
-Where each rank keeps the full average, the view of `full` is the parameter's `.grad`. Placeholder a
+Where each rank keeps the full average, the view of `full` is the parameter's `.grad`. Elsewhere an
 `AveragedGradient` stands in `.grad`: it takes later micro-batches, tells of `zero_grad`, and looks
-as the full gradient does. What user code has done to `.grad` is learnt when it is looked at.
+as the full gradient does. The buffer learns what user code has done to `.grad` when it looks there.
 """
 
 from sys import getrefcount
@@ -27,14 +27,14 @@ class GradientBuffer:
     """Gradient memory beside one `FlatParameters`.
 
     Args:
-        flat: The parameters.
+        flat: The parameters whose gradients these are.
 
     Attributes:
-        states: Of each parameter's gradient.
-        full: Each rank's own gradients; None while there is no memory.
-        views: Of each gradient in `full`.
+        states: State of each parameter's gradient, in buffer order.
+        full: This rank's own gradients; None while there is no memory.
+        views: View of each gradient in `full`.
         local: This rank's shard of the averages.
-        local_views: Of each gradient's elements in `local`.
+        local_views: View of each gradient's elements in `local`.
         accumulates: Whether gradients stay in `full` until a backward that synchronises.
         is_plain: Whether `.grad` stays a full gradient once it is an average.
         shows_sums: Whether `.grad` is a view of `full` while this rank adds up.
@@ -94,11 +94,11 @@ class GradientBuffer:
         self.full, self.views = None, []
 
     def target(self, dtype: torch.dtype, *, travels_on: bool) -> Tensor:
-        """Return where an average is to go: `local`, or beside it when something is there.
+        """Return the tensor for a new average: `local`, or new memory when `local` is taken.
 
         Args:
             dtype: Format in which gradients travel.
-            travels_on: Whether what comes is sent again, in that format.
+            travels_on: Whether the average is sent again, in that format.
         """
         if self.local is None:
             self.local = torch.empty_like(self.flat.shard)
@@ -120,7 +120,7 @@ class GradientBuffer:
         self.flat.params[index].grad = shown
 
     def set_aside(self) -> None:
-        """Before new gradients overwrite `full`, keep what was reduced into part of it."""
+        """Keep the averages that lie in a part of `full` before new gradients overwrite it."""
         if not self.accumulates or self.is_plain or self._stash is not None:
             return
         if any(state.is_reduced for state in self.states):
@@ -131,7 +131,7 @@ class GradientBuffer:
             self._stash = self.local.clone()
 
     def merge(self, average: Tensor) -> None:
-        """Add new averages to those held; where none is (or it was set aside) start anew."""
+        """Add new averages to those held; where none is held, or it was set aside, start anew."""
         if average is self.local:
             return
         if self.local is None:
@@ -142,7 +142,7 @@ class GradientBuffer:
             local.add_(shard) if adds else local.copy_(shard)
 
     def add_what_was_set_aside(self) -> None:
-        """End `set_aside`, once new averages are there."""
+        """Add the averages that `set_aside` has kept to the new ones."""
         if self._stash is None:
             return
         shards = self.flat.shard_views(self._stash)
@@ -152,7 +152,7 @@ class GradientBuffer:
         self._stash = None
 
     def kept(self, index: int) -> Tensor:
-        """Return what has been reduced of a gradient, where it lies now."""
+        """Return the average of a gradient where it lies now."""
         kept = None if self._stash is None else self.flat.shard_views(self._stash)
         return (kept or self.local_views)[index]
 
@@ -171,7 +171,7 @@ class GradientBuffer:
                     self.kept(index).zero_()
 
     def forget(self, index: int) -> None:
-        """Note that a gradient is gone; whoever has kept what stood in `.grad` is told so."""
+        """Note that a gradient is gone, also for user code that has kept its `.grad`."""
         if self.shows_sums and self.views and getrefcount(self.views[index]) > _OWN_REFERENCES:
             self._leave_to_user(index)
         self.flat.leave_stand_ins(index)
@@ -187,7 +187,7 @@ class GradientBuffer:
 
     @as_they_are
     def release(self) -> None:
-        """After a reduction, `.grad` stands for what lies in shards."""
+        """After a reduction, let `.grad` stand for the averages that lie in shards."""
         if self.is_plain:
             return
         for index, param in enumerate(self.flat.params):
@@ -196,7 +196,7 @@ class GradientBuffer:
 
     @as_they_are
     def settle(self) -> None:
-        """Once ranks agree on what was used, let `.grad` be there or not, the same on all."""
+        """Once ranks agree on the used parameters, set each `.grad`, or None, alike on all."""
         for index, (param, state) in enumerate(zip(self.flat.params, self.states, strict=True)):
             if not state.is_valid and isinstance(param.grad, AveragedGradient):
                 param.grad = None
@@ -210,7 +210,7 @@ class GradientBuffer:
         return state.is_reduced and state.is_valid and bool(self.local_views)
 
     def present(self, index: int) -> Tensor | None:
-        """The local gradient that the optimizer sees, or None when no rank used the parameter."""
+        """Return this rank's shard of a gradient, or None when no rank used the parameter."""
         if not self.is_there(index):
             return None
         local = self.local_views[index]
@@ -221,11 +221,12 @@ class GradientBuffer:
         """End the optimizer's view of one gradient: keep what user code made of it.
 
         Args:
-            index: The parameter; its `.grad` is what was presented, or what replaced it.
-            outer: What stood in `.grad` before.
+            index: Index of the parameter, whose `.grad` is the tensor that was presented, or one
+                that user code has put there.
+            outer: The tensor that stood in `.grad` before the view; None without one.
 
         Returns:
-            What is to stand there again.
+            The tensor that has to stand in `.grad` again; None without one.
         """
         presented, grad = self.present(index), self.flat.params[index].grad
         if presented is not None and grad is None:

@@ -30,17 +30,20 @@ from lightning_shard.layout.flat import ShardSlice
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ParameterSpread:
-    """Where the elements of one parameter's gradient lie.
+    """The spread of one parameter's gradient over ranks.
 
     Attributes:
-        name: Of the parameter.
-        shape: Of the full tensor.
-        param: The parameter.
+        name: Name of the parameter.
+        shape: Shape of the full gradient.
+        param: The parameter itself.
         split: How the model is split over other ranks.
-        shard_groups: Over which the elements of what this rank has of the model lie.
-        device: This rank's.
-        own_shape: Of what the ranks of `shard_groups` have together; None of what is not here.
-        bounds: This rank's elements of it, flattened; None of all.
+        shard_groups: Returns the groups over whose ranks the elements of this rank's part of the
+            model lie.
+        device: Device of this rank's elements.
+        own_shape: Shape of the part that the ranks of `shard_groups` have together; None where
+            this rank has no part of the parameter.
+        bounds: First and one-past-last of this rank's elements in that part, flattened; None where
+            this rank has all of it.
         cuts: The bounds of every rank of `shard_groups`.
     """
 
@@ -56,23 +59,23 @@ class ParameterSpread:
 
     @property
     def groups(self) -> Sequence[Collectives]:
-        """The groups over which partial results are combined."""
+        """Groups over which partial results are combined, one after the other."""
         return (*self.shard_groups(), *self.split.groups_of(self.param))
 
     @property
     def counts(self) -> bool:
-        """Whether this rank's elements count."""
+        """Whether this rank's elements count, and are not also another rank's."""
         return self.split.counts(self.param)
 
     @property
     def counts_once(self) -> bool:
-        """Whether they count where one sums over all ranks that share the model."""
+        """Whether this rank's elements count in a sum over all ranks that share the model."""
         own = self.split.groups_of(self.param)
         others = [group for group in self.split.groups if group not in own]
         return self.counts and all(group.rank == 0 for group in others)
 
     def cut(self, tensor: Tensor, local: Tensor) -> Tensor | None:
-        """Return this rank's part of a tensor that is full, this rank's of the model, or cut."""
+        """Return this rank's shard of a tensor that is full, as large as its part, or a shard."""
         if tensor.shape == local.shape and not self._is_ambiguous(local):
             return tensor
         if tensor.shape == self.shape:
@@ -84,7 +87,7 @@ class ParameterSpread:
         return tensor if self.bounds is None else tensor.reshape(-1)[slice(*self.bounds)]
 
     def own(self, tensor: Tensor) -> Tensor:
-        """Return this rank's part of the model of a full tensor."""
+        """Return the part of a full tensor that belongs to this rank's part of the model."""
         if self.own_shape is None:
             return tensor.new_empty(self.param.shape)
         return self.split.local(self.param, tensor)
@@ -97,7 +100,7 @@ class ParameterSpread:
 
     @torch.no_grad()
     def join(self, local: Tensor) -> Tensor:
-        """Return the full tensor of parts; each rank must call."""
+        """Return the full tensor of the ranks' parts; each rank must call."""
         own = local.clone()
         if self.own_shape is not None and self.bounds is not None:
             flags = local.dtype == torch.bool
@@ -115,13 +118,13 @@ class GradientShards:
     """Lends the gradients of a model to user code, one parameter at a time.
 
     Args:
-        gradients: The buffers.
+        gradients: All gradient buffers of the engine.
         named_params: All parameters of the model, the same on every rank.
         split: How the model is split over other ranks.
-        device: This rank's.
-        shard_groups: Over which the elements of gradients lie now.
-        reduce_owed: Averages what has only been accumulated; each rank must call.
-        all_ranks: Over which gradients are averaged.
+        device: Device of this rank's gradients.
+        shard_groups: Returns the groups over whose ranks the elements of gradients lie now.
+        reduce_owed: Averages gradients that were only accumulated; each rank must call.
+        all_ranks: Group over which gradients are averaged.
     """
 
     def __init__(
@@ -178,26 +181,26 @@ class GradientShards:
         return note.source
 
     def spread_of(self, param: nn.Parameter) -> ParameterSpread:
-        """Where the elements of a parameter lie while it is in shards, as those of its gradient."""
+        """Return how a sharded parameter's elements, and its gradient's, are spread."""
         return self._sources[param].spread
 
     def changed(self) -> None:
-        """Forget what is known: gradients have changed, on all ranks alike."""
+        """Forget the norms that are known, since gradients have changed, on all ranks alike."""
         self._num_changes += 1
 
     def forget(self) -> None:
-        """Let go of the notes, at the end of a run."""
+        """Let go of the gradients' notes, at the end of a run."""
         self._has_ended = True
         for source in self._sources.values():
             source.note.source = None
 
     def ranks_of_operands(self) -> Collectives | None:
-        """The ranks that must compute with the same; None where each has all of the gradient."""
+        """Return the ranks that need equal operands; None where each has all of the gradient."""
         is_cut = bool(self._shard_groups()) and self._all_ranks.size > 1
         return self._all_ranks if is_cut else None
 
     def _groups_now(self) -> Sequence[Collectives]:
-        """Over which the elements lie now.
+        """Return the groups over whose ranks the elements lie now.
 
         Raises:
             ConfigError: The run has ended.
@@ -211,21 +214,21 @@ class GradientShards:
         return self._shard_groups()
 
     def absent(self) -> list[nn.Parameter]:
-        """The parameters that only other ranks of the model have."""
+        """Return the parameters that only other ranks of the model have."""
         return [param for param, source in self._sources.items() if source.place is None]
 
     def stand_in(self, param: nn.Parameter) -> AveragedGradient:
-        """What stands in the `.grad` of a parameter that only other ranks have."""
+        """Return the tensor for the `.grad` of a parameter that only other ranks have."""
         return AveragedGradient(param, self._sources[param].note)
 
     def ready(self) -> None:
-        """Have averages, where there are only sums; each rank must call."""
+        """Average the gradients that were only accumulated; each rank must call."""
         self._reduce_owed()
 
     @as_they_are
     @torch.no_grad()
     def norms(self, order: float) -> Tensor:
-        """The norm of every parameter's gradient, shape (P,), float64; each rank must call."""
+        """Return the norm of every parameter's gradient, (P,), float64; each rank must call."""
         self.ready()
         partial = torch.stack([self._partial(source, order) for source in self._sources.values()])
         if self._known[0] != self._num_changes:
@@ -236,7 +239,7 @@ class GradientShards:
         return known[order]
 
     def norm(self, number: int, order: float) -> Tensor:
-        """The norm of one parameter's gradient, shape (), float64; each rank must call."""
+        """Return the norm of one parameter's gradient, (), float64; each rank must call."""
         changes, known = self._known
         norms = known.get(order) if changes == self._num_changes else None
         return (self.norms(order) if norms is None else norms)[number]
@@ -260,7 +263,15 @@ def _bounds(shard_slice: ShardSlice) -> tuple[int, int]:
 
 @dataclass(frozen=True, eq=False)
 class _Source:
-    """The gradient of one parameter."""
+    """Gives access to the gradient of one parameter; see `GradientSource`.
+
+    Attributes:
+        shards: The gradients of the whole model.
+        number: Index of the parameter among all of the model.
+        note: Note of the gradient's stand-ins.
+        spread: How the gradient's elements are spread over ranks.
+        place: The gradient's buffer and index there; None where only other ranks have it.
+    """
 
     shards: GradientShards
     number: int
@@ -269,14 +280,14 @@ class _Source:
     place: tuple[FlatGradients, int] | None
 
     def local(self) -> Tensor:
-        """This rank's elements, as they are."""
+        """Return this rank's elements of the gradient."""
         if self.place is None:
             return self.spread.param.data.new_empty(0)
         gradients, index = self.place
         return gradients.averaged(index)
 
     def sharded(self) -> ShardedTensor:
-        """The gradient as the full tensor that it is a part of."""
+        """Return the gradient as a sharded tensor, which looks full."""
         self.shards.ready()
         tensor = ShardedTensor(self.local(), self.spread)
         tensor.norm_of_all = partial(self.shards.norm, self.number)
@@ -284,17 +295,17 @@ class _Source:
         return tensor
 
     def changed(self) -> None:
-        """Forget norms."""
+        """Forget the norms of all gradients, since this one has changed."""
         self.shards.changed()
 
     def operand(self, tensor: Tensor, operation: str) -> Tensor:
         """Return a tensor that is computed with, the same on all ranks that share the gradient.
 
-        Each rank must call. What `torch.autograd.grad` gives is a rank's own: it is averaged where
-        it is added, as the gradient was.
+        Each rank must call. The result of `torch.autograd.grad` is a rank's own: it is averaged
+        where it is added, as the gradient was.
 
         Raises:
-            ConfigError: Ranks have different ones for an operation that is not linear.
+            ConfigError: Ranks have different tensors for an operation that is not linear.
         """
         ranks, own_shape = self.shards.ranks_of_operands(), self.spread.own_shape
         if ranks is None or own_shape is None:
@@ -309,15 +320,15 @@ class _Source:
 
 
 class AbsentGradients:
-    """Lets `.grad` of parameters that other ranks have be there where theirs is.
+    """Shows in `.grad` of parameters that only other ranks have whether they have a gradient.
 
-    So whoever goes through all parameters of the model finds the same gradients on every rank.
+    So code that goes through all parameters of the model finds the same gradients on every rank.
 
     Args:
-        shards: Of the engine.
+        shards: The gradients of the engine, as user code sees them.
         params: All parameters of the model.
-        split: How the model is split.
-        device: Of messages.
+        split: How the model is split over other ranks.
+        device: Where the numbers that ranks exchange lie.
     """
 
     def __init__(
@@ -333,7 +344,7 @@ class AbsentGradients:
 
     @as_they_are
     def agree(self) -> None:
-        """After a backward, see which gradients there are; each rank of the split must call."""
+        """After a backward, agree which gradients exist; each rank of the split must call."""
         if not self._split.groups_of_layers:
             return
         absent = set(self._absent)
@@ -346,13 +357,13 @@ class AbsentGradients:
             param.grad = self._shards.stand_in(param) if present[param] else None
 
     def hide(self) -> None:
-        """For the optimizer, there is nothing of what other ranks have."""
+        """Hide the gradients that only other ranks have from this rank's optimizer."""
         self._hidden = {param: param.grad for param in self._absent}
         for param in self._absent:
             param.grad = None
 
     def show(self) -> None:
-        """End `hide`."""
+        """Show the gradients that only other ranks have again, after `hide`."""
         for param, grad in self._hidden.items():
             param.grad = grad
         self._hidden = {}

@@ -1,4 +1,4 @@
-"""What is known of one parameter's gradient: where it lies, and who has used the parameter.
+"""The state of one parameter's gradient: where it lies, and which ranks used the parameter.
 
     NONE ──arrive──> LOCAL ──leave──> NONE ──come──> REDUCED ──arrive──> BOTH ──leave──> REDUCED
                        any state ──forget──> NONE
@@ -12,7 +12,7 @@ from enum import Enum
 
 
 class Place(Enum):
-    """Where a gradient lies."""
+    """The places in which a gradient may lie."""
 
     NONE = "nowhere: there is none"
     LOCAL = "in the full buffer: this rank's own, not yet reduced"
@@ -25,9 +25,9 @@ class GradientState:
     """The state of one parameter's gradient.
 
     Attributes:
-        place: Where it lies.
-        is_used: This rank has used the parameter since the last zero_grad.
-        is_valid: Any rank has: the optimizer sees a gradient.
+        place: Where the gradient lies.
+        is_used: Whether this rank has used the parameter since the last zero_grad.
+        is_valid: Whether any rank has used it, so that the optimizer sees a gradient.
     """
 
     place: Place = Place.NONE
@@ -36,12 +36,12 @@ class GradientState:
 
     @property
     def is_local(self) -> bool:
-        """Whether some of it is still to be reduced."""
+        """Whether some of the gradient is still to be reduced."""
         return self.place is Place.LOCAL or self.place is Place.BOTH
 
     @property
     def is_reduced(self) -> bool:
-        """Whether some of it has been reduced."""
+        """Whether some of the gradient has been reduced."""
         return self.place is Place.REDUCED or self.place is Place.BOTH
 
     def arrive(self) -> None:

@@ -3,11 +3,12 @@
     .grad is                          stage 0                        stages 1 to 3
     what a reduction has left         used as it is                  used as it is
     a tensor of the user's            copied into the buffer         reduced as a backward's
-    the buffer, edited in place       averaged where ranks differ    (see `reduced_gradient`)
+    the buffer, edited in place       averaged where ranks differ    (see `averaged_gradient`)
 
-What `torch.autograd.grad` gives is a rank's own. The average of equal values changes nothing, so
-edits of averages stay as they are; a sum of averages and a rank's own becomes the average of the
-whole. Ranks compare the content of their buffers, and only where it differs do values travel.
+The result of `torch.autograd.grad` is a rank's own. The average of equal values changes nothing, so
+edits of averages stay as they are; a sum of an average and a rank's own gradient becomes the
+average of the sums. Ranks compare the content of their buffers, and only where it differs do values
+travel.
 
 Ranks compare at every update of a module that may edit (manual optimization, or hooks that meet
 gradients), since one of them may have had nothing to edit; otherwise where they notice an edit.
@@ -26,12 +27,12 @@ from lightning_shard.errors import ConfigError
 
 
 class HandEdits:
-    """Averages what user code has put into `.grad`.
+    """Averages the gradients that user code has put into `.grad`.
 
     Args:
-        gradients: Every buffer, in registration order.
-        device: For messages.
-        collectives: Of all ranks that hold the model, for messages.
+        gradients: Every gradient buffer, in registration order.
+        device: Where the numbers that ranks exchange lie.
+        collectives: Group of all ranks that hold the model, over which these numbers travel.
 
     Attributes:
         are_expected: Whether ranks compare at every update; the same on all ranks.
@@ -48,7 +49,7 @@ class HandEdits:
     @as_they_are
     @torch.no_grad()
     def average(self) -> None:
-        """Make averages of all that the optimizer is about to see; each rank must call."""
+        """Average all gradients that the optimizer is about to see; each rank must call."""
         if not self._gradients or self._ranks.size == 1:
             return
         if not (self.are_expected or any(one.own.are_edited for one in self._gradients)):
@@ -72,7 +73,7 @@ class HandEdits:
         return self._collectives if averaging.size == self._collectives.size else averaging
 
     def _any_differ(self) -> bool:
-        """Ask all ranks, in a few bytes, whether there is anything to do."""
+        """Ask all ranks, in a few bytes, whether gradients of any rank have to be averaged."""
         own = any(one.own.are_there for one in self._gradients)
         there = [grad for one in self._gradients for grad in one.own.which_are_there]
         flags = torch.tensor(there, dtype=torch.int64, device=self._device)
@@ -86,11 +87,11 @@ class HandEdits:
         return bool(own) or greatest != [255 - byte for byte in complement]
 
     def _differences(self) -> tuple[list[list[tuple[bool, bool]]], list[bool]]:
-        """Ask all ranks what stands in `.grad`.
+        """Ask all ranks which tensors stand in `.grad`.
 
         Returns:
-            Of each parameter whether on any rank something of the user's stands there, and whether
-            something of ours; of each buffer whether ranks have different gradients.
+            For each parameter whether on any rank a tensor of the user's stands there, and whether
+            one of the engine's does; for each buffer whether ranks have different gradients.
         """
         kinds = [
             one.own.kind(index) for one in self._gradients for index in range(one.own.num_params)

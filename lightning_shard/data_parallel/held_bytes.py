@@ -11,7 +11,13 @@ from lightning_shard.data_parallel.engine import DataParallelEngine
 
 @dataclass(frozen=True, kw_only=True)
 class HeldBytes:
-    """Memory of one rank, in bytes."""
+    """Memory of one rank.
+
+    Attributes:
+        parameters: Bytes of the parameters, master copies included.
+        gradients: Bytes of the gradient buffers.
+        optimizer_state: Bytes of the optimizer's state.
+    """
 
     parameters: int
     gradients: int
@@ -19,7 +25,7 @@ class HeldBytes:
 
     @property
     def total(self) -> int:
-        """Sum of the three."""
+        """Sum of the three counts, in bytes."""
         return self.parameters + self.gradients + self.optimizer_state
 
 
@@ -35,7 +41,7 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def expected(engine: DataParallelEngine) -> HeldBytes:
-    """What this rank will hold between the steps of a training, but the optimizer's state."""
+    """Return what this rank will hold between training steps, without optimizer state."""
     params = gradients = 0
     for flat in engine.flats:
         shard = flat.shard.numel() * flat.shard.itemsize
@@ -49,17 +55,17 @@ def expected(engine: DataParallelEngine) -> HeldBytes:
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the distinct storages behind `tensors`: views and ties count once."""
+    """Return the bytes of the distinct storages of `tensors`: views and ties count once."""
     storages = {storage.data_ptr(): storage for storage in (t.untyped_storage() for t in tensors)}
     return sum(storage.nbytes() for storage in storages.values() if storage.nbytes())
 
 
 def held(engine: DataParallelEngine, optimizers: Iterable[Optimizer]) -> HeldBytes:
-    """What this rank holds now.
+    """Return what this rank holds now.
 
     Args:
         engine: The engine whose model it is.
-        optimizers: Those of the model.
+        optimizers: All optimizers of the model.
     """
     entries = [state for optimizer in optimizers for state in optimizer.state.values()]
     return HeldBytes(
@@ -72,14 +78,14 @@ def held(engine: DataParallelEngine, optimizers: Iterable[Optimizer]) -> HeldByt
 
 
 def replicated(engine: DataParallelEngine, optimizers: Iterable[Optimizer]) -> HeldBytes:
-    """What a rank would hold if every rank held everything; each rank must call.
+    """Return what a rank would hold if every rank held everything; each rank must call.
 
     Args:
         engine: The engine whose model it is.
-        optimizers: Those of the model.
+        optimizers: All optimizers of the model.
     """
     params = gradients = 0
-    growth: dict[Tensor, float] = {}  # from this rank's part of a parameter to the whole
+    growth: dict[Tensor, float] = {}  # from this rank's part of a parameter to the full one
     for flat in engine.flats:
         numel = 0
         for param, slot in zip(flat.params, flat.layout.slots, strict=True):

@@ -25,5 +25,5 @@ def refuse_leftover_shards(model: nn.Module) -> None:
             raise ConfigError(
                 f"The parameter {name!r} of {type(model).__name__} is only one rank's shard, left "
                 f"by a run of ZeRO stage 3, tensor or pipeline parallel that failed; expected a "
-                f"whole model. Build a new one, or load a checkpoint into a new one."
+                f"full model. Build a new one, or load a checkpoint into a new one."
             )

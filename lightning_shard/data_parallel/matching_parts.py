@@ -20,12 +20,12 @@ _MOST_LAYERS = 8  # more pairs of single layers than this are layers of one size
 
 
 @dataclass(frozen=True, eq=False)
-class _Part:
+class _ModulePart:
     """The parameters of one module.
 
     Attributes:
-        params: In registration order.
-        is_layer: Whether one module alone holds them.
+        params: The parameters, in registration order.
+        is_layer: Whether a single module holds all of them.
     """
 
     params: tuple[nn.Parameter, ...]
@@ -33,31 +33,31 @@ class _Part:
 
     @property
     def shapes(self) -> tuple[tuple[torch.Size, torch.dtype], ...]:
-        """What matching parts have alike."""
+        """Shapes and dtypes of the parameters, which matching parts have alike."""
         return tuple((param.shape, param.dtype) for param in self.params)
 
     @property
     def numel(self) -> int:
-        """The number of elements."""
+        """Number of elements of the parameters."""
         return sum(param.numel() for param in self.params)
 
     @property
     def is_frozen(self) -> bool:
-        """Whether none of them is trained."""
+        """Whether none of the parameters is trained."""
         return not any(param.requires_grad for param in self.params)
 
 
-_Family = list[_Part]  # of equal shapes
+_Family = list[_ModulePart]  # of equal shapes
 
 
 @dataclass(frozen=True)
 class MatchingParts:
-    """Which parameters are in a part of the model that has a match.
+    """The parameters in parts of the model that have a match.
 
     Attributes:
-        parts: The number of the part that a parameter is in.
-        flags: What its counterparts in all the matching parts say of `requires_grad`, itself
-            included.
+        parts: By parameter, the number of the part that it is in.
+        flags: By parameter, the `requires_grad` of its counterparts in all the matching parts,
+            itself included.
     """
 
     parts: Mapping[nn.Parameter, int] = field(default_factory=dict)
@@ -68,16 +68,17 @@ class MatchingParts:
         return self.parts.get(param)
 
     def flags_of(self, param: nn.Parameter) -> tuple[bool, ...]:
-        """Return what decides in which of a part's buffers `param` lies."""
+        """Return the flags that decide in which of a part's buffers `param` lies."""
         return self.flags.get(param, (param.requires_grad,))
 
 
 def find_matching_parts(model: nn.Module, blocks: Collection[nn.Module]) -> MatchingParts:
-    """Find the largest parts of a model that come several times.
+    """Find the largest parts of a model that occur several times.
 
     Args:
-        model: Any module.
-        blocks: Repeated blocks, which are alike but nobody's teachers; nothing inside them counts.
+        model: The module to search, of any kind.
+        blocks: Repeated blocks, which are alike without being each other's teachers; nothing
+            inside them counts.
     """
     parts: dict[nn.Parameter, int] = {}
     flags: dict[nn.Parameter, tuple[bool, ...]] = {}
@@ -109,7 +110,7 @@ def _families(model: nn.Module, blocks: set[nn.Module]) -> Iterator[_Family]:
             yield family
 
 
-def _parts(model: nn.Module, blocks: set[nn.Module]) -> Iterator[_Part]:
+def _parts(model: nn.Module, blocks: set[nn.Module]) -> Iterator[_ModulePart]:
     """Yield the modules that are neither the model, a block, nor in a block."""
     for child in model.children():
         if child in blocks:
@@ -118,7 +119,7 @@ def _parts(model: nn.Module, blocks: set[nn.Module]) -> Iterator[_Part]:
             m for m in child.modules() if next(m.parameters(recurse=False), None) is not None
         ]
         if holders:
-            yield _Part(tuple(child.parameters()), is_layer=len(holders) == 1)
+            yield _ModulePart(tuple(child.parameters()), is_layer=len(holders) == 1)
             yield from _parts(child, blocks)
 
 

@@ -1,8 +1,8 @@
-"""What the engine must know of a model that is split over other ranks as well.
+"""How a model is split over other ranks than the data-parallel ones, as the engine must know it.
 
-Under tensor parallelism a parameter here is one rank's part of a whole one; under pipeline
+Under tensor parallelism a parameter here is one rank's part of a full one; under pipeline
 parallelism a rank has some of the parameters only. The engine keeps what is here in step with the
-ranks that hold the same; saving, loading and the norm of the gradient ask this for the rest.
+ranks that hold the same; saving, loading and the norm of the gradient ask the split for the rest.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,19 +15,19 @@ from lightning_shard.backends.collectives import Collectives
 
 
 class ModelSplit(Protocol):
-    """How the parameters of this rank's model make up whole ones."""
+    """The split of a model: how this rank's parameters make up full ones."""
 
     @property
     def groups(self) -> Sequence[Collectives]:
-        """Return the groups of ranks that share the model; none when no others do."""
+        """Return the groups of ranks that share the model; none when this rank has all of it."""
 
     @property
     def groups_of_layers(self) -> Sequence[Collectives]:
-        """Return those of `groups` whose ranks have different parameters, not parts of the same."""
+        """Return the groups whose ranks have different parameters, not parts of the same."""
 
     @property
     def full_shapes(self) -> Mapping[nn.Parameter, torch.Size]:
-        """Return the full shape of each parameter that is a part here, or not here at all."""
+        """Return by parameter its full shape, where this rank has a part of it or nothing."""
 
     @property
     def is_first(self) -> bool:
@@ -59,12 +59,12 @@ class ModelSplit(Protocol):
         """Return a full tensor from parts shaped as `param`; each rank of the split must call.
 
         Args:
-            param: Says how the parts lie.
-            local: This rank's part; where there is none, any tensor of the format and device.
+            param: The parameter whose parts lie in the same way.
+            local: This rank's part; where it has none, any tensor of the format and device.
         """
 
     def local(self, param: nn.Parameter, full: Tensor) -> Tensor:
-        """Return this rank's part of a tensor shaped as the whole of `param`; others as is."""
+        """Return this rank's part of a tensor of the full shape of `param`; others as is."""
 
 
 class Unsplit:
@@ -77,15 +77,15 @@ class Unsplit:
     is_first = True
 
     def groups_of(self, param: nn.Parameter) -> Sequence[Collectives]:
-        """Return no group."""
+        """Return no group, since no other rank has elements of `param`."""
         return ()
 
     def is_here(self, param: nn.Parameter) -> bool:
-        """Return True."""
+        """Return True: every rank has every parameter."""
         return True
 
     def full_shape(self, param: nn.Parameter) -> torch.Size:
-        """Return the parameter's shape."""
+        """Return the parameter's shape, which is full."""
         return param.shape
 
     def is_spread(self, param: nn.Parameter) -> bool:
@@ -97,7 +97,7 @@ class Unsplit:
         return False
 
     def counts(self, param: nn.Parameter) -> bool:
-        """Return True."""
+        """Return True: each element is on every rank, and counts once."""
         return True
 
     def full(self, param: nn.Parameter, local: Tensor) -> Tensor:

@@ -5,9 +5,9 @@
     param.grad    None, a stand-in, or             the averaged gradient of that shard, or None
                   (stage 0) the average            when no rank used the parameter
 
-What user code does to the full parameters outside is carried over; what it does to gradients
-inside is kept. While user code runs inside, its hooks before a step, stand-ins for the gradients
-are lent to it: what it computes with shards would be wrong.
+User code's changes of the full parameters outside are carried over; its changes of gradients inside
+are kept. While hooks of user code before a step run inside, stand-ins for the gradients are lent to
+them, since what they compute with shards would be wrong.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,12 +29,13 @@ class OptimizerView:
     """Enters and leaves the view of one engine; entering again inside changes nothing.
 
     Args:
-        gradients: Every buffer; those whose parameters have no local form stay as they are.
-        reducer: Asked to reduce what was only accumulated.
-        unsharder: Under stage 3, frees the units first.
-        absent: The gradients of parameters that are not here; hidden inside.
-        edits: Averages what user code has put into `.grad`.
-        weights: Told that an update has written parameters.
+        gradients: Every gradient buffer; those whose parameters have no local form stay as they
+            are.
+        reducer: Reduces gradients that were only accumulated, on entry.
+        unsharder: Reshards the units on entry, under stage 3; None below it.
+        absent: The gradients of parameters that only other ranks have, which are hidden inside.
+        edits: Averages the gradients that user code has put into `.grad`.
+        weights: Is told that an update has written parameters.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class OptimizerView:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Leave the view for a while, if it is lent."""
+        """Leave the view inside, if it is lent, and enter it again."""
         if not self._lends:
             yield
             return
@@ -158,7 +159,7 @@ class OptimizerView:
 
     @as_they_are
     def leave(self) -> None:
-        """Show what was there before; each rank must call."""
+        """Show parameters and gradients as before the view; each rank must call."""
         self._depth -= 1
         if self._depth > 0:
             return

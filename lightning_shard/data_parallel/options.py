@@ -1,4 +1,4 @@
-"""What the engine can be told: its stage, its units and its number formats."""
+"""The settings of the engine: its stage, its units, its number formats and compression."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ class DTypePolicy:
     reduce: torch.dtype | None = None
 
     def compute_dtype(self, param: torch.Tensor) -> torch.dtype:
-        """The format in which `param` (full shape) is used by forward and backward."""
+        """Return the format in which forward and backward use `param` (full shape)."""
         if self.compute is None or not param.is_floating_point() or param.ndim < 2:
             return param.dtype
         return self.compute
@@ -41,7 +41,7 @@ class EngineOptions:
         units: Class names of the modules that are communicated as one; None finds repeated blocks.
         bucket_mb: Neighbouring small blocks are joined up to this many MB of parameters; None for
             25, and 12.5 under stage 3, where it took less memory and no more time (`make bench`).
-        dtypes: Number formats.
+        dtypes: Number formats of compute, traffic and the optimizer's copy.
         compression: How gradients are compressed before they travel; stages 0 to 2.
     """
 
@@ -59,7 +59,7 @@ class EngineOptions:
         return 12.5 if self.stage == 3 else 25.0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work, before any process starts."""
+        """Refuse settings that cannot work, before any process starts."""
         if self.stage not in STAGES:
             raise ConfigError(f"The ZeRO stage must be one of {STAGES}, got {self.stage!r}.")
         if not self.unit_mb > 0:

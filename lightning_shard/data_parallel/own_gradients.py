@@ -1,7 +1,7 @@
-"""What user code has put into `.grad` itself, or changed there, in one buffer of gradients.
+"""Gradients of one buffer that user code has put into `.grad` itself, or changed there.
 
-It is a rank's own until it is averaged: `HandEdits` asks every buffer, compares ranks and says what
-is to be averaged again. Under stage 0 that is done in place; from stage 1 on such gradients are
+They are a rank's own until they are averaged: `HandEdits` asks every buffer, compares ranks and has
+gradients averaged again. Under stage 0 that is done in place; from stage 1 on such gradients are
 reduced as those of a backward are, see `FlatGradients.reduce_given`.
 """
 
@@ -18,11 +18,11 @@ from lightning_shard.errors import ConfigError
 
 
 class OwnGradients:
-    """The gradients of one buffer that are the user's.
+    """The gradients of one buffer that user code has made or edited.
 
     Args:
-        buffer: Where gradients lie.
-        ranks: Over which gradients are averaged.
+        buffer: The memory in which the gradients lie.
+        ranks: Group over which gradients are averaged.
     """
 
     def __init__(self, buffer: GradientBuffer, ranks: Collectives) -> None:
@@ -33,21 +33,21 @@ class OwnGradients:
 
     @property
     def num_params(self) -> int:
-        """How many parameters there are."""
+        """Number of parameters of the buffer."""
         return len(self._flat.params)
 
     def name(self, index: int) -> str:
-        """The name of a parameter in the model."""
+        """Return the name of a parameter in the model."""
         return self._flat.layout.slots[index].name
 
     def know_content(self) -> None:
-        """Take what lies in the buffer now for what all ranks have."""
+        """Note that the gradients that lie in the buffer now are the same on all ranks."""
         if self._flat.stage == 0 and self._buffer.full is not None:
             self._version = self._buffer.full._version
 
     @property
     def are_edited(self) -> bool:
-        """Whether user code has changed gradients since, by a quick look at this rank."""
+        """Whether user code has changed gradients since `know_content`, by a quick check here."""
         if self.are_there:
             return True
         full = self._buffer.full
@@ -60,7 +60,7 @@ class OwnGradients:
 
     @property
     def which_are_there(self) -> list[bool]:
-        """Under stage 0, which parameters have a gradient here; later stages have agreed."""
+        """Whether each parameter has a gradient here, under stage 0; later stages have agreed."""
         return [param.grad is not None for param in self._flat.params if self._flat.stage == 0]
 
     def _is_own(self, index: int) -> bool:
@@ -70,10 +70,10 @@ class OwnGradients:
         return not self._buffer.views or grad is not self._buffer.views[index]
 
     def kind(self, index: int) -> tuple[bool, bool]:
-        """Whether a tensor of the user's stands in `.grad`, and whether one of ours does.
+        """Whether a tensor of the user's stands in `.grad`, and whether one of the engine's does.
 
         Raises:
-            ConfigError: One of the user's has another shape than the parameter.
+            ConfigError: A tensor of the user's has another shape than the parameter.
         """
         is_own, grad = self._is_own(index), self._flat.params[index].grad
         if is_own and grad is not None and grad.shape != self._flat.layout.slots[index].shape:
@@ -82,7 +82,7 @@ class OwnGradients:
 
     @property
     def held_everywhere(self) -> Tensor | None:
-        """Under stage 0, the memory of all gradients; where there is none it is zero."""
+        """The memory of all gradients, under stage 0; zero where there is no gradient."""
         if self._flat.stage > 0 or self._buffer.full is None:
             return None
         for index, param in enumerate(self._flat.params):
@@ -93,7 +93,7 @@ class OwnGradients:
 
     @torch.no_grad()
     def take_in(self) -> None:
-        """Under stage 0, let our memory hold what user code has put into `.grad`."""
+        """Under stage 0, copy the tensors that user code has put into `.grad` to the buffer."""
         for index, param in enumerate(self._flat.params):
             if not self._is_own(index):
                 continue
@@ -112,10 +112,10 @@ class OwnGradients:
 
     @torch.no_grad()
     def average_again(self, there: Sequence[bool]) -> None:
-        """Under stage 0, average what lies here once more; each rank must call.
+        """Under stage 0, average the gradients in the buffer once more; each rank must call.
 
         Args:
-            there: Which parameters have a gradient on any rank.
+            there: Whether each parameter has a gradient on any rank.
         """
         if self._buffer.full is None:
             self._buffer.allocate().zero_()
@@ -130,7 +130,7 @@ class OwnGradients:
 
     @as_they_are
     def check(self, index: int, outer: Tensor | None) -> None:
-        """See to what stands in `.grad` before the optimizer's view of it.
+        """Raise if a tensor of the user's stands in `.grad` before the optimizer's view of it.
 
         Raises:
             ConfigError: User code has put a gradient of its own there.

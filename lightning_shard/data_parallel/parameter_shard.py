@@ -1,12 +1,12 @@
-"""What user code reads of a parameter that lies in shards: it looks full, and is right.
+"""The tensor that user code reads from a sharded parameter: it looks full, and gives right results.
 
     shard.mul_(2), shard + other      element by element, on each rank's elements; nothing is sent
     shard.norm(), shard.max()         combined over the ranks: one number, the same on every rank
     shard[0], shard.T                 a `ShardView`, which reads and writes the elements it shows
     shard[0].zero_(), shard @ x       on a full copy; what is changed in it goes back to the shards
 
-Where a gradient refuses what cannot be computed from its shards, a parameter is brought together:
-for the one operation, tensor by tensor. Each rank must do the same, in the same order.
+A gradient refuses operations that cannot be computed from its shards; a parameter is unsharded for
+the one operation, tensor by tensor. Each rank must do the same, in the same order.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,7 @@ _Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 class ParameterShard(ShardedTensor):
-    """Looks like a full parameter, or what was computed of one, of which this rank has `local`."""
+    """Looks like a full parameter, or a result of one, of which this rank has `local`."""
 
     gathers = True
 
@@ -71,7 +71,14 @@ class ParameterShard(ShardedTensor):
 
 @dataclass(frozen=True)
 class _Step:
-    """One operation of a view, and which of its results."""
+    """One operation of a view, such as an index.
+
+    Attributes:
+        func: The operation to call.
+        args: Its positional arguments after the tensor.
+        kwargs: Its keyword arguments.
+        index: Which of several results to take; None where the operation has one result.
+    """
 
     func: Callable[..., Any]
     args: tuple[Any, ...]
@@ -88,8 +95,8 @@ class ShardView(Tensor):
     """Some of the elements of a `ParameterShard`, brought together whenever they are used.
 
     Attributes:
-        base: Whose elements they are.
-        steps: What takes them from the full tensor.
+        base: The sharded parameter whose elements the view shows.
+        steps: The operations that take these elements from the full tensor.
     """
 
     base: ParameterShard
@@ -183,7 +190,7 @@ def computed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def pickling_refused(name: str) -> ConfigError:
-    """The error for a shard that is to be written to a file."""
+    """Return the error for a shard that is to be pickled."""
     return ConfigError(
         f"What was read of the parameter {name!r} lies in shards on the ranks and is to be "
         f"pickled, expected full tensors. Take them on every rank with .full_tensor(), save with "
@@ -226,7 +233,7 @@ def _views(
 
 
 def on_full_copies(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Compute on full copies, and carry what is changed in them over to the shards.
+    """Compute on full copies, and carry changes of them over to the shards.
 
     Each rank must call. Random values are drawn for all elements, as on a single device.
     """
@@ -263,7 +270,7 @@ def on_full_copies(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> An
 
 
 def _put_back(base: ShardedTensor, full: Tensor) -> None:
-    """Let the shards have the elements of a full copy."""
+    """Write the elements of a full copy to the shards."""
     own = base.spread.cut(full.reshape(base.spread.shape), base.local)
     assert own is not None
     base.local.copy_(own.reshape(base.local.shape))
@@ -272,7 +279,7 @@ def _put_back(base: ShardedTensor, full: Tensor) -> None:
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The arguments that an operation writes to."""
+    """Return the arguments that an operation writes to."""
     found: list[Tensor] = []
     for index, place in enumerate(func._schema.arguments):
         if place.alias_info is not None and place.alias_info.is_write:

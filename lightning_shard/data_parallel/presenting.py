@@ -1,4 +1,4 @@
-"""Where the parameters of an engine come to look full to user code while they are in shards."""
+"""Lets the parameters of an engine look full to user code while they are in shards."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -16,12 +16,12 @@ def look_full(
     """Let parameters look full whenever they are in shards and user code runs.
 
     Args:
-        units: Of a model that is split over no other ranks, from stage 1 on.
-        shards: Know where the elements lie.
-        unsharder: Brings units for autograd; None below stage 3.
+        units: Units of a model that is split over no other ranks, from stage 1 on.
+        shards: The engine's gradients, which know how each parameter's elements are spread.
+        unsharder: Unshards units for autograd; None below stage 3.
 
     Returns:
-        To be told when user code runs.
+        The flag that the caller sets while user code runs.
     """
     user_code = UserCode()
 

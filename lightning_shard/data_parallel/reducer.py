@@ -8,8 +8,8 @@ Collectives of one group must start in the same order everywhere, even when rank
 parts of the model. So a unit starts only after those before it in a fixed order: at first the
 reverse of registration, then the order in which rank 0's first backward completed them.
 
-Under stage 3 backward gathers, too. A rank that waits for a reduction while another waits for a
-gather would wait for ever; so a block is reduced when backward has left it, whatever it used, and
+Under stage 3 backward unshards, too. A rank that waits for a reduction while another waits for an
+unshard would wait for ever; so a block is reduced when backward has left it, whatever it used, and
 the root unit's parameters, of which some rank may use less, at the end.
 """
 
@@ -32,9 +32,9 @@ class Reducer:
     """Reduces a model's gradients while backward runs.
 
     Args:
-        gradients: The buffers, in registration order.
-        collectives: The data-parallel group.
-        usage: Decides which parameters have a gradient.
+        gradients: The gradient buffers, in registration order.
+        collectives: Group of the data-parallel ranks.
+        usage: Agrees with the other ranks on the parameters that have a gradient.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Reducer:
 
     @as_they_are
     def take(self, position: int, index: int, grad: Tensor) -> None:
-        """Take a gradient that has been computed aside, inside `backward`."""
+        """Take a gradient that was computed outside autograd's own pass, inside `backward`."""
         gradients = self._gradients[position]
         gradients.take(index, grad)
         self._arrived(position, gradients)
@@ -99,9 +99,9 @@ class Reducer:
 
     @as_they_are
     def close(self, closed: Iterable[FlatGradients]) -> None:
-        """Backward has left these buffers' modules: what has not come will not come.
+        """Note that backward has left these buffers' modules, so that no gradient comes any more.
 
-        But for one whose gradients are computed aside, of a microbatch, say: they come later.
+        Gradients that are computed outside autograd's own pass, of a microbatch say, come later.
         """
         if not (self._inside or self._awaiting_end):
             return
@@ -149,7 +149,7 @@ class Reducer:
         self._reset()
 
     def reduce_owed(self) -> None:
-        """Reduce what `no_sync` has only accumulated: an optimizer is about to use it."""
+        """Reduce gradients that `no_sync` has only accumulated, before an optimizer uses them."""
         if self._owed:
             before, self._synchronize = self._synchronize, True
             try:

@@ -1,8 +1,8 @@
-"""What torch says of shards of parameters that do not fit is said in our words, with names.
+"""Turns torch's errors about the sizes of parameter shards into errors with names and advice.
 
 Between the steps of ZeRO stage 3 a parameter shows this rank's shard. Matching parts are cut alike
-(see `matching parts`) and so are copies made during the run (see `shard_copies`); whatever else
-meets a shard element by element has another size, and torch's error says so without saying why.
+(see `matching_parts`) and so are copies made during the run (see `shard_copies`); whatever else
+meets a shard element by element has another size, and torch's error does not say why.
 """
 
 import re
@@ -34,10 +34,10 @@ def explaining_shards(homes: Homes) -> Iterator[None]:
     """Say which parameters are shards where user code inside fails on their sizes.
 
     Args:
-        homes: The buffer of each parameter and its index there.
+        homes: By parameter, its buffer and its index there.
 
     Raises:
-        ConfigError: In place of torch's error.
+        ConfigError: User code failed on a shard's size; raised in place of torch's error.
     """
     try:
         yield
@@ -97,7 +97,7 @@ def _described(flat: FlatParameters, index: int) -> str:
 
 
 def _shards_in(traceback: TracebackType | None, homes: Homes) -> list[nn.Parameter]:
-    """The parameters that show shards in the innermost frame that has any."""
+    """Return the parameters that show shards in the innermost frame that has any."""
     found: list[nn.Parameter] = []
     while traceback is not None:
         values = list(_values(list(traceback.tb_frame.f_locals.values())))
@@ -123,7 +123,7 @@ def _is_shard(value: Any, homes: Homes) -> bool:
 
 @contextmanager
 def explaining_gradients(stage: int) -> Iterator[None]:
-    """Say what is behind torch's complaint that a gradient does not fit a shard."""
+    """Explain torch's error that a gradient does not fit a shard."""
     try:
         yield
     except RuntimeError as error:

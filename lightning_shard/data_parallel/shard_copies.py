@@ -1,7 +1,7 @@
 """Copies of a model that user code makes while ZeRO stage 3 has it in shards.
 
     self.ema = copy.deepcopy(net)     each parameter of the copy is this rank's shard, also before
-                                      the first step, when the model itself still shows whole ones
+                                      the first step, when the model itself is still full
     ema and net, element by element   equal shards meet
     self.ema(x)                       gathered for the call, and in shards again after it
     the end of the run                gathered for good
@@ -34,8 +34,8 @@ class ShardCopies:
     """The copies of some parameters.
 
     Args:
-        flats: The parameters, of stage 3.
-        shows_full: Whether a parameter that is full now is to be copied as it is.
+        flats: Buffers of the parameters, under stage 3.
+        shows_full: Returns whether a parameter that is full now is copied as it is.
     """
 
     def __init__(self, flats: Sequence[FlatParameters], shows_full: Callable[[], bool]) -> None:
@@ -64,7 +64,7 @@ class ShardCopies:
         return made
 
     def _alive(self) -> dict[int, tuple[nn.Parameter, _Home]]:
-        """The copies that user code still has, by number, and what each is a copy of."""
+        """Return by number the copies that user code still has, each with its original's place."""
         copies = self._homes.items()  # type: ignore[no-untyped-call]
         return {number: (copy, home) for copy, (home, number) in copies}
 
@@ -82,10 +82,10 @@ class ShardCopies:
             )
 
     def enter(self, module: nn.Module) -> None:
-        """Make a copied module whole for a call; each rank must call.
+        """Make a copied module full for a call; each rank must call.
 
         Raises:
-            ConfigError: The call is to be trained through.
+            ConfigError: The call would record gradients of the copy.
         """
         self._depth += 1
         if self._depth > 1:
@@ -119,7 +119,7 @@ class ShardCopies:
     @as_they_are
     @torch.no_grad()
     def _gather(self, params: Iterable[nn.Parameter]) -> None:
-        """Make copies whole, buffer by buffer."""
+        """Make copies full, buffer by buffer."""
         batches: dict[tuple[FlatParameters, int], dict[int, nn.Parameter]] = {}
         for param in params:
             (flat, index), _ = self._homes[param]
@@ -147,7 +147,7 @@ class ShardCopies:
 
     @as_they_are
     def full(self, number: int) -> Tensor:
-        """Gather what has this number; each rank must call, and hold it."""
+        """Return the full tensor of the shard with this number; each rank must have it and call."""
         if number < len(self._originals):
             flat, index = self._originals[number]
             return flat.full_values()[index]
@@ -159,11 +159,11 @@ class ShardCopies:
 
     @torch.no_grad()
     def restore(self, agree: Callable[[set[int]], set[int]] | None) -> None:
-        """End the run: copy parameters plainly again, and make copies whole.
+        """End the run: copy parameters plainly again, and make copies full.
 
         Args:
-            agree: Returns the numbers that all ranks have; each rank must call. None leaves
-                shards, when peers may be gone.
+            agree: Returns those of this rank's shard numbers that all ranks have; each rank must
+                call. None leaves copies as shards, when peers may be gone.
         """
         for param in self._params:
             vars(param).pop("__deepcopy__", None)
@@ -177,7 +177,7 @@ class ShardCopies:
 
 
 class _Copier:
-    """What `copy.deepcopy` calls for one parameter."""
+    """Makes the copy of one parameter for `copy.deepcopy`."""
 
     def __init__(self, copies: ShardCopies, home: _Home, shows_full: Callable[[], bool]) -> None:
         self._copies, self._home, self._shows_full = copies, home, shows_full

@@ -15,8 +15,8 @@ def cut_loaded(
     """Let each module of a model take in full tensors as well as shards.
 
     Args:
-        model: The module.
-        homes: The buffer of each parameter and its index there.
+        model: The module whose parameters are sharded.
+        homes: By parameter, its buffer and its index there.
     """
 
     # A closure, not a bound method: a copy of a module copies methods' owners.

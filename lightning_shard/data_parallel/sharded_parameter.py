@@ -1,12 +1,12 @@
 """A parameter that is in shards now: to user code it looks full, to the engine it is its shard.
 
-    unit.free()          param.__class__ = ShardedParameter    param.data: this rank's elements
-    hooks, steps         p.norm(), p[0].zero_() ...            computed as of a `ParameterShard`
+    unit.reshard()       param.__class__ = ShardedParameter    param.data: this rank's elements
+    hooks, steps         p.norm(), p[0].zero_() ...            computed as with a `ParameterShard`
     unit.ensure_full()   param.__class__ = nn.Parameter        param.data: the full tensor
 
 Blocks, compiled code and the optimizer's step meet plain parameters only, which cost nothing. While
-the class is changed, whoever asks is the engine or Lightning unless `UserCode` says that a hook or
-step of the user's runs; the engine's own functions look at parameters `as_they_are` even then.
+the class is changed, a call comes from the engine or Lightning unless `UserCode` says that a hook
+or step of the user's runs; the engine's own functions see parameters `as_they_are` even then.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -38,7 +38,7 @@ _TENSOR: Any = Tensor  # whose properties are descriptors, which type checkers d
 
 
 def as_they_are(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Let a function of the engine see of parameters what is here, whoever calls it."""
+    """Let a function of the engine see this rank's shards of parameters, whoever calls it."""
 
     @wraps(function)
     def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -49,10 +49,10 @@ def as_they_are(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 class UserCode:
-    """Whether hooks or steps of the user's run on this rank.
+    """Knows whether hooks or steps of the user's run on this rank.
 
     Attributes:
-        runs: Whether they do.
+        runs: Whether user code runs now.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class UserCode:
 
     @contextmanager
     def running(self, runs: bool = True) -> Iterator[None]:
-        """Let it be so inside."""
+        """Set `runs` inside, and restore it on leaving."""
         before, self.runs = self.runs, runs
         try:
             yield
@@ -70,14 +70,14 @@ class UserCode:
 
 @dataclass(frozen=True, eq=False)
 class ParameterHome:
-    """What a sharded parameter must know.
+    """The part of the engine that a sharded parameter knows.
 
     Attributes:
-        spread: Where its elements lie.
-        note: Of its gradient; None of a copy, which has none.
-        user_code: Whether any runs.
-        bring: Makes the parameter full until the step ends, for autograd; False outside of a step.
-            Each rank must call.
+        spread: How the parameter's elements are spread over ranks.
+        note: Note of its gradient's stand-ins; None for a copy, which has no gradient.
+        user_code: Knows whether user code runs on this rank.
+        bring: Makes the parameter full until the step ends, for autograd; returns False outside of
+            a step. Each rank must call.
     """
 
     spread: Spread
@@ -87,14 +87,14 @@ class ParameterHome:
 
 
 def settle_in(param: nn.Parameter, home: ParameterHome) -> bool:
-    """Tell a parameter where it lives; False for those of another class, which stay as they are."""
+    """Give a parameter its home; return False for one of another class, which stays as it is."""
     if type(param) is nn.Parameter:
         vars(param)[_HOME] = home
     return type(param) is nn.Parameter
 
 
 def copy_home(param: nn.Parameter, made: nn.Parameter) -> None:
-    """Let a copy of a shard live where the parameter does."""
+    """Give a copy of a shard the home of the parameter that it was copied from."""
     home: ParameterHome | None = vars(param).get(_HOME)
     if home is not None:
         vars(made)[_HOME] = replace(home, note=None, bring=lambda: False)
@@ -102,7 +102,7 @@ def copy_home(param: nn.Parameter, made: nn.Parameter) -> None:
 
 
 def move_out(param: nn.Parameter) -> None:
-    """End `settle_in`."""
+    """End `settle_in`: let the parameter show itself as it is."""
     present([param], sharded=False)
     vars(param).pop(_HOME, None)
 
@@ -116,11 +116,11 @@ def present(params: Iterable[nn.Parameter], *, sharded: bool) -> None:
 
 
 class ShardedParameter(nn.Parameter):
-    """A parameter of which this rank has some elements; it is made by changing the class of one."""
+    """A parameter of which this rank has some elements, made by changing a parameter's class."""
 
     @property
     def grad(self) -> Tensor | None:  # quicker than `__torch_function__`
-        """The gradient, as it is here."""
+        """The gradient as it stands on this rank."""
         with torch._C.DisableTorchFunctionSubclass():
             grad: Tensor | None = _TENSOR.grad.__get__(self)
             return grad
@@ -151,7 +151,7 @@ class ShardedParameter(nn.Parameter):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Compute what user code asks for, of the full parameter."""
+        """Compute what user code asks of the full parameter."""
         with torch._C.DisableTorchFunctionSubclass():
             if func in _AS_IT_IS:
                 return func(*args, **(kwargs or {}))
@@ -238,7 +238,7 @@ def _of_user(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Compute with what the sharded parameters are shards of.
+    """Compute with the full parameters of which the arguments are shards.
 
     Raises:
         ConfigError: A parameter is to be pickled, or cannot have the gradient that is set.
@@ -284,7 +284,7 @@ def _is_in_place(func: Callable[..., Any]) -> bool:
 
 
 def _assign(param: nn.Parameter, value: Tensor) -> None:
-    """Point a parameter at its elements of a value, which the engine takes over later."""
+    """Point a parameter at its shard of an assigned value, which the engine adopts later."""
     shard = _shard_of(param)
     if isinstance(value, AveragedGradient):
         value = value.sharded()
@@ -304,7 +304,7 @@ def _cut(shard: ParameterShard, full: Tensor) -> Tensor:
 
 
 def _set_gradient(param: nn.Parameter, value: Tensor | None) -> None:
-    """Let a gradient be what user code has computed; the engine takes it over later."""
+    """Set `.grad` to a result of user code, which the engine adopts later."""
     if not isinstance(value, ParameterShard):
         _SET_GRAD(param, value)
         return

@@ -1,11 +1,11 @@
-"""A tensor whose elements are spread over ranks: it looks full, and is computed where it lies.
+"""A tensor whose elements are spread over ranks: it looks full, and each rank computes its part.
 
     rank 0  [ a b c ]    abs, mul_, clamp, + ...   on each rank's elements; nothing is sent
     rank 1  [ d e   ]    norm, sum, max, all ...   of a b c d e, the same on every rank
     looks like a b c d e, of the full shape     @, indexing, sort ...      an error with advice
 
-What a reduction gives would otherwise be another number on every rank, without a word. It is a
-collective call: each rank that has a part must make it.
+Without it a reduction would silently give another number on every rank. A reduction is a collective
+call: each rank that has a part must make it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,11 +22,11 @@ Operation = Callable[..., Any]
 
 
 class Spread(Protocol):
-    """How the elements of a tensor are spread over ranks."""
+    """The spread of a tensor's elements over ranks."""
 
     @property
     def name(self) -> str:
-        """Return what messages call it."""
+        """Return the tensor's name for error messages."""
 
     @property
     def shape(self) -> torch.Size:
@@ -38,43 +38,44 @@ class Spread(Protocol):
 
     @property
     def counts(self) -> bool:
-        """Return whether this rank's elements count, or are also another rank's."""
+        """Return whether this rank's elements count, and are not also another rank's."""
 
     @property
     def device(self) -> torch.device:
-        """Return where partial results are to lie."""
+        """Return the device for partial results."""
 
     @property
     def cuts(self) -> Sequence[tuple[int, int]]:
-        """Return where the elements of every rank lie; equal for tensors that are cut alike."""
+        """Return the bounds of every rank's elements; equal for tensors that are cut alike."""
 
     def cut(self, tensor: Tensor, local: Tensor) -> Tensor | None:
-        """Return this rank's part of a tensor that lies full or in part; None if of neither."""
+        """Return this rank's shard of a full tensor or of a part; None for another shape."""
 
     def join(self, local: Tensor) -> Tensor:
-        """Return the full tensor of parts; each rank must call."""
+        """Return the full tensor of the ranks' shards; each rank must call."""
 
     def own(self, tensor: Tensor) -> Tensor:
-        """Return this rank's part of the model of a full tensor."""
+        """Return the part of a full tensor that belongs to this rank's part of the model."""
 
 
 class NotShardedError(ConfigError):
-    """An operation cannot be computed from parts; no rank has sent anything for it."""
+    """An operation cannot be computed from shards; no rank has sent anything for it."""
 
 
 REDUCTIONS: dict[str, Callable[..., Any]] = {}
-"""By the name of the operation, whatever its overload; `sharded_reductions` registers them."""
+"""Reductions by the operation's name, whatever its overload; `global_values` registers them."""
 
 
 class ShardedTensor(Tensor):
     """Looks like the full tensor of which this rank has `local`.
 
     Attributes:
-        gathers: Whether what cannot be computed from parts is computed of full copies.
+        gathers: Whether operations that shards do not suffice for are computed on full copies.
         local: This rank's elements, in whatever shape they lie.
-        spread: Where the others are.
-        norm_of_all: Gives the whole's norm of an order faster than by asking for it alone; or None.
-        on_change: Called when the elements have been changed in place; or None.
+        spread: How the elements are spread over ranks.
+        norm_of_all: Returns the full tensor's norm of an order, together with other tensors'; None
+            computes it for this tensor alone.
+        on_change: Called when the elements have been changed in place; None for no call.
     """
 
     gathers = False
@@ -89,7 +90,7 @@ class ShardedTensor(Tensor):
     def __new__(
         cls, local: Tensor, spread: Spread, shape: Sequence[int] | None = None
     ) -> "ShardedTensor":
-        """Make one that looks as the whole does, or in another `shape` of as many elements."""
+        """Make a tensor that looks full, or of another `shape` of as many elements."""
         tensor: ShardedTensor = Tensor._make_wrapper_subclass(
             cls, spread.shape if shape is None else shape, dtype=local.dtype, device=local.device
         )
@@ -105,11 +106,11 @@ class ShardedTensor(Tensor):
         return self.spread.join(self.local).view(self.shape)
 
     def own_full(self) -> Tensor:
-        """Return what this rank has of the model of it, as parameters show it; each must call."""
+        """Return this rank's part of the model, as parameters show it; each rank must call."""
         return self.spread.own(self.full_tensor())
 
     def beside(self, local: Tensor) -> "ShardedTensor":
-        """Return a tensor that is spread and looks as this one, of other elements."""
+        """Return a tensor of other elements that is spread and looks like this one."""
         return type(self)(local, self.spread, self.shape)
 
     @classmethod
@@ -123,7 +124,7 @@ class ShardedTensor(Tensor):
         """Compute element by element, or over the groups.
 
         Raises:
-            ConfigError: Neither is possible.
+            ConfigError: The operation is neither elementwise nor a known reduction.
         """
         kwargs = dict(kwargs or {})
         name = func._schema.name.partition("::")[2]
@@ -174,18 +175,18 @@ def refuse(func: Any, tensor: ShardedTensor, reason: str = "") -> NoReturn:
     """Raise `refusal`.
 
     Raises:
-        ConfigError: Always.
+        ConfigError: The error that `refusal` returns, always.
     """
     raise refusal(func, tensor, reason)
 
 
 def refusal(func: Any, tensor: ShardedTensor, reason: str = "") -> ConfigError:
-    """Say that an operation cannot be computed from parts, and what to do."""
+    """Return the error for an operation that cannot be computed from shards, with advice."""
     return NotShardedError(
         f"The gradient of {tensor.spread.name!r} lies in parts on the ranks, so {func} cannot be "
         f"computed from .grad here{reason and ' (' + reason + ')'}. Expected what goes element by "
         f"element, or what makes one number of all (norm, sum, mean, max ...), which every rank "
-        f"then gets. Take the whole with .grad.full_tensor() on every rank, clip with "
+        f"then gets. Take all of it with .grad.full_tensor() on every rank, clip with "
         f"Trainer(gradient_clip_val=...) or self.clip_gradients(...), or use strategy='shard_ddp', "
         f"which keeps full gradients."
     )
@@ -202,7 +203,7 @@ def _sharded(given: Any) -> Iterator[ShardedTensor]:
 
 
 def _viewed(func: Any, tensor: ShardedTensor, shape: Sequence[int], *_: Any) -> ShardedTensor:
-    """Look as before, or flat: elements stay in their order."""
+    """Return the tensor in its shape or flat: elements stay in their order."""
     wanted = [tensor.numel() if size == -1 and len(shape) == 1 else size for size in shape]
     if wanted not in ([tensor.numel()], list(tensor.shape)):
         refuse(func, tensor, f"to shape {tuple(shape)}, expected it flat or as it is")
@@ -268,7 +269,7 @@ def _has_tensors(values: Sequence[Any]) -> bool:
 
 
 def part_of(func: Any, tensor: Tensor, like: ShardedTensor, *, is_written: bool = False) -> Tensor:
-    """Return those elements of a tensor that belong to this rank's of another one."""
+    """Return the elements of a tensor that belong to this rank's elements of `like`."""
     if isinstance(tensor, ShardedTensor):
         if not is_alike(tensor, like):
             refuse(func, like, f"together with that of {tensor.spread.name!r}")
@@ -294,10 +295,10 @@ def part_of(func: Any, tensor: Tensor, like: ShardedTensor, *, is_written: bool 
 
 
 def _broadcast(tensor: Tensor, like: ShardedTensor) -> Tensor:
-    """Return a tensor in the full shape of another one, if it goes with it and is no part of it.
+    """Return a tensor expanded to the full shape of `like`, if it is not a shard of that shape.
 
     Raises:
-        ConfigError: It may be either; on other ranks there is perhaps no doubt.
+        ConfigError: The tensor may be either, on this rank.
     """
     if tensor.shape == like.local.shape and tensor.shape != like.shape:
         if like.spread.cut(tensor, like.local) is None:
@@ -313,7 +314,7 @@ def _broadcast(tensor: Tensor, like: ShardedTensor) -> Tensor:
 
 
 def is_alike(tensor: ShardedTensor, other: ShardedTensor) -> bool:
-    """Whether the elements of two lie on the same ranks, in the same order."""
+    """Whether the elements of two tensors lie on the same ranks, in the same order."""
     if tensor.shape != other.shape:
         return False
     gathers = tensor.gathers or other.gathers

@@ -1,4 +1,4 @@
-"""The private names of torch that engine, pipelines, split layers and the dry run need, no more.
+"""All private names of torch that engine, pipelines, split layers and the dry run use.
 
 `tests/data_parallel/test_torch_private.py` fails when upstream changes them.
 """
@@ -51,7 +51,7 @@ def untraced(function: F) -> F:
 
 
 def is_traced() -> bool:
-    """Whether torch.compile looks at tensors now, to describe what compiled code is given."""
+    """Whether torch.compile is looking at tensors now, to describe compiled code's inputs."""
     return torch._guards.TracingContext.try_get() is not None
 
 
@@ -61,7 +61,7 @@ def in_backward() -> bool:
 
 
 def saving_hook() -> Callable[..., object] | None:
-    """What autograd hands the tensors to that it would save now, such as a checkpoint's; or None.
+    """Return the innermost hook that gets the tensors autograd saves (a checkpoint's), or None.
 
     Every checkpoint of activations, and every recomputation of one, has its own.
     """
@@ -80,7 +80,7 @@ def gradient_hooks(param: Tensor) -> dict[int, Callable[[Tensor], Tensor | None]
 
 
 def forget_forward_hooks(module: nn.Module) -> None:
-    """Remove what was registered to be called before and after a module's forward."""
+    """Remove all hooks before and after a module's forward."""
     for hooks in (module._forward_hooks, module._forward_pre_hooks):
         hooks.clear()
 
@@ -111,7 +111,7 @@ def pass_for_parameter(tensor: Any) -> None:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Return a number that tensors share which lie in one memory, even one without elements."""
+    """Return a number that is equal for tensors of the same storage, even an empty one."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -127,6 +127,6 @@ def is_composite(func: Any) -> bool:
 
 
 def innermost_function_mode() -> TorchFunctionMode | None:
-    """Which mode sees this thread's next operation on tensors first; None without any."""
+    """Return the mode that sees this thread's next tensor operation first; None without any."""
     mode: TorchFunctionMode | None = _get_current_function_mode()  # type: ignore[no-untyped-call]
     return mode

@@ -17,15 +17,17 @@ class Unit:
     """The parameters of some modules, unsharded and resharded together.
 
     Attributes:
-        name: For messages.
+        name: Name of the unit, for error messages.
         modules: The blocks whose forward needs the parameters; empty for the root unit.
         flats: One flat buffer per format and `requires_grad`.
         open_calls: Forwards whose backward has not reached the module's inputs yet.
         open_backwards: Backwards that have entered a module and not reached its inputs yet; a
             second backward through a retained graph has no open call.
-        on_unshard: Called when a gather begins.
-        kept: Not to be resharded before the step ends: its backward may need it unannounced.
-        brought: Gathered for user code, which may change it until it is resharded.
+        on_unshard: Called when an unshard begins.
+        kept: Whether the unit stays unsharded until the step ends, since a backward that its hooks
+            do not see may need it.
+        brought: Whether the unit was unsharded for user code, which may change it until it is
+            resharded.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class Unit:
         """Start the all-gathers unless the parameters are here or on their way.
 
         Raises:
-            ConfigError: A parameter was assigned whose backward is to come.
+            ConfigError: User code has assigned a parameter between its forward and its backward.
         """
         if self.is_resharded:
             for flat in self.flats if self.open_calls else ():
@@ -90,7 +92,7 @@ class Unit:
         """Let the parameters show this rank's shards and give the full memory back.
 
         Args:
-            edited: User code may have changed the full parameters; what it changed is kept.
+            edited: Whether user code may have changed the full parameters, whose changes are kept.
         """
         for handle in self._pending or ():
             handle.wait()
@@ -104,12 +106,12 @@ class Unit:
         self._forwarded.clear()
 
     def forget_calls(self) -> None:
-        """Forget open calls and what they keep: no backward of theirs is to come."""
+        """Forget open calls and what they keep, since none of their backwards comes any more."""
         self.open_calls = self.open_backwards = 0
         self.kept = False
 
     def note_forward(self, module: nn.Module) -> bool:
-        """Note that a module's forward is over; True when it was the unit's last one."""
+        """Note that a module's forward is over; return whether the module is the unit's last."""
         self._forwarded.add(module)
         if len(self._forwarded) < len(self.modules):
             return False

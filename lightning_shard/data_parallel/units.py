@@ -11,7 +11,7 @@
 
 A block's parameters are only used inside the block's own forward, so stage 3 may reshard them in
 between. Everything else, and every parameter that two units share (tied weights), is in the root
-unit. No unit reaches across the border of a part that has a match: see `matching`.
+unit. No unit reaches across the border of a part that has a match: see `matching_parts`.
 """
 
 import difflib
@@ -33,10 +33,10 @@ class UnitSpec:
     """The parameters of one unit, by canonical name, and the modules whose forward needs them.
 
     Attributes:
-        name: Name of its first module, or "root".
-        modules: The blocks; empty for the root unit, which live for a whole step.
-        params: (name, parameter) in registration order, each parameter once.
-        matching: The model's.
+        name: Name of the unit's first module, or "root".
+        modules: The unit's blocks; empty for the root unit, whose parameters stay for a step.
+        params: Name and parameter in registration order, each parameter once.
+        matching: The matching parts of the model.
     """
 
     name: str
@@ -62,11 +62,11 @@ def find_units(
     Args:
         model: Any module; tied parameters appear once.
         classes: Class names of the blocks; None takes the repeated children of lists.
-        bucket_mb: Size up to which neighbours are joined.
-        is_here: Whether this rank has a parameter; others are in no unit.
+        bucket_mb: Size in MB up to which neighbouring blocks are joined.
+        is_here: Returns whether this rank has a parameter; others are in no unit.
 
     Raises:
-        ConfigError: `classes` names one that the model does not contain.
+        ConfigError: `classes` names a class that the model does not contain.
     """
     blocks = list(_named_blocks(model, classes))
     owner = _owners(model, blocks)
@@ -100,7 +100,7 @@ def class_name(module: nn.Module) -> str:
 def _named_blocks(
     model: nn.Module, classes: Sequence[str] | None
 ) -> Iterator[tuple[str, nn.Module]]:
-    """The outermost blocks: never one inside another."""
+    """Yield the outermost blocks by name: none lies inside another."""
     if classes is None:
         yield from _repeated_children("", model)
         return
@@ -152,7 +152,7 @@ def _owners(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> dict[i
 
 
 def _reachable(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
-    """Every module that some path leads to without passing one of `seen`, which grows."""
+    """Yield every module that a path leads to without passing one of `seen`, which grows."""
     if id(module) in seen:
         return
     seen.add(id(module))

@@ -1,4 +1,4 @@
-"""Which units this rank has gathered since the last agreement, in order; see `usage`."""
+"""The units that this rank has unsharded since the last agreement, in order; see `usage`."""
 
 import zlib
 
@@ -13,12 +13,12 @@ class UnshardRecord:
         self._names: dict[str, None] = {}
 
     def note(self, index: int, name: str) -> None:
-        """Note that the gather of unit `index` begins."""
+        """Note that the unshard of unit `index` begins."""
         self._checksum = zlib.crc32(index.to_bytes(4), self._checksum)
         self._names[name] = None
 
     def digest(self) -> bytes:
-        """The checksum and its complement.
+        """Return the checksum of the unsharded units and its complement.
 
         The maximum over all ranks is one's own digest only where all ranks have the same.
         """

@@ -1,4 +1,4 @@
-"""Stage 3: parameters come before a module needs them and go when it is done.
+"""Stage 3: parameters are unsharded before a module needs them and resharded when it is done.
 
     forward    unshard 0 | forward 0, unshard 1 | forward 1, unshard 2 | forward 2 ...
                          |        reshard 0     |        reshard 1     |
@@ -34,13 +34,13 @@ class Unsharder:
     """Unshards and reshards the units of a model.
 
     Args:
-        model: The module whose forward, or whose children's, the units serve.
+        model: The module whose forward, or whose children's forwards, need the units.
         units: All units, in registration order.
-        on_left: Called when backward has left a unit's modules for good.
+        on_left: Called with a unit when backward has left its modules for good.
 
     Attributes:
-        record: What has been unsharded.
-        copies: Of the parameters, made by user code.
+        record: The units that have been unsharded since the ranks last agreed.
+        copies: Copies of the parameters that user code has made.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Unsharder:
         self._handles.append(module.register_forward_hook(last))
 
     def _hook_part(self, unit: Unit, part: nn.Module) -> None:
-        """A block may be used by another method than its forward (a flow's inverse)."""
+        """Hook a part of a block, which another method than the block's forward may use."""
 
         def keep() -> None:
             unit.ensure_full()
@@ -197,9 +197,9 @@ class Unsharder:
 
     @contextmanager
     def at_hand(self, params: Collection[nn.Parameter]) -> Iterator[None]:
-        """Have some parameters here, for a backward that does not enter and leave their blocks.
+        """Keep parameters unsharded inside, for a backward that does not pass their blocks' hooks.
 
-        It may begin and end within them: their hooks then say nothing of what is over.
+        Such a backward may begin and end within a block, whose hooks then miss its end.
         """
         wanted = set(params)
         resharded = [unit for unit in self._units if unit.is_resharded]
@@ -217,10 +217,10 @@ class Unsharder:
                 unit.reshard()
 
     def bring(self, unit: Unit) -> bool:
-        """Have a unit here until the step ends, for a graph; each rank must call.
+        """Unshard a unit until the step ends, for a graph; each rank must call.
 
         Returns:
-            False outside of a step, of which there is no backward.
+            False outside of a step, where no backward comes.
         """
         if self._in_step:
             unit.ensure_full()
@@ -228,7 +228,7 @@ class Unsharder:
         return self._in_step
 
     def unshard_root_units(self) -> None:
-        """Gather what any module may use at any time; all of it at once."""
+        """Unshard the root units, which any module may use at any time, all at once."""
         for unit in self._root_units:
             unit.begin_unshard()
         for unit in self._root_units:
@@ -243,14 +243,14 @@ class Unsharder:
                 unit.reshard(edited=unit.is_root)
 
     def reshard_all(self) -> None:
-        """Reshard every unit: the optimizer, or the world outside a step, wants the shards."""
+        """Reshard every unit, for the optimizer or for code outside a step."""
         self._see_assigned()
         for unit in self._units:
             unit.forget_calls()
             unit.reshard(edited=unit.is_root or not self._has_stepped)
 
     def _see_assigned(self) -> None:
-        """Before any reshard: what is assigned to one unit may lie in another's memory."""
+        """Adopt assigned values before any reshard: they may lie in another unit's memory."""
         for unit in self._units:
             for flat in unit.flats:
                 flat.see_assigned()
@@ -320,7 +320,7 @@ class Unsharder:
             unit.reshard()
 
     def _prefetch(self, unit: Unit | None, running: Unit) -> None:
-        """Gather ahead, but no teacher's: it may be moved once its student has run."""
+        """Unshard a unit ahead, but no teacher's, which may be moved once its student has run."""
         if unit is not None and unit.is_trained == running.is_trained:
             unit.begin_unshard()
 
@@ -337,13 +337,13 @@ class Unsharder:
 
 
 class _TracedHook:
-    """A hook of a module, and what it becomes in a copy of the module, as EMA makes one.
+    """A hook of a module, which runs another function in a copy of the module, as EMA makes one.
 
     Compiled code checks its class: it is compiled once for all blocks that are alike.
 
     Args:
-        function: What it runs.
-        of_copy: What it runs in a copy; it must not copy an unsharder.
+        function: The function that the hook runs.
+        of_copy: The function that it runs in a copy of the module; it must not copy an unsharder.
     """
 
     def __init__(
@@ -359,7 +359,7 @@ class _TracedHook:
 
 
 class _Hook(_TracedHook):
-    """Runs as it is written where the module that calls it is compiled.
+    """A hook that runs uncompiled, also where the module that calls it is compiled.
 
     Compiled code ends before its call and begins again after it; traced hooks are part of compiled
     code, which sees that they have nothing to do. Were each hook an untraced function of its own,
@@ -372,7 +372,7 @@ class _Hook(_TracedHook):
 
 
 def _tensors(collection: Any) -> list[Tensor]:
-    """Every tensor in nested mappings, sequences and dataclasses."""
+    """Return every tensor in nested mappings, sequences and dataclasses."""
     return [leaf for leaf in _leaves(collection) if isinstance(leaf, Tensor)]
 
 

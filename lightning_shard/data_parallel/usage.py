@@ -4,7 +4,7 @@ A parameter that no rank used has no gradient on a single device, and an optimiz
 alone; one that any rank used has. After the gradients, ranks take the maximum of one byte per
 parameter. Only a rank that did not use some parameter itself has to read the answer.
 
-Under stage 3 a digest of the units that this rank gathered, in order, travels along: ranks that
+Under stage 3 a digest of the units that this rank unsharded, in order, travels along: ranks that
 unshard different units of one size would mix their shards without a word. Its complement travels
 too, so that the maximum of both is one's own only where all ranks have the same. A rank reads it
 when its own digest is not the one last read, as in every first step.
@@ -26,11 +26,11 @@ class UsageAgreement:
     """One agreement per optimizer step over all parameters of an engine.
 
     Args:
-        gradients: The buffers, in registration order.
-        collectives: The data-parallel group.
+        gradients: The gradient buffers, in registration order.
+        collectives: Group of the data-parallel ranks.
         device: Where the messages lie.
-        unshards: What has been unsharded; None below stage 3.
-        weights: Compared where a rank's have moved; None where ranks train by themselves.
+        unshards: Record of the unsharded units; None below stage 3.
+        weights: Compares parameters where a rank's have moved; None where ranks train alone.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class UsageAgreement:
         self._pending = self._collectives.all_reduce(self._flags, "max", async_op=True)
 
     def finish(self) -> None:
-        """Wait, and mark what is valid."""
+        """Wait for the answer, and mark the gradients that are valid."""
         if self._pending is None:
             return
         self._pending.wait()

@@ -22,12 +22,12 @@ def check_environment(environment: ClusterEnvironment, num_devices: int, num_nod
     """Check the variables that `environment` reads.
 
     Args:
-        environment: The one in use.
-        num_devices: Ranks on each host, as the Trainer has it.
-        num_nodes: Hosts, as the Trainer has it.
+        environment: The cluster environment that the Trainer uses.
+        num_devices: Number of ranks on each host, as the Trainer has it.
+        num_nodes: Number of hosts, as the Trainer has it.
 
     Raises:
-        ConfigError: Names the variable, what it is and what was expected.
+        ConfigError: A variable is missing or wrong; says which, what it is and what was expected.
     """
     if isinstance(environment, ElasticEnvironment):
         if environment.is_newcomer:
@@ -45,7 +45,7 @@ def check_placement(
     """Compare what a launcher has started with `Trainer(devices=..., num_nodes=...)`.
 
     Raises:
-        ConfigError: They contradict each other.
+        ConfigError: Launcher and Trainer contradict each other.
     """
     who = f"Rank {placement.rank}: {names.launcher} started"
     if placement.local_size not in (None, num_devices):
@@ -121,7 +121,7 @@ def _check_lightning(num_devices: int, num_nodes: int) -> None:
 
 
 def _is_one_rank_of_many() -> bool:
-    """Kubernetes' operators give each host a RANK, which users pass on as NODE_RANK."""
+    """Whether RANK and WORLD_SIZE count ranks; Kubernetes' operators number hosts by RANK."""
     numbers_hosts = settings.given("RANK") in ("", settings.given("NODE_RANK"))
     return not numbers_hosts and settings.given("WORLD_SIZE") not in ("", "1")
 

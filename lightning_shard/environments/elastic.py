@@ -2,7 +2,7 @@
 
 initial ranks    what their own environment says, until they are admitted anew
 a newcomer       rank 1 of 2 until it is admitted: no rank zero, so that it writes nothing
-all              what the last `admit` said: their place in the present generation
+all              what the last `admit` said: their rank in the present generation
 """
 
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
@@ -35,7 +35,7 @@ class ElasticEnvironment(ClusterEnvironment):
             self._take(*_OF_NEWCOMER)
 
     def admit(self, rank: int, world_size: int) -> None:
-        """Take this place from now on, as the generation says that has just been formed."""
+        """Answer with this rank and world size from now on, as the newly formed generation says."""
         if not 0 <= rank < world_size:
             raise ConfigError(
                 f"ElasticEnvironment: got rank {rank} of {world_size}, expected from 0 and below."
@@ -74,7 +74,7 @@ class ElasticEnvironment(ClusterEnvironment):
 
     @override
     def set_world_size(self, size: int) -> None:
-        """Tell a process that has not been admitted; a newcomer and a member know better."""
+        """Pass the size on before admission; a newcomer's and a member's comes from `admit`."""
         if self._place is None:
             self.found.set_world_size(size)
 
@@ -84,7 +84,7 @@ class ElasticEnvironment(ClusterEnvironment):
 
     @override
     def set_global_rank(self, rank: int) -> None:
-        """Tell a process that has not been admitted; a newcomer and a member know better."""
+        """Pass the rank on before admission; a newcomer's and a member's comes from `admit`."""
         if self._place is None:
             self.found.set_global_rank(rank)
 
@@ -107,9 +107,10 @@ class ElasticEnvironment(ClusterEnvironment):
 
 
 def elastic_environment(found: ClusterEnvironment) -> ClusterEnvironment:
-    """Return the environment of an elastic job for a process that has found this one.
+    """Return the environment of an elastic job, wrapped around the one that Lightning found.
 
-    torchrun's ranks keep theirs: its agents say who takes part, and start all anew at each change.
+    torchrun's ranks keep `found` as it is: torchrun's agents say who takes part, and start all
+    ranks anew at each change.
     """
     if isinstance(found, ElasticEnvironment | TorchElasticEnvironment):
         return found

@@ -11,7 +11,7 @@ class InProcessEnvironment(ClusterEnvironment):
     """Answers for the rank that runs now; outside a world, for rank 0.
 
     Args:
-        num_ranks: How many ranks the launcher will run.
+        num_ranks: Number of ranks that the launcher will run.
 
     Raises:
         ConfigError: `num_ranks` is not positive.
@@ -62,7 +62,7 @@ class InProcessEnvironment(ClusterEnvironment):
 
     @override
     def set_global_rank(self, rank: int) -> None:
-        """Do nothing: the world knows."""
+        """Do nothing: the in-process world knows each rank."""
 
     @override
     def local_rank(self) -> int:

@@ -55,7 +55,7 @@ class MPIEnvironment(ClusterEnvironment):
 
     @property
     def local_size(self) -> int:
-        """Ranks on this host."""
+        """Number of ranks on this host."""
         assert self._placement.local_size is not None
         return self._placement.local_size
 
@@ -73,7 +73,7 @@ class MPIEnvironment(ClusterEnvironment):
     @property
     @override
     def main_port(self) -> int:
-        """A free port on that host; collective as well."""
+        """A free port on rank 0's host; the first use of it or of `main_address` is collective."""
         return self._rendezvous.port
 
     @staticmethod
@@ -87,7 +87,7 @@ class MPIEnvironment(ClusterEnvironment):
 
     @override
     def set_world_size(self, size: int) -> None:
-        """Do nothing: MPI knows."""
+        """Do nothing: MPI knows the world size."""
 
     @override
     def global_rank(self) -> int:
@@ -95,7 +95,7 @@ class MPIEnvironment(ClusterEnvironment):
 
     @override
     def set_global_rank(self, rank: int) -> None:
-        """Do nothing: MPI knows."""
+        """Do nothing: MPI knows the rank."""
 
     @override
     def local_rank(self) -> int:
@@ -108,10 +108,10 @@ class MPIEnvironment(ClusterEnvironment):
 
     @override
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Compare with `Trainer(devices=..., num_nodes=...)`.
+        """Compare what mpirun has started with `Trainer(devices=..., num_nodes=...)`.
 
         Raises:
-            ConfigError: They contradict what mpirun has started.
+            ConfigError: The two contradict each other.
         """
         if self._names is COMM_WORLD and self.world_size() == 1 < num_devices * num_nodes:
             raise ConfigError(
@@ -148,7 +148,7 @@ class MPIEnvironment(ClusterEnvironment):
         return replace(told, node_rank=asked.node_rank, num_nodes=asked.num_nodes)
 
     def _ask_mpi(self) -> ProcessRanks:
-        """Return all of it from MPI; collective."""
+        """Return this process's rank, host and world from MPI; every rank must call."""
         if self._comm is None:
             return ProcessRanks(
                 rank=0, world_size=1, local_rank=0, local_size=1, node_rank=0, num_nodes=1
@@ -171,7 +171,7 @@ class MPIEnvironment(ClusterEnvironment):
 
     @cached_property
     def _rendezvous(self) -> Rendezvous:
-        """Rank 0's word where there is MPI; an error there is raised by every rank."""
+        """Where the ranks meet; with MPI rank 0 says it, and its error is raised by every rank."""
         if self._comm is None and self.world_size() > 1:
             return _rendezvous_without_mpi()
         if self._comm is None:
@@ -214,4 +214,4 @@ def _comm_world() -> "Comm | None":
 
 
 def _nothing() -> None:
-    """What is to be done before MPI ends, unless its backend is in use."""
+    """Do nothing before MPI ends; the MPI backend, where it is in use, replaces this."""

@@ -1,4 +1,4 @@
-"""Which cluster environment a strategy uses, where Lightning's own choice does not fit.
+"""The choice of a strategy's cluster environment, where Lightning's own choice does not fit.
 
 Lightning found           the ranks were started by     used
 MPIEnvironment            mpirun                        ours
@@ -23,8 +23,8 @@ def fitting_environment(found: ClusterEnvironment, *, uses_mpi: bool) -> Cluster
     """Return `found`, or our MPIEnvironment in its place.
 
     Args:
-        found: What Lightning detected or the user passed.
-        uses_mpi: Whether the ranks talk over MPI. Its ranks are then counted, which is collective.
+        found: The cluster environment that Lightning detected or the user passed.
+        uses_mpi: Whether the ranks talk over MPI. MPI's ranks are then counted, and each must call.
 
     Raises:
         ConfigError: The ranks were started by something that MPI knows nothing of, or the

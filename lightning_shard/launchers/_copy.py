@@ -35,13 +35,13 @@ _Memo = dict[int, Any]
 
 
 def copy_with_functions(value: Any, memo: _Memo, modules: Collection[nn.Module], more: Any) -> Any:
-    """Return a deep copy.
+    """Return a deep copy in which functions belong to the copy, too.
 
     Args:
-        value: What to copy.
-        memo: A deep copy's memo.
-        modules: Those in it, whose tensors are looked after.
-        more: Further objects in it that functions may hold.
+        value: The object to copy.
+        memo: Memo of the deep copy.
+        modules: Modules in `value`, whose tensors' hooks and attributes are copied as well.
+        more: Further objects in `value` that functions may hold.
     """
     parts = [part for module in modules for part in module.modules()]
     tensors = list(dict.fromkeys(t for m in modules for t in (*m.parameters(), *m.buffers())))
@@ -61,7 +61,7 @@ def copy_with_functions(value: Any, memo: _Memo, modules: Collection[nn.Module],
 
 @contextmanager
 def _copying_functions(copied: Collection[int]) -> Iterator[None]:
-    """Let deep copies make functions anew that reach an object of these ids."""
+    """Let deep copies inside make functions anew that reach an object of these ids."""
     dispatch: dict[type, Any] = copy._deepcopy_dispatch  # type: ignore[attr-defined]
     before = {kind: dispatch[kind] for kind in (FunctionType, MethodType)}
 
@@ -117,7 +117,7 @@ def _own_contents(value: Any, memo: _Memo) -> Any:
 
 
 def _own_cell(cell: CellType, memo: _Memo, copied: Collection[int]) -> CellType:
-    """The cell itself, or one for what the copy will reach; functions may share it."""
+    """Return the cell, or a new one if it reaches a copied object; functions may share it."""
     if _is_empty(cell) or not _reaches(cell.cell_contents, copied, set()):
         return cell
     own: CellType = memo.setdefault(id(cell), CellType())
@@ -143,7 +143,7 @@ def _reaches(value: Any, copied: Collection[int], seen: set[int]) -> bool:
 
 
 def _held_by(value: Any) -> Iterable[Any]:
-    """What functions, partial functions, methods and plain containers hold."""
+    """Return the objects that functions, partial functions, methods and containers hold."""
     if isinstance(value, FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or () if not _is_empty(cell)]
         return [*cells, value.__defaults__, value.__kwdefaults__, vars(value)]

@@ -40,7 +40,7 @@ __all__ = [
 def call_and_handle_interrupt(
     trainer: "pl.Trainer", function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Call as Lightning does: on an exception callbacks hear of it and the trainer is torn down."""
+    """Call a function as Lightning does, which on an exception tells callbacks and tears down."""
     return _call_and_handle_interrupt(trainer, function, *args, **kwargs)
 
 
@@ -51,7 +51,7 @@ def is_interactive() -> bool:
 
 
 def forget_launcher(trainer: "pl.Trainer") -> None:
-    """Have this trainer run its functions right where they are called."""
+    """Have this trainer run its functions in the calling thread and process."""
     trainer.strategy._launcher = None
 
 
@@ -61,7 +61,7 @@ def forget_identities(module: "pl.LightningModule") -> None:
 
 
 def take_down(trainer: "pl.Trainer", error: BaseException) -> None:
-    """Take down what a run has set up that ended in the middle; callbacks do not hear of it."""
+    """Tear down a run that ended in the middle, without telling callbacks."""
     trainer.strategy.on_exception(error)
     trainer._teardown()
     trainer.state.stage = None
@@ -73,15 +73,15 @@ def mark_interrupted(trainer: "pl.Trainer") -> None:
 
 
 def mark_terminated(trainer: "pl.Trainer") -> None:
-    """Have `trainer.received_sigterm` say so."""
+    """Set `trainer.received_sigterm`."""
     trainer._signal_connector.received_sigterm = True
 
 
 def skip_hooks_of_exception(trainer: "pl.Trainer") -> None:
-    """Have Lightning call nobody's `on_exception` for the error that is about to be raised.
+    """Have Lightning call no `on_exception` for the error that is about to be raised.
 
-    It goes through the trainer's callbacks and its data module, then calls the strategy's hook:
-    until then the trainer has neither.
+    Lightning goes through the trainer's callbacks and its data module, then calls the strategy's
+    hook: until then the trainer has neither.
     """
     strategy: Any = trainer.strategy
     owner: Any = trainer
@@ -134,9 +134,9 @@ def copied_objects(source: "pl.Trainer", target: "pl.Trainer") -> dict[int, Any]
 
 
 def exchange_strategy(source: "pl.Trainer", target: "pl.Trainer") -> None:
-    """Give a trainer's strategy, which stays the same object, all that another's is made of.
+    """Give a trainer's strategy, which stays the same object, all attributes of another's.
 
-    It keeps its launcher and its model.
+    The strategy keeps its launcher and its model.
     """
     strategy = target.strategy
     kept = {"_launcher": strategy._launcher}

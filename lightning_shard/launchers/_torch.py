@@ -10,7 +10,7 @@ from typing import Any
 
 
 def uncompiled(function: FunctionType) -> Callable[..., Any] | None:
-    """Return what `torch.compile` has made a function of, or None if it has not made it."""
+    """Return the function that `torch.compile` has compiled, or None for one it has not made."""
     if vars(function).get("_torchdynamo_wrapper_id") != id(function):
         return None
     written: Callable[..., Any] = vars(function)["_torchdynamo_orig_callable"]

@@ -1,4 +1,4 @@
-"""What the caller gets when others have finished what rank 0, which ran on the originals, began.
+"""Gives the caller's model and trainer a survivor's results when rank 0 on them is lost.
 
     thread 0  model, trainer ──✗ dropped                     ┌──> weights, optimizers, progress,
     thread 1  their copies   ─────────── trains on ── ends ──┘    metrics: the caller's now
@@ -36,10 +36,10 @@ def adopt(
     """Give the originals, on which a rank ran that did not come to the end, a survivor's results.
 
     Args:
-        survivor: What the lowest rank of the last generation ran.
-        trainer: The caller's, if there is one.
-        args: The launched function's, with the caller's model among them.
-        kwargs: Likewise.
+        survivor: Copies on which the lowest rank of the last generation ran.
+        trainer: The caller's trainer; None without one.
+        args: Positional arguments of the launched function, the caller's model among them.
+        kwargs: Keyword arguments of the launched function.
         has_ended_well: Whether the rank on the originals returned, rather than be cut off.
     """
     if trainer is not None and not has_ended_well:

@@ -1,4 +1,4 @@
-"""A rank's function raises: callbacks hear of it while the ranks' groups still stand.
+"""Tells callbacks that a rank's function has raised, while the ranks' groups still stand.
 
     the function raises ─> ranks meet: have all raised alike? ─> on_exception of callbacks ─> the
     caller, through Lightning, which would have called these hooks only now
@@ -24,10 +24,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Circumstances:
-    """In what circumstances a rank's function has raised.
+    """The circumstances in which a rank's function has raised.
 
     Attributes:
-        heard: The error that callbacks are to hear of.
+        heard: The error that callbacks are told.
         is_common: Whether all ranks have raised at the same place, so that their groups work still.
         gone: Ranks that have died.
     """
@@ -44,10 +44,16 @@ class Salvages(Protocol):
     def salvaging(
         self, error: BaseException, *, is_common: bool, gone: Sequence[int]
     ) -> AbstractContextManager[None]:
-        """In which callbacks hear of an exception, and save what can be saved."""
+        """Make the context in which callbacks hear of an exception and may save checkpoints.
+
+        Args:
+            error: The exception that callbacks hear of.
+            is_common: Whether all ranks have raised at the same place.
+            gone: Ranks that have died.
+        """
 
     def end_in_common(self) -> None:
-        """After an exception that all ranks have raised at the same place: take down the run."""
+        """Tear the run down after an exception that all ranks have raised at the same place."""
 
     @property
     def has_shut_down_together(self) -> bool:
@@ -55,11 +61,11 @@ class Salvages(Protocol):
 
 
 def tell(trainer: "pl.Trainer", found: Circumstances) -> None:
-    """Have callbacks and data module hear of an error, and save what there is to save.
+    """Tell callbacks and data module of an error, so that they can save.
 
     Args:
-        trainer: This rank's.
-        found: Where `is_common`, each rank must call.
+        trainer: The trainer of this rank.
+        found: The error and its circumstances; where `is_common`, each rank must call.
     """
     error = found.heard
     mark_interrupted(trainer)
@@ -88,7 +94,7 @@ def _tell_each(trainer: "pl.Trainer", error: BaseException) -> None:
 
 @contextmanager
 def noted(error: BaseException, doing: str) -> Iterator[None]:
-    """Make of what is raised inside a note on the error that came before it."""
+    """Turn an error that is raised inside into a note on `error`, which came before it."""
     try:
         yield
     except Exception as another:

@@ -35,7 +35,7 @@ class InProcessLauncher(Launcher):
     copies: see `replicas`. Faults come from `lightning_shard.testing.injected_faults` around it.
 
     Args:
-        num_ranks: How many ranks.
+        num_ranks: Number of ranks.
         is_elastic: Whether the others go on when a rank is lost or leaves, and ranks may be added.
             If the rank on this thread does not come to the end, the caller's model and trainer get
             the results of the lowest one that does: see `adoption`.
@@ -62,9 +62,9 @@ class InProcessLauncher(Launcher):
         """Run `function(*args, **kwargs)` on every rank and return rank 0's result.
 
         Raises:
-            ConfigError: Called inside an in-process world, or something cannot be copied.
+            ConfigError: The call is inside an in-process world, or an object cannot be copied.
             RankFailedError: Every rank was dropped.
-            BaseException: What the first rank to fail raised, with a note that names the rank; of
+            BaseException: The error of the first rank to fail, with a note that names the rank; of
                 elastic ranks only if none has come to the end.
         """
         world = self._make_world()
@@ -116,7 +116,8 @@ class _CallersRank:
     """The rank that runs on the caller's thread, and on the caller's model and trainer.
 
     Attributes:
-        exit: By what every rank has left, if they have; Lightning handles it after the world's end.
+        exit: The exception by which every rank has left; None if they have not. Lightning handles
+            it after the world's end.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class _CallersRank:
         self.exit: TunerExit | None = None
 
     def run(self) -> Any:
-        """Run the function; callbacks hear of what it raises while the world still stands."""
+        """Run the function; callbacks hear of its error while the world still stands."""
         try:
             return self._function()
         except TunerExit as left:
@@ -150,7 +151,7 @@ class _CallersRank:
             mark_terminated(self._trainer)
 
     def hand_to_lightning(self, error: BaseException) -> None:
-        """Before an error leaves the launcher: see that callbacks hear of it once."""
+        """Let callbacks hear of an error exactly once before it leaves the launcher."""
         if self._trainer is None:
             return
         if not self._has_told:  # another rank has raised after this one's end
@@ -159,7 +160,7 @@ class _CallersRank:
 
 
 def _meet(world: World, error: BaseException) -> Circumstances:
-    """Let the other ranks raise, too; what the caller's callbacks hear is what the caller gets."""
+    """Let the other ranks raise, too, and return the error that the caller will get."""
     failure = world.await_failures(error)
     is_callers = world.scheduler.running.index == _CALLERS_THREAD
     heard = failure.first if is_callers and not world.is_elastic else error

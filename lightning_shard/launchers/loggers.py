@@ -1,7 +1,7 @@
-"""A logger is told each thing once, whatever the number of ranks.
+"""Calls loggers once per event, whatever the number of ranks.
 
-Lightning tells the loggers of every rank, and expects their methods to be decorated with
-`rank_zero_only`. A logger that was written for one device is not: its rows came once for each rank.
+Lightning calls the loggers of every rank, and expects their methods to be decorated with
+`rank_zero_only`. A logger that was written for one device is not: it would log once for each rank.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ _TOLD = (
 
 @contextmanager
 def told_once(trainer: "pl.Trainer | None") -> Iterator[None]:
-    """Inside, the methods of a trainer's loggers do nothing on ranks other than 0.
+    """Let the methods of a trainer's loggers do nothing inside on ranks other than 0.
 
     Ranks of this process share the loggers: call around all of them.
     """

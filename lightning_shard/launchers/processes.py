@@ -21,14 +21,14 @@ from lightning_shard.launchers.loggers import told_once
 
 
 class ProcessLauncher(SubprocessScriptLauncher):
-    """Lightning's launcher, whose ranks tell each other when one fails.
+    """Lightning's launcher, with ranks that tell each other when one fails.
 
-    It hears of an exception before the callbacks do, which might wait for other ranks: a checkpoint
-    on an exception of one rank alone would. See `failures`.
+    The launcher hears of an exception before the callbacks, which might wait for other ranks: a
+    checkpoint on an exception of one rank alone would. See `failures`.
     """
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the processes, which are this one's children."""
+        """Leave out the child processes, which cannot be pickled."""
         return {**vars(self), "procs": []}
 
     @property
@@ -44,11 +44,11 @@ class ProcessLauncher(SubprocessScriptLauncher):
         trainer: "pl.Trainer | None" = None,
         **kwargs: Any,
     ) -> Any:
-        """Start the other ranks, where nobody else has, and run `function` here.
+        """Start the other ranks, unless a launcher outside has, and run `function` here.
 
         Raises:
-            RankFailedError: Another rank has failed, whoever's call has noticed.
-            BaseException: What `function` raises, of which the other ranks are told.
+            RankFailedError: Another rank has failed, whichever call has noticed.
+            BaseException: The error of `function`, of which the other ranks are told.
         """
         try:
             with told_once(trainer):
@@ -74,7 +74,7 @@ def _running(trainer: "pl.Trainer | None") -> str:
 
 
 def _explain(error: BaseException, operation: str) -> BaseException:
-    """Return the error, or another where it is the transport's, which does not name the rank."""
+    """Return the error, or one that names the rank in place of a transport's."""
     lifeline = liveness.current()
     if lifeline is None or not is_about_a_peer(error):
         return error
@@ -82,7 +82,7 @@ def _explain(error: BaseException, operation: str) -> BaseException:
 
 
 def _have_all_raised(error: BaseException, trainer: "pl.Trainer | None") -> bool:
-    """Tell the other ranks; return whether all stop at the same place, so that groups work."""
+    """Tell the other ranks of an error; return whether all have raised at the same place."""
     strategy = None if trainer is None else trainer.strategy
     lifeline = liveness.current()
     if isinstance(strategy, Salvages) and strategy.has_shut_down_together:

@@ -35,7 +35,14 @@ _MODULE_TABLES = ("_parameters", "_buffers", "_modules")
 
 @dataclass(frozen=True)
 class Replica:
-    """What one rank other than 0 runs."""
+    """The copies on which one rank other than 0 runs.
+
+    Attributes:
+        function: The launched function.
+        trainer: The copy of the trainer; None without one.
+        args: Copies of the function's positional arguments.
+        kwargs: Copies of the function's keyword arguments.
+    """
 
     function: Callable[..., Any]
     trainer: "pl.Trainer | None"
@@ -50,10 +57,10 @@ class Replica:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> "Replica":
-        """Copy all of it.
+        """Copy function, trainer and arguments together.
 
         Raises:
-            ConfigError: Something in it cannot be copied; the message names the attribute.
+            ConfigError: An object in them cannot be copied; the message names the attribute.
         """
         owners = find_owners(trainer, args, kwargs)
         full = (function, trainer, args, kwargs)
@@ -76,12 +83,12 @@ class Replica:
         return replica
 
     def run(self, meet: Callable[[BaseException], Circumstances]) -> Any:
-        """Run it, with Lightning's handling of exceptions if there is a trainer.
+        """Run the function, with Lightning's handling of exceptions if there is a trainer.
 
         No callback and no strategy hears of a rank that a fault drops, as of a killed process.
 
         Args:
-            meet: Called with what the function has raised; lets the other ranks raise, too.
+            meet: Called with the function's error; lets the other ranks raise, too.
         """
         if self.trainer is None:
             return self.function(*self.args, **self.kwargs)
@@ -94,7 +101,7 @@ class Replica:
     def _call(
         self, meet: Callable[[BaseException], Circumstances], ended: list[BaseException]
     ) -> Any:
-        """Run the function; Lightning itself handles only what every rank leaves by."""
+        """Run the function; Lightning handles only the exceptions that every rank leaves by."""
         trainer = self.trainer
         assert trainer is not None
         try:
@@ -136,7 +143,7 @@ def modules_of(owners: Mapping[str, Any]) -> list[nn.Module]:
 
 
 def _others(trainer: "pl.Trainer | None", owners: Mapping[str, Any]) -> list[Any]:
-    """What is copied besides modules, and may stand in functions."""
+    """Return the objects besides modules that are copied, and that functions may hold."""
     others = [owner for owner in owners.values() if not isinstance(owner, nn.Module)]
     return others if trainer is None else [*others, trainer, trainer.strategy]
 
@@ -144,12 +151,12 @@ def _others(trainer: "pl.Trainer | None", owners: Mapping[str, Any]) -> list[Any
 def memo_of(
     trainer: "pl.Trainer | None", owners: Mapping[str, Any], arguments: Any
 ) -> dict[int, Any]:
-    """Return a deep copy's memo that already has what is not copied.
+    """Return a deep copy's memo that already has the objects that are not copied.
 
     Args:
-        trainer: Whose loggers are shared.
-        owners: See `find_owners`.
-        arguments: Of the launched function.
+        trainer: The Trainer whose loggers the copies share; None shares none.
+        owners: The user's objects by name; see `find_owners`.
+        arguments: The arguments of the launched function.
     """
     memo: dict[int, Any] = {id(stream): stream for stream in _standard_streams()}
     for dataset in _find_datasets([arguments, *(vars(owner) for owner in owners.values())]):

@@ -1,4 +1,4 @@
-"""Where each parameter lies in a flat buffer, and which shard of it each rank owns.
+"""Where each parameter lies in a flat buffer, and which slice of it each rank owns.
 
 Parameters lie one behind the other, each at an aligned offset; the buffer is cut into equal
 shards, one per rank, wherever the cuts happen to fall:
@@ -20,12 +20,12 @@ from lightning_shard.errors import LayoutError
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """One parameter's place in the buffer.
+    """The elements of the buffer that one parameter takes.
 
     Attributes:
         name: Canonical name of the parameter.
-        shape: Its full shape.
-        offset: First element of the buffer that it takes.
+        shape: Full shape of the parameter.
+        offset: Index in the buffer of the parameter's first element.
     """
 
     name: str
@@ -39,18 +39,18 @@ class Slot:
 
     @property
     def stop(self) -> int:
-        """One past its last element in the buffer."""
+        """Index in the buffer one past the parameter's last element."""
         return self.offset + self.numel
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSlice:
-    """The part of one parameter that one rank owns; empty when it owns none.
+    """The slice of one parameter that lies in one rank's shard; empty when none of it does.
 
     Attributes:
-        shard_offset: Where the shard begins inside the rank's shard.
-        param_offset: Where it begins inside the flattened parameter.
-        numel: Its number of elements.
+        shard_offset: Index of the slice's first element in the rank's shard of the buffer.
+        param_offset: Index of the slice's first element in the flattened parameter.
+        numel: Number of elements in the slice.
     """
 
     shard_offset: int
@@ -59,18 +59,24 @@ class ShardSlice:
 
     @property
     def shard_stop(self) -> int:
-        """One past its last element in the rank's shard."""
+        """Index one past the slice's last element in the rank's shard."""
         return self.shard_offset + self.numel
 
     @property
     def param_stop(self) -> int:
-        """One past its last element in the flattened parameter."""
+        """Index one past the slice's last element in the flattened parameter."""
         return self.param_offset + self.numel
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlatLayout:
-    """The slots of one flat buffer and its even split over `num_shards` ranks."""
+    """The slots of one flat buffer and its even split over `num_shards` ranks.
+
+    Attributes:
+        slots: Where each parameter lies, in buffer order.
+        num_shards: Number of ranks that the buffer is split over.
+        shard_numel: Number of elements in each rank's shard, padding included.
+    """
 
     slots: tuple[Slot, ...]
     num_shards: int
@@ -82,11 +88,11 @@ class FlatLayout:
         return self.num_shards * self.shard_numel
 
     def shard_bounds(self, shard: int) -> tuple[int, int]:
-        """First and one-past-last element of a shard in the buffer."""
+        """Indices in the buffer of a shard's first element and of one past its last."""
         return shard * self.shard_numel, (shard + 1) * self.shard_numel
 
     def shard_slice(self, slot: Slot, shard: int) -> ShardSlice:
-        """The part of `slot` that lies in `shard`."""
+        """The slice of the parameter at `slot` that lies in shard number `shard`."""
         start, stop = self.shard_bounds(shard)
         begin, end = max(slot.offset, start), min(slot.stop, stop)
         if begin >= end:
@@ -96,7 +102,7 @@ class FlatLayout:
         )
 
     def shard_slices(self, shard: int) -> Iterator[ShardSlice]:
-        """The shards of every slot, in slot order."""
+        """The slice of every slot's parameter in shard number `shard`, in slot order."""
         return (self.shard_slice(slot, shard) for slot in self.slots)
 
 

@@ -1,4 +1,4 @@
-"""Which layers of a model are the largest, for messages that have to name some."""
+"""Names a model's largest layers, for error messages."""
 
 from torch import nn
 
@@ -7,7 +7,7 @@ def largest_layers(model: nn.Module, num_layers: int = 3) -> str:
     """Name the layers with the most parameters of their own, the largest first.
 
     Args:
-        model: Any module.
+        model: The module whose layers are named, of any kind.
         num_layers: How many at the most.
 
     Returns:

@@ -1,8 +1,8 @@
-"""A Trainer takes a strategy that was made for the other root of Lightning.
+"""Lets a Trainer take a strategy that was made for the other root of Lightning.
 
-`lightning_shard.ZeRO3Strategy(...)` is built on `lightning.pytorch`. A Trainer of
-`pytorch_lightning` that is given one makes the same object, before it looks at it, one of the class
-of the same name that is built on its own root, with the same options.
+`lightning_shard.ZeRO3Strategy(...)` is built on `lightning.pytorch`. Before a Trainer of
+`pytorch_lightning` reads it, the same object is made anew with the same options, as one of the
+class of the same name that is built on the Trainer's own root.
 
 The private names of Lightning that this touches are here alone;
 `tests/test_on_pytorch_lightning.py` fails when one changes.
@@ -21,8 +21,8 @@ def take_counterparts(lightning: str, packages: Mapping[str, str]) -> None:
     """Let the Trainers of a root of Lightning take the strategies of all.
 
     Args:
-        lightning: The root.
-        packages: By root the package with the strategies that are built on it.
+        lightning: Root of Lightning whose Trainers take the strategies.
+        packages: By root of Lightning, the package whose strategies are built on it.
     """
     connectors = import_module(f"{lightning}.trainer.connectors.accelerator_connector")
     connector = getattr(connectors, "_AcceleratorConnector", None)
@@ -44,16 +44,16 @@ def take_counterparts(lightning: str, packages: Mapping[str, str]) -> None:
 
 
 def _derive(base: str, lightning: str) -> None:
-    """Have the strategies of a package pass for derived from this root's."""
+    """Let the strategies of a package pass for subclasses of this root's `Strategy`."""
     strategies: Any = import_module(f"{lightning}.strategies")
     strategies.Strategy.register(import_module(base).ShardStrategy)
 
 
 def _adopt(strategy: Any, lightning: str, packages: Mapping[str, str]) -> None:
-    """Make a strategy that is built on another root one that is built on this root.
+    """Turn a strategy that is built on another root into one that is built on this root.
 
     Raises:
-        ConfigError: Its class is not one of ours, but derived from one.
+        ConfigError: The strategy's class is not this package's, but derived from one of its.
     """
     for kind in type(strategy).__mro__:
         package = _package_of(kind, packages)
@@ -74,7 +74,7 @@ def _adopt(strategy: Any, lightning: str, packages: Mapping[str, str]) -> None:
 
 
 def _become(strategy: Any, counterpart: Any) -> None:
-    """Make an object anew, of another class, with what it was made with."""
+    """Make an object anew, of another class, with its original constructor arguments."""
     args, options = strategy.given_options
     vars(strategy).clear()
     strategy.__class__ = counterpart
@@ -83,7 +83,7 @@ def _become(strategy: Any, counterpart: Any) -> None:
 
 
 def _package_of(kind: type, packages: Mapping[str, str]) -> str | None:
-    """Return the package of ours that has a strategy's class, if one has."""
+    """Return the package that has a strategy's class; None for classes of other packages."""
     for package in packages.values():
         if kind.__module__.startswith(f"{package}.strategies."):
             return package

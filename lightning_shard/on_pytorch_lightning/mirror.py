@@ -1,4 +1,4 @@
-"""The modules that build on `lightning.pytorch`, a second time on `pytorch_lightning`.
+"""A mirror of the modules that build on `lightning.pytorch`, built on `pytorch_lightning`.
 
 Both packages are the same source under two roots, but their classes are different ones, and a
 Trainer takes those of its own root only. So each module here that builds on Lightning exists twice:
@@ -6,8 +6,8 @@ Trainer takes those of its own root only. So each module here that builds on Lig
     lightning_shard.strategies.base                        lightning.pytorch, lightning.fabric
     lightning_shard.on_pytorch_lightning.strategies.base   pytorch_lightning, lightning_fabric
 
-The second is compiled from the same file when it is asked for, with other names in its import
-statements. What does not build on Lightning (the engine, the backends, the errors) exists once.
+The second is compiled from the same file when it is imported, with other names in its import
+statements. Modules that do not build on Lightning (engine, backends, errors) exist once.
 """
 
 import ast
@@ -33,7 +33,7 @@ BUILT_ON_LIGHTNING = (
     "strategies",
     "trainer",
 )
-"""What is mirrored, with all modules inside: those that import Lightning, or one of these."""
+"""The mirrored modules and packages: those that import Lightning, or one of these."""
 
 _ROOTS = (  # the longest first
     ("lightning.pytorch", "pytorch_lightning"),
@@ -43,7 +43,7 @@ _ROOTS = (  # the longest first
 
 
 def mirrored(name: str) -> str:
-    """Return the name that a dotted name has in the mirror; others stay."""
+    """Return the dotted name that a module has in the mirror; other names stay."""
     for root, other in _ROOTS:
         if name == root or name.startswith(f"{root}."):
             return other + name.removeprefix(root)
@@ -51,7 +51,7 @@ def mirrored(name: str) -> str:
 
 
 def original(name: str) -> str:
-    """Return the name of a module of ours that is not the mirror's."""
+    """Return the original's name of a module of the mirror."""
     return name.replace(f"{MIRROR}.", f"{PACKAGE}.", 1)
 
 

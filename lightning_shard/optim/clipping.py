@@ -3,7 +3,7 @@
 Among the ranks of one copy of the state each element of the gradient lies on exactly one (stages 1
 to 3), or it is the same on every rank (stage 0), so sums over shards are summed over ranks once or
 not at all. Parameters that are split over other ranks as well are summed over those, too; what is
-whole on each of them counts once.
+full on each of them counts once.
 """
 
 from collections.abc import Sequence
@@ -22,9 +22,9 @@ def global_grad_norm(
     """The norm of the averaged gradient over full parameters, the same on every rank.
 
     Args:
-        params: Those whose gradients count; each rank must pass the same ones.
-        engine: Holds their gradients.
-        norm_type: p of the p-norm, or infinity.
+        params: Parameters whose gradients count; each rank must pass the same ones.
+        engine: The engine that holds these gradients; each of its ranks must call.
+        norm_type: The p of the p-norm, or infinity for the largest magnitude.
 
     Returns:
         Shape (), float32 (float64 when the gradients are).
@@ -81,7 +81,9 @@ def clip_grad_norm(
     engine: DataParallelEngine,
     norm_type: float = 2.0,
 ) -> Tensor:
-    """Scale the gradients so that the norm of the full tensor is at most `max_norm`.
+    """Scale the gradients so that their norm over full parameters is at most `max_norm`.
+
+    Each rank must call, with the same parameters.
 
     Returns:
         Shape (): the norm before clipping.

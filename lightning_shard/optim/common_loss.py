@@ -29,15 +29,16 @@ def mean_loss(loss: Any, optimizer: Optimizer, ranks: Collectives, device: torch
 
     Args:
         loss: A tensor of one element, a number, or None where this rank has no loss.
-        optimizer: For messages.
-        ranks: The data-parallel ranks.
-        device: Of the numbers that are exchanged.
+        optimizer: The optimizer whose closure gave the loss; error messages name its class.
+        ranks: Group of the data-parallel ranks, each of which must call.
+        device: Where the exchanged numbers lie, for the group's transport.
 
     Returns:
-        Of the kind of `loss`: over the ranks that have one, None where none has.
+        The mean over the ranks that have a loss, of the type of `loss`; None where no rank
+            has one.
 
     Raises:
-        ConfigError: It is something else, on this rank or on another one.
+        ConfigError: A loss is none of these, on this rank or on another one.
     """
     counts = isinstance(loss, (int, float)) or (isinstance(loss, Tensor) and loss.numel() == 1)
     known = counts or loss is None

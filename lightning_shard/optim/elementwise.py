@@ -1,9 +1,9 @@
-"""What does an optimizer treat by itself? Asked of the optimizer, not of a list of names.
+"""Does an optimizer treat each element, or each parameter, by itself? A trial of it tells.
 
 A rank updates 1-D shards of parameters. Adam does to a shard what it would do to it inside the
 matrix; Muon, Adafactor, LAMB or LBFGS do not, and would be wrong without a word. So a trial
 optimizer with the same settings takes two steps on a small matrix and on the same matrix in shards,
-and the results are compared. Where ranks have some parameters each, and those whole, the trial has
+and the results are compared. Where ranks have some parameters each, and those full, the trial has
 two matrices, together and one by one: only LBFGS and its like fail that.
 """
 
@@ -27,14 +27,21 @@ Loss = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 
 
 def why_not_elementwise(optimizer: Optimizer) -> str | None:
-    """What the trial has shown of the first group that fails it; None when all pass."""
+    """Say why an optimizer's update of a shard differs from its update of the full parameter.
+
+    Returns:
+        The result of the trial of the first param group that fails, in words; None when all pass.
+    """
     with torch.random.fork_rng(devices=[]):
         reasons = [_try_group(optimizer, group, _in_shards) for group in optimizer.param_groups]
     return next((reason for reason in reasons if reason is not None), None)
 
 
 def why_not_separate(optimizer: Optimizer) -> str | None:
-    """As `why_not_elementwise`, of updating some of the parameters, each whole."""
+    """Say why an optimizer updates some of the parameters differently than all of them.
+
+    Each parameter is full here; the result is as `why_not_elementwise` has it.
+    """
     with torch.random.fork_rng(devices=[]):
         reasons = [_try_group(optimizer, group, _one_by_one) for group in optimizer.param_groups]
     return next((reason for reason in reasons if reason is not None), None)
@@ -70,13 +77,20 @@ def _outcome(
     runs: Sequence[Sequence[list[Tensor]]],
     loss: Loss | None,
 ) -> list[list[Tensor]]:
-    """What the whole comes to, and what its parts do."""
+    """Return the updated values of the first run, which has all, and of the runs of its parts."""
     full, *shards = [_steps(optimizer, group, weight, grads, loss) for weight, *grads in runs]
     return [full, list(chain(*shards))]
 
 
 def why_different(trial: Callable[[], Sequence[Sequence[Tensor]]]) -> str | None:
-    """Say what a trial shows of a foreign function: its result for a whole, and for the parts."""
+    """Say how a trial's result for its parts differs from its result for all of them at once.
+
+    Args:
+        trial: Returns the tensors of the undivided run, and those of the runs of the parts.
+
+    Returns:
+        The difference, or the exception that the trial raised, in words; None when they agree.
+    """
     try:
         return _difference(trial())
     except Exception as error:  # whatever it raises, it says why
@@ -95,13 +109,13 @@ def _raised(error: Exception) -> str:
 
 
 def _in_shards(matrix: Tensor) -> list[list[Tensor]]:
-    """The matrix, and each of its shards, as runs of their own: a rank has no other shard."""
+    """Return the matrix and each of its shards as runs of their own: a rank has no other shard."""
     flat = matrix.flatten()
     return [[matrix], [flat[:_CUT]], [flat[_CUT:]]]
 
 
 def _one_by_one(matrix: Tensor) -> list[list[Tensor]]:
-    """Two matrices in one run, and each in its own."""
+    """Return two matrices in one run, and each in a run of its own."""
     upper, lower = matrix.tensor_split(2)
     return [[upper, lower], [upper], [lower]]
 
@@ -131,12 +145,12 @@ def _steps(
 
 
 def _same_loss(params: Sequence[Tensor], grads: Sequence[Tensor]) -> Tensor:
-    """A loss that is the same on all ranks, as the one is that an optimizer is given."""
+    """Return a loss that is the same on all ranks, as an optimizer is given it (`mean_loss`)."""
     return params[0].new_ones(())
 
 
 def _falling_loss(params: Sequence[Tensor], grads: Sequence[Tensor]) -> Tensor:
-    """A loss of these gradients, for a line search, which stays where no step lowers the loss."""
+    """Return a loss with these gradients, so that a line search has something to lower."""
     return sum(
         ((param.detach() * grad).sum() for param, grad in zip(params, grads, strict=True)),
         start=params[0].new_zeros(()),
@@ -144,7 +158,7 @@ def _falling_loss(params: Sequence[Tensor], grads: Sequence[Tensor]) -> Tensor:
 
 
 def _closure(params: Sequence[Tensor], grads: Sequence[Tensor], loss: Loss) -> Callable[[], Tensor]:
-    """What a Trainer hands to a step: makes the gradients, and gives a loss."""
+    """Return the closure that a Trainer hands to a step: it sets gradients and returns a loss."""
 
     def closure() -> Tensor:
         for param, grad in zip(params, grads, strict=True):

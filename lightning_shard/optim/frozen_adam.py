@@ -26,8 +26,9 @@ class FrozenAdam:
     """Takes an optimizer's steps under a frozen second moment, inside the optimizer's view.
 
     Args:
-        optimizer: The user's.
-        engine: Knows what has come how.
+        optimizer: The user's optimizer, which has to be Adam where a compressor freezes its
+            variance.
+        engine: The engine that tells of each parameter how its gradient was exchanged.
 
     Raises:
         ConfigError: The optimizer is to be Adam and is not, or momentum travels and it adds its
@@ -60,7 +61,7 @@ class FrozenAdam:
                     param.grad = None
 
     def put_back(self) -> None:
-        """After the optimizer's own step: show what was hidden."""
+        """Give the parameters back the gradients that were hidden from the optimizer's own step."""
         for param, grad in self._set_aside:
             param.grad = grad
         self._set_aside.clear()
@@ -102,7 +103,7 @@ class FrozenAdam:
         param.add_(update, alpha=-learning_rate)
 
     def _tell_factor(self) -> None:
-        """Schedulers may change it."""
+        """Tell each exchange the factor of its next update, which schedulers may have changed."""
         for group in self._optimizer.param_groups:
             for param in group["params"]:
                 exchange = self._engine.exchange_of(param)

@@ -1,4 +1,4 @@
-"""How many bytes an optimizer's state will take, before it has any.
+"""An estimate of the bytes that an optimizer's state will take, before its first step.
 
 An optimizer of the same class and options takes a step on a parameter of a few elements. What it
 then keeps with as many elements grows with a parameter; what has one element does not. That is done
@@ -17,14 +17,16 @@ _SIDE = 3  # of the trial's parameter
 
 
 def expected_state_bytes(optimizer: Optimizer, shards: Mapping[nn.Parameter, Tensor]) -> int | None:
-    """Return the bytes of the state for what an optimizer will see of its parameters.
+    """Return the bytes that an optimizer's state will take on this rank.
 
     Args:
-        optimizer: It is not changed.
-        shards: By parameter what this rank's optimizer sees of it; others count nothing.
+        optimizer: The user's optimizer; it is not changed.
+        shards: By parameter, the shard of it that this rank's optimizer updates; parameters that
+            are missing here count nothing.
 
     Returns:
-        None where it cannot be told: a class that is not torch's, or state of other shapes.
+        Bytes on this rank; None where no trial can tell: a class that is not torch's, or state
+            of other shapes.
     """
     total = 0.0
     trials: dict[tuple[int, int, torch.dtype], tuple[float, int] | None] = {}

@@ -1,4 +1,4 @@
-"""The names of torch's insides that pipelines need, and nothing else.
+"""The private names of torch that pipelines use.
 
 `tests/pipeline_parallel/test_torch.py` fails when upstream changes them; checked with torch 2.11
 and 2.13. Of torch's schedules only the order of the computations is taken: no stage, process group
@@ -53,11 +53,11 @@ def iterates_powers(module: nn.Module, buffer: str) -> bool:
 
 
 class _CheckpointFunction(_Reentrant):  # type: ignore[misc]
-    """What `checkpoint` calls where it is to be reentrant."""
+    """The function that `checkpoint` calls where it is to be reentrant."""
 
     @classmethod
     def apply(cls, function: Any, preserve_rng_state: bool, *args: Any) -> Any:
-        """Keep a checkpoint that is not reentrant inside a stage's run, else as ever."""
+        """Make a checkpoint that is not reentrant inside a stage's run, else torch's own."""
         if not _is_in_stage.get():
             return _Reentrant.apply(function, preserve_rng_state, *args)
         return checkpoint.checkpoint(
@@ -67,7 +67,7 @@ class _CheckpointFunction(_Reentrant):  # type: ignore[misc]
 
 @contextmanager
 def without_reentrance() -> Iterator[None]:
-    """Inside, no checkpoint of activations is reentrant, whatever it is asked to be."""
+    """Make no checkpoint of activations reentrant inside, whatever the user's code asks for."""
     checkpoint.CheckpointFunction = _CheckpointFunction  # type: ignore[misc]
     token = _is_in_stage.set(True)
     try:
@@ -87,7 +87,7 @@ _CLASSES: dict[str, type[_PipelineScheduleRuntime]] = {
 
 @dataclass
 class _StageNumbers:
-    """All that a schedule's constructor reads of a stage."""
+    """The attributes of a stage that a schedule's constructor reads."""
 
     num_stages: int
     group_size: int

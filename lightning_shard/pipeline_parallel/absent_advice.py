@@ -1,4 +1,4 @@
-"""What torch says of parameters without elements is said in our words, with names.
+"""Turns torch's errors about parameters without elements into errors with names and advice.
 
 Between the steps of a pipeline a parameter of another stage has no elements here. User code that
 computes with it and with a full tensor, like an average that is kept by hand, fails on its size.
@@ -15,13 +15,13 @@ _OF_NOTHING = re.compile(r"\(0\)|\[0\]|\bsize 0\b|numel\(\) == 0|no identity")
 
 @contextmanager
 def explaining_absent(names: Sequence[str]) -> Iterator[None]:
-    """Say which parameters are elsewhere where user code inside fails on an empty tensor.
+    """Say which parameters other ranks have when user code inside fails on an empty tensor.
 
     Args:
-        names: Of the parameters that other ranks of the pipeline have.
+        names: Names of the parameters that other ranks of the pipeline have.
 
     Raises:
-        ConfigError: In place of torch's error.
+        ConfigError: User code failed on a tensor without elements; in place of torch's error.
     """
     try:
         yield

@@ -1,13 +1,14 @@
-"""The backward of one microbatch through one stage: whole, or its two halves.
+"""The backward of one microbatch through one stage: all at once, or in two halves.
 
-    full_backward      inputs and weights at once
-    input_backward     what the previous stage waits for; weight_backward: the rest, later
+    full_backward      gradients of inputs and weights at once
+    input_backward     gradients that the previous stage waits for
+    weight_backward    the rest, later
 
 Gradients are returned, not put on the parameters. Source of the halves: zero-bubble pipelines,
 arXiv:2401.10241, as torch.distributed.pipelining computes them.
 
-Where ZeRO stage 3 gathers a parameter in another format than that of its shards, every coming and
-going lets autograd forget the node that takes its gradient, but for the graphs that have it:
+Where ZeRO stage 3 unshards a parameter in another format than that of its shards, each unshard and
+reshard lets autograd forget the node that takes its gradient, but for the graphs that have it:
 
     forward 0 ── node a        forward 1 ── node b        backward 0: the parameter is at b, or at c
                                                           only the graph of 0 still leads to a
@@ -25,14 +26,14 @@ from lightning_shard.pipeline_parallel._torch import stage_backward_input, stage
 from lightning_shard.pipeline_parallel.gradients import leaf_nodes
 
 Rest = Callable[[], Sequence[Tensor | None]]
-"""What is left of a backward once the inputs have their gradients."""
+"""Computes the parameters' gradients, the rest of a backward after the inputs' gradients."""
 
 AtHand = Callable[[Sequence[nn.Parameter]], AbstractContextManager[None]]
-"""Has the values of parameters here inside: `DataParallelEngine.at_hand`."""
+"""Keeps parameters unsharded inside: `DataParallelEngine.at_hand`."""
 
 
 def always_at_hand(params: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
-    """Do nothing, for parameters that never leave."""
+    """Do nothing, for parameters that are never resharded."""
     return nullcontext()
 
 
@@ -48,10 +49,10 @@ def full_backward(
 
     Args:
         roots: Outputs that require gradients, or the loss; empty when there is nothing to do.
-        grads: Of the roots; None for a loss.
+        grads: Gradients of the roots; None for a loss.
         inputs: Received tensors that require gradients.
         params: The stage's parameters that require gradients.
-        reformatted: Parameters may have changed their format since the forward.
+        reformatted: Whether parameters may have changed their format since the forward.
     """
     if not roots or not (inputs or params):
         return _filled([None] * len(inputs), inputs), [None] * len(params)
@@ -73,14 +74,14 @@ def input_backward(
     params: Sequence[nn.Parameter],
     at_hand: AtHand = always_at_hand,
 ) -> tuple[list[Tensor], Rest]:
-    """Return the gradients of inputs, and what is left to do for those of parameters.
+    """Return the gradients of inputs, and the function that computes those of parameters.
 
     Args:
-        roots: See `full_backward`, as for the next three; parameters may change their format.
-        grads: Of the roots.
-        inputs: Received.
-        params: Of the stage.
-        at_hand: What the rest runs in.
+        roots: Outputs that require gradients, or the loss; empty when there is nothing to do.
+        grads: Gradients of the roots; None for a loss.
+        inputs: Received tensors that require gradients.
+        params: The stage's parameters that require gradients, which may change their format.
+        at_hand: Makes the context in which the second half runs.
     """
     # torch detaches the roots in place: no view allows that, nor a tensor that the graph has saved
     ends = [root.clone() for root in roots]
@@ -119,7 +120,7 @@ def input_backward(
 
 
 def _used(ends: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """The inputs that lie in the graph; torch 2.11 refuses others."""
+    """Return the inputs that lie in the graph; torch 2.11 refuses others."""
     found = {node.variable for node in leaf_nodes(ends)}
     return [one for one in inputs if one.grad_fn is not None or one in found]
 
@@ -129,7 +130,7 @@ def _grads_of(
 ) -> Sequence[Tensor | None]:
     """Return the gradients of parameters that torch's halves lose or count twice.
 
-    These are used without any input, as a table of positions, or in several places.
+    Such parameters are used without any input, as a table of positions, or in several places.
     """
     if not leaves:
         return []
@@ -138,12 +139,12 @@ def _grads_of(
 
 
 def weight_backward(rest: Rest, params: Sequence[nn.Parameter]) -> Sequence[Tensor | None]:
-    """Return the gradients of the parameters."""
+    """Compute the second half of a backward: the gradients of the parameters."""
     return rest() if params else []
 
 
 class _Leaf:
-    """A parameter as one graph has it; torch's halves take it for one, and set its `grad`."""
+    """A parameter as one graph has it; torch's halves take it for a tensor, and set its `grad`."""
 
     requires_grad = True
 
@@ -153,7 +154,7 @@ class _Leaf:
 
     @property
     def edge(self) -> GradientEdge:
-        """Where its gradient comes to."""
+        """Edge of the graph along which the parameter's gradient arrives."""
         return GradientEdge(self.grad_fn, 0)
 
 
@@ -166,7 +167,7 @@ def _leaves(roots: Sequence[Tensor], params: Sequence[nn.Parameter]) -> list[_Le
 def _by_parameter(
     params: Sequence[nn.Parameter], found: Iterable[tuple[_Leaf, Tensor | None]]
 ) -> list[Tensor | None]:
-    """Add up what the leaves of each parameter have got."""
+    """Add up the gradients of the leaves of each parameter."""
     sums: dict[nn.Parameter, Tensor] = {}
     for leaf, grad in found:
         if grad is not None:

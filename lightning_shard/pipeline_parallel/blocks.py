@@ -37,8 +37,8 @@ class BlockList:
     """The modules that a pipeline's stages are made of, in the order in which they are called.
 
     Attributes:
-        path: Of the list in the model; empty when the model itself is the list.
-        modules: Its children.
+        path: Path of the list in the model; empty when the model itself is the list.
+        modules: The children of the list, which are the blocks.
     """
 
     path: str
@@ -57,8 +57,8 @@ def find_blocks(model: nn.Module, path: str | None = None) -> BlockList:
 
     Args:
         model: Any module; its parameters may be on any device, meta included.
-        path: As in `named_modules`, such as "model.layers"; the wrappers of `torch.compile` may be
-            left out.
+        path: Path of the list as in `named_modules`, such as "model.layers"; the wrappers of
+            `torch.compile` may be left out. None finds the list.
 
     Raises:
         ConfigError: No list fits or several do, `path` names none, or one module is in the list
@@ -79,7 +79,7 @@ def find_blocks(model: nn.Module, path: str | None = None) -> BlockList:
 
 
 def check_calls(model: nn.Module, blocks: BlockList) -> None:
-    """Check that the calls of single blocks can be seen.
+    """Check that a pipeline can intercept the calls of single blocks.
 
     Raises:
         ConfigError: A block has no forward, or `torch.compile` was applied to a module that
@@ -113,12 +113,12 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def num_parameters(module: nn.Module) -> int:
-    """Return how many values a module's parameters have, shared ones counted once."""
+    """Return the number of elements of a module's parameters, shared ones counted once."""
     return sum(param.numel() for param in module.parameters())
 
 
 def all_children(module: nn.Module) -> tuple[nn.Module, ...]:
-    """Return the children; unlike `children()`, one that is there twice, twice."""
+    """Return the children, unlike `children()` with one that is registered twice listed twice."""
     return tuple(child for child in module._modules.values() if child is not None)
 
 
@@ -199,7 +199,7 @@ def _uncompiled(path: str) -> str:
 
 
 def _lists_of(model: nn.Module) -> str:
-    """Say which lists there are to name."""
+    """Name the model's largest lists of layers, for an error message."""
     lists = {
         path: num_parameters(one)
         for path, one in model.named_modules()
@@ -215,7 +215,7 @@ def _lists_of(model: nn.Module) -> str:
 
 
 def _which_one(model: nn.Module, sizes: Mapping[str, int], best: str) -> str:
-    """Say which of several lists to name, and what becomes of the others."""
+    """Advise which of several lists to name, and say on which stage the others stay."""
     paths = list(sizes)
     before, after = paths[: paths.index(best)], paths[paths.index(best) + 1 :]
     stay = [

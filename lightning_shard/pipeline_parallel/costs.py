@@ -1,4 +1,4 @@
-"""What each block costs, measured in one forward of the user's step.
+"""The cost of each block, measured in one forward of the user's step.
 
     step     embed ──> block 0 ──> block 1 ──> norm ──> head ──> loss
     counted  before    0           1           after ──────────────>
@@ -53,15 +53,15 @@ def measure_blocks(
     what: Literal["flops", "memory"] = "flops",
     device: torch.device | None = None,
 ) -> BlockCosts:
-    """Run a step and return what its blocks cost; model and random streams stay as they are.
+    """Run a step and return its blocks' costs; model and random streams stay as they are.
 
     Args:
-        model: Full; its parameters may be on meta.
-        blocks: Of `find_blocks`.
+        model: The full model, whose parameters may be on meta.
+        blocks: The block list that `find_blocks` found.
         run: Calls the user's step on one batch; called twice where the step asks for elements.
         what: "flops" of the forward, or "memory": bytes saved for backward, and 16 for each trained
             value.
-        device: Of the batch, where the parameters are not there yet.
+        device: Device of the batch, where the parameters are on another one; None for theirs.
 
     Raises:
         ConfigError: The step asks for elements, which parameters on meta do not have.
@@ -81,11 +81,11 @@ def measure_blocks(
 
 
 class _Meter:
-    """Shares a growing count out to the parts of a step: before, each block, after.
+    """Divides a growing count between the parts of a step: before, each block, after.
 
     Args:
-        num_blocks: Of the model.
-        read: Returns the count.
+        num_blocks: Number of blocks of the model.
+        read: Returns the count so far.
     """
 
     def __init__(self, num_blocks: int, read: Callable[[], int]) -> None:
@@ -95,20 +95,20 @@ class _Meter:
         self._part = 0
 
     def enter(self, part: int) -> None:
-        """Count for another part from here."""
+        """Attribute the count to another part from now on."""
         now = self._read()
         self._counts[self._part] += now - self._last
         self._last, self._part = now, part
 
     def costs(self) -> BlockCosts:
-        """Return the shares."""
+        """Return the count of each part."""
         self.enter(self._part)
         before, *blocks, after = self._counts
         return BlockCosts(before=before, blocks=tuple(blocks), after=after)
 
     @contextmanager
     def attached(self, blocks: BlockList) -> Iterator[None]:
-        """Follow the calls of the blocks; what is between two counts to the former."""
+        """Follow the calls of the blocks inside; the count between two blocks is the former's."""
         with ExitStack() as handles:
             for part, block in enumerate(blocks.modules, start=1):
                 hook = block.register_forward_pre_hook(lambda *_, part=part: self.enter(part))
@@ -125,15 +125,15 @@ class _Flops(FlopCounterMode):
         super().__init__(display=False, custom_mapping=_UNCOUNTED)
 
     def read(self) -> int:
-        """Return the operations so far."""
+        """Return the number of operations so far."""
         return self.get_total_flops()
 
 
-class _SavedBytes(saved_tensors_hooks):
+class _BytesForBackward(saved_tensors_hooks):
     """Counts the bytes that autograd keeps for backward, each storage once.
 
     Args:
-        params: What is there anyway.
+        params: Parameters and buffers, whose memory does not count.
     """
 
     def __init__(self, params: Iterable[Tensor]) -> None:
@@ -142,7 +142,7 @@ class _SavedBytes(saved_tensors_hooks):
         self._total = 0
 
     def read(self) -> int:
-        """Return the bytes so far."""
+        """Return the number of bytes so far."""
         return self._total
 
     def _keep(self, tensor: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ class _SavedBytes(saved_tensors_hooks):
         return storage_key(tensor)
 
 
-class _Step(nn.Module):
+class _StepModule(nn.Module):
     """A step as a module, whose parameters can be replaced while it runs."""
 
     def __init__(self, model: nn.Module, run: Callable[[], object]) -> None:
@@ -176,11 +176,11 @@ class _Values:
         return nullcontext()
 
     def param(self, param: nn.Parameter) -> nn.Parameter:
-        """Return one that takes the gradients instead."""
+        """Return a parameter of the same values, which takes the gradients instead."""
         return nn.Parameter(param.detach(), requires_grad=param.requires_grad)
 
     def buffer(self, buffer: Tensor) -> Tensor:
-        """Return a copy."""
+        """Return a copy of the buffer."""
         return buffer.clone()
 
 
@@ -188,7 +188,7 @@ class _NoValues:
     """Stand-ins without elements.
 
     Args:
-        device: Where they seem to be; None for where the real ones are.
+        device: Device on which they seem to be; None for that of the real tensors.
     """
 
     def __init__(self, device: torch.device | None) -> None:
@@ -196,15 +196,15 @@ class _NoValues:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def mode(self) -> AbstractContextManager[object]:
-        """Return the mode in which the step runs: the batch loses its elements, too."""
+        """Return the mode in which the step runs, where the batch has no elements either."""
         return self._mode
 
     def param(self, param: nn.Parameter) -> nn.Parameter:
-        """Return one of the same shape."""
+        """Return a placeholder of the parameter's shape."""
         return nn.Parameter(self.buffer(param), requires_grad=param.requires_grad)
 
     def buffer(self, buffer: Tensor) -> Tensor:
-        """Return one of the same shape."""
+        """Return a placeholder of the buffer's shape."""
         device = self._device or torch.device("cpu" if buffer.is_meta else buffer.device)
         return torch.empty_strided(buffer.shape, buffer.stride(), dtype=buffer.dtype, device=device)
 
@@ -217,11 +217,11 @@ def _measure(
     stand_ins: _Values | _NoValues,
 ) -> BlockCosts:
     """Run the step with stand-ins for parameters and buffers."""
-    step = _Step(model, run)
+    step = _StepModule(model, run)
     with _unchanged(model), _uncompiled(), stand_ins.mode():
         params = {name: stand_ins.param(param) for name, param in step.named_parameters()}
         buffers = {name: stand_ins.buffer(buffer) for name, buffer in step.named_buffers()}
-        counter = _Flops() if what == "flops" else _SavedBytes(params.values())
+        counter = _Flops() if what == "flops" else _BytesForBackward(params.values())
         meter = _Meter(len(blocks), counter.read)
         with counter, meter.attached(blocks):
             torch.func.functional_call(step, {**params, **buffers}, ())
@@ -229,7 +229,7 @@ def _measure(
 
 
 def _with_parameters(model: nn.Module, blocks: BlockList, costs: BlockCosts) -> BlockCosts:
-    """Add what the parameters need in training; frozen ones their own size."""
+    """Add the bytes that parameters need in training; for frozen ones their own size."""
     totals = [costs.before, *costs.blocks, costs.after]
     for param, places in used_at(model, blocks, nn.Module.parameters).items():
         bytes_each = _TRAINED_BYTES if param.requires_grad else param.element_size()
@@ -241,7 +241,7 @@ def _with_parameters(model: nn.Module, blocks: BlockList, costs: BlockCosts) -> 
 
 @contextmanager
 def _unlogged() -> Iterator[None]:
-    """Keep quiet what torch logs of a run without elements that fails: it is done over."""
+    """Silence torch's logs of a failing run without elements, which is run again."""
     logger = logging.getLogger(FAKE_TENSOR_LOGGER)
     before, logger.disabled = logger.disabled, True
     try:
@@ -252,7 +252,7 @@ def _unlogged() -> Iterator[None]:
 
 @contextmanager
 def _uncompiled() -> Iterator[None]:
-    """Run what is compiled as it was written, so that its parts can be counted."""
+    """Run compiled modules uncompiled inside, so that their parts can be counted."""
     is_used = "torch._dynamo" in sys.modules  # which takes seconds to import
     with warnings.catch_warnings(), ExitStack() as contexts:
         warnings.simplefilter("ignore")  # the real step gives those of the model's own again
@@ -263,7 +263,7 @@ def _uncompiled() -> Iterator[None]:
 
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Take back what a step does to the random streams and to what modules remember."""
+    """Restore the random streams and the modules' attributes after the step inside."""
     python, arrays = random.getstate(), np.random.get_state()
     cuda = sorted({param.get_device() for param in model.parameters() if param.is_cuda})
     try:
@@ -276,7 +276,7 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Put back the modules' attributes: a metric, for one, has its counts there, not in buffers."""
+    """Restore the modules' attributes, in which a metric, for example, keeps its counts."""
     states = [vars(module) for module in model.modules()]
     values = [value for state in states for value in state.values()]
     dicts = [*states, *(value for value in values if isinstance(value, dict))]

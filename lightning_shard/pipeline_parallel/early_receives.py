@@ -1,10 +1,10 @@
-"""Post receives early: a message then lies in its place when the rank comes to need it.
+"""Receives that are posted early, so that a message has arrived when the rank needs it.
 
     as published    0B0  0F2 0SEND_F2  0RECV_B1  0B1
     early           0RECV_B1  0B0  0F2 0SEND_F2  0B1
 
-A message that nobody has asked for stays with its sender, and to fetch it takes as long as two
-messages. Only for backends that match messages by their tags: where they go in the order of
+A message whose receive is not posted stays with its sender, and then takes as long as two messages.
+Only for backends that match messages by their tags: where they go in the order of
 posting, as with NCCL, a receive that stands before a send that its peer waits for is a deadlock.
 """
 
@@ -18,7 +18,7 @@ _AHEAD = 2  # computations: the one that the peer works at now, and its answer
 def with_early_receives(schedule: Schedule) -> Schedule:
     """Return a schedule that does the same, and posts each receive two computations earlier.
 
-    A gradient is not asked for before the activation has been sent that it belongs to.
+    The receive of a gradient stays behind the send of the activation that it belongs to.
     """
     return replace(schedule, actions=tuple(map(_early, schedule.actions)))
 
@@ -34,7 +34,7 @@ def _early(row: tuple[Action, ...]) -> tuple[Action, ...]:
 
 
 def _place(before: list[Action], receive: Action) -> int:
-    """Find where in a list of actions a receive can stand that follows them."""
+    """Return the earliest index in the actions before a receive at which it can stand."""
     place, passed = len(before), 0
     while place and passed < _AHEAD and not _must_precede(before[place - 1], receive):
         place -= 1

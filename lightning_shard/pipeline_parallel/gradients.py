@@ -1,11 +1,11 @@
-"""The gradients of a batch's microbatches: added up aside, and handed over in one backward.
+"""The gradients of a batch's microbatches: added up in a stash, handed over in one backward.
 
     backward of microbatch 0, 1 ...  ──> stash ──┐
     the returned loss ── backward ──> HandOver ──┴──> each parameter, once
 
 Lightning zeroes gradients after `training_step` and before `backward`, divides the loss for
-accumulation and scales it; the data-parallel engine reduces what one backward brings. All that goes
-on as ever, because the backward of the loss that the step returns is `HandOver`: it multiplies the
+accumulation and scales it; the data-parallel engine reduces the gradients of one backward. All that
+still works, because the backward of the loss that the step returns is `HandOver`: it multiplies the
 stash by the gradient of the loss and gives it to the engine.
 """
 
@@ -29,8 +29,8 @@ class GradientStash:
     """Sums of gradients, by parameter.
 
     Args:
-        params: Those that require gradients.
-        seed: The gradients are this many times too large: of a loss scaler.
+        params: Parameters that require gradients.
+        seed: Factor by which a loss scaler has made the gradients too large.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], seed: float) -> None:
@@ -100,7 +100,7 @@ class GradientStash:
         """Give the sums away, times the gradient of the loss, and forget them.
 
         Raises:
-            ConfigError: They have been given away already.
+            ConfigError: The sums have been given away already.
         """
         if self._is_given:
             raise ConfigError(
@@ -152,7 +152,7 @@ def leaf_nodes(roots: Sequence[Tensor]) -> Iterator[Any]:
 
 @contextmanager
 def hooks_set_aside(params: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Keep the hooks of parameters for the one gradient of the whole batch."""
+    """Remove the parameters' gradient hooks inside, so that they run once for the whole batch."""
     hooked: list[tuple[dict[int, Any], dict[int, Any]]] = []
     for param in params:
         if hooks := gradient_hooks(param):

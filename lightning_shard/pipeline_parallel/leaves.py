@@ -1,4 +1,4 @@
-"""The tensors in what a module is called with or returns: tuples, lists, mappings, dataclasses."""
+"""The tensors in a module's arguments and results: tuples, lists, mappings, dataclasses."""
 
 import operator
 from collections.abc import Callable, MutableMapping
@@ -34,14 +34,14 @@ def _find(value: Any, found: list[Tensor]) -> None:
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Return a nested value with each of its tensors exchanged."""
+    """Return a nested value with `function` applied to each of its tensors."""
     return apply_to_collection(value, Tensor, function)
 
 
 def exchange_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Return a nested value with each of its tensors exchanged, the same lists and mappings in it.
+    """Replace each tensor of a nested value in place, in the same lists and mappings.
 
-    What a module appends to a list that it is called with is seen by its caller.
+    So the caller sees what a module appends to a list that it is called with.
     """
     if isinstance(value, Tensor):
         return function(value)

@@ -4,9 +4,9 @@
                its gradient ◄──sum, after each batch────             (a leaf of its own graph)
 
 A module's place in the model says on which stage its parameters are; a step may use them on another
-one as well. What that stage wants is found when a kind of step is learned, or by the first
-microbatch, which goes through all stages before the others do. The borrower holds the value for as
-long as a batch takes, and no optimizer state.
+stage as well. The parameters that a stage wants are found when a kind of step is learned, or by the
+first microbatch, which goes through all stages before the others do. The borrower holds the value
+for as long as a batch takes, and no optimizer state.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,12 +27,12 @@ _NARROW = (torch.float16, torch.bfloat16)  # whose gradients are added up in flo
 
 
 class Lending:
-    """Takes values to the stages that borrow them, and gradients back.
+    """Sends values to the stages that borrow them, and gradients back.
 
     Args:
-        model: Its stages.
-        group: The pipeline's ranks; each must call every method alike.
-        stage_ranks: The rank of each stage.
+        model: The model, cut into stages.
+        group: Group of the pipeline's ranks, each of which must call every method alike.
+        stage_ranks: Group rank of each stage.
     """
 
     def __init__(self, model: StagedModel, group: Collectives, stage_ranks: Sequence[int]) -> None:
@@ -41,7 +41,7 @@ class Lending:
         self._leaves: dict[tuple[int, str], Tensor] = {}
 
     def add(self, wanted: Sequence[Wanted]) -> None:
-        """Lend more from now on, with a word about how much that is."""
+        """Lend further parameters from now on, and warn how many values that sends."""
         for one in wanted:
             for stage, names in one.items():
                 for name in names:
@@ -59,7 +59,7 @@ class Lending:
 
     @torch.no_grad()
     def lend(self, at_hand: AtHand) -> None:
-        """Send the values that are lent, and put them in their places."""
+        """Send the lent values, and set them as the borrowers' parameters."""
         sending = []
         for tag, (key, param, owner, borrower) in enumerate(self._each()):
             if self._group.rank == owner:
@@ -103,7 +103,7 @@ class Lending:
             pending.wait()
 
     def _each(self) -> Iterator[tuple[tuple[int, str], nn.Parameter, int, int]]:
-        """Yield every loan with the ranks of its owner and its borrower."""
+        """Yield every loan, its parameter, and the ranks of its owner and its borrower."""
         for key, param in self._loans.items():
             owner = self._stage_ranks[self._model.stages_of(param)[0]]
             yield key, param, owner, self._stage_ranks[key[0]]

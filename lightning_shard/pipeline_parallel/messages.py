@@ -1,4 +1,4 @@
-"""Tensors from stage to stage: shapes are told once for every shape of the batch.
+"""Messages of tensors between stages, whose shapes are sent once for every shape of the batch.
 
     new shapes       header (shapes, formats)   tensor 0   tensor 1 ...
     known shapes                                tensor 0   tensor 1 ...
@@ -38,7 +38,13 @@ _DTYPES = (
 
 @dataclass(frozen=True, kw_only=True)
 class TensorMetadata:
-    """What must be known of a tensor to receive it."""
+    """The properties of a tensor that its receiver must know.
+
+    Attributes:
+        shape: Shape of the tensor.
+        dtype: Format of the elements.
+        requires_grad: Whether the sender waits for the tensor's gradient.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -55,8 +61,8 @@ class StageMessages:
     """Sends and receives lists of tensors between the ranks of a pipeline.
 
     Args:
-        group: The pipeline's ranks.
-        device: Where tensors are received.
+        group: Group of the pipeline's ranks.
+        device: Device on which tensors are received.
     """
 
     def __init__(self, group: Collectives, device: torch.device) -> None:
@@ -67,10 +73,10 @@ class StageMessages:
         self._sending: list[Pending] = []
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int, key: Hashable) -> None:
-        """Start to send; `key` says what determines the metadata, and the boundary.
+        """Start to send tensors; `key` holds all that determines their metadata, and the boundary.
 
         Raises:
-            ConfigError: They look different from the last time.
+            ConfigError: The tensors' metadata differ from the last time with this key.
         """
         all_metadata = [TensorMetadata.of(tensor) for tensor in tensors]
         known = self._known.setdefault(key, all_metadata)
@@ -86,10 +92,11 @@ class StageMessages:
             self._start(tensor.detach().contiguous(), peer, tag)
 
     def send_skipped(self, peer: int, tag: int, key: Hashable) -> list[Tensor]:
-        """Start to send what stands for the tensors of a step that ended before the network.
+        """Start to send fillers for the tensors of a step that ended before the network.
 
         Returns:
-            As the receiver gets them: of the metadata that it knows, and nothing else before that.
+            The fillers that the receiver gets: tensors of the metadata that it knows, or none
+            before it knows any.
         """
         known = self._known.get(key)
         if known is None:
@@ -100,13 +107,13 @@ class StageMessages:
         return fillers
 
     def _filler(self, metadata: TensorMetadata) -> Tensor:
-        """Return values that would be seen if they were taken for results."""
+        """Return values that would be noticed if they were taken for results."""
         floats = metadata.dtype.is_floating_point or metadata.dtype.is_complex
         filler = self.empty(metadata).fill_(float("nan") if floats else 0)
         return filler.requires_grad_(metadata.requires_grad)
 
     def send_known(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
-        """Start to send what the receiver knows the metadata of."""
+        """Start to send tensors whose metadata the receiver knows."""
         for tensor in tensors:
             self._start(tensor.contiguous(), peer, tag)
 
@@ -115,7 +122,7 @@ class StageMessages:
             self._sending.append(self._group.send(tensor, peer, tag, async_op=True))
 
     def receive(self, peer: int, tag: int, key: Hashable) -> "ReceiveHandle":
-        """Start to receive what `send` sends."""
+        """Start to receive the tensors that `send` sends."""
         if key not in self._headers:
             self._headers[key] = self.next_header(peer, tag)
         return ReceiveHandle(self, peer, tag, self._headers[key], key)
@@ -154,7 +161,7 @@ class StageMessages:
 
 
 class _Header:
-    """Metadata that are on their way, or have come."""
+    """Metadata that are on their way, or have arrived."""
 
     def __init__(self, numbers: Tensor, pending: Pending, tag: int) -> None:
         self._numbers, self._pending = numbers, pending
@@ -163,7 +170,7 @@ class _Header:
         self.is_skipped = False
 
     def wait(self) -> Sequence[TensorMetadata]:
-        """Return the metadata."""
+        """Wait for the metadata, and return them."""
         if self.all_metadata is None:
             self._pending.wait()
             self.is_skipped = int(self._numbers[0]) == _SKIPPED
@@ -172,7 +179,7 @@ class _Header:
 
 
 class _Known:
-    """Metadata that nobody has to tell."""
+    """Metadata that the receiver knows without a message."""
 
     is_skipped = False
 

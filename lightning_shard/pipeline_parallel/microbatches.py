@@ -1,4 +1,4 @@
-"""A batch cut into microbatches, and what the steps returned made one again.
+"""Cutting a batch into microbatches, and merging their steps' results into one.
 
     batch of 10            4 microbatches            outputs            as if of one step
     {"x": (10, S)}   ──>   (3, S) (3, S) ...   ──>   loss, logits ──>   mean by size, (10, C)
@@ -26,10 +26,10 @@ class Microbatch:
     """Consecutive samples of a batch.
 
     Attributes:
-        index: Its place in the batch, from 0.
-        content: Of the batch's own type.
-        size: Samples.
-        weight: Samples as a share of the batch's; what its mean counts for in the batch's.
+        index: Number of the microbatch in the batch, from 0.
+        content: The microbatch's samples, in the batch's own type.
+        size: Number of samples.
+        weight: Number of samples divided by the batch's: the weight of its mean in the batch's.
     """
 
     index: int
@@ -65,8 +65,8 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Microbatch]:
     microbatch.
 
     Args:
-        batch: As for `batch_size_of`, which says what B is.
-        num_microbatches: At least 1.
+        batch: Tensors in any nesting of mappings, lists, tuples and dataclasses.
+        num_microbatches: Number of microbatches, at least 1.
 
     Returns:
         Sizes as of `torch.tensor_split`: 10 samples in 4 are 3, 3, 2 and 2.
@@ -96,7 +96,7 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Microbatch]:
 
 
 def merge_outputs(outputs: list[Any], sizes: list[int]) -> Any:
-    """Make one output, as of one step, of those of the microbatches.
+    """Merge the microbatches' outputs into one, as if of one step.
 
     | what every microbatch returned                             | becomes                     |
     |------------------------------------------------------------|-----------------------------|
@@ -115,8 +115,8 @@ def merge_outputs(outputs: list[Any], sizes: list[int]) -> Any:
     Nothing raises: an output that nobody reads must not end a run.
 
     Args:
-        outputs: One per microbatch.
-        sizes: The microbatches' samples, in the same order.
+        outputs: Output of each microbatch.
+        sizes: Number of samples of each microbatch, in the same order.
     """
     first = outputs[0]
     if len(outputs) == 1:
@@ -137,7 +137,7 @@ def merge_outputs(outputs: list[Any], sizes: list[int]) -> Any:
 
 
 def held_values(container: Any) -> dict[Any, Any] | None:
-    """Return what a mapping, list, tuple or dataclass holds, by key; None for anything else."""
+    """Return the values of a mapping, list, tuple or dataclass by key; None for anything else."""
     if isinstance(container, Mapping):
         return dict(container.items())
     if isinstance(container, list | tuple):
@@ -179,7 +179,7 @@ def _has_first_dimension(values: Any, size: int) -> bool:
 
 
 def _samples(value: Any, batch_size: int, part: slice) -> Any:
-    """Return the samples `part` of `value`, or all of it where it does not belong to samples."""
+    """Return the samples `part` of `value`, or `value` where it does not belong to samples."""
     if isinstance(value, Tensor | np.ndarray):
         return value[part] if value.ndim and value.shape[0] == batch_size else value
     is_per_sample = _is_sequence(value) and len(value) == batch_size
@@ -192,7 +192,7 @@ def _samples(value: Any, batch_size: int, part: slice) -> Any:
 
 
 def _is_sequence(value: Any) -> bool:
-    """Whether it may hold one value per sample; a named tuple holds fields."""
+    """Whether `value` may hold one value per sample; a named tuple holds fields."""
     return isinstance(value, list | tuple) and not hasattr(value, "_fields")
 
 
@@ -228,7 +228,7 @@ def _merge_leaves(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
 
 
 def _same(left: Any, right: Any) -> bool:
-    """Compare plain values, and empty containers; what tensors are in cannot be compared."""
+    """Compare plain values and empty containers; values with tensors cannot be compared."""
     if left is right:
         return True
     is_plain = isinstance(left, str | int | float) or held_values(left) == {}

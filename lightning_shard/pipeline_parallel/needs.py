@@ -1,4 +1,4 @@
-"""What each stage's first block needs of earlier stages: found once for every kind of step.
+"""The results of earlier stages that each stage's first block needs, found once per kind of step.
 
     stage 1    step ──> before ──> blocks of stage 0 ──> its first block, called with ...
                (Placeholder)         (skipped)             which of these are Placeholder?
@@ -20,18 +20,18 @@ from lightning_shard.pipeline_parallel.staged_model import StagedModel
 from lightning_shard.placeholders import OtherStageError
 
 _SKIPPED = Needed((), -1)  # the step has returned None before it called the network
-Step = Callable[[Microbatch, bool], Any]  # whether it is the last stage's
+Step = Callable[[Microbatch, bool], Any]  # the flag: whether it runs on the last stage
 
 
 class Needs:
     """Learns the needs of all stages, kind of step by kind of step.
 
     Args:
-        model: Its stages.
-        group: The pipeline's ranks; each must construct this and call it alike.
-        own_stages: Those of this rank.
-        stage_ranks: The rank of each stage.
-        randomness: What a trial of a step draws from.
+        model: The model, cut into stages.
+        group: Group of the pipeline's ranks, each of which must construct this and call it alike.
+        own_stages: Stages of this rank.
+        stage_ranks: Group rank of each stage.
+        randomness: Random streams that a trial of a step draws from.
 
     Attributes:
         wanted: The parameters of other stages that steps have asked for, since `forget`.
@@ -63,16 +63,16 @@ class Needs:
     def learn(
         self, kind: str, microbatches: Sequence[Microbatch], step: Step, *, must_use: bool
     ) -> bool:
-        """For a step that is new, see what each stage's first block needs of earlier stages.
+        """Find, for a new kind of step, what each stage's first block needs of earlier stages.
 
         Args:
-            kind: Names the step.
-            microbatches: To try it on: the first for which it does not return None at once.
-            step: Runs the user's step.
-            must_use: Whether the step has to call the blocks; an evaluation may do without.
+            kind: Name of the kind of step.
+            microbatches: Microbatches to try the step on, until it does not return None at once.
+            step: Runs the user's step on a microbatch.
+            must_use: Whether the step has to call the blocks; an evaluation need not.
 
         Returns:
-            Whether it does; of a training step, with any of the microbatches.
+            Whether the step calls the blocks; a training step with any of the microbatches.
 
         Raises:
             ConfigError: The step misses the blocks of a stage, or what a block returns cannot be
@@ -105,7 +105,7 @@ class Needs:
         return True
 
     def _of_all_known(self, microbatch: Microbatch, step: Step) -> dict[int, Needed | None]:
-        """Return what each stage needs, None where its block is not called."""
+        """Return what each stage needs; None where its block is not called."""
         all_stages = self._of_all(microbatch, step)
         if not self.wanted and any(isinstance(needed, str) for needed in all_stages.values()):
             self._learn_of_blocks(microbatch, step)
@@ -118,7 +118,7 @@ class Needs:
         return known
 
     def _of_all(self, microbatch: Microbatch, step: Step) -> dict[int, Needed | str | None]:
-        """As `_of_all_known`; or why it is open."""
+        """Return what each stage needs; a text where that could not be found, and says why."""
         wanted: dict[int, frozenset[str]] = {}
         found: dict[int, Needed | str | None] = {}
         for stage in self._own_stages:
@@ -142,7 +142,7 @@ class Needs:
             return str(error.__cause__)
 
     def _learn_of_blocks(self, microbatch: Microbatch, step: Step) -> None:
-        """Let the first stage run its first block, and tell the others what that returns."""
+        """Let the first stage run its first block, and tell the others the result's metadata."""
         template = None
         if 0 in self._own_stages:
             template = self._probe(0, microbatch, step).template

@@ -1,4 +1,4 @@
-"""Which stage gets which blocks, and which stages need what stands around them.
+"""The blocks of each stage, and the stages that need the modules around the blocks.
 
     model        embed   block 0   block 1   block 2   block 3   norm   head
     bounds               0                   2                   4
@@ -32,12 +32,12 @@ _T = TypeVar("_T", bound=Tensor)
 
 @dataclass(frozen=True, kw_only=True)
 class BlockCosts:
-    """What a model's parts cost, in any one unit; whole numbers tie exactly.
+    """The costs of a model's parts, in any one unit; whole numbers tie exactly.
 
     Attributes:
-        before: What stands before the first block.
-        blocks: Each block.
-        after: What comes after the last one.
+        before: Cost of the modules before the first block.
+        blocks: Cost of each block.
+        after: Cost of the modules after the last block.
     """
 
     before: float
@@ -50,7 +50,7 @@ class Partition:
     """The blocks of each stage.
 
     Attributes:
-        blocks: What is cut.
+        blocks: The block list that is cut.
         bounds: Stage s has the blocks `bounds[s] <= i < bounds[s + 1]`, at least one.
     """
 
@@ -82,13 +82,13 @@ def partition_blocks(
     """Cut the blocks into stages.
 
     Args:
-        model: The blocks' model.
-        blocks: Of `find_blocks`.
-        num_stages: Of the whole pipeline; a rank may have several.
-        split: What is balanced between the stages, or the first block of each stage but the first.
-            Ties go to even numbers of blocks, then to fewer blocks on the earlier stages, which
-            hold the most activations.
-        measured: Of `measure_blocks`, for "flops" and "memory".
+        model: The model that contains the blocks.
+        blocks: The block list that `find_blocks` found.
+        num_stages: Number of stages of the whole pipeline; a rank may have several.
+        split: The cost that is balanced between the stages, or the first block of each stage but
+            the first. Ties go to even numbers of blocks, then to fewer blocks on the earlier
+            stages, which hold the most activations.
+        measured: The costs that `measure_blocks` measured, for "flops" and "memory".
 
     Raises:
         ConfigError: Fewer blocks than stages, an unknown `split`, or indices that are no cut into
@@ -143,8 +143,8 @@ def used_at(
     a second name of a full model says nothing of where its layers are used.
 
     Args:
-        model: The blocks' model.
-        blocks: Of `find_blocks`.
+        model: The model that contains the blocks.
+        blocks: The block list that `find_blocks` found.
         tensors: `nn.Module.parameters` or `nn.Module.buffers`.
     """
     index_of = {block: index for index, block in enumerate(blocks.modules)}
@@ -177,9 +177,9 @@ def best_bounds(cost: _Cost, num_blocks: int, num_stages: int) -> tuple[int, ...
     """Return the bounds of the stages whose largest cost is the smallest possible.
 
     Args:
-        cost: Of a stage with the blocks `start <= i < stop`.
-        num_blocks: At least `num_stages`.
-        num_stages: Each gets at least one block.
+        cost: Returns the cost of a stage with the blocks `start <= i < stop`.
+        num_blocks: Number of blocks, at least `num_stages`.
+        num_stages: Number of stages, each of which gets at least one block.
     """
     largest, _ = _cheapest(cost, max, num_blocks, num_stages)
 
@@ -194,7 +194,7 @@ def _cheapest(
 ) -> tuple[float, tuple[int, ...]]:
     """Return the least joint cost of the stages, and bounds that have it.
 
-    `best[stop]` is that of the blocks before `stop` on the stages so far.
+    `best[stop]` is the least cost of the blocks before `stop` on the stages so far.
     """
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0, (0,))}
     for stage in range(1, num_stages + 1):
@@ -242,7 +242,7 @@ def _measured_cost(costs: BlockCosts) -> _Cost:
 
 
 def _parameter_cost(model: nn.Module, blocks: BlockList) -> _Cost:
-    """Return what counts the parameters of a stage, shared ones once."""
+    """Return the function that counts the parameters of a stage, shared ones once."""
     params_at: dict[int, list[nn.Parameter]] = {}
     for param, places in used_at(model, blocks, nn.Module.parameters).items():
         for place in places:

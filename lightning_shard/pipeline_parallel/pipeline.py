@@ -54,7 +54,22 @@ _RECEIVES: dict[Kind, Kind] = {"F": "RECV_F", "B": "RECV_B", "I": "RECV_B"}  # t
 
 @dataclass
 class _Batch:
-    """What is going on with one batch."""
+    """The state of the batch that runs.
+
+    Attributes:
+        kind: Name of the kind of step.
+        microbatches: The batch's microbatches, the same on every rank.
+        step: Runs the user's step on a microbatch.
+        trainable: Whether each parameter of this rank requires a gradient.
+        stash: Sums of gradients; None in an evaluation.
+        loss_of: Finds the loss in the step's result.
+        runs: By stage and microbatch, the runs that are kept.
+        losses: By microbatch, the weighted loss.
+        inbox: Tensors or their receives, by kind ("F" or "B"), stage and microbatch.
+        grads: By stage and microbatch, the gradients of the stage's inputs.
+        halves: By stage and microbatch, the second half of its backward.
+        results: By microbatch, the result of the step.
+    """
 
     kind: str
     microbatches: Sequence[Microbatch]
@@ -74,19 +89,20 @@ class Pipeline:
     """Runs steps through the stages of a model.
 
     Args:
-        model: Its stages.
-        group: The pipeline's ranks, one after the other; each must construct this.
-        stage_params: The parameters of each stage of this rank.
+        model: The model, cut into stages.
+        group: Group of the pipeline's ranks, in order; each must construct this.
+        stage_params: Parameters of each stage of this rank.
         schedules: Makes the schedule of training for a number of microbatches.
-        stage_ranks: The rank of each stage.
-        device: Of this rank.
+        stage_ranks: Group rank of each stage.
+        device: Device of this rank.
         early: Whether to post receives early: see `early_receives`.
 
     Attributes:
-        observer: Makes what surrounds every action, to take its time. A computation's waiting for
-            its message stands around by itself, as the receive; posting a receive does not.
-        peak_activations: The most runs that were kept for their backward at one time.
-        at_hand: What the second half of a backward runs in, which begins within blocks.
+        observer: Makes the context around every action, to take its time. A computation's wait for
+            its message has a context of its own, as the receive; the posting of a receive has
+            none.
+        peak_activations: Largest number of runs that were kept for their backward at one time.
+        at_hand: Makes the context of a backward's second half, which begins within blocks.
         reformats: Whether parameters change their format between a forward and its backward.
     """
 
@@ -135,7 +151,7 @@ class Pipeline:
 
     @property
     def num_stages(self) -> int:
-        """Stages over all ranks."""
+        """Number of stages over all ranks."""
         return len(self._stage_ranks)
 
     @property
@@ -145,7 +161,7 @@ class Pipeline:
 
     @property
     def last_rank(self) -> int:
-        """The rank in the pipeline that has the last stage."""
+        """Group rank that has the last stage."""
         return self._stage_ranks[-1]
 
     def train(
@@ -159,19 +175,20 @@ class Pipeline:
         """Run forwards and backwards of one batch; each rank must call.
 
         Args:
-            kind: Names the step: its blocks are called with the same structure every time.
-            microbatches: Of the batch, the same on every rank.
-            step: Runs the user's step on one.
-            loss_of: Finds the loss in what the step returned; None skips the microbatch.
-            seed: Multiplies the gradients while they travel: a loss scaler's scale.
+            kind: Name of the kind of step, which calls its blocks with the same structure each
+                time.
+            microbatches: Microbatches of the batch, the same on every rank.
+            step: Runs the user's step on a microbatch.
+            loss_of: Finds the loss in the step's result; None skips the microbatch.
+            seed: Factor of the gradients while they travel: a loss scaler's scale.
 
         Returns:
-            What the step returned for each microbatch, on the last stage's rank; else nothing, and
-            nothing where it returned None for all before it called the network. And the gradients
-            of the mean over the batch's samples.
+            The step's result for each microbatch, on the rank of the last stage; nothing on the
+            others, or where the step returned None for all before it called the network. And the
+            gradients of the mean over the batch's samples.
 
         Raises:
-            ConfigError: A step that cannot be pipelined.
+            ConfigError: The step cannot be pipelined.
         """
         params = {param: None for own in self._stage_params.values() for param in own}
         stash = GradientStash([param for param in params if param.requires_grad], seed)
@@ -183,17 +200,18 @@ class Pipeline:
     def evaluate(
         self, kind: str, microbatches: Sequence[Microbatch], step: Step
     ) -> dict[int, Any] | None:
-        """Run forwards of one batch only; as `train` otherwise.
+        """Run the forwards of one batch, as `train` does; each rank must call.
 
         Returns:
-            None, on every rank, where the step does not use the network at all.
+            The step's results as of `train`; None, on every rank, where the step does not use the
+            network at all.
         """
         batch = _Batch(kind, microbatches, step)
         uses = self._run(batch, self._forward_schedules(len(microbatches)))
         return batch.results if uses else None
 
     def _run(self, batch: _Batch, schedule: Schedule) -> bool:
-        """Do what this rank has to; return whether the step uses the network."""
+        """Run this rank's actions of a schedule; return whether the step uses the network."""
         self._batch = batch
         self._randomness.next_batch()
         training = batch.stash is not None
@@ -211,7 +229,7 @@ class Pipeline:
         return uses
 
     def _learn(self, batch: _Batch) -> bool:
-        """See what the stages need in a kind of step; return whether it uses the network."""
+        """Learn what the stages need in a kind of step; return whether it uses the network."""
         for _ in range(_MAX_ATTEMPTS):
             uses = self._needs.learn(
                 batch.kind, batch.microbatches, batch.step, must_use=batch.stash is not None
@@ -229,17 +247,18 @@ class Pipeline:
         )
 
     def _borrow(self, batch: _Batch, wanted: Sequence[Wanted]) -> None:
-        """Let stages have parameters of others from now on."""
+        """Let stages borrow parameters of others from now on."""
         self._model.hide()
         self._lending.add(wanted)
         self._lending.lend(self.at_hand)
         self._needs.forget(batch.kind)
 
     def _rehearse(self, batch: _Batch) -> bool:
-        """Send the first microbatch through all stages, to see what they want to borrow.
+        """Send the first microbatch through all stages, to find what they want to borrow.
 
         Returns:
-            Whether its forward has been done: it is, the first time that a kind of step comes.
+            Whether the microbatch's forward has been done, as it is the first time that a kind of
+            step comes.
         """
         if batch.kind in self._rehearsed or self.num_stages == 1:
             return False
@@ -277,7 +296,7 @@ class Pipeline:
             self._actions[action.kind](action)
 
     def _await(self, action: Action, observer: Observer) -> None:
-        """Wait for what a computation else waits for itself."""
+        """Wait for the message of a computation before the computation does."""
         receive = _RECEIVES[action.kind]
         coming = self._batch.inbox.get((receive[-1], action.stage, action.microbatch))
         if isinstance(coming, ReceiveHandle):
@@ -285,7 +304,7 @@ class Pipeline:
                 coming.wait()
 
     def _key(self, boundary: int, microbatch: int) -> tuple[Any, ...]:
-        """What the looks of the tensors at a boundary depend on."""
+        """Return all that the metadata of the tensors at a boundary depend on."""
         content = self._batch.microbatches[microbatch].content
         return boundary, self._batch.kind, self._batch.trainable, signature(content)
 
@@ -328,7 +347,7 @@ class Pipeline:
         self._messages.send_known(self._batch.grads.pop((stage, index)), peer, tag)
 
     def _inputs(self, stage: int, index: int) -> list[Tensor] | None:
-        """What the previous stage has sent, or handed over on this rank."""
+        """Return the tensors that the previous stage has sent, or handed over on this rank."""
         if stage == 0:
             self._is_sender_skipped = False
             return None
@@ -373,7 +392,7 @@ class Pipeline:
             del batch.runs[stage, index]
 
     def _run_step(self, run: StageRun, batch: _Batch, microbatch: Microbatch) -> None:
-        """Run a step; in a rehearsal note what it wants of other stages, and let it go."""
+        """Run a step; in a rehearsal note which parameters of other stages it wants, and go on."""
         if run.is_skipped:
             return
         try:
@@ -393,7 +412,7 @@ class Pipeline:
             batch.losses[microbatch.index] = loss * (microbatch.weight * batch.stash.seed)
 
     def _roots(self, stage: int, index: int) -> tuple[list[Tensor], list[Tensor] | None]:
-        """Where a backward begins, and the gradients there (None: one)."""
+        """Return the tensors at which a backward begins, and their gradients (None: one)."""
         batch = self._batch
         if stage == self.num_stages - 1:
             loss = batch.losses.pop(index, None)
@@ -460,5 +479,5 @@ def _as_published(schedule: Schedule) -> Schedule:
 
 
 def _followed(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Those of some tensors that have gradients."""
+    """Return the tensors that require gradients."""
     return [tensor for tensor in tensors if tensor.requires_grad]

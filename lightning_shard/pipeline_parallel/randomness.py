@@ -1,10 +1,10 @@
-"""Random numbers in a pipeline: a step draws the same on every stage before its blocks.
+"""Random numbers in a pipeline: before its blocks a step draws the same on every stage.
 
     microbatch i    before the blocks: seed(i), on each stage      (noise, timesteps, mixing)
                     from the blocks on: seed(i, stage)             (dropout)
 
-Every stage runs the user's step, so what the step draws of its own must agree; what blocks draw
-must not repeat another stage's. Seeds come from a number that the pipeline's ranks agree on once.
+Every stage runs the user's step, so the step's own random numbers must agree; those of blocks must
+not repeat another stage's. Seeds come from a number that the pipeline's ranks agree on once.
 """
 
 import random
@@ -22,8 +22,9 @@ class StageRandomness:
     """Seeds the generators of Python, numpy and torch for each stage's run of a microbatch.
 
     Args:
-        group: The pipeline's ranks; each must construct this. Rank 0's generator decides.
-        device: Whose generator is seeded beside the CPU's.
+        group: Group of the pipeline's ranks, each of which must construct this. Rank 0's generator
+            gives the common number.
+        device: Device whose generator is seeded beside the CPU's.
     """
 
     def __init__(self, group: Collectives, device: torch.device) -> None:
@@ -37,11 +38,11 @@ class StageRandomness:
         self._batch = self._generator.randrange(_NUM_SEEDS)
 
     def begin(self, microbatch: int) -> None:
-        """Draw as every stage does for this microbatch."""
+        """Seed the generators as every stage does for this microbatch."""
         self._seed(microbatch, 0)
 
     def enter(self, microbatch: int, stage: int) -> None:
-        """Draw as no other stage does."""
+        """Seed the generators as no other stage does for this microbatch."""
         if stage > 0:
             self._seed(microbatch, stage)
 

@@ -1,4 +1,4 @@
-"""What each rank of a pipeline does, in order: computations, sends and receives.
+"""Schedules: the computations, sends and receives of each rank of a pipeline, in order.
 
 A schedule is a table of actions, one row per rank. GPipe with 2 stages and 2 microbatches:
 
@@ -44,8 +44,13 @@ StageInput = tuple[int, str, int]  # the stage that takes it, "F" or "B", the mi
 class Action(NamedTuple):
     """One step of a rank; `str` gives it as torch prints it: 0F1, 1SEND_B0.
 
-    Kinds: F forward, B whole backward, or its halves I (gradients of the inputs) and W (of the
+    Kinds: F forward, B full backward, or its halves I (gradients of the inputs) and W (of the
     weights); SEND_F and RECV_F move activations up, SEND_B and RECV_B gradients down.
+
+    Attributes:
+        stage: Stage that the action is on.
+        kind: Kind of the action.
+        microbatch: Number of the microbatch, from 0.
     """
 
     stage: int
@@ -62,7 +67,7 @@ class Action(NamedTuple):
 
     @property
     def output(self) -> "StageInput":
-        """What a forward or backward, or its SEND, makes for the next stage."""
+        """The input of a neighbouring stage that a forward or backward, or its SEND, makes."""
         if self.kind in ("F", "SEND_F"):
             return self.stage + 1, "F", self.microbatch
         return self.stage - 1, "B", self.microbatch
@@ -73,11 +78,11 @@ class Schedule:
     """The table of one training step, or of a forward pass alone.
 
     Attributes:
-        name: One of `SCHEDULES`, or "forward_only".
-        num_ranks: Ranks of the pipeline.
-        num_microbatches: Parts of the batch.
-        stage_ranks: The rank of each stage.
-        actions: For each rank what it does, in order, with sends and receives.
+        name: Name of the schedule, one of `SCHEDULES`, or "forward_only".
+        num_ranks: Number of ranks of the pipeline.
+        num_microbatches: Number of microbatches of the batch.
+        stage_ranks: Group rank of each stage.
+        actions: Actions of each rank, in order, with sends and receives.
     """
 
     name: str
@@ -88,7 +93,7 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
-        """Stages of the pipeline, over all ranks."""
+        """Number of stages of the pipeline, over all ranks."""
         return len(self.stage_ranks)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -102,10 +107,11 @@ def make_schedule(
     """Make the table of a training step.
 
     Args:
-        name: One of `SCHEDULES`.
-        num_ranks: Ranks of the pipeline.
-        num_microbatches: Parts of the batch.
-        num_stages: Stages over all ranks; by default one per rank for gpipe and 1f1b, else two.
+        name: Name of the schedule, one of `SCHEDULES`.
+        num_ranks: Number of ranks of the pipeline.
+        num_microbatches: Number of microbatches of the batch.
+        num_stages: Number of stages over all ranks; by default one per rank for gpipe and 1f1b,
+            else two.
 
     Raises:
         ConfigError: The schedule does not exist, or does not allow these numbers.
@@ -133,7 +139,7 @@ def forward_schedule(training: Schedule | Sequence[int], num_microbatches: int) 
 
     Args:
         training: The schedule of a training step, or its `stage_ranks`.
-        num_microbatches: Parts of the batch.
+        num_microbatches: Number of microbatches of the batch.
     """
     ranks = tuple(training.stage_ranks if isinstance(training, Schedule) else training)
     tables: list[list[Step | None]] = [[None] * rank for rank in range(max(ranks) + 1)]
@@ -143,7 +149,7 @@ def forward_schedule(training: Schedule | Sequence[int], num_microbatches: int) 
 
 
 def default_stages_per_rank(name: str) -> int:
-    """Return how many stages a rank has unless the user says otherwise."""
+    """Return the number of stages that a rank has by default."""
     return 1 if name in _ONE_STAGE else 2
 
 
@@ -168,7 +174,7 @@ def check_name(name: str) -> None:
     """Refuse a schedule that does not exist.
 
     Raises:
-        ConfigError: Naming those that do.
+        ConfigError: The schedule does not exist; names those that do.
     """
     if name not in SCHEDULES:
         raise ConfigError(f"schedule is {name!r}; expected one of {', '.join(SCHEDULES)}.")
@@ -180,7 +186,7 @@ def checked_stages(
     """Return the number of stages over all ranks, or refuse numbers that do not go together.
 
     Raises:
-        ConfigError: Naming numbers near these that the schedule allows.
+        ConfigError: The schedule does not allow these numbers; names near ones that it allows.
     """
     check_name(name)
     if num_ranks < 1:
@@ -239,7 +245,7 @@ def _nearest_microbatches(name: str, num_ranks: int, num_microbatches: int) -> l
 
 
 def _gpipe(rank: int, num_ranks: int, num_microbatches: int) -> list[Step | None]:
-    """All forwards, then all backwards, the newest activations first."""
+    """Return a rank's row of GPipe: all forwards, then all backwards, the newest first."""
     forwards: list[Step | None] = [(rank, "F", i) for i in range(num_microbatches)]
     backwards: list[Step | None] = [(rank, "B", i) for i in reversed(range(num_microbatches))]
     # 2 slots a hop would do; with 3 a gradient is received while the one before is computed with.
@@ -247,7 +253,7 @@ def _gpipe(rank: int, num_ranks: int, num_microbatches: int) -> list[Step | None
 
 
 def _1f1b(rank: int, num_ranks: int, num_microbatches: int) -> list[Step | None]:
-    """As many forwards as stages follow, then one forward and one backward in turn."""
+    """Return a rank's row of 1F1B: a forward for each later stage, then forwards and backwards."""
     forwards: list[Step | None] = [(rank, "F", i) for i in range(num_microbatches)]
     hops = num_ranks - 1 - rank
     warmup = forwards[:hops]
@@ -257,7 +263,7 @@ def _1f1b(rank: int, num_ranks: int, num_microbatches: int) -> list[Step | None]
 
 
 def _idle(slots: int) -> list[Step | None]:
-    """Slots that keep the rows in step: where a receive is put depends on them, nothing else."""
+    """Return empty slots, which only decide where receives are put between the rows."""
     return [None] * slots
 
 

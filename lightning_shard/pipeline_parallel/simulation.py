@@ -1,4 +1,4 @@
-"""Replay a schedule with given durations: who waits for whom, and for how long.
+"""A replay of a schedule with given durations: which ranks wait, and for how long.
 
 Each rank does its actions in order; a computation waits for its input. A message travels while
 its sender goes on, and any number of them at once: the model knows latency, not bandwidth.
@@ -7,8 +7,8 @@ its sender goes on, and any number of them at once: the model knows latency, not
                  └ message ┐
     rank 1                 F0 ...
 
-The replay is also a proof that a table fits together: a rank that waits for what never comes is
-a `DeadlockError` that lists every such rank.
+The replay also proves that a table fits together: ranks that wait for a message that never comes
+are listed in a `DeadlockError`.
 """
 
 from collections import deque
@@ -22,14 +22,14 @@ from lightning_shard.pipeline_parallel.timeline import Event, Timeline
 
 @dataclass(frozen=True, kw_only=True)
 class Durations:
-    """How long each kind of action takes, in any one unit.
+    """The duration of each kind of action, in any one unit.
 
     Attributes:
-        forward: F of one stage and microbatch.
-        backward: B, the whole backward.
-        backward_input: I, the gradients of the inputs.
-        backward_weight: W, the gradients of the weights.
-        message: From a send until the receiver can compute with it.
+        forward: Duration of F, the forward of one stage and microbatch.
+        backward: Duration of B, the full backward.
+        backward_input: Duration of I, the gradients of the inputs.
+        backward_weight: Duration of W, the gradients of the weights.
+        message: Time from a send until the receiver can compute with the message.
     """
 
     forward: float = 1.0
@@ -39,7 +39,7 @@ class Durations:
     message: float = 0.0
 
     def of_kinds(self) -> dict[Kind, float]:
-        """Return the duration of each kind that computes."""
+        """Return the duration of each kind of computation."""
         return {
             "F": self.forward,
             "B": self.backward,
@@ -56,12 +56,12 @@ def replay(
     Messages stand in the timeline only when they take time.
 
     Args:
-        schedule: The table.
-        durations: Of each kind, by default 1 for F, I and W, 2 for B, and nothing for a message;
-            or of each computation, such as `Timeline.durations`, and nothing for a message.
+        schedule: The schedule to replay.
+        durations: Duration of each kind, by default 1 for F, I and W, 2 for B, and 0 for a message;
+            or of each computation, such as `Timeline.durations`, with 0 for a message.
 
     Raises:
-        DeadlockError: The table has a rank wait for what no rank sends.
+        DeadlockError: The table has a rank wait for a message that no rank sends.
     """
     simulation = _Replay(schedule, Durations() if durations is None else durations)
     simulation.run()
@@ -71,8 +71,9 @@ def replay(
 class _Replay:
     """The state of a replay.
 
-    `sent` holds when a message arrives, from its SEND to its RECV; `ready` when an input is there,
-    from its RECV (or from the neighbouring stage on the same rank) to the computation.
+    `sent` holds the time at which a message arrives, from its SEND to its RECV; `ready` the time at
+    which an input is there, from its RECV (or from the neighbouring stage on the same rank) to the
+    computation.
     """
 
     def __init__(self, schedule: Schedule, durations: Durations | Mapping[Action, float]) -> None:
@@ -96,7 +97,7 @@ class _Replay:
         self._check_all_done()
 
     def _do(self, rank: int, action: Action) -> bool:
-        """Do one action; False when the rank has to wait for its message."""
+        """Do one action; return False when the rank has to wait for its message."""
         if action.computes:
             return self._compute(rank, action)
         if action.kind.startswith("SEND"):
@@ -140,7 +141,7 @@ class _Replay:
             self.ready[output] = self.clocks[rank]
 
     def _input_of(self, action: Action) -> StageInput | None:
-        """Return what a computation takes from another stage; None for the ends and for W."""
+        """Return the input of a computation from another stage; None for the ends and for W."""
         first_or_last = 0 if action.kind == "F" else self.schedule.num_stages - 1
         if action.kind == "W" or action.stage == first_or_last:
             return None
@@ -164,7 +165,7 @@ class _Replay:
 def _lookup(
     durations: Durations | Mapping[Action, float],
 ) -> tuple[Callable[[Action], float], float]:
-    """Return what gives a computation's duration, and the duration of a message."""
+    """Return the function of a computation's duration, and the duration of a message."""
     if not isinstance(durations, Durations):
         return durations.__getitem__, 0.0
     of_kinds = durations.of_kinds()

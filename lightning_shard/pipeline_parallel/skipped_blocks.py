@@ -1,4 +1,4 @@
-"""What a block of another stage seems to return: the right structure, shapes and formats.
+"""Stand-ins for blocks of other stages, which return the right structure, shapes and formats.
 
 The first time, the block itself runs on `Placeholder` values, which costs its Python code and no
 arithmetic. Where each tensor of the result looks like one of the arguments (hidden states do), that
@@ -6,8 +6,8 @@ is remembered, and the block is not run again, whatever shapes come. A block tha
 router counts its tokens) is taken to return what the first block of its class returns.
 
 A block may leave more than its result behind: an auxiliary loss in an attribute, hidden states in a
-list that a hook fills. Who collects these must find a value of another stage there, not one less.
-So whether any `Placeholder` of a run outlives it is looked at, and such a block runs every time.
+list that a hook fills. Code that collects these must find another stage's placeholder there, not a
+value less. So a block is run every time when any `Placeholder` of its first run outlives the run.
 """
 
 import copy
@@ -36,19 +36,25 @@ _MAX_TEMPLATES = 64  # a number that changes with every batch must not fill the 
 
 
 class UnknownResultError(BaseException):
-    """Ends a probe at a block whose result is not known; the cause says why."""
+    """Ends a probe at a block whose result's metadata are not known; the cause says why."""
 
 
 @dataclass(frozen=True)
 class _ResultMetadata:
-    """How a tensor of a result looks: as an argument does, or by itself."""
+    """Metadata of a tensor in a block's result.
+
+    Attributes:
+        argument: Index of an argument's tensor with the same metadata; None without one.
+        shape: Shape of the tensor.
+        dtype: Format of the elements.
+    """
 
     argument: int | None
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     def show(self, arguments: Sequence[Tensor]) -> Placeholder:
-        """Return a tensor that looks so."""
+        """Return a placeholder with these metadata."""
         if self.argument is not None:
             like = arguments[self.argument]
             if isinstance(like, Placeholder):  # attributes of one are calls: the short way
@@ -64,7 +70,7 @@ class Template:
 
     Attributes:
         structure: The result, with metadata in place of each tensor.
-        num_arguments: Tensors that the block was called with.
+        num_arguments: Number of tensors that the block was called with.
         keeps_gradients: Whether the block keeps other tensors that require gradients.
     """
 
@@ -88,18 +94,18 @@ class Template:
 
     @property
     def follows_arguments(self) -> bool:
-        """Whether nothing but the arguments' shapes says how it looks: any may come."""
+        """Whether the result's metadata follow from the arguments', whatever shapes come."""
         found: list[Any] = []
         apply_to_collection(self.structure, (_ResultMetadata, int, float), found.append)
         return all(getattr(one, "argument", None) is not None for one in found)
 
     @property
     def is_plain(self) -> bool:
-        """Whether it holds nothing that belongs to one call, such as a cache."""
+        """Whether the result holds no object that belongs to one call, such as a cache."""
         return _is_plain(self.structure)
 
     def build(self, arguments: Sequence[Tensor]) -> Any:
-        """Return what looks like the result for these arguments."""
+        """Return placeholders in the structure of the result for these arguments."""
         if isinstance(self.structure, _ResultMetadata):
             return self.structure.show(arguments)
         return apply_to_collection(
@@ -111,10 +117,10 @@ class SkippedBlock:
     """Stands in for one block where it is skipped.
 
     Args:
-        block: Its parameters are stand-ins while this is called.
+        block: The block, whose parameters are stand-ins while this is called.
 
     Attributes:
-        hint: What another block of its class returns.
+        hint: Template of the result of another block of its class; None without one.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -126,12 +132,12 @@ class SkippedBlock:
     def __call__(
         self, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Return what looks like the block's result for these arguments.
+        """Return placeholders in the structure of the block's result for these arguments.
 
         Args:
-            call: The block with its hooks.
-            args: What it is called with.
-            kwargs: As well.
+            call: Calls the block with its hooks.
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
 
         Raises:
             UnknownResultError: The block needs elements, and there is no hint.
@@ -162,7 +168,7 @@ class SkippedBlock:
         kwargs: Mapping[str, Any],
         leaves: Sequence[Tensor],
     ) -> tuple[Any, Template | None]:
-        """Return a result, and its template if the result does not matter beside it."""
+        """Return a result of the block and its template, which is None where the result counts."""
         try:
             result = _on_copies(call, args, kwargs)
         except ConfigError:
@@ -185,13 +191,13 @@ def template_of_call(
     """Call a block with values, and return the structure of its result.
 
     Args:
-        call: The block.
-        args: What it is called with.
-        kwargs: As well.
-        forget: Lets go of what is no work of the block's, but kept of its activations.
+        call: Calls the block.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+        forget: Lets go of activations that split layers, not the block, keep between calls.
     """
     leaves = tensors_in((args, kwargs))
-    with torch.inference_mode(mode=False), torch.enable_grad(), _Computed() as computed:
+    with torch.inference_mode(mode=False), torch.enable_grad(), _ComputedTensors() as computed:
         result = _on_copies(call, args, kwargs)
     template = Template.of(result, leaves)
     del result
@@ -199,7 +205,7 @@ def template_of_call(
     return replace(template, keeps_gradients=_outlives(computed.followed))
 
 
-class _Computed(TorchFunctionMode):
+class _ComputedTensors(TorchFunctionMode):
     """Notes the tensors that are computed inside and require gradients."""
 
     def __init__(self) -> None:
@@ -217,13 +223,13 @@ class _Computed(TorchFunctionMode):
 
 
 def _on_copies(call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call with arguments of which it can be seen whether they are kept; with the same lists."""
+    """Call with copies of the arguments' tensors, to see whether the block keeps them."""
     with _uncompiled():
         return call(*map(_copied, args), **{name: _copied(one) for name, one in kwargs.items()})
 
 
 def _uncompiled() -> AbstractContextManager[None]:
-    """Let compiled code run as it is written: there is nothing to compile for stand-ins."""
+    """Run compiled code uncompiled inside, since stand-ins need not be compiled for."""
     if "torch._dynamo" not in sys.modules:  # which takes long to import
         return nullcontext()
     stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
@@ -241,7 +247,7 @@ def _copied(value: Any) -> Any:
 
 
 def _outlives(born: Sequence["weakref.ref[Any]"]) -> bool:
-    """Whether one of these is still there."""
+    """Whether one of these tensors is still alive."""
     if any(one() is not None for one in born):
         gc.collect()
     return any(one() is not None for one in born)

@@ -1,10 +1,10 @@
-"""A model of which each rank of a pipeline has its own stages' parameters only.
+"""The split of a model's parameters over the ranks of a pipeline, by their stages.
 
     rank 0   embed.weight   blocks.0   blocks.1      -          -       head.weight (tied)
     rank 1        -            -          -       blocks.2   blocks.3   head.weight
 
 A parameter that is not here has no elements; it stays the object that optimizers and schedulers
-hold. One that two stages share is on both: their gradients are summed, so both take one step.
+hold. A parameter that two stages share is on both: its gradients are summed, so both take one step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,16 +22,17 @@ class PipelineSplit:
     """Takes the parameters of other stages off a rank, until `restore`.
 
     Args:
-        model: Full; rank 0's values win. Each rank of the pipeline must construct this.
-        partition: Its stages.
-        stage_ranks: The rank of each stage.
-        group: The pipeline's ranks.
-        device: Where this rank's part is to be.
+        model: The full model, whose values on rank 0 win. Each rank of the pipeline must construct
+            this.
+        partition: Blocks of each stage.
+        stage_ranks: Group rank of each stage.
+        group: Group of the pipeline's ranks.
+        device: Device for this rank's part of the model.
 
     Attributes:
-        param_stages: The stages of each parameter.
-        full_shapes: The full shape of each parameter that is not here.
-        shapes: That of every parameter.
+        param_stages: Stages of each parameter.
+        full_shapes: Full shape of each parameter that is not here.
+        shapes: Full shape of every parameter.
     """
 
     is_first: bool
@@ -81,7 +82,7 @@ class PipelineSplit:
     def sum_ties(self, stash: GradientStash) -> None:
         """Sum the gradients of parameters that several ranks share; each rank must call.
 
-        What none of them has used stays without a gradient.
+        A parameter that none of them has used stays without a gradient.
         """
         for ranks, group in self._ties.items():
             shared = [p for p, own in self._ranks.items() if own == ranks and p.requires_grad]
@@ -94,7 +95,7 @@ class PipelineSplit:
 
     @property
     def groups(self) -> Sequence[Collectives]:
-        """The pipeline's ranks."""
+        """The group of the pipeline's ranks."""
         return (self.group,)
 
     @property
@@ -104,11 +105,11 @@ class PipelineSplit:
 
     @property
     def group_sets(self) -> Sequence[Sequence[Collectives]]:
-        """Every parameter's elements are somewhere in the pipeline."""
+        """The one set of groups over which any parameter is spread: the pipeline's."""
         return ((self.group,),)
 
     def groups_of(self, param: nn.Parameter) -> Sequence[Collectives]:
-        """Return the pipeline's ranks."""
+        """Return the group of the pipeline's ranks, on some of which `param` is."""
         return (self.group,)
 
     def is_here(self, param: nn.Parameter) -> bool:
@@ -120,7 +121,7 @@ class PipelineSplit:
         return self.shapes.get(param, param.shape)
 
     def is_spread(self, param: nn.Parameter) -> bool:
-        """Whether a parameter is one of the model's, of which stages have their own."""
+        """Whether a parameter is one of the model's, which only some stages have."""
         return param in self._ranks
 
     def is_shared(self, param: nn.Parameter) -> bool:
@@ -132,7 +133,7 @@ class PipelineSplit:
         return self._ranks[param][0] == self.group.rank
 
     def local(self, param: nn.Parameter, full: Tensor) -> Tensor:
-        """Return the tensor: what is here is full."""
+        """Return the tensor itself, since a parameter that is here is full."""
         return full
 
     @torch.no_grad()

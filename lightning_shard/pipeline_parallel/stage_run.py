@@ -1,7 +1,7 @@
-"""One microbatch on one stage: the user's whole step, of which only the stage's part is computed.
+"""One microbatch on one stage: the user's step runs, and only the stage's part is computed.
 
     step ──> before ──> block 0 .. first-1 ──> first .. stop-1 ──> block `stop`
-             (stands in)     (skipped)    ▲        (computed)         └─ Cut: its arguments are sent
+             (stands in)     (skipped)    ▲        (computed)         └─ arguments are sent
                                           └─ arguments received
 
 The last stage has no block `stop`: there the step runs on to its result.
@@ -35,11 +35,11 @@ _ADVICE_LATER = (
 
 
 class Needed(NamedTuple):
-    """Which tensors of the arguments of a stage's first block come from earlier stages.
+    """The tensors in the arguments of a stage's first block that come from earlier stages.
 
     Attributes:
-        places: Their indices.
-        num_tensors: Number of all tensors there.
+        places: Indices of these tensors among all tensors of the arguments.
+        num_tensors: Number of all tensors of the arguments.
     """
 
     places: tuple[int, ...]
@@ -55,17 +55,17 @@ class StageRun:
 
     Args:
         stage: Number of the stage.
-        first: Its first block.
-        stop: The first block after it.
-        block_names: Of all blocks, for messages.
-        needed: Which tensors of the next stage's first call go there; None on the last stage.
-        received: What the previous stage has sent, in its order; None on the first stage.
+        first: Index of the stage's first block.
+        stop: Index of the first block after the stage.
+        block_names: Names of all blocks, for error messages.
+        needed: Tensors of the next stage's first call that are sent to it; None on the last stage.
+        received: Tensors that the previous stage has sent, in its order; None on the first stage.
         entering: Called when the first block of the stage begins.
 
     Attributes:
         inputs: The received tensors.
-        outputs: What the next stage needs.
-        result: What the step returned, on the last stage.
+        outputs: The tensors that the next stage needs.
+        result: The step's result, on the last stage.
         is_skipped: Whether the step returned None before it called the network.
     """
 
@@ -95,11 +95,11 @@ class StageRun:
         self._stance = Stance()
 
     def forward(self, step: Callable[[], Any]) -> None:
-        """Run the step.
+        """Run the user's step, of which this stage's part is computed.
 
         Raises:
-            ConfigError: It does not call the blocks once, in order, or it uses a value of another
-                stage in another way than as an argument of a block.
+            ConfigError: The step does not call the blocks once, in order, or uses a value of
+                another stage in another way than as an argument of a block.
         """
         try:
             with self._stance.as_written():
@@ -124,7 +124,7 @@ class StageRun:
 
     @contextmanager
     def known(self) -> Iterator[None]:
-        """Let what stands in for received tensors have their values inside."""
+        """Give the stand-ins for received tensors their values inside."""
         for one in self._received:
             one.stand_in.value = one.value
         try:
@@ -154,7 +154,7 @@ class StageRun:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """Do what the call of block `index` means on this stage."""
+        """Skip or run block `index`, or end the step there, as this stage has to."""
         if index < self._first:
             self._refuse_late(index)
             return skipped(call, args, kwargs)
@@ -183,14 +183,14 @@ class StageRun:
         self._entering()
 
     def _enter_again(self, arguments: Arguments) -> None:
-        """In backward, where a checkpoint around the block computes it again: as before."""
+        """Enter the first block again, as a checkpoint around it recomputes it in backward."""
         stand_ins = {id(one): one for one in tensors_in(arguments) if isinstance(one, Placeholder)}
         for stand_in, one in zip(stand_ins.values(), self._received, strict=False):
             stand_in.value = one.value
         self._entering()
 
     def _with_values(self, arguments: Arguments, index: int) -> Arguments:
-        """Exchange what stands in for received tensors."""
+        """Replace the stand-ins among the arguments by the received tensors."""
 
         def value(tensor: Tensor) -> Tensor:
             known = _value_of(tensor)
@@ -212,7 +212,7 @@ class StageRun:
             )
 
     def _end(self, index: int, arguments: Arguments) -> None:
-        """Take what the next stage needs, and end the step."""
+        """Keep the tensors that the next stage needs, and end the step."""
         if not self._entered or index != self._stop or self._needed is None:
             raise self._out_of_order(index)
         leaves = tensors_in(self._with_values(arguments, index))
@@ -242,7 +242,7 @@ class StageRun:
         )
 
     def _called(self, index: int, call: Callable[..., Any], arguments: Arguments) -> Any:
-        """Call a block; its errors say which it is, and what came to it."""
+        """Call a block; its errors get a note with the block's name and the arguments' shapes."""
         args, kwargs = self._with_values(arguments, index)
         is_last = self._needed is None and index == self._stop - 1
         try:
@@ -258,7 +258,7 @@ class StageRun:
 
 
 class _Received:
-    """A received tensor, and what stands in for it, which has the value from now on."""
+    """A received tensor and its stand-in, which has the tensor's value from now on."""
 
     def __init__(self, stand_in: Tensor, tensor: Tensor) -> None:
         assert isinstance(stand_in, Placeholder)
@@ -271,7 +271,7 @@ class _Received:
 
 
 class _Computed(torch.autograd.Function):
-    """A leaf as if it had been computed here: blocks may write to what they are called with."""
+    """Makes a leaf a computed tensor: blocks may write to their arguments."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:
@@ -289,16 +289,16 @@ def _value_of(tensor: Tensor) -> Tensor:
 
 
 class Probe:
-    """Runs a step up to a stage's first block, to see which of its arguments are missing there.
+    """Runs a step up to a stage's first block, to find the arguments that are missing there.
 
     Args:
-        first: The stage's first block. Block 0 is run, to see what it returns.
-        forget: Called after it: see `template_of_call`.
+        first: Index of the stage's first block. Block 0 is run, to learn its result's template.
+        forget: Called after block 0 has run: see `template_of_call`.
 
     Attributes:
-        needed: What is missing; None when the step does not call the block.
+        needed: The missing tensors; None when the step does not call the block.
         is_skipped: Whether the step has returned None instead.
-        template: What block 0 returns.
+        template: Template of the result of block 0; None before it has run.
     """
 
     def __init__(self, first: int, forget: Callable[[], None] = lambda: None) -> None:
@@ -308,12 +308,12 @@ class Probe:
         self.template: Template | None = None
 
     def known(self) -> AbstractContextManager[None]:
-        """Nothing is received."""
+        """Return a context that does nothing, since a probe receives nothing."""
         return nullcontext()
 
     @torch.no_grad()
     def forward(self, step: Callable[[], Any]) -> None:
-        """Run the step as far as that."""
+        """Run the step up to the stage's first block."""
         try:
             with Stance().as_written():
                 self.is_skipped = step() is None
@@ -328,7 +328,7 @@ class Probe:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """Skip what stands before, and end at the stage's first block."""
+        """Skip the blocks of earlier stages, and end the step at the stage's first block."""
         if index < self._first:
             return skipped(call, args, kwargs)
         leaves = tensors_in((args, kwargs))

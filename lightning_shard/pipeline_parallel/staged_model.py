@@ -1,8 +1,8 @@
-"""A model whose blocks tell the running stage of their calls, and whose absent parameters stand in.
+"""A model whose blocks pass their calls to the running stage, with stand-ins for absent parameters.
 
 Each block's class becomes a subclass made here, and its own again in the end; so names, hooks and
-`isinstance` go on working. Calls are caught before anything that is wrapped around `forward`, such
-as activation checkpointing.
+`isinstance` go on working. Calls are intercepted before anything that is wrapped around `forward`,
+such as activation checkpointing.
 """
 
 import weakref
@@ -25,7 +25,7 @@ _PLACE = "_pipeline_place"
 
 
 class StepRun(Protocol):
-    """What is told of the calls of blocks: a `StageRun` or a `Probe`."""
+    """Gets the calls of blocks: a `StageRun` or a `Probe`."""
 
     def call(
         self,
@@ -35,26 +35,26 @@ class StepRun(Protocol):
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """Do what the call of block `index` means."""
+        """Answer the call of block `index`: skip it, run it, or end the step there."""
 
     def known(self) -> AbstractContextManager[None]:
-        """Let what stands in for received tensors have their values inside."""
+        """Give the stand-ins for received tensors their values inside."""
 
 
 class StagedModel:
-    """Catches the calls of a model's blocks until `restore`.
+    """Intercepts the calls of a model's blocks until `restore`.
 
     Args:
-        model: The whole module.
-        partition: Its stages.
-        param_stages: The stages of each parameter.
-        full_shapes: The full shape of each parameter.
-        rank_stages: The stages of this rank. What the step of one does to the buffers of another,
-            such as counts of batches, does not reach these.
+        model: The full model.
+        partition: Blocks of each stage.
+        param_stages: Stages of each parameter.
+        full_shapes: Full shape of each parameter.
+        rank_stages: Stages of this rank. Changes that one stage's step makes to the buffers of
+            another, such as counts of batches, do not reach the other's.
 
     Attributes:
-        params: By their names in the model.
-        forget: Lets go of activations that layers in parts keep between two calls.
+        params: Parameters by their names in the model.
+        forget: Lets go of activations that split layers keep between two calls.
     """
 
     def __init__(
@@ -92,12 +92,12 @@ class StagedModel:
 
     @property
     def run(self) -> StepRun | None:
-        """What is told of the blocks' calls now; None outside of steps."""
+        """The run that gets the blocks' calls now; None outside of steps."""
         return self._run
 
     @contextmanager
     def running(self, run: StepRun, stage: int) -> Iterator[None]:
-        """Tell `run` of the blocks' calls inside, the parameters of other stages standing in."""
+        """Pass the blocks' calls to `run` inside, with stand-ins for other stages' parameters."""
         self._show(stage)
         self._run = run
         try:
@@ -110,8 +110,8 @@ class StagedModel:
         """Raise if a parameter of another stage is among some tensors of this one.
 
         Raises:
-            ConfigError: It has been kept in a list, or comes from an optimizer; only in its module
-                something stands in for it.
+            ConfigError: Such a parameter was kept in a list, or comes from an optimizer; it has a
+                stand-in only in its module.
         """
         for tensor in tensors:
             if stage not in self._param_stages.get(tensor, (stage,)):  # type: ignore[call-overload]
@@ -128,7 +128,7 @@ class StagedModel:
         return self._param_stages[param]
 
     def shape_of(self, param: nn.Parameter) -> torch.Size:
-        """Return the shape of a parameter where it is."""
+        """Return the full shape of a parameter, also where it is absent."""
         return torch.Size(self._full_shapes[param])
 
     def lend(self, stage: int, param: nn.Parameter, value: Tensor) -> None:
@@ -140,7 +140,7 @@ class StagedModel:
 
     @property
     def trainable(self) -> tuple[bool, ...]:
-        """Which parameters require gradients now."""
+        """Whether each parameter of the model requires a gradient now."""
         return tuple(param.requires_grad for param in self._param_stages)
 
     def hide(self) -> None:
@@ -152,7 +152,7 @@ class StagedModel:
         return self._model.buffers()
 
     def own_buffers(self) -> dict[str, tuple[nn.Module, str, int]]:
-        """Return the buffers that count on this rank: module, name there, and stage, by name."""
+        """Return by name the buffers that count on this rank: module, name in it, and stage."""
         owners = buffer_stages(self._model, self.partition)
         found = {}
         for path, module in self._model.named_modules():
@@ -218,7 +218,7 @@ class StagedModel:
 
     @property
     def hint(self) -> Template | None:
-        """What block 0 returns, for the blocks of its class that cannot be run without values."""
+        """Template of block 0's result, for blocks of its class that cannot run without values."""
         return self._hint
 
     @hint.setter
@@ -236,7 +236,7 @@ class StagedModel:
             self._copies.add(made)
 
     def restore_copies(self) -> None:
-        """Make plain blocks of the copies, which are no stages of the pipeline."""
+        """Make plain blocks of the copies of blocks, which belong to no stage."""
         for block in list(self._copies):
             _make_plain(block)
         self._copies.clear()
@@ -257,33 +257,33 @@ def _make_plain(block: nn.Module) -> None:
 
 
 def _nothing() -> None:
-    """Forget nothing."""
+    """Let go of nothing: no layer keeps activations."""
 
 
 class _StandIn:
-    """What takes the place of a module's tensor while a stage runs."""
+    """Exchanges a module's tensor for another one while a stage runs."""
 
     def __init__(self, home: dict[str, Any], name: str, other: Tensor) -> None:
         self._home, self._name, self._other = home, name, other
         self.place = home[name]  # the tensor whose place it takes
 
     def put(self, other: Tensor) -> None:
-        """Let something else take the place from the next time on."""
+        """Use another tensor as the stand-in from the next exchange on."""
         self._other = other
 
     def swap(self) -> None:
-        """Put the one in the place of the other."""
+        """Exchange the tensor and its stand-in."""
         self._home[self._name], self._other = self._other, self._home[self._name]
 
 
 class _BlockPosition:
-    """Where a block stands in its model."""
+    """The position of a block in its model."""
 
     def __init__(self, model: StagedModel, index: int, skipped: SkippedBlock) -> None:
         self.model, self.index, self.skipped = model, index, skipped
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_BlockPosition":
-        """Return this place, which the copy of the block has until it is made plain."""
+        """Return this position, which the block's copy shares until the copy is made plain."""
         self.model.note_copy(self.index, memo)
         return self
 

@@ -1,6 +1,6 @@
-"""What of a step runs compiled on a stage: its own blocks, and what follows the last block.
+"""The stance of torch.compile during a step: a stage's own blocks and what follows run compiled.
 
-    step ──> before ──> skipped blocks ──> own blocks ──> Cut, or what follows the last block
+    step ──> before ──> skipped blocks ──> own blocks ──> end, or what follows the last block
              └──────as it is written─────┘ └─compiled────────────────────────────────────────┘
 
 Before its blocks a stage computes with stand-ins, which compiled code cannot take. So the stance of
@@ -22,7 +22,7 @@ class Stance:
 
     @contextmanager
     def as_written(self) -> Iterator[None]:
-        """Run a step inside: compiled code as it is written, except in blocks."""
+        """Run a step inside, whose compiled code runs uncompiled except in the stage's blocks."""
         eager = self._eager = torch.compiler.set_stance("force_eager")
         try:
             yield
@@ -35,7 +35,7 @@ class Stance:
         """Run one of the stage's blocks inside, compiled where the user has compiled it.
 
         Args:
-            is_last: Nothing stands in for anything after this block.
+            is_last: Whether no tensor is a stand-in after this block.
         """
         eager = self._eager
         if eager is None:  # in backward

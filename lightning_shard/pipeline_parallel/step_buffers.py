@@ -26,8 +26,8 @@ class StepBuffers:
     """Follows the buffers of a pipeline's own stages through its batches.
 
     Args:
-        model: Its stages.
-        group: The pipeline's ranks; each must call `batch` alike.
+        model: The model, cut into stages.
+        group: Group of the pipeline's ranks, each of which must call `batch` alike.
     """
 
     def __init__(self, model: StagedModel, group: Collectives) -> None:
@@ -57,7 +57,7 @@ class StepBuffers:
             self._after[stage] = [buffer.clone() for buffer, _ in self._before[stage]]
 
     def before_backward(self, stage: int) -> None:
-        """A checkpoint of activations computes again, and iterates from where its forward ended."""
+        """Set the vectors to those after the forward, for a checkpoint that computes it again."""
         if stage in self._after:
             buffers = [buffer for buffer, _ in self._before[stage]]
             _write(zip(buffers, self._after[stage], strict=True))
@@ -71,7 +71,7 @@ class StepBuffers:
         return found
 
     def _watched(self) -> dict[str, tuple[nn.Module, str, Tensor | None]]:
-        """Return the other buffers, with copies of what they are."""
+        """Return the other buffers, with copies of their values."""
         return {
             path: (module, name, _cloned(module._buffers[name]))
             for path, (module, name, _) in self._model.own_buffers().items()

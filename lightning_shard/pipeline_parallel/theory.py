@@ -1,4 +1,4 @@
-"""What the papers say of each schedule: its idle share.
+"""Closed forms of each schedule's idle share, from the papers.
 
 All stages alike, messages free. A rank computes v stages of m microbatches; a step takes that and
 some waiting, and the idle share is the part of the step that is waiting:
@@ -16,7 +16,7 @@ the papers, which divide by the computing: GPipe (p - 1) / m, interleaved (p - 1
 | zbv                     | (p - 1) F, or 2 (2 p - 1 - m) F for small m  | F = I = W       |
 | dual_pipe_v             | (p - 1) F                                    | F = I = W = B/2 |
 
-Placeholder the waiting is a lower bound (0 for dual_pipe_v, which has both, when B is not I + W).
+Elsewhere the waiting is a lower bound (0 for dual_pipe_v, which has both, when B is not I + W).
 What is left with zbv is that rank p - 1 starts (p - 1) F later than rank 0, which every schedule
 has; with dual_pipe_v short waits on the first ranks come to the same. DeepSeek's
 (p - 1) (F&B + B - 3 W) takes the forward and backward of a pair as one kernel of duration F&B; here
@@ -30,7 +30,12 @@ from lightning_shard.pipeline_parallel.simulation import Durations
 
 
 class IdleShare(NamedTuple):
-    """A closed form of the idle share, 0 to 1; not exact: a lower bound."""
+    """A closed form of the idle share.
+
+    Attributes:
+        share: Idle share, 0 to 1.
+        exact: Whether the share is exact; else it is a lower bound.
+    """
 
     share: float
     exact: bool
@@ -47,11 +52,11 @@ def theoretical_idle_share(
     """Return the share of a step in which a rank waits.
 
     Args:
-        name: One of `SCHEDULES`.
-        num_ranks: Ranks of the pipeline.
-        num_microbatches: Parts of the batch.
-        num_stages: Stages over all ranks; by default what `make_schedule` takes.
-        durations: By default those of `replay`. The message is taken as free.
+        name: Name of the schedule, one of `SCHEDULES`.
+        num_ranks: Number of ranks of the pipeline.
+        num_microbatches: Number of microbatches of the batch.
+        num_stages: Number of stages over all ranks; by default as in `make_schedule`.
+        durations: Duration of each kind of action, by default as in `replay`; messages are free.
 
     Raises:
         ConfigError: The schedule does not exist, or does not allow these numbers.

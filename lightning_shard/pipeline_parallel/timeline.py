@@ -1,4 +1,4 @@
-"""When each rank did what: idle shares, live activations, and pictures of them.
+"""Timelines of the ranks' actions: idle shares, live activations, and pictures of them.
 
 A timeline is measured (a profiler's events) or simulated (`simulation.replay`). As text, 1F1B on
 two ranks with three microbatches, a dot for each slot of waiting:
@@ -45,7 +45,13 @@ _APPEARANCES: dict[Kind, _Appearance] = {
 
 
 class Event(NamedTuple):
-    """One action of a rank, and when: in seconds, or in the units that a simulation was given."""
+    """One action of a rank and its time.
+
+    Attributes:
+        action: The action that the rank did.
+        start: Time of its start, in seconds or the units of a simulation.
+        end: Time of its end, in the same unit.
+    """
 
     action: Action
     start: float
@@ -57,7 +63,7 @@ class Timeline:
     """The events of each rank, in order of their starts; all ranks on one clock.
 
     Attributes:
-        rows: For each rank its events.
+        rows: Events of each rank, in order.
     """
 
     rows: tuple[tuple[Event, ...], ...]
@@ -74,17 +80,17 @@ class Timeline:
 
     @property
     def durations(self) -> dict[Action, float]:
-        """How long each computation took."""
+        """Duration of each computation."""
         return {action: end - start for row in self.computations for action, start, end in row}
 
     @property
     def start(self) -> float:
-        """When the first rank began to compute."""
+        """Time at which the first rank began to compute."""
         return min((row[0].start for row in self.computations if row), default=0.0)
 
     @property
     def duration(self) -> float:
-        """From the first rank's first computation to the end of the last rank's last."""
+        """Time from the first computation of any rank to the end of the last one."""
         return max((row[-1].end for row in self.computations if row), default=0.0) - self.start
 
     @property
@@ -118,8 +124,8 @@ def draw_text(timeline: Timeline, width: int = 100) -> str:
     """Draw the computations as one line of text per rank.
 
     Args:
-        timeline: Measured or simulated.
-        width: Columns for the duration. A label that has no room is cut: a wider drawing has it.
+        timeline: The timeline, measured or simulated.
+        width: Number of columns for the duration. A label is cut where it has no room.
     """
     one_stage = all(
         len({event.action.stage for event in row}) <= 1 for row in timeline.computations

@@ -1,4 +1,4 @@
-"""What a strategy says of itself for a dry run: who has what, and where a model is cut."""
+"""A strategy's description of itself for a dry run: its ranks, options, and a model's cuts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,23 +14,24 @@ from lightning_shard.pipeline_parallel.schedules import Schedule
 from lightning_shard.tensor_parallel.plan import PlannedLayer
 
 Measure = Callable[[BlockList, Literal["flops", "memory"]], BlockCosts]
-"""Returns what the blocks of the module that is simulated cost in a training step."""
+"""Returns the costs of the simulated module's blocks in a training step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """A strategy's options on a world that is not there.
+    """A strategy's options on a simulated world.
 
     Attributes:
-        mesh: The ranks.
+        mesh: Grid of the simulated ranks.
         engine: Options of the data-parallel engine.
-        shard_size: Data-parallel ranks that share out one copy of the state.
-        layers: What tensor parallelism splits.
+        shard_size: Number of data-parallel ranks that shard one copy of the state.
+        layers: Layers that tensor parallelism splits.
         sequence_parallel: Whether activations between split layers are in slices.
         cut: Cuts a model, whose layers are split, into stages; None without a pipeline.
-        stage_ranks: The rank of each stage.
-        schedule: What the ranks of a pipeline do with so many microbatches.
-        num_microbatches: Parts of a batch.
+        stage_ranks: Pipeline rank of each stage.
+        schedule: Makes the pipeline's schedule for a number of microbatches; None without a
+            pipeline.
+        num_microbatches: Number of microbatches of a batch.
     """
 
     mesh: ParallelMesh

@@ -1,4 +1,4 @@
-"""A dry run: one step of a world that is not there, counted by the code that would train in it.
+"""A dry run: one step of a simulated world, counted by the code that would train in it.
 
     options + module ──> the ranks of one pipeline ──> a step ──> DryRun
                          (one of each tp and dp group)
@@ -39,14 +39,15 @@ def dry_run(
     """Count what a training step takes on every rank of a simulated world.
 
     Args:
-        module: With parameters on any device, meta included; left as it is.
-        batch: Of one data-parallel rank: its shapes count, so it may be on meta.
-        options: Of the ranks.
-        schedule: Makes the pipeline's for a number of microbatches; None without a pipeline.
-        num_microbatches: Parts of a batch that has as many samples.
-        placement: Of the mesh on nodes.
+        module: The full module, with parameters on any device, meta included; it is not changed.
+        batch: Batch of one data-parallel rank: only its shapes count, so it may be on meta.
+        options: Options that all ranks of the world have in common.
+        schedule: Makes the pipeline's schedule for a number of microbatches; None without a
+            pipeline.
+        num_microbatches: Number of microbatches of a batch that has as many samples.
+        placement: Placement of the mesh on nodes.
         dtype: Format of the parameters; None leaves each its own.
-        left_out: What the module refers to and a copy shall not.
+        left_out: Objects that the module refers to and its copy must not.
 
     Raises:
         ConfigError: The step asks for elements, or the model cannot be split as asked.
@@ -98,7 +99,7 @@ def _figures(rank: SimulatedRank, activations: int, idle_share: float) -> RankFi
 
 @contextmanager
 def _apart() -> Iterator[None]:
-    """Keep what the simulated steps draw, and what they warn of, to themselves."""
+    """Restore the random streams and suppress warnings of the simulated steps inside."""
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")  # of addresses that tensors without elements do not have
         yield

@@ -20,21 +20,21 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class NoElements:
-    """Makes stand-ins that can be computed with together."""
+    """Makes stand-ins that take part in one computation."""
 
     def __init__(self) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def tensor(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a stand-in of the same shape and strides, where it is real of format `dtype`."""
+        """Return a stand-in of the same shape and strides, of format `dtype` if it is real."""
         kind = dtype if dtype is not None and like.is_floating_point() else like.dtype
         with self._mode:
             return torch.empty_strided(like.shape, like.stride(), dtype=kind, device="cpu")
 
     def batch(self, batch: Any) -> Any:
-        """Return a batch that can be computed with; what is there stays as it is.
+        """Return a batch to compute with; tensors that have elements stay as they are.
 
-        Whole numbers on meta become zeros, which are indices in any range: code may look at them.
+        Whole numbers on meta become zeros, which are indices in any range: code may read them.
         """
 
         def present(tensor: Tensor) -> Tensor:
@@ -52,9 +52,9 @@ class NoElements:
         """Copy a module with stand-ins for its parameters and buffers; ties stay ties.
 
         Args:
-            module: On any device, meta included.
+            module: The module to copy, on any device, meta included.
             dtype: Format of real parameters and buffers; None leaves each its own.
-            left_out: What the module refers to and the copy shall not.
+            left_out: Objects that the module refers to and the copy must not.
         """
         memo: dict[int, Any] = {id(one): None for one in left_out}
         for param in module.parameters():
@@ -66,10 +66,10 @@ class NoElements:
 
 
 class SavedBytes(saved_tensors_hooks):
-    """Counts what autograd keeps for backward while it is entered, each storage once.
+    """Counts the bytes that autograd keeps for backward while it is entered, each storage once.
 
     Args:
-        known: Tensors that are there anyway.
+        known: Tensors that are held anyway, and do not count.
     """
 
     def __init__(self, known: Iterable[Tensor]) -> None:
@@ -86,14 +86,14 @@ class SavedBytes(saved_tensors_hooks):
         return tensor
 
     def add(self, tensors: Iterable[Tensor]) -> None:
-        """Count tensors that something else keeps."""
+        """Count tensors that are kept outside of autograd."""
         for tensor in tensors:
             if storage_key(tensor) not in self._known:
                 self._kept.setdefault(storage_key(tensor), tensor)
 
     @property
     def total(self) -> int:
-        """Bytes so far."""
+        """Number of bytes counted so far."""
         return storage_bytes(self._kept.values())
 
 

@@ -1,4 +1,4 @@
-"""What a dry run says: the figures of each rank of the pipeline, and a table of them."""
+"""The result of a dry run: figures of each rank of the pipeline, and a table of them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,12 +18,13 @@ class RankMemory:
     """The most that one rank holds of each kind, in bytes; buffers and workspace not included.
 
     Attributes:
-        parameters: Between the steps: what is used, and a master copy where it is another.
-        gathered: More of them within a step, under ZeRO stage 3.
-        gradients: The engine's, when the optimizer steps.
-        gradients_in_flight: Of a pipeline's microbatches, until the engine takes them over.
-        optimizer_state: Of Adam, or of what keeps as many values for each parameter.
-        activations: Saved for the backward of the microbatches that are in flight.
+        parameters: Bytes of parameters between the steps, and of a separate master copy.
+        gathered: Further bytes of unsharded parameters within a step, under ZeRO stage 3.
+        gradients: Bytes of the engine's gradients, when the optimizer steps.
+        gradients_in_flight: Bytes of the gradients of a pipeline's microbatches, until the engine
+            takes them over.
+        optimizer_state: Bytes of the state of Adam, or an optimizer with as many values.
+        activations: Bytes saved for the backwards of the microbatches that are in flight.
     """
 
     parameters: int
@@ -35,7 +36,7 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """The sum: the peak, if the kinds have theirs at the same time."""
+        """Sum of the kinds: the peak in bytes, if all have theirs at the same time."""
         held = self.parameters + self.gradients + self.optimizer_state
         return held + self.gathered + self.gradients_in_flight + self.activations
 
@@ -45,12 +46,12 @@ class RankFigures:
     """One rank of the pipeline; its tensor-parallel and data-parallel peers have the same.
 
     Attributes:
-        stages: Those on this rank.
-        num_blocks: Blocks in them.
-        num_parameters: Elements of this rank's part of the parameters.
-        memory: What it holds.
+        stages: Stages on this rank.
+        num_blocks: Number of blocks in these stages.
+        num_parameters: Number of elements of this rank's part of the parameters.
+        memory: Memory that this rank holds.
         sent: Bytes that it sends in a step along each axis, as a ring would.
-        idle_share: Of a step, 0 to 1, if all stages take equally long.
+        idle_share: Idle share of a step, 0 to 1, if all stages take equally long.
     """
 
     stages: tuple[int, ...]
@@ -66,14 +67,14 @@ class DryRun:
     """One step of a run that has not begun; `print` or `str` gives it as a table.
 
     Attributes:
-        mesh: Of the simulated world.
-        placement: Its nodes.
-        num_parameters: Elements of the full model, tied ones once.
-        zero_stage: 0 to 3.
-        schedule: Of the pipeline; empty without one.
-        num_microbatches: Parts of each batch.
-        batch_size: Samples in a step of all data-parallel ranks.
-        ranks: The figures of each rank of a pipeline, in order.
+        mesh: Grid of the simulated world's ranks.
+        placement: Placement of the mesh on nodes.
+        num_parameters: Number of elements of the full model, tied ones counted once.
+        zero_stage: ZeRO stage, 0 to 3.
+        schedule: Name of the pipeline's schedule; empty without a pipeline.
+        num_microbatches: Number of microbatches of each batch.
+        batch_size: Number of samples in a step of all data-parallel ranks.
+        ranks: Figures of each rank of a pipeline, in order.
     """
 
     mesh: ParallelMesh
@@ -87,12 +88,12 @@ class DryRun:
 
     @property
     def idle_share(self) -> float:
-        """The mean of the ranks' idle shares."""
+        """Mean of the ranks' idle shares, 0 to 1."""
         return sum(one.idle_share for one in self.ranks) / len(self.ranks)
 
     @property
     def peak_bytes(self) -> int:
-        """What the fullest rank holds."""
+        """Bytes that the fullest rank holds."""
         return max(one.memory.total for one in self.ranks)
 
     def __rich__(self) -> RenderableType:

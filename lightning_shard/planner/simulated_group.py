@@ -1,9 +1,9 @@
-"""A group of ranks of which one is here: it counts what that rank would send, and moves nothing.
+"""A simulated group with one rank, which counts what the rank would send, and sends nothing.
 
     engine, layers, stages ──> SimulatedCollectives ──> Traffic
                                                           (no process group, no peers)
 
-The code that trains calls it as it calls any group, so that what is counted is what it would send.
+The code that trains calls it as it calls any group, so the counts are those of a real run.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ T = TypeVar("T")
 class SimulatedCollectives(Collectives):
     """Rank `rank` of `size` ranks that all do what this one does.
 
-    What is received is left as it is: the tensors are to have no elements.
+    Receiving leaves a tensor as it is: the tensors must have no elements.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -32,18 +32,18 @@ class SimulatedCollectives(Collectives):
         self.traffic = Traffic()
 
     def duplicate(self, timeout: timedelta | None = None) -> Self:
-        """Return this group: nothing is in flight that could get in the way."""
+        """Return this group, in which no operation is ever in flight."""
         return self
 
     def barrier(self) -> None:
         """Return at once."""
 
     def all_gather_object(self, obj: T) -> list[T]:
-        """Return the object as often as there are ranks."""
+        """Return a list with the object once for each rank."""
         return [obj] * self.size
 
     def broadcast_object(self, obj: T, src: int = 0) -> T:
-        """Return the object."""
+        """Return the object itself, whichever rank is the source."""
         return obj
 
     def _all_reduce(self, *_: Any) -> StartedTransfer:

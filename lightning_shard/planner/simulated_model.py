@@ -33,18 +33,18 @@ Step = Callable[[nn.Module, Any], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class WorldOptions:
-    """What all ranks of a simulated world have in common.
+    """The options that all ranks of a simulated world have in common.
 
     Attributes:
-        mesh: The ranks.
-        engine: Of the data-parallel engine.
-        shard_size: Data-parallel ranks that share out one copy of the state.
-        layers: What the plan splits, by names of the user's module.
+        mesh: Grid of the simulated ranks.
+        engine: Options of the data-parallel engine.
+        shard_size: Number of data-parallel ranks that shard one copy of the state.
+        layers: Layers that the plan splits, by names of the user's module.
         cut: Cuts a model, whose layers are split, into stages; None without a pipeline.
-        stage_ranks: The rank of each stage.
+        stage_ranks: Pipeline rank of each stage.
         sequence_parallel: Whether activations between split layers are in slices.
-        step: Of training.
-        state_values: What the optimizer keeps for each trained parameter.
+        step: Runs the training step.
+        state_values: Number of values that the optimizer keeps for each trained element.
     """
 
     mesh: ParallelMesh
@@ -62,16 +62,16 @@ class SimulatedModel:
     """A model without elements, split over the first rank of each tensor-parallel group.
 
     Args:
-        module: Without elements; it is changed.
-        options: Of the world.
+        module: A module without elements, which is changed.
+        options: Options of the simulated world.
 
     Attributes:
-        module: The same.
-        layers: The tensor-parallel group.
-        parts: What each parameter is here before an engine has it.
-        full_shapes: The full shape of each parameter that is a part.
-        stages: Of each parameter.
-        staged: What runs a stage; None without a pipeline.
+        module: The module, whose layers are split.
+        layers: The simulated tensor-parallel group.
+        parts: By parameter, its part here before an engine has it.
+        full_shapes: Full shape of each parameter that is a part.
+        stages: Stages of each parameter.
+        staged: The model cut into stages; None without a pipeline.
     """
 
     def __init__(self, module: nn.Module, options: WorldOptions) -> None:
@@ -97,20 +97,20 @@ class SimulatedModel:
 
     @property
     def staged(self) -> StagedModel:
-        """The stages of a model that is in a pipeline."""
+        """The model cut into stages, for a model in a pipeline."""
         assert self._staged is not None
         return self._staged
 
     def running(self, run: StepRun, stage: int) -> AbstractContextManager[None]:
-        """Tell `run` of the blocks' calls inside, the parameters of other stages standing in."""
+        """Pass the blocks' calls to `run` inside, with stand-ins for other stages' parameters."""
         blocks = self.staged.partition.blocks.modules
         return self.staged.running(self._skips.watch(run, blocks), stage)
 
     def step(self, microbatch: Microbatch) -> Any:
-        """Run the user's step.
+        """Run the user's step on a microbatch.
 
         Raises:
-            ConfigError: It asks for elements.
+            ConfigError: The step asks for elements.
         """
         try:
             return self.options.step(self.module, microbatch.content)
@@ -127,7 +127,7 @@ class SimulatedModel:
         """Run a step up to a stage's first block.
 
         Raises:
-            UnknownResultError: A block before it cannot be skipped unless a hint says how.
+            UnknownResultError: An earlier block's result is unknown without a hint.
         """
         probe = Probe(self.staged.partition.bounds[stage], self._forget)
         with self.staged.buffers_kept(), self.running(probe, stage):
@@ -136,10 +136,10 @@ class SimulatedModel:
 
 
 def loss_of(result: Any) -> Tensor:
-    """Return the loss that a step has returned.
+    """Return the loss in a step's result.
 
     Raises:
-        ConfigError: There is none that requires a gradient.
+        ConfigError: The result has no loss that requires a gradient.
     """
     found = result.get("loss") if isinstance(result, Mapping) else result
     if not isinstance(found, Tensor) or not found.requires_grad:

@@ -1,4 +1,4 @@
-"""One rank of a simulated pipeline: its engine, and what it does with microbatches.
+"""One rank of a simulated pipeline: its engine, and its forwards and backwards.
 
     stages of this rank ──> engine       over groups of which only this rank is there
            pp                 dp
@@ -38,12 +38,12 @@ class SimulatedRank:
     """Rank `rank` of a pipeline, the first of its tensor-parallel and data-parallel groups.
 
     Args:
-        rank: In the pipeline.
-        model: That of all ranks.
+        rank: Number of the rank in the pipeline.
+        model: The model of all ranks.
 
     Attributes:
-        stages: On this rank.
-        sent: Bytes along each axis so far.
+        stages: Stages on this rank.
+        sent: Bytes that this rank has sent along each axis so far.
         saved: Bytes that the backward of a stage needs of one microbatch, by stage and size.
     """
 
@@ -67,7 +67,7 @@ class SimulatedRank:
         elsewhere = {p: t.shape for p, t in model.parts.items() if rank not in self._owners[p]}
         for param in self._here:
             param.data = model.parts[param]  # which the engine of another rank may have, too
-        split = _Split(self._here, {**elsewhere, **model.full_shapes})
+        split = _SimulatedSplit(self._here, {**elsewhere, **model.full_shapes})
         self.engine = DataParallelEngine(model.module, data, self.options.engine, data, split)
         self.saved: dict[tuple[int, int], int] = {}
         self.sent: dict[Axis, int] = dict.fromkeys(self._groups, 0)
@@ -83,7 +83,7 @@ class SimulatedRank:
         received: Sequence[Tensor] | None,
         needed: Needed | None,
     ) -> list[Tensor]:
-        """Run one microbatch through a stage; return what the next one needs."""
+        """Run one microbatch through a stage; return the tensors that the next stage needs."""
         bounds, names = self.model.staged.partition.bounds, self.model.staged.block_names
         run = StageRun(
             stage, bounds[stage], bounds[stage + 1], names, needed=needed, received=received
@@ -99,7 +99,7 @@ class SimulatedRank:
     def backward(
         self, stage: int, microbatch: Microbatch, grads: Sequence[Tensor] | None
     ) -> list[Tensor]:
-        """Run its backward; return the gradients of what was received."""
+        """Run a microbatch's backward; return the gradients of the received tensors."""
         run, params = self._runs.pop((stage, microbatch.index)), self._params(stage)
         with self.model.running(run, stage):
             inputs, found = full_backward(
@@ -115,7 +115,7 @@ class SimulatedRank:
     def backward_inputs(
         self, stage: int, microbatch: Microbatch, grads: Sequence[Tensor] | None
     ) -> list[Tensor]:
-        """Run the first half of its backward; return the gradients of what was received."""
+        """Run the first half of a backward; return the gradients of the received tensors."""
         run, params = self._runs[stage, microbatch.index], self._params(stage)
         with self.model.running(run, stage):
             inputs, self._halves[stage, microbatch.index] = input_backward(
@@ -125,7 +125,7 @@ class SimulatedRank:
         return inputs
 
     def backward_weights(self, stage: int, microbatch: Microbatch) -> None:
-        """Run the second half."""
+        """Run the second half of a backward: the gradients of the weights."""
         run, params = self._runs.pop((stage, microbatch.index)), self._params(stage)
         rest = self._halves.pop((stage, microbatch.index))
         with self.model.running(run, stage):
@@ -181,7 +181,7 @@ class SimulatedRank:
         self.count(weight)
 
     def count(self, weight: int = 1) -> None:
-        """Add what the groups have counted since the last time, `weight` times."""
+        """Add the bytes that the groups have counted since the last time, `weight` times."""
         for axis, groups in self._groups.items():
             for group in groups:
                 self.sent[axis] += weight * group.traffic.total_bytes
@@ -193,18 +193,18 @@ class SimulatedRank:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the stages on this rank; 0 without a pipeline."""
+        """Number of blocks of the stages on this rank; 0 without a pipeline."""
         if self.options.cut is None:
             return 0
         return sum(len(self.model.staged.partition.modules(stage)) for stage in self.stages)
 
     @property
     def num_own_parameters(self) -> int:
-        """Elements of this rank's part of the parameters."""
+        """Number of elements of this rank's part of the parameters."""
         return sum(self.model.parts[param].shape.numel() for param in self._here)
 
     def memory(self, activations: int) -> RankMemory:
-        """Return what this rank holds when the optimizer steps, and let that publish its work."""
+        """Return the memory held when the optimizer steps, and publish the updated parameters."""
         engine = self.engine
         with engine.optimizer_view():
             flats = engine.flats
@@ -244,14 +244,14 @@ class SimulatedRank:
             param.grad = None
 
     def in_step(self) -> ExitStack:
-        """Return what a step runs in; to be closed before `hand_over`."""
+        """Return the contexts in which a step runs, to be closed before `hand_over`."""
         stack = ExitStack()
         stack.enter_context(self.engine.step())
         return stack
 
 
-class _Split(Unsplit):
-    """Which parameters are here, and what parts are parts of."""
+class _SimulatedSplit(Unsplit):
+    """The split of the model: which parameters are here, and the full shapes of parts."""
 
     def __init__(
         self, here: Sequence[nn.Parameter], full_shapes: Mapping[nn.Parameter, torch.Size]
@@ -276,12 +276,12 @@ def _data_groups(size: int, shard_size: int) -> tuple[DataGroups, list[Collectiv
 
 
 def _roots(run: StageRun, grads: Sequence[Tensor] | None) -> list[Tensor]:
-    """Return where a backward begins: at the loss where no gradients are given."""
+    """Return the tensors at which a backward begins: the loss where no gradients are given."""
     return followed(run.outputs if grads is not None else [loss_of(run.result)])
 
 
 def followed(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return those of some tensors that have gradients."""
+    """Return the tensors that require gradients."""
     return [tensor for tensor in tensors if tensor.requires_grad]
 
 

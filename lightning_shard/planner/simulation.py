@@ -4,7 +4,7 @@
     rank 1         F0 F1 ..  B0                 of another
 
 Microbatches of one size cost the same: one of them is run and counts for all. Under ZeRO stage 3
-what is gathered depends on the order, so there each is run.
+the unsharded units depend on the order, so there each microbatch is run.
 """
 
 from collections.abc import Sequence
@@ -27,9 +27,9 @@ class SimulatedPipeline:
     """The ranks of one pipeline.
 
     Args:
-        model: Without elements, shared by the ranks.
-        schedule: What they do.
-        microbatches: Of a batch, without elements.
+        model: The model without elements, shared by the ranks.
+        schedule: Schedule of the pipeline's step.
+        microbatches: Microbatches of a batch, without elements.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class SimulatedPipeline:
         return [one for one in self.schedule.actions[rank] if one.microbatch in self._weights]
 
     def _needs(self) -> list[Needed | None]:
-        """Return what each stage needs of earlier ones."""
+        """Return the tensors that each stage needs of earlier ones."""
         try:
             return self._probed()
         except UnknownResultError:
@@ -89,7 +89,7 @@ class SimulatedPipeline:
             return self._probed()
 
     def _probed(self) -> list[Needed | None]:
-        """Look at each stage with the largest microbatch, after the smallest: both are new."""
+        """Probe each stage with the smallest and then the largest microbatch."""
         for microbatch in (self.microbatches[-1], self.microbatches[0]):
             stages = range(1, self.schedule.num_stages)
             needs = [self._model.probe(stage, microbatch).needed for stage in stages]
@@ -102,7 +102,7 @@ class SimulatedPipeline:
         return [None, *needs, None]  # of the first stage, and after the last
 
     def _act(self, rank: SimulatedRank, action: Action) -> bool:
-        """Do one action; False when its message has not come."""
+        """Do one action; return False when its message has not come."""
         weight = self._weights[action.microbatch]
         kind = action.kind
         if kind == "F":
@@ -142,7 +142,7 @@ class SimulatedPipeline:
         return True
 
     def _hand_on(self, rank: SimulatedRank, action: Action, tensors: Sequence[Tensor]) -> None:
-        """Keep what has been made for its message, or give it to this rank's own stage."""
+        """Keep tensors for their message, or give them to this rank's own stage."""
         message = action.output
         is_here = message[0] in rank.stages
         (self._arrived if is_here else self._made)[message] = [

@@ -1,7 +1,7 @@
-"""What skipped blocks return, remembered for all ranks: one of each class is asked, once.
+"""Templates of skipped blocks' results, shared by all ranks: one block of each class is run.
 
-A real rank asks each block of other stages in its first batch, which takes their Python code. That
-is little for one rank; here are all of a pipeline.
+A real rank runs the Python code of each block of other stages in its first batch. That is little
+for one rank; a simulation has all ranks of a pipeline.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,14 +20,14 @@ _Call = Callable[..., Any]
 class Skips:
     """Remembers the structure of results by class of block and shapes of its arguments.
 
-    What else a skipped block leaves behind, such as an auxiliary loss, is there only once.
+    Other effects of a skipped block, such as an auxiliary loss, happen only once.
     """
 
     def __init__(self) -> None:
         self._known: dict[Any, Template] = {}
 
     def watch(self, run: StepRun, blocks: Sequence[nn.Module]) -> StepRun:
-        """Return a run whose skipped blocks are asked for what is not known only."""
+        """Return a run that runs skipped blocks only where their results are not known."""
         return _Watched(run, blocks, self)
 
     def result(
@@ -38,7 +38,7 @@ class Skips:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """Return what a skipped block seems to return."""
+        """Return placeholders in the structure of a skipped block's result."""
         leaves = tensors_in((args, kwargs))
         key = kind, signature(leaves)
         if key in self._known:
@@ -51,13 +51,13 @@ class Skips:
 
 
 class _Watched:
-    """A run of a stage, or a probe, that remembers."""
+    """A run of a stage, or a probe, that remembers the results of skipped blocks."""
 
     def __init__(self, run: StepRun, blocks: Sequence[nn.Module], skips: Skips) -> None:
         self._run, self._blocks, self._skips = run, blocks, skips
 
     def known(self) -> AbstractContextManager[None]:
-        """Do as the run does."""
+        """Return the context of the wrapped run."""
         return self._run.known()
 
     def call(
@@ -68,7 +68,7 @@ class _Watched:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """Do as the run does, with what is known of the block where it skips it."""
+        """Answer as the wrapped run does, with the known result where it skips the block."""
 
         def skip(call: _Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             return self._skips.result(type(self._blocks[index]), skipped, call, args, kwargs)

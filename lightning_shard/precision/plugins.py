@@ -27,7 +27,11 @@ from lightning_shard.precision.scaler import ShardedGradScaler
 
 
 class ShardedPrecision(Precision):
-    """32-true; also what the other formats share."""
+    """The plugin of 32-true, and the base of the plugins of the other formats.
+
+    Attributes:
+        engine: The engine whose gradients are clipped and unscaled; None before `attach`.
+    """
 
     engine: DataParallelEngine | None = None
 
@@ -69,7 +73,7 @@ class ShardedPrecision(Precision):
 
     @override
     def _clip_gradients(self, *args: Any, **kwargs: Any) -> None:
-        """Clip outside the view: where parameters are full, they show themselves so."""
+        """Clip while the optimizer's view is suspended: a hook meets what is full as full."""
         with nullcontext() if self.engine is None else self.engine.view.suspended():
             super()._clip_gradients(*args, **kwargs)
 
@@ -85,15 +89,15 @@ class ShardedPrecision(Precision):
 
 
 class ShardedHalfPrecision(ShardedPrecision, HalfPrecision):
-    """bf16-true and 16-true."""
+    """The plugin of bf16-true and 16-true."""
 
 
 class ShardedDoublePrecision(ShardedPrecision, DoublePrecision):
-    """64-true."""
+    """The plugin of 64-true."""
 
 
 class ShardedMixedPrecision(ShardedPrecision, MixedPrecision):
-    """bf16-mixed and 16-mixed: compute in 16 bits, master copies in fp32."""
+    """The plugin of bf16-mixed and 16-mixed: compute in 16 bits, master copies in fp32."""
 
     @override
     def attach(self, engine: DataParallelEngine) -> None:
@@ -122,7 +126,7 @@ class ShardedMixedPrecision(ShardedPrecision, MixedPrecision):
 
 
 def sharded_plugin(plugin: Precision | None) -> Precision | None:
-    """The plugin of ours that does what one of Lightning's does.
+    """Return this package's plugin that does what one of Lightning's does.
 
     Raises:
         ConfigError: A plugin that has no counterpart here.

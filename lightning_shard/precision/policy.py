@@ -17,14 +17,16 @@ _REDUCE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def dtype_policy(precision: str, reduce_dtype: str | None = None) -> DTypePolicy:
-    """The engine's formats for a Lightning precision string.
+    """Return the engine's formats for a Lightning precision string.
 
     Args:
-        precision: Such as "bf16-mixed". The "true" formats have converted the module already.
-        reduce_dtype: "float32", "bfloat16" or "float16" to send gradients so; None as they are.
+        precision: Lightning's string, such as "bf16-mixed"; with a "true" one Lightning's plugin
+            has converted the module already.
+        reduce_dtype: "float32", "bfloat16" or "float16", the format in which gradients travel;
+            None for the format that they have in backward.
 
     Raises:
-        ConfigError: One of the two is unknown.
+        ConfigError: The precision or the reduce_dtype is unknown.
     """
     if precision not in _COMPUTE:
         raise ConfigError(

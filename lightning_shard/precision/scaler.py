@@ -22,7 +22,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         scaler: The user's scaler (or Lightning's default), whose settings and state are taken.
         view: Shows the optimizer's shards while it is open.
         groups: The groups over which the shards lie: data parallel, and tensor parallel.
-        device: This rank's device.
+        device: Device of this rank's gradients and of the overflow flag.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         self._shard_device = device
 
     def plain(self) -> torch.amp.GradScaler:
-        """A torch scaler with this one's settings and state."""
+        """Return a torch scaler with this one's settings and state."""
         scaler = torch.amp.GradScaler(self._shard_device.type, enabled=self.is_enabled())
         scaler.load_state_dict(self.state_dict())
         return scaler

@@ -1,4 +1,4 @@
-"""Show how many times fewer bytes compression lets training steps send, in the progress bar."""
+"""Shows in the progress bar how many times fewer bytes training steps send with compression."""
 
 from typing import Any
 
@@ -18,10 +18,10 @@ class CompressionRatio(Callback):
     step, and a dense warm-up shows for a while.
 
     Args:
-        name: Of the metric, which loggers get, too.
+        name: Name of the metric, which loggers get, too.
 
     Raises:
-        ConfigError: At the start of training, when the strategy does not compress.
+        ConfigError: The strategy does not compress; raised at the start of training.
     """
 
     @checked_options

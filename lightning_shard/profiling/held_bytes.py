@@ -1,4 +1,4 @@
-"""Show what sharding saves: the bytes that each rank holds beside what replication would hold.
+"""Shows what sharding saves: a table of the bytes that each rank holds, and replication would.
 
 The table is taken inside an optimizer's second step, the first moment at which parameters,
 gradients and optimizer state all exist:
@@ -28,7 +28,7 @@ class HeldBytesTable(Callback):
     Every rank must have this callback, since the figures are gathered over all of them.
 
     Raises:
-        ConfigError: At set-up, when the Trainer's strategy is not one of this package's.
+        ConfigError: The Trainer's strategy is not one of this package's; raised at set-up.
     """
 
     def __init__(self) -> None:
@@ -71,8 +71,8 @@ def render_held_bytes(held: list[HeldBytes], replicated: HeldBytes) -> str:
     """Lay the figures out as a table, a row for each rank.
 
     Args:
-        held: What each rank holds, in order of rank; not empty.
-        replicated: What a rank would hold if nothing were sharded.
+        held: Bytes that each rank holds, in order of rank; not empty.
+        replicated: Bytes that a rank would hold if nothing were sharded.
 
     Returns:
         Lines of plain text, without colours.

@@ -1,17 +1,17 @@
-"""Show when each rank of a pipeline computed and waited: idle shares beside theory, and pictures.
+"""Shows when each rank of a pipeline computed and waited: idle shares beside theory, pictures.
 
     rank 0   F0 F1 │wait│ B0 F2 │wait│ B1 ...     gathered after the batch, on one clock
     rank 1   │wait│ F0 B0 F1 B1 ...
 
 A rank is idle when it is not in a forward or backward, from the first rank's first one to the last
-rank's last. Three shares tell what that comes from:
+rank's last. Three shares tell where idle time comes from:
 
-    measured    what a rank waits, for messages too, and what it needs to post them
+    measured    the time that a rank waits, for messages too, and needs to post them
     replayed    the schedule with the measured duration of each computation, messages free
     theory      the closed form: stages alike, a backward takes twice a forward
 
-From theory to replayed it is computations that are not alike, of uneven stages above all; from
-replayed to measured it is the messages.
+The difference between theory and replayed comes from computations that are not alike, above all of
+uneven stages; that between replayed and measured from the messages.
 
 On CPUs the clock is the process's. On CUDA it is events in the rank's stream, so that nothing is
 synchronized before the batch has ended; what the host does between them counts as idle.
@@ -55,8 +55,8 @@ class ActionClock:
     Each rank of the pipeline must construct this, just before a batch, and then `gather`.
 
     Args:
-        group: The pipeline's ranks.
-        device: Of this rank.
+        group: Group of the pipeline's ranks.
+        device: Device of this rank.
     """
 
     def __init__(self, group: Collectives, device: torch.device) -> None:
@@ -71,16 +71,16 @@ class ActionClock:
 
     @contextmanager
     def __call__(self, action: Action) -> Iterator[None]:
-        """Take the time of what happens inside."""
+        """Take the time of the action inside."""
         begin = self._mark()
         yield
         self._marks.append((action, begin, self._mark()))
 
     def gather(self) -> Timeline:
-        """Return what all ranks did, on rank 0's clock; each rank must call.
+        """Return all ranks' actions, on rank 0's clock; each rank must call.
 
-        Processes of one host share a clock. Those of other hosts are aligned by a barrier, which
-        they leave at different times: by about the latency of a message.
+        Processes of one host share a clock. The clocks of other hosts are aligned by a barrier,
+        which ranks leave at times that differ by about the latency of a message.
         """
         if self._uses_events and self._marks:
             self._marks[-1][2].synchronize()
@@ -111,12 +111,13 @@ def _shifted(events: Sequence[Event], seconds: float) -> list[Event]:
 
 
 class IdleShares(NamedTuple):
-    """Of one batch, each 0 to 1.
+    """The idle shares of one batch, each 0 to 1.
 
     Attributes:
-        measured: Of each rank.
-        replayed: Of each rank, with the duration of each computation of the batch, messages free.
-        theory: Of the schedule where a backward takes twice a forward.
+        measured: Measured idle share of each rank.
+        replayed: Idle share of each rank in a replay with the measured duration of each
+            computation, with free messages.
+        theory: Idle share of the schedule where a backward takes twice a forward.
     """
 
     measured: tuple[float, ...]
@@ -140,7 +141,12 @@ class IdleShares(NamedTuple):
 
 @dataclass(frozen=True)
 class _Profile:
-    """A batch that is being profiled."""
+    """A batch that is being profiled.
+
+    Attributes:
+        number: Number of the batch in the fit.
+        clock: Clock that takes the time of its actions.
+    """
 
     number: int
     clock: ActionClock
@@ -155,10 +161,10 @@ class PipelineTimeline(Callback):
     profiled costs nothing.
 
     Args:
-        folder: Where the files are written; None for none.
-        every_n_steps: Batches from one that is profiled to the next. The first batch of a fit
-            never is: in it the ranks agree on what they will send.
-        formats: Which files; "png" needs matplotlib.
+        folder: Directory in which the files are written; None for no files.
+        every_n_steps: Number of batches from one that is profiled to the next. The first batch of
+            a fit never is: in it the ranks agree on what they will send.
+        formats: Formats of the files, "png" and "json"; "png" needs matplotlib.
 
     Raises:
         ConfigError: A number below 1, an unknown format, or no matplotlib; at set-up, when the
@@ -245,7 +251,7 @@ def render_idle_shares(batches: Sequence[IdleShares]) -> str:
     """Lay the medians over some batches out as a table, a row for each rank.
 
     Args:
-        batches: At least one.
+        batches: Idle shares of at least one batch.
 
     Returns:
         Lines of plain text, without colours.

@@ -1,4 +1,4 @@
-"""Tensor parallelism: wide layers in parts over the ranks of a group, in unmodified models.
+"""Tensor parallelism: wide layers are split over the ranks of a group, in unmodified models.
 
 The plan says which layers, and how: given as patterns and styles (`plan`, `styles`), a Hugging Face
 model's own, or found (`automatic`, `candidates`, `probe`). `SplitModel` applies it and undoes it:

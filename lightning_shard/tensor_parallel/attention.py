@@ -1,12 +1,12 @@
-"""torch's MultiheadAttention with its heads in parts over the ranks, and its fast paths off.
+"""torch's MultiheadAttention with its heads split over the ranks, and its fast paths off.
 
     query ──enter──> Wq (own heads) ─┐
     key   ──enter──> Wk (own heads) ─┼─> attention ──> Wo (own inputs) ──leave──> output
     value ──enter──> Wv (own heads) ─┘        └─> weights: mean over all heads, or all heads' own
 
-The layer's own forward hands full matrices to a function that checks their size, so that it is
+The layer's own forward hands full matrices to a function that checks their size, so the forward is
 written anew here. In evaluation torch's encoder layers hand their weights to a fused kernel, which
-knows of no ranks; they are kept from it by their own switches.
+knows of no ranks; their own switches turn that kernel off.
 """
 
 import math
@@ -25,23 +25,23 @@ from lightning_shard.tensor_parallel.styles import ParameterCut
 
 
 class AttentionContext(Protocol):
-    """What an attention needs to know of its place in the split model; see `Place`."""
+    """The attributes of a `LayerContext` that an attention needs."""
 
     @property
     def rank(self) -> int:
-        """This rank in the tensor-parallel group."""
+        """Rank of this process in the tensor-parallel group."""
 
     @property
     def group(self) -> Collectives:
-        """The tensor-parallel group."""
+        """Group of the tensor-parallel ranks."""
 
     @property
     def enter(self) -> Callable[[Tensor], Tensor]:
-        """Done to the layer's inputs."""
+        """Function that the layer's inputs enter the region by."""
 
     @property
     def leave(self) -> Callable[[Tensor], Tensor]:
-        """Done to its result, before the bias."""
+        """Function that its result leaves the region by, before the bias."""
 
 
 def is_plain_attention(module: nn.Module) -> bool:
@@ -57,7 +57,7 @@ def is_plain_attention(module: nn.Module) -> bool:
 
 
 def attention_cuts(module: nn.MultiheadAttention) -> tuple[ParameterCut, ...]:
-    """Which parameters of torch's attention are cut: by heads, the output by its inputs."""
+    """Return the cuts of torch's attention: by heads, and of the output layer by its inputs."""
     cuts = (
         ParameterCut(name="in_proj_weight", dim=0, num_blocks=3),
         ParameterCut(name="in_proj_bias", dim=0, num_blocks=3),
@@ -92,7 +92,7 @@ class ParallelAttention:
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend with this rank's heads; as `nn.MultiheadAttention.forward`."""
+        """Attend with this rank's heads; arguments and results as in `nn.MultiheadAttention`."""
         place = self._tensor_parallel_place
         is_batched = query.dim() == 3
         if not is_batched:
@@ -124,7 +124,7 @@ class ParallelAttention:
 
 
 def _transposed(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Put the batch first; what is one tensor stays one, so that it enters the region once."""
+    """Put the batch first; equal tensors stay one tensor, which enters the region once."""
     first = query.transpose(0, 1)
     second = first if key is query else key.transpose(0, 1)
     third = second if value is key else value.transpose(0, 1)
@@ -186,7 +186,7 @@ def _attend(
 
 
 def _of_all_heads(place: AttentionContext, weights: Tensor, *, average: bool) -> Tensor:
-    """Return what the ranks' heads look at: the mean over all heads, or each head's own."""
+    """Return the attention weights of all ranks' heads: their mean, or each head's own."""
     if average:
         return reduce_from_region(weights.mean(1) / place.group.size, place.group)
     return gather_copies(weights, 1, place.group)

@@ -1,7 +1,7 @@
-"""A plan for a model without one: what can be split is found, tried out, and the rest left full.
+"""A plan for a model without one: layers that can be split are found and tried out.
 
     1. torch's MultiheadAttention             by heads
-    2. a Hugging Face model's own plan        as it says
+    2. a Hugging Face model's own plan        as that plan says
     3. attentions, then pairs of layers       found in `candidates`, tried out in `probe`
     4. the largest embedding, and those that are tied to it, or as many rows as an output layer
        gives logits, together with that layer      by vocabulary
@@ -42,11 +42,11 @@ _UNKNOWN = "no part of an attention or of a pair of layers, and no embedding of 
 
 @dataclass(frozen=True, kw_only=True)
 class AutomaticPlan:
-    """What an automatic plan splits, and what it does not.
+    """An automatic plan: the layers that are split, and those that are not.
 
     Attributes:
-        layers: In the order of the model's modules.
-        full: The others that have a matrix or more, with the reason.
+        layers: The layers to split, in the order of the model's modules.
+        full: The other layers that have a matrix or more, with the reason.
     """
 
     layers: list[PlannedLayer]
@@ -57,14 +57,14 @@ def automatic_plan(model: nn.Module, num_ranks: int) -> AutomaticPlan:
     """Find what can be split over the ranks of a tensor-parallel group.
 
     Args:
-        model: With its values; left as it is. The plan is the same on each rank, and depends on
-            the values only in whether parameters are tied.
-        num_ranks: Of the group.
+        model: The full model with its values, which is not changed. The plan is the same on each
+            rank, and depends on the values only in whether parameters are tied.
+        num_ranks: Number of ranks of the tensor-parallel group.
 
     Raises:
         ConfigError: The ranks cannot share the heads of an attention, or nothing can be split.
     """
-    finder = _Finder(model, num_ranks)
+    finder = _LayerFinder(model, num_ranks)
     finder.find()
     if not finder.planned and num_ranks > 1:
         raise ConfigError(
@@ -86,8 +86,8 @@ def _own_plan(model: nn.Module, num_ranks: int) -> str:
     return f" A plan of your own could be plan={{{last!r}: 'colwise_gather_output'}}."
 
 
-class _Finder:
-    """Goes through a model, and notes what is split and why others are not."""
+class _LayerFinder:
+    """Goes through a model, and notes which layers are split, and why others are not."""
 
     def __init__(self, model: nn.Module, num_ranks: int) -> None:
         self.model, self.num_ranks = model, num_ranks
@@ -103,7 +103,7 @@ class _Finder:
         self._failed: list[tuple[Candidate, TrialResult]] = []
 
     def find(self) -> None:
-        """Go through the four kinds."""
+        """Find the layers of the four kinds, in the order of the module's docstring."""
         for module, name in self.names.items():
             if isinstance(module, nn.MultiheadAttention):
                 self._plan_torch_attention(name, module)
@@ -122,7 +122,7 @@ class _Finder:
         self._plan_vocabulary()
 
     def split(self) -> Iterator[PlannedLayer]:
-        """Yield what is split; under a pattern, where all that it matches is split alike."""
+        """Yield the layers to split; under a pattern, where all its matches are split alike."""
         styles: dict[str, set[Style | None]] = {}
         for module, name in self.names.items():
             style = self.planned[module].style if module in self.planned else None
@@ -165,7 +165,7 @@ class _Finder:
         )
 
     def _is_free(self, module: nn.Module) -> bool:
-        """Whether a linear layer is nobody's yet, and shares no parameter."""
+        """Whether a linear layer is in no plan or candidate yet, and shares no parameter."""
         return (
             (is_plain_linear(module) or is_low_rank(module))
             and module not in self.planned
@@ -174,7 +174,7 @@ class _Finder:
         )
 
     def _consider(self, candidate: Candidate) -> None:
-        """Plan a candidate's layers if a trial says so; the module around it may have it tried."""
+        """Plan a candidate's layers if a trial shows that they may be split."""
         layers = _layers(candidate)
         if any(layer in self.planned for layer in layers.values()):
             return
@@ -201,8 +201,9 @@ class _Finder:
     def _is_given_biases(self, candidate: Candidate) -> bool:
         """Whether an attention may be called with a bias of each head that another module makes.
 
-        That is of all heads, so that the attention must not be told of fewer: its query, key and
-        value look full. Where one of its class makes the bias itself, of its own heads, it may.
+        Such a bias is of all heads, so the attention must not be told of fewer heads: its query,
+        key and value look full. Where an attention of its class makes the bias itself, for its own
+        heads, it may be told.
         """
         owner = candidate.owner
         alike = [one for one in self.names if type(one) is type(owner)]
@@ -216,7 +217,7 @@ class _Finder:
         return is_made or any("bias" in one for one in inspect.signature(owner.forward).parameters)
 
     def _believe(self, candidate: Candidate) -> None:
-        """Plan a pair that nobody could try out by its names; of an attention they say too little.
+        """Plan a pair that could not be tried out by its names; an attention's say too little.
 
         Heads may be counted where no plan sees it: by the slopes of ALiBi, or a scale.
         """
@@ -233,7 +234,7 @@ class _Finder:
             self.reasons[layer] = _because(reason, tried)
 
     def _plan_vocabulary(self) -> None:
-        """Split the largest embedding by rows, and others like it; their output layers alike."""
+        """Split the largest embedding by rows, others like it, and their output layers."""
         self._inside_planned = {one for planned in self.planned for one in planned.modules()}
         tables = [
             module
@@ -258,7 +259,7 @@ class _Finder:
         self._leave_logits_sharded()
 
     def _leave_logits_sharded(self) -> None:
-        """Let the layers that give a logit for each row of an embedding not gather them."""
+        """Leave the logits of layers with a logit for each row of an embedding sharded."""
         rows = {
             one.weight.shape
             for one in self.names
@@ -274,7 +275,7 @@ class _Finder:
         return planned is not None and planned.style.form == "vocab"
 
     def _is_head(self, module: nn.Module) -> bool:
-        """Whether a layer may be one that gives logits: it takes and gives full activations."""
+        """Whether a layer may give logits: it takes and gives full activations."""
         return (
             isinstance(module, nn.Linear)
             and is_plain_linear(module)
@@ -283,7 +284,7 @@ class _Finder:
         )
 
     def _why_unsplit(self, table: nn.Embedding) -> str:
-        """Return why an embedding is not split, or nothing."""
+        """Return the reason why an embedding is not split, or an empty text."""
         sharing = [one for one in self.names if one._parameters.get("weight") is table.weight]
         if table.num_embeddings % self.num_ranks:
             return f"{table.num_embeddings} rows are not divisible by {self.num_ranks} ranks"

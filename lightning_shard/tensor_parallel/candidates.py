@@ -2,12 +2,12 @@
 
     attention    q, k, v (colwise) ──> heads ──> out (rowwise)        owner counts heads
                  qkv (packed colwise) ─┘
-                 the same, parted      C // self.num_heads, view(B, T, C) ...: as if whole
+                 the same, sharded     C // self.num_heads, view(B, T, C) ...: as if full
     pair         up [, gate] (colwise) ──> element by element ──> down (rowwise)
                  width -> hidden                                  hidden -> width
 
-What is found here is a guess. `probe` tries it out; where that cannot be done, it is believed only
-of layers with the names that such layers usually have.
+A candidate is a guess. `probe` tries it out; where that cannot be done, it is believed only of
+layers with the names that such layers usually have.
 """
 
 import re
@@ -50,11 +50,12 @@ class Candidate:
     """Layers of a module that may be split together.
 
     Attributes:
-        owner: The smallest module that has them all.
-        styles: Of each layer, by its path in the owner.
-        out: The path of the last one, which gives the sum over the ranks.
-        is_known: Whether their names are the usual ones.
-        num_heads: Of an attention, if its module says.
+        owner: The smallest module that contains all the layers.
+        styles: Style of each layer, by its path in the owner.
+        out: Path of the last layer, which gives the sum over the ranks.
+        is_known: Whether the layers have the usual names.
+        num_heads: Number of heads of an attention, if its module says it.
+        is_attention: Whether the layers are an attention's, not a pair.
     """
 
     owner: nn.Module
@@ -66,18 +67,18 @@ class Candidate:
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """What is the same of candidates of which one alone need be tried out."""
+        """Properties that candidates have alike when a trial of one tells for all."""
         sizes = [(name, param.shape) for name, param in self.owner.named_parameters()]
         return (type(self.owner), self.num_heads, tuple(self.styles.items()), *sizes)
 
     @property
     def counts_heads(self) -> bool:
-        """Whether its module is told that there are fewer heads."""
+        """Whether the attention's module is told that a rank has fewer heads."""
         return self.is_attention and not any(one.lazy_output for one in self.styles.values())
 
     @property
     def is_all(self) -> bool:
-        """Whether its owner has no parameters but those of the layers."""
+        """Whether the owner has no parameters but those of the layers."""
         own = {
             param for name in self.styles for param in self.owner.get_submodule(name).parameters()
         }
@@ -106,7 +107,7 @@ def check_heads(name: str, num_heads: int, num_key_heads: int, num_ranks: int) -
 
 
 def key_style(num_key_heads: int, num_ranks: int) -> Style:
-    """Return how a projection to keys or values is split: by heads, or its heads shared."""
+    """Return the style of a projection to keys or values: split by heads, or heads shared."""
     if num_key_heads % num_ranks == 0:
         return STYLES["colwise"]
     return Style(form="shared", num_blocks=num_key_heads, full_output=False)
@@ -116,7 +117,7 @@ def find_attention(owner: nn.Module, num_ranks: int, is_free: IsFree) -> Iterato
     """Yield the ways in which a module may be an attention, the likeliest first.
 
     Raises:
-        ConfigError: It is one, but the ranks cannot share its heads.
+        ConfigError: The module is an attention, but the ranks cannot share its heads.
     """
     near = dict(_near(owner, is_free))
     for prefix in dict.fromkeys(_prefix(name) for name in near):
@@ -143,7 +144,7 @@ def find_full_width_attention(
 ) -> Iterator[Candidate]:
     """Yield the ways in which a module may be an attention that computes with the whole width.
 
-    Nobody is told that there are fewer heads: query, key and value look full.
+    No module is told that a rank has fewer heads: query, key and value look full.
     """
     near = dict(_near(owner, is_free))
     for prefix in dict.fromkeys(_prefix(name) for name in near):
@@ -196,7 +197,14 @@ def find_pairs(owner: nn.Module, num_ranks: int, is_free: IsFree) -> Iterator[Ca
 
 @dataclass(frozen=True, kw_only=True)
 class _Inlet:
-    """The projections to query, key and value: three, or a fused one and how it is laid out."""
+    """The projections to query, key and value: three, or a fused one.
+
+    Attributes:
+        layers: The projections by their path in the owner.
+        width: Width of the projections' input.
+        is_known: Whether the layers have the usual names.
+        fused: Style of a fused projection, which tells its layout; None for three.
+    """
 
     layers: dict[str, nn.Module]
     width: int
@@ -223,7 +231,7 @@ def _packed(num_blocks: int) -> Style:
 
 
 def _num_heads(module: nn.Module) -> int | None:
-    """Return how many heads a module says that it has, or None."""
+    """Return the number of heads that a module's attributes say, or None."""
     for name in HEADS:
         if isinstance(count := module.__dict__.get(name), int) and count > 0:
             return count
@@ -257,7 +265,7 @@ def _separate(own: dict[str, nn.Module], prefix: str, counting: nn.Module) -> It
 
 
 def _is_counted(inlet: _Inlet, num_heads: int | None) -> bool:
-    """Whether a fused inlet's module says how many heads there are in it."""
+    """Whether a fused projection's module tells its number of heads."""
     return inlet.fused is None or (num_heads is not None and inlet.width % num_heads == 0)
 
 
@@ -273,7 +281,7 @@ def _fused(own: dict[str, nn.Module]) -> Iterator[_Inlet]:
 
 
 def _output(near: dict[str, nn.Module], inlet: _Inlet, prefix: str) -> str | None:
-    """Return the path of an attention's last layer: by its name, or the only one of its size."""
+    """Return the path of an attention's last layer, found by its name or as the only fitting."""
     width = linear_sizes(next(iter(inlet.layers.values())))[0]
     sized = [
         name

@@ -2,10 +2,10 @@
 
     self.teacher = copy.deepcopy(net)     its parameters are this rank's shards, cut as the model's
     self.teacher(x)                       computed in parts, in the same group
-    the end of the run                    full parameters, plain layers, whole counts of heads
+    the end of the run                    full parameters, plain layers, full counts of heads
 
-Modules tell of their own copying: `copy.deepcopy` asks what stands in them how to copy it, when
-the copy of the module exists already. Each rank must make and keep the same copies.
+Copies are noticed by an attribute in each module, whose `__deepcopy__` is called when the copy of
+the module exists already. Each rank must make and keep the same copies.
 """
 
 import weakref
@@ -31,7 +31,7 @@ class Copies:
         self._num_made = 0
 
     def watch(self, modules: Iterable[nn.Module]) -> None:
-        """Let modules tell when they are copied."""
+        """Note the copies of these modules from now on."""
         for module in dict.fromkeys(modules):
             vars(module)[_TELLS] = _Tells(self, module)
             self._watched.append(module)
@@ -39,21 +39,21 @@ class Copies:
     def copy_shards(self, params: Iterable[nn.Parameter]) -> None:
         """Let a copy of a parameter be a copy of its shard, also where it looks full."""
         for param in params:
-            vars(param)[_COPIES] = _Copier(self, param, vars(param).get(_COPIES))
+            vars(param)[_COPIES] = _ShardCopier(self, param, vars(param).get(_COPIES))
             self._copied.append(param)
 
     def note_module(self, made: nn.Module, of: nn.Module) -> None:
-        """Remember what a module is a copy of."""
+        """Remember which module a module is a copy of."""
         self._modules[made] = self._modules.get(of, of)
 
     def note_param(self, made: nn.Parameter, of: nn.Parameter) -> None:
-        """Remember what a parameter is a copy of."""
+        """Remember which parameter a parameter is a copy of."""
         self._params[made] = self.original(of), self._num_made
-        vars(made)[_COPIES] = _Copier(self, made, None)
+        vars(made)[_COPIES] = _ShardCopier(self, made, None)
         self._num_made += 1
 
     def original(self, param: nn.Parameter) -> nn.Parameter:
-        """Return what a parameter is a copy of, or itself."""
+        """Return the parameter that a parameter is a copy of, or itself."""
         found: nn.Parameter = self._params.get(param, (param, 0))[0]  # type: ignore[no-untyped-call]
         return found
 
@@ -63,7 +63,7 @@ class Copies:
         return {number: made for made, (_, number) in items}
 
     def take_modules(self) -> Mapping[nn.Module, nn.Module]:
-        """Return the copies of modules, and what each is a copy of, to watch them no longer."""
+        """Return the copies of modules with their originals, and forget them here."""
         taken = dict(self._modules.items())
         for made in taken:
             vars(made).pop(_TELLS, None)
@@ -71,7 +71,7 @@ class Copies:
         return taken
 
     def forget(self) -> None:
-        """End the run: modules and parameters are copied as ever."""
+        """End the run: let modules and parameters be copied without notice."""
         for owner in (*self._copied, *self.params().values()):
             vars(owner).pop(_COPIES, None)
         for module in self._watched:
@@ -81,7 +81,7 @@ class Copies:
 
 
 class _Tells:
-    """Stands in a module, and is asked how to copy it."""
+    """An attribute of a module whose `__deepcopy__` notes the module's copy."""
 
     def __init__(self, copies: Copies, module: nn.Module) -> None:
         self._copies, self._module = copies, weakref.ref(module)
@@ -98,8 +98,8 @@ class _Tells:
         return type(None), ()
 
 
-class _Copier:
-    """What `copy.deepcopy` calls for one parameter."""
+class _ShardCopier:
+    """Makes the copy of one parameter's shard for `copy.deepcopy`."""
 
     def __init__(
         self, copies: Copies, param: nn.Parameter, inner: Callable[[Any], Any] | None

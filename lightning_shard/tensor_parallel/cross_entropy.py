@@ -1,4 +1,4 @@
-"""Cross entropy of logits whose classes are sharded over the ranks, which nobody gathers.
+"""Cross entropy of logits whose classes are sharded over the ranks, without gathering them.
 
 Each rank reduces its own classes to three or four numbers per row; those are exchanged, and every
 rank has the loss. The gradient, softmax minus one-hot, needs no exchange at all:
@@ -32,13 +32,13 @@ from lightning_shard.tensor_parallel.regions import all_gathered
 
 @dataclass(frozen=True, kw_only=True)
 class LossOptions:
-    """What `torch.nn.functional.cross_entropy` can be told.
+    """The options of `torch.nn.functional.cross_entropy`.
 
     Attributes:
-        weight: Of each class, shape (V,), the same on every rank; or None.
-        ignore_index: A target that counts for nothing.
-        reduction: "none", "mean" or "sum".
-        label_smoothing: The part of each target that is spread over all classes.
+        weight: Weight of each class, shape (V,), the same on every rank; None for equal weights.
+        ignore_index: Target value whose rows do not count.
+        reduction: How rows are combined: "none", "mean" or "sum".
+        label_smoothing: Share of each target that is spread over all classes, 0 to 1.
     """
 
     weight: Tensor | None = None
@@ -56,15 +56,15 @@ def parallel_cross_entropy(
     Args:
         local: Shape (..., V / W), this rank's classes, in rank order; floating point.
         target: Shape (...), class indices of 0 to V - 1, the same on every rank.
-        options: As for `torch.nn.functional.cross_entropy`.
-        group: The W ranks that have the other classes.
+        options: Options of `torch.nn.functional.cross_entropy`.
+        group: Group of the W ranks that share the classes.
 
     Returns:
-        Shape () or, not reduced, that of `target`; float32 under autocast, else the logits' dtype.
-        On accelerators a row whose target is out of range is NaN.
+        The loss, of shape () or, not reduced, of that of `target`; float32 under autocast, else
+        the logits' dtype. On accelerators a row whose target is out of range is NaN.
 
     Raises:
-        ConfigError: Shapes that do not fit, or a target out of range.
+        ConfigError: The shapes do not fit, or a target is out of range.
     """
     if local.shape[:-1] != target.shape:
         raise ConfigError(
@@ -103,7 +103,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _loss_dtype(logits: Tensor) -> torch.dtype:
-    """cross_entropy is one of the operations that autocast does in float32."""
+    """Return the dtype of the loss: cross_entropy is in float32 under autocast."""
     is_autocast = torch.is_autocast_enabled(logits.device.type)
     return _wide(logits.dtype) if is_autocast else logits.dtype
 

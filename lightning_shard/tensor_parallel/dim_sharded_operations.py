@@ -1,6 +1,6 @@
-"""Which operations leave a `DimShardedTensor` in parts: a rule for each, by the operation's name.
+"""The operations that keep a `DimShardedTensor` sharded: a rule for each, by its name.
 
-A rule is called as the operation is, and returns `NotImplemented` where the result would need the
+A rule takes the operation's arguments, and returns `NotImplemented` where the result would need the
 other ranks' parts. Rules see no values, only shapes, so every rank decides alike.
 """
 
@@ -33,7 +33,7 @@ Rule = Callable[..., Any]
 
 
 def on_parts(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Do an operation by its rule; without one, or called as its rule cannot be, decline."""
+    """Do an operation by its rule; return NotImplemented where no rule fits the call."""
     rule = _RULES.get(getattr(func, "__name__", ""))
     if rule is None:
         return NotImplemented
@@ -50,7 +50,7 @@ def _signature(rule: Rule) -> Signature:
 
 
 def _property(func: Any, sharded: Any, *value: Any) -> Any:
-    """Graph and gradient are the part's; other properties are worked out from the full tensor."""
+    """Read or set the part's graph and gradient; other properties need the full tensor."""
     if func == Tensor.mT.__get__:  # type: ignore[attr-defined]
         return shapes.transpose(Tensor.transpose, sharded, -2, -1)
     if func == Tensor.requires_grad.__get__ and sharded.is_in_graph:  # type: ignore[attr-defined]
@@ -72,7 +72,7 @@ def _register_hook(func: Any, sharded: Any, hook: Callable[[Tensor], Any]) -> An
 
 
 def _backward(func: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
-    """`torch.autograd.backward` goes back from the parts, with the parts of the gradients."""
+    """Run `torch.autograd.backward` from the parts, with the parts of the gradients."""
     grads = kwargs.pop("grad_tensors", None)
     if isinstance(tensors, Tensor) or grads is None or args:
         return NotImplemented
@@ -98,7 +98,7 @@ def _elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _cast(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-    """To another type, such as that of another tensor, whose shape does not matter."""
+    """Cast to another type, such as that of another tensor of any shape."""
     args = tuple(one.part.local if isinstance(one, DimShardedTensor) else one for one in args)
     if not isinstance(tensor, DimShardedTensor):
         return func(tensor, *args, **kwargs)
@@ -109,7 +109,7 @@ def _cast(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _norm(func: Any, sharded: Any, normalized_shape: Any, *args: Any, **kwargs: Any) -> Any:
-    """layer_norm and rms_norm of rows that are full here."""
+    """Do layer_norm or rms_norm of rows that are full on each rank."""
     if not isinstance(sharded, DimShardedTensor):
         return NotImplemented
     part = sharded.part
@@ -121,7 +121,7 @@ def _norm(func: Any, sharded: Any, normalized_shape: Any, *args: Any, **kwargs: 
 
 
 def _reduce(func: Any, sharded: Any, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """A mean or sum along other dimensions."""
+    """Take a mean or sum along dimensions that are not sharded."""
     dims = [dim] if isinstance(dim, int) else list(dim or ())
     part: Part = sharded.part
     places = {one % sharded.ndim for one in dims}
@@ -139,7 +139,7 @@ def _dropout(
     training: bool = True,
     inplace: bool = False,
 ) -> Any:
-    """Zero what a single device would: the full mask is drawn from the common stream."""
+    """Drop out as a single device would: the full mask is drawn from the common stream."""
     if not training or p == 0:
         return input
     part: Part = input.part
@@ -214,7 +214,7 @@ _RULES: dict[str, Rule] = {
     **_named(shapes.squeeze, "squeeze"),
     **_named(shapes.expand, "expand"),
     **_named(shapes.repeat_interleave, "repeat_interleave"),
-    **_named(shapes.shards, "split chunk"),
+    **_named(shapes.split, "split chunk"),
     **_named(shapes.unbind, "unbind"),
     **_named(shapes.narrow, "narrow"),
     **_named(shapes.as_pairs, "view_as_complex view_as_real"),
@@ -237,6 +237,6 @@ IS_OF_WRAPPER = {
     *(Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex),
     *(Tensor.data_ptr, Tensor.untyped_storage, Tensor.__hash__),
 }
-"""What the wrapper answers itself: shapes and types are the whole's; memory it has none."""
+"""Operations that the wrapper answers itself: shapes and types are the full tensor's."""
 
 register_rules(IS_OF_WRAPPER, on_parts)

@@ -1,7 +1,7 @@
-"""How operations on shapes and places move the dimension of a `DimShardedTensor` that is sharded.
+"""Rules of operations on shapes, which may move the sharded dimension of a `DimShardedTensor`.
 
     (B, T, C)   sharded along C      view(B, T, heads, C / heads)   sharded along the heads
-    (B, T, 3C)  q, k, v: 3 blocks     split(C, -1)                   each in parts, 1 block
+    (B, T, 3C)  q, k, v: 3 blocks     split(C, -1)                   each sharded, 1 block
     (B, H, T, W) sharded along H     view(B * H, T, W)              B blocks along the first
 
 Rules as in `dim_sharded_operations`. A rule moves no elements between ranks: where the result's
@@ -21,7 +21,7 @@ Reshape = Callable[[Tensor, Sequence[int]], Tensor]
 
 
 def view(func: Any, sharded: Any, *shape: Any, **kwargs: Any) -> Any:
-    """View or reshape."""
+    """Rule of view and reshape."""
     sizes = _listed(shape)
     if kwargs or not sizes or not all(isinstance(size, int) for size in sizes):
         return NotImplemented
@@ -61,10 +61,10 @@ def _reshaped(reshape: Reshape, sharded: DimShardedTensor, sizes: list[int]) -> 
 
 
 def _place_in(sharded: DimShardedTensor, sizes: Sequence[int]) -> tuple[int, int] | None:
-    """Return the dimension of another shape that is sharded, and its blocks; None if none is.
+    """Return the sharded dimension of another shape, and its blocks; None if there is none.
 
     In row-major order there are `num_runs` runs of values, of each of which the ranks have
-    consecutive parts. A dimension has the same ones if its blocks begin where the runs do.
+    consecutive parts. A dimension has the same runs if its blocks begin where the runs do.
     """
     part = sharded.part
     num_runs = math.prod(sharded.shape[: part.dim]) * part.num_blocks
@@ -125,15 +125,15 @@ def expand(func: Any, sharded: Any, *shape: Any, **kwargs: Any) -> Any:
 
 
 def repeat_interleave(func: Any, sharded: Any, repeats: Any, dim: Any = None) -> Any:
-    """Repeat each entry, such as a head of keys for its queries; a rank has all repeats of its."""
+    """Repeat each entry, such as a head of keys for its queries, on the rank that has it."""
     if not isinstance(repeats, int) or not isinstance(dim, int):
         return NotImplemented
     part: Part = sharded.part
     return part.widen(func(part.local, repeats, dim))
 
 
-def shards(func: Any, sharded: Any, size: Any = None, dim: int = 0, **_: Any) -> Any:
-    """Split or chunk: along another dimension, or into whole blocks."""
+def split(func: Any, sharded: Any, size: Any = None, dim: int = 0, **_: Any) -> Any:
+    """Split or chunk along another dimension, or into whole blocks."""
     part: Part = sharded.part
     if size is None:
         return NotImplemented
@@ -177,7 +177,7 @@ def as_pairs(func: Any, sharded: Any) -> Any:
 
 
 def joined(func: Any, tensors: Any, dim: int = 0) -> Any:
-    """Concatenate or stack what is sharded alike, along another dimension."""
+    """Concatenate or stack tensors that are sharded alike, along another dimension."""
     if not all(isinstance(one, DimShardedTensor) for one in tensors):
         return NotImplemented
     part: Part = tensors[0].part
@@ -193,7 +193,7 @@ def joined(func: Any, tensors: Any, dim: int = 0) -> Any:
 
 
 def getitem(func: Any, sharded: Any, index: Any) -> Any:
-    """An index that leaves the sharded dimension as it is, or takes whole blocks of it."""
+    """Index a tensor, where the sharded dimension stays or whole blocks of it are taken."""
     entries = list(index) if isinstance(index, tuple) else [index]
     if all(map(_is_basic, entries)):
         return _slices(func, sharded, entries)
@@ -206,7 +206,7 @@ def _is_basic(entry: Any) -> bool:
 
 
 def _slices(func: Any, sharded: Any, entries: list[Any]) -> Any:
-    """Numbers and slices, of which the one for the sharded dimension takes whole blocks."""
+    """Index by numbers and slices; the sharded dimension's slice takes whole blocks."""
     part: Part = sharded.part
     num_named = sum(one is not None and one is not Ellipsis for one in entries)
     gap = next((i for i, one in enumerate(entries) if one is Ellipsis), len(entries))
@@ -236,7 +236,7 @@ def _blocks_of(entry: Any, part: Part) -> tuple[slice, int] | None:
 
 
 def _rows(func: Any, sharded: Any, entries: list[Any]) -> Any:
-    """Masks and lists as well, of dimensions before the last, which is the one in parts."""
+    """Index also by masks and lists, of dimensions before the last, which is the sharded one."""
     part: Part = sharded.part
     if part.place != 1 or not all(map(_is_plain, entries)):
         return NotImplemented
@@ -254,7 +254,7 @@ def _rows(func: Any, sharded: Any, entries: list[Any]) -> Any:
 
 
 def _is_plain(entry: Any) -> bool:
-    """Whether an index's entry is one whose dimensions `_dims_of` tells."""
+    """Whether an index's entry is of a kind whose dimensions `_dims_of` counts."""
     if isinstance(entry, list):
         return all(type(one) is int for one in entry)
     is_known = entry is None or entry is Ellipsis or isinstance(entry, int | slice | Tensor)
@@ -262,7 +262,7 @@ def _is_plain(entry: Any) -> bool:
 
 
 def _dims_of(entry: Any) -> int:
-    """How many dimensions an index's entry stands for."""
+    """Return the number of dimensions that an index's entry stands for."""
     if entry is None or isinstance(entry, bool):
         return 0
     if isinstance(entry, Tensor) and entry.dtype in (torch.bool, torch.uint8):

@@ -1,4 +1,4 @@
-"""A tensor of which each rank has a part, and that looks full to the user's code.
+"""A tensor of which each rank has a part along one dimension, and which looks full to user code.
 
     head ──► part (B, T, V / W) ──► DimShardedTensor of shape (B, T, V)
                                         │ flatten, view, slices of B and T, float(), / 2 ...
@@ -16,9 +16,9 @@ inputs. Fused in one tensor, each rank has a part of each of the three blocks:
     [ q0 q1 | k0 k1 | v0 v1 ]       rank 1 has [ q1 k1 v1 ], num_blocks is 3
 
 Operations come in through `__torch_function__`; `dim_sharded_operations` says which of them work on
-the parts. What gets past it, in an autograd function of the user's or in C++, sees a full tensor:
-the wrapper is a node of the graph that cuts the gradient, and `__torch_dispatch__` gathers its
-values. Because a gather is collective, each rank must do the same with its part.
+the parts. Operations that get past it, in an autograd function of the user's or in C++, see a full
+tensor: the wrapper is a node of the graph that cuts the gradient, and `__torch_dispatch__` gathers
+its values. Because a gather is collective, each rank must do the same with its part.
 """
 
 from collections.abc import Callable, Container
@@ -46,10 +46,10 @@ class Part:
     """One rank's part of a wider tensor.
 
     Attributes:
-        local: Full shape, but for dimension `dim`, of which it has 1 / W.
-        dim: Counted from 0.
-        group: The W ranks.
-        num_blocks: Equal blocks along `dim`, of each of which it has 1 / W.
+        local: This rank's elements: full shape, but for dimension `dim`, of which it has 1 / W.
+        dim: The sharded dimension, counted from 0.
+        group: Group of the W ranks that have the parts.
+        num_blocks: Number of equal blocks along `dim`, of each of which a rank has 1 / W.
     """
 
     local: Tensor
@@ -59,7 +59,7 @@ class Part:
 
     @property
     def place(self) -> int:
-        """Where `dim` is from the end, as shapes are broadcast."""
+        """Position of `dim` counted from the end, as shapes are broadcast."""
         return self.local.ndim - self.dim
 
     @property
@@ -68,19 +68,19 @@ class Part:
         return self.local.shape[self.dim] * self.group.size
 
     def is_like(self, other: "Part") -> bool:
-        """Whether ranks have the same of both, where they are broadcast to one shape."""
+        """Whether ranks have the same slices of both when they are broadcast to one shape."""
         own = (self.place, self.num_blocks)
         return own == (other.place, other.num_blocks) and self.group is other.group
 
     def widen(self, local: Any, dim: int | None = None, num_blocks: int | None = None) -> Any:
-        """Return what was made of this part, seen as a whole; all but tensors as it is."""
+        """Return a result computed from this part as a wider tensor; other values as they are."""
         if not isinstance(local, Tensor):
             return local
         dim = self.dim if dim is None else dim
         return from_local(local, self.group, dim, num_blocks or self.num_blocks)
 
     def narrow(self, value: Any) -> Any:
-        """Return this rank's part of a tensor like the full tensor; all but tensors as it is."""
+        """Return this rank's part of a tensor of the full shape; other values as they are."""
         if isinstance(value, DimShardedTensor):
             return value.part.local
         return self._by_block(own_slice, value, self.dim) if isinstance(value, Tensor) else value
@@ -98,12 +98,12 @@ class Part:
         return self._by_block(all_gathered, self.local.detach(), self.dim)
 
     def shared(self, value: Any) -> Any:
-        """Return what every rank uses for its part: each rank knows a part of the gradient only."""
+        """Return a value that every rank uses for its part, with its gradient summed over ranks."""
         follows = isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
         return copy_to_region(value, self.group) if follows else value
 
     def operand(self, value: Any) -> Any:
-        """Return what is combined with this part, shapes being broadcast; or NotImplemented."""
+        """Return the operand that is broadcast with this part; or NotImplemented."""
         if not isinstance(value, Tensor):
             return value
         if isinstance(value, DimShardedTensor):
@@ -118,7 +118,7 @@ class Part:
     def _by_block(
         self, function: Callable[[Tensor, int, Collectives], Tensor], tensor: Tensor, dim: int
     ) -> Tensor:
-        """Do along each block of a dimension what `function` does along a dimension."""
+        """Apply `function` along each block of a dimension."""
         if self.num_blocks == 1:
             return function(tensor, dim, self.group)
         blocks: Tensor = tensor.unflatten(dim, (self.num_blocks, -1))  # type: ignore[no-untyped-call]
@@ -127,13 +127,13 @@ class Part:
 
 @untraced
 def from_local(local: Tensor, group: Collectives, dim: int = -1, num_blocks: int = 1) -> Tensor:
-    """Make a full tensor of each rank's part, without moving any of it.
+    """Make a tensor that looks full of each rank's part, without sending anything.
 
     Args:
         local: This rank's part along `dim`; the parts are equal in size, in rank order.
-        group: The ranks that have the others.
+        group: Group of the ranks that have the parts.
         dim: The sharded dimension.
-        num_blocks: Equal blocks along `dim`, each of which is sharded.
+        num_blocks: Number of equal blocks along `dim`, each of which is sharded.
 
     Returns:
         A `DimShardedTensor`; on a single rank `local`.
@@ -149,7 +149,7 @@ def from_local(local: Tensor, group: Collectives, dim: int = -1, num_blocks: int
 
 @untraced
 def own_features(tensor: Tensor, group: Collectives) -> Tensor:
-    """Return this rank's part along the last dimension of what is full, or in such parts."""
+    """Return this rank's part, along the last dimension, of a full or so sharded tensor."""
     if isinstance(tensor, DimShardedTensor):
         part = tensor.part
         if (part.place, part.num_blocks) == (1, 1) and part.group is group:
@@ -168,7 +168,7 @@ def full_tensor(value: Any) -> Any:
 
 @dataclass
 class _Rules:
-    """What `dim_sharded_operations`, which knows this class, has registered here.
+    """The rules that `dim_sharded_operations`, which imports this module, has registered here.
 
     Attributes:
         of_wrapper: Operations that the wrapper answers itself.
@@ -189,8 +189,8 @@ def register_rules(
     """Say which operations the wrapper answers itself, and what is done on the parts.
 
     Args:
-        of_wrapper: Those that the wrapper answers itself.
-        on_parts: Called with an operation and its arguments; declines with NotImplemented.
+        of_wrapper: Operations that the wrapper answers itself.
+        on_parts: Does an operation on the parts, or returns NotImplemented.
     """
     _rules.of_wrapper, _rules.on_parts = of_wrapper, on_parts
 
@@ -203,7 +203,7 @@ class DimShardedTensor(Tensor):
 
     @property
     def part(self) -> Part:
-        """What this rank has."""
+        """This rank's part of the tensor."""
         if torch.is_grad_enabled() and not self._part.local.requires_grad and self.is_in_graph:
             # An autograd function has returned it that makes it without gradients: a checkpoint.
             self._part = replace(self._part, local=_Narrow.apply(self))  # type: ignore[no-untyped-call]
@@ -227,7 +227,7 @@ class DimShardedTensor(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Do an operation on the part where that is the same; else on the gathered full tensor."""
+        """Do an operation on the part where a rule allows it, else on the gathered full tensor."""
         kwargs = dict(kwargs or {})
         if not args and "input" in kwargs:
             args = (kwargs.pop("input"),)
@@ -241,7 +241,7 @@ class DimShardedTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch's own stub lacks the operation
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Gather for what works below autograd."""
+        """Gather the tensor for operations below autograd."""
         if func._schema.is_mutable:
             raise ConfigError(
                 f"{func} would write into a tensor of which each rank has a part; expected "
@@ -261,7 +261,7 @@ def _gather_detached(sharded: DimShardedTensor) -> Tensor:
 
 
 def _on_full(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Gather and go on with plain tensors; what was written goes back into the part."""
+    """Gather and go on with plain tensors; written values go back into the part."""
     gathered: dict[int, Tensor] = {}
 
     def full(sharded: DimShardedTensor) -> Tensor:
@@ -292,7 +292,11 @@ _READING = ("__index__", "__int__", "__invert__", "__iter__")  # the others are 
 
 @dataclass
 class _Link:
-    """Whether a wrapper's place in the graph still is its part's."""
+    """Tells whether a wrapper's node in the graph still stands for its part's.
+
+    Attributes:
+        is_broken: Whether the part was changed in place, so that the gradients differ.
+    """
 
     is_broken: bool = False
 
@@ -322,7 +326,7 @@ class _Widen(torch.autograd.Function):
 
 
 class _Narrow(torch.autograd.Function):
-    """Forward: the part of what an autograd function has returned. Backward: all of the parts."""
+    """Forward: the part of an autograd function's result. Backward: all of the parts."""
 
     @staticmethod
     def forward(ctx: Any, wide: DimShardedTensor) -> Tensor:

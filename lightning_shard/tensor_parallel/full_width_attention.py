@@ -1,11 +1,11 @@
-"""Attention of heads that are sharded over the ranks: what it does beside viewing and adding.
+"""Rules of the operations of an attention whose heads are sharded over the ranks.
 
     (B, H, T, W)   q @ k.transpose(-2, -1), softmax(-1), @ v     each rank with its heads
                    scaled_dot_product_attention(q, k, v)         the same
     (T, T), (B, 1, T, T)                                         a mask for all heads: as it is
     (H, T, T)                                                    a bias of each head: its own part
 
-Rules as in `dim_sharded_operations`. What is multiplied is sharded along a dimension of the batch.
+The rules are called as in `dim_sharded_operations`. Factors are sharded along a batch dimension.
 """
 
 from contextlib import nullcontext
@@ -18,7 +18,7 @@ from lightning_shard.tensor_parallel.randomness import drawn_apart
 
 
 def combined(func: Any, like: DimShardedTensor, args: Any, kwargs: Any) -> Any:
-    """Do on the parts what broadcasts its operands along the sharded dimension."""
+    """Do an operation on the parts that broadcasts its operands along the sharded dimension."""
     part = like.part
     operands = [part.operand(arg) for arg in args]
     if any(operand is NotImplemented for operand in operands):
@@ -32,7 +32,7 @@ def combined(func: Any, like: DimShardedTensor, args: Any, kwargs: Any) -> Any:
 
 
 def softmax(func: Any, sharded: Any, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Of rows that are full here."""
+    """Take the softmax of rows that are full on each rank."""
     part: Part = sharded.part
     if not isinstance(dim, int) or dim % sharded.ndim == part.dim:
         return NotImplemented
@@ -40,7 +40,7 @@ def softmax(func: Any, sharded: Any, dim: Any = None, *args: Any, **kwargs: Any)
 
 
 def matmul(func: Any, left: Any, right: Any, **kwargs: Any) -> Any:
-    """A product of matrices of each head."""
+    """Multiply the matrices of each head."""
     like = left if isinstance(left, DimShardedTensor) else right
     if like.part.place <= 2 or kwargs or min(left.ndim, right.ndim) < 2:
         return NotImplemented
@@ -57,7 +57,7 @@ def attend(
     is_causal: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """scaled_dot_product_attention; each rank drops out weights of its own heads."""
+    """Do scaled_dot_product_attention; each rank drops out weights of its own heads."""
     if not all(isinstance(one, DimShardedTensor) for one in (query, key, value)):
         return NotImplemented
     parts: list[Part] = [one.part for one in (query, key, value)]
@@ -77,7 +77,7 @@ def attend(
 
 
 def einsum(func: Any, equation: Any, *operands: Any) -> Any:
-    """A sum of products of each head: the letter in parts is one of the result's."""
+    """Do einsum for each head: the sharded letter is one of the result's."""
     if not isinstance(equation, str) or "->" not in equation or "." in equation:
         return NotImplemented
     inputs, _, output = equation.replace(" ", "").partition("->")

@@ -1,10 +1,10 @@
-"""Whether a given plan cuts fused projections in the way that their module reads them.
+"""A check that a given plan cuts fused projections in the way that their module reads them.
 
     [ q | k | v ]               packed_colwise(3)      qkv.chunk(3), view(B, T, 3, heads, width)
     [ q0 k0 v0 | q1 k1 v1 ]     colwise                view(B, T, heads, 3, width)
 
 Cut in the other way, every rank gets activations of the right shape: a model trains, but it is
-another model. So what a given plan says of such a layer is compared with what a trial finds.
+another model. So the layout that a given plan says is compared with the one that a trial finds.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,12 +22,12 @@ def check_layouts(model: nn.Module, layers: Sequence[PlannedLayer], num_ranks: i
     """Compare the fused layers of a given plan with a plan that was tried out.
 
     Args:
-        model: Full.
-        layers: The given plan's.
-        num_ranks: Of the tensor-parallel group.
+        model: The full model.
+        layers: The layers of the given plan.
+        num_ranks: Number of ranks of the tensor-parallel group.
 
     Raises:
-        ConfigError: A trial finds that one is laid out otherwise.
+        ConfigError: A trial finds that a layer is laid out otherwise.
     """
     fused = {layer.module: layer for layer in _fused(layers)}
     if not fused or num_ranks == 1:
@@ -48,7 +48,7 @@ def check_layouts(model: nn.Module, layers: Sequence[PlannedLayer], num_ranks: i
 
 
 def _fused(layers: Sequence[PlannedLayer]) -> Iterator[PlannedLayer]:
-    """Yield the layers whose result is as wide as nothing that layers of their module take."""
+    """Yield the layers whose output is wider than any input of their module's layers."""
     taken: dict[str, set[int]] = {}
     for layer in layers:
         if layer.style.form == "rowwise":

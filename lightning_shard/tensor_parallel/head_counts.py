@@ -1,13 +1,13 @@
-"""What modules know of how wide they are: counts of heads, which are smaller on each rank.
+"""The modules' own counts of heads, which are smaller on each rank.
 
-    class Attention:                      whole    2 ranks
+    class Attention:                      full     2 ranks
         num_heads                             8          4
         num_key_value_heads                   1          1      shared: each rank computes its own
         num_key_value_groups                  8          4
         q_proj, k_proj, v_proj, o_proj        split by a plan
 
-An attention module folds its projections' results by such attributes. They are set to what a rank
-has, and back to what they were in the end.
+An attention module folds its projections' results by such attributes. They are set to a rank's
+counts, and back to the full ones in the end.
 """
 
 import re
@@ -30,7 +30,7 @@ _OF_HEADS = re.compile(r"^(w?[qkv]|query|key|value|[qkv]_?(proj|lin)|to_[qkv])$"
 
 
 class Attributes:
-    """Attributes of modules that are set to something else for a time."""
+    """Attributes of modules that have other values for a time."""
 
     def __init__(self) -> None:
         self._before: list[tuple[nn.Module, str, Any]] = []
@@ -47,13 +47,13 @@ class Attributes:
         return [module for module, *_ in self._before]
 
     def restore_copy(self, made: nn.Module, of: nn.Module) -> None:
-        """Set the attributes of a copy to what those of its original were."""
+        """Set the attributes of a copy to the original values of its original's."""
         for module, name, value in reversed(self._before):
             if module is of:
                 setattr(made, name, value)
 
     def restore(self) -> None:
-        """Set all to what they were."""
+        """Set all attributes to their original values."""
         while self._before:
             setattr(*self._before.pop())
 
@@ -64,7 +64,7 @@ def count_heads(
     """Tell the modules whose projections are split how many heads there are on each rank.
 
     Raises:
-        ConfigError: The ranks cannot share them.
+        ConfigError: The ranks cannot share the heads.
     """
     parents = {
         f"{path}.{name}".lstrip("."): parent
@@ -134,8 +134,8 @@ def _narrow(
 def _has_heads(parent: nn.Module, layers: Sequence[PlannedLayer], layer: PlannedLayer) -> bool:
     """Whether the heads that a layer's parent counts are split with the layer.
 
-    Without word from the plan they are, unless a projection of the parent's is full that looks
-    like the one to query, key and value.
+    If the plan does not say it, they are, unless a projection of the parent's is full whose name
+    is one for query, key and value.
     """
     if layer.has_heads is not None:
         return layer.has_heads

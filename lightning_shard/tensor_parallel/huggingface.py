@@ -1,4 +1,4 @@
-"""The plan that a Hugging Face model brings along: `model.tp_plan`, read into styles of ours.
+"""The plan of a Hugging Face model, `model.tp_plan`, read into this package's styles.
 
     layers.*.self_attn.k_proj           colwise         with fewer key heads than ranks: shared
     layers.*.mlp.experts.gate_up_proj   packed_colwise  ─┐
@@ -38,11 +38,11 @@ def own_plans(model: nn.Module, num_ranks: int) -> Iterator[PlannedLayer]:
     """Yield the layers that the plans of the Hugging Face models in a model name.
 
     Args:
-        model: Has such models anywhere in it, or is one.
-        num_ranks: Of the tensor-parallel group.
+        model: A Hugging Face model, or a module that contains such models.
+        num_ranks: Number of ranks of the tensor-parallel group.
 
     Raises:
-        ConfigError: A style that there is no counterpart for, or heads that cannot be shared.
+        ConfigError: A style has no counterpart here, or heads cannot be shared.
     """
     inside: tuple[str, ...] = ()
     for name, module in model.named_modules():
@@ -58,7 +58,7 @@ def own_plans(model: nn.Module, num_ranks: int) -> Iterator[PlannedLayer]:
 
 
 def _styles(model: nn.Module, plan: Mapping[str, str]) -> dict[str, Style]:
-    """Read a plan's entries; those that match nothing in this model are left out."""
+    """Read a plan's entries; entries that match no module of this model are left out."""
     modules = [name for name, _ in model.named_modules()]
     styles: dict[str, Style] = {}
     for pattern, name in plan.items():
@@ -85,14 +85,14 @@ def _with_count(name: str) -> str:
 def _not_supported(model: nn.Module, pattern: str, style: str) -> ConfigError:
     return ConfigError(
         f"{type(model).__name__}'s own plan splits {pattern!r} by {style!r}, which is not "
-        "supported. Give the strategy a plan that leaves this layer whole, with all that it feeds."
+        "supported. Give the strategy a plan that leaves this layer full, with all that it feeds."
     )
 
 
 def _shared_tail(model: nn.Module, name: str) -> Style | None:
-    """Return how a latent attention's projection is split: its rotary features go to all heads.
+    """Return the style of a latent attention's projection: its rotary features go to all heads.
 
-    None where the attention does not say how many these are.
+    None where the attention does not tell the number of these features.
     """
     attention = model.get_submodule(name.rpartition(".")[0])
     num_features = getattr(attention, "qk_rope_head_dim", None)
@@ -100,7 +100,7 @@ def _shared_tail(model: nn.Module, name: str) -> Style | None:
 
 
 def _experts(pattern: str, module: nn.Module, plan: Mapping[str, str]) -> Style:
-    """Collect the entries of the parameters of experts."""
+    """Collect the plan's entries for the parameters of experts into one style."""
     cuts: list[ParameterCut] = []
     for name, param in module.named_parameters(recurse=False):
         style = plan.get(f"{pattern}.{name}", "none")

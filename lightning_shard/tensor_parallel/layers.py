@@ -5,7 +5,7 @@
     vocab      ids ───────> rows of the own part, else 0 ──leave──> y
     shared     x ──enter──> x W[own head]             the ranks that share a head compute the same
     experts    x ──enter──> each expert's part ──leave──> y       the router's weights enter as well
-    whole      x ──enter──> y ──leave──> own features of y        every rank computes the same
+    unsplit    x ──enter──> y ──leave──> own features of y        every rank computes the same
 
 A layer stays the object that it was, so that hooks, names and `isinstance` go on working; its class
 becomes a subclass made here, and its own again in the end. Weights of Linear and Embedding are cut
@@ -37,18 +37,19 @@ def _drawn_as_ever(tensor: Tensor) -> AbstractContextManager[None]:
 
 
 Crossing = Callable[[Tensor], Tensor]
-"""What is done to an activation where a parallel region begins or ends."""
+"""A function of an activation where a parallel region begins or ends."""
 
 _PLACE = "_tensor_parallel_place"
 
 
 @dataclass
 class FullView:
-    """What code outside of a layer sees of its weights during a step: their full shapes.
+    """Shows the full shapes of a layer's weights to code outside of the layer during a step.
 
     Attributes:
-        widen: Makes what looks full of a parameter's name and its part, if a step runs.
-        names: Of the parameters that are sharded, and how.
+        widen: Makes a tensor that looks full of how a parameter is sharded and its part, while a
+            step runs.
+        names: By name, how each sharded parameter of the layer is cut.
         is_own: Whether the layer's own forward runs, which works with the parts.
     """
 
@@ -57,7 +58,7 @@ class FullView:
     is_own: bool = False
 
     def of(self, name: str, tensor: Tensor) -> Tensor:
-        """Return what is seen of a parameter."""
+        """Return a parameter as the code that reads it now sees it."""
         return (
             tensor
             if self.is_own or name not in self.names
@@ -67,16 +68,16 @@ class FullView:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerContext:
-    """A layer's place in the split model.
+    """The context in which a layer of the split model computes.
 
     Attributes:
-        rank: This rank in the tensor-parallel group.
-        enter: Done to the layer's input.
-        leave: Done to its result, before a bias that belongs to the full tensor.
-        group: The tensor-parallel group.
-        num_heads: Of a layer whose heads the ranks share.
-        view: What others see who read the layer's weights.
-        alike: Inside, a layer that is full draws random numbers as the other ranks do.
+        rank: Rank of this process in the tensor-parallel group.
+        enter: Function that the layer's input enters the region by.
+        leave: Function that its result leaves the region by, before a bias of the full result.
+        group: Group of the tensor-parallel ranks.
+        num_heads: Number of heads in a layer whose heads the ranks share.
+        view: Shows the layer's weights to code outside of the layer.
+        alike: Makes a context in which an unsplit layer draws random numbers as other ranks do.
     """
 
     rank: int
@@ -88,7 +89,7 @@ class LayerContext:
     view: "FullView" = field(default_factory=lambda: FullView(_as_it_is, {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LayerContext":
-        """Return this place: a copy of a layer works in the same group."""
+        """Return this context: a copy of a layer works in the same group."""
         return self
 
 
@@ -182,7 +183,7 @@ class _Unsplit:
 
 
 class _Replica:
-    """Changes nothing: its gradient is summed by a hook."""
+    """A layer with its own forward, whose gradient is summed by a hook."""
 
 
 _FORMS: dict[str, type] = {
@@ -207,7 +208,7 @@ def _parallel_class(form: str, own: type[nn.Module], seen: tuple[str, ...]) -> t
 
 
 def _seen_full(name: str) -> property:
-    """Return the attribute by which a parameter is read."""
+    """Return the property by which a parameter is read, which shows it full."""
 
     def get(self: Any) -> Tensor:
         view: FullView = getattr(self, _PLACE).view
@@ -234,13 +235,13 @@ def unsplit_layer(module: nn.Module) -> None:
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """Whether a layer is linear, and has no forward of its own beside."""
+    """Whether a layer is linear, and has no other forward of its own."""
     own = getattr(type(module), "forward", None)
     return has_weight(module) and (is_transposed(module) or own is nn.Linear.forward)
 
 
 def has_weight(module: nn.Module) -> bool:
-    """Whether a layer's weight is a parameter, and not worked out as by `weight_norm`."""
+    """Whether a layer's weight is a parameter, and not computed as by `weight_norm`."""
     return module._parameters.get("weight") is not None
 
 

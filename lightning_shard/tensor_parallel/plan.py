@@ -1,4 +1,4 @@
-"""A plan: which layers are split, and how; patterns matched against a model's modules."""
+"""A plan: patterns of the layers to split, with their styles, matched against a model."""
 
 import difflib
 import re
@@ -20,11 +20,12 @@ class PlannedLayer:
     """One layer of a plan.
 
     Attributes:
-        name: The module's path in the model.
-        module: The layer.
-        style: How it is split.
-        pattern: The plan's entry that says so.
-        has_heads: Whether its parent counts heads that are split with it; None: by its look.
+        name: Path of the layer in the model.
+        module: The layer itself.
+        style: Style by which the layer is split.
+        pattern: The plan's entry that matches the layer.
+        has_heads: Whether the layer's parent counts heads that are split with it; None to tell by
+            the parent's attributes.
     """
 
     name: str
@@ -39,9 +40,9 @@ class UnsplitLayer:
     """One layer that an automatic plan leaves as it is.
 
     Attributes:
-        name: The module's path in the model.
-        module: The layer.
-        reason: Why it is not split.
+        name: Path of the layer in the model.
+        module: The layer itself.
+        reason: Why the layer is not split, in words.
     """
 
     name: str
@@ -53,16 +54,16 @@ def match_plan(model: nn.Module, plan: Mapping[str, Any]) -> list[PlannedLayer]:
     """Find the layers that a plan names.
 
     Args:
-        model: Any module.
+        model: The module whose layers are matched, of any kind.
         plan: Maps patterns to styles. A pattern is a module's path, in which `*` stands for one
             part of it, or for a part of one: `blocks.*.mlp.up`.
 
     Returns:
-        In the order of the model's modules.
+        The matched layers, in the order of the model's modules.
 
     Raises:
-        ConfigError: A pattern that matches nothing, a module that two patterns match, an unknown
-            style, or a layer that cannot be split so.
+        ConfigError: A pattern matches nothing, two patterns match one module, a style is unknown,
+            or a layer cannot be split by its style.
     """
     styles = {pattern: style_of(value, pattern) for pattern, value in plan.items()}
     matchers = {pattern: matcher_of(pattern) for pattern in plan}
@@ -86,11 +87,11 @@ def match_plan(model: nn.Module, plan: Mapping[str, Any]) -> list[PlannedLayer]:
 def describe_plan(
     layers: Iterable[PlannedLayer], full: Iterable[UnsplitLayer] = ()
 ) -> Iterator[str]:
-    """Yield a line for each entry of a plan: pattern, style, how many layers, and why not split.
+    """Yield a line for each entry of a plan: pattern, style, number of layers, and why not split.
 
     Args:
-        layers: What is split.
-        full: What is not.
+        layers: The layers that are split.
+        full: The layers that are not split.
     """
     rows: dict[tuple[str, str, str], list[nn.Module]] = {}
     for layer in layers:
@@ -105,12 +106,12 @@ def describe_plan(
 
 
 def pattern_of(name: str) -> str:
-    """Return the pattern of a module's path: its numbers stand for any."""
+    """Return the pattern of a module's path, in which `*` stands for each number."""
     return re.sub(r"(?<![^.])\d+(?=\.|$)", "*", name)
 
 
 def matcher_of(pattern: str) -> re.Pattern[str]:
-    """Return what matches the module paths that a pattern means."""
+    """Return the regular expression of the module paths that a pattern matches."""
     return re.compile(re.escape(pattern).replace(r"\*", r"[^.]*"))
 
 

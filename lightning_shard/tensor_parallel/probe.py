@@ -1,6 +1,6 @@
-"""Whether layers may be split together, tried out: each rank's part on a copy, one after the other.
+"""A trial of whether layers may be split together: each rank's part runs on a copy, in turn.
 
-    whole     x ──> [ owner: ... up ── f ── down ... ] ──> y        what `down` gives is kept
+    full      x ──> [ owner: ... up ── f ── down ... ] ──> y        the result of `down` is kept
     rank r    x ──> [ owner: ... up_r ─ f ─ down_r ╴╴ ] ──> y_r     the kept one takes its place
 
 The split is right if the ranks' results of the last layer add up to the full one's, and all that
@@ -39,11 +39,11 @@ _TOLERANCE = 1e-4  # of the largest value; a wrong split is wrong by about as mu
 
 @dataclass(frozen=True, kw_only=True)
 class TrialResult:
-    """What a trial says.
+    """The result of a trial.
 
     Attributes:
-        is_right: Whether the layers compute in parts what they compute as a whole. None where it
-            cannot be tried out: the owner takes more than activations, is much larger than its
+        is_right: Whether the split layers compute the same as the unsplit ones. None where no
+            trial is possible: the owner takes more than activations, is much larger than its
             layers, is a LightningModule, or is an attention that uses more when it is given more,
             as one that knows relative positions.
         inner: Paths in the owner of the modules whose parameters work between the layers.
@@ -56,11 +56,11 @@ class TrialResult:
 
 
 def try_out(candidate: Candidate, num_ranks: int) -> TrialResult:
-    """Run a candidate's layers as a whole, and in as many parts as there are ranks.
+    """Run a candidate's layers unsplit, and in as many parts as there are ranks.
 
     Args:
-        candidate: Its owner is copied, and left as it is.
-        num_ranks: Of the tensor-parallel group.
+        candidate: The layers to try; their owner is copied, and not changed.
+        num_ranks: Number of ranks of the tensor-parallel group.
     """
     layers = [candidate.owner.get_submodule(name) for name in candidate.styles]
     is_large = _num_values(candidate.owner) > _LARGEST * sum(map(_num_values, layers))
@@ -82,12 +82,12 @@ def try_out(candidate: Candidate, num_ranks: int) -> TrialResult:
 
 
 def _is_lightning_module(module: nn.Module) -> bool:
-    """Whether it is one of `lightning.pytorch` or `pytorch_lightning`, which are not imported."""
+    """Whether a module is a LightningModule of either package, neither of which is imported."""
     return any(kind.__name__ == "LightningModule" for kind in type(module).__mro__)
 
 
 def table_is_right(table: nn.Embedding, num_ranks: int) -> bool:
-    """Whether an embedding with a forward of its own gives in parts what it gives as a whole."""
+    """Whether an embedding with a forward of its own gives the same split as unsplit."""
     ids = torch.arange(table.num_embeddings)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         try:
@@ -117,15 +117,15 @@ class _NotCalledOnceError(Exception):
 
 
 class _GatheredError(Exception):
-    """What is sharded was made full."""
+    """A sharded tensor was gathered."""
 
 
 class _Run:
     """A run of an owner on random activations.
 
     Attributes:
-        result: What the layer `out` gave, with its bias.
-        given: The tensors that the owner gave.
+        result: The result of the layer `out`, with its bias.
+        given: The tensors that the owner returned.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class _Run:
         self._ends = [leaf for leaf in (self.result, *leaves) if leaf.requires_grad]
 
     def leaves_out(self, layers: Iterable[str]) -> bool:
-        """Whether a parameter of no layer has no part in what the owner gave."""
+        """Whether a parameter outside the layers has no part in the owner's result."""
         inside = tuple(f"{name}." for name in layers)
         others = [p for name, p in self.owner.named_parameters() if not name.startswith(inside)]
         starts = [torch.ones_like(end) for end in self._ends]
@@ -173,7 +173,7 @@ class _Run:
         return any(grad is None for grad in grads)
 
     def gradients(self, layers: Sequence[str]) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Differentiate the result: by the inputs, and by the parameters of no layer."""
+        """Differentiate the result by the inputs, and by the parameters outside the layers."""
         inside = tuple(f"{name}." for name in layers)
         params = {
             name: param
@@ -191,12 +191,12 @@ class _Run:
 
 
 def _run_full(candidate: Candidate) -> _Run:
-    """Run the owner on activations, if need be without what else it asks for.
+    """Run the owner on activations, if need be without other arguments.
 
-    An attention is given all that it asks for: it might be something of each head.
+    An attention gets all arguments that it asks for, which might be something of each head.
 
     Raises:
-        _CannotRunError: It raises; the cause is what it raised first.
+        _CannotRunError: The owner raises each time; the cause is what it raised first.
     """
     raised: list[Exception] = []
     others = _num_required(candidate.owner) - 1
@@ -216,7 +216,7 @@ def _run_full(candidate: Candidate) -> _Run:
 
 
 def _run_part(full: _Run, candidate: Candidate, rank: int, num_ranks: int) -> _Run:
-    """Run one rank's part; its last layer's result is given as the full one."""
+    """Run one rank's part, in which the full run's result takes the place of its last layer's."""
     part = copy.deepcopy(full.owner)
     split_alone(part, candidate.styles, Alone(rank, num_ranks), counts_heads=candidate.counts_heads)
     return _Run(part, full.out, full.widths, stand_in=full.result.detach())
@@ -239,7 +239,7 @@ def _compare(full: _Run, parts: Sequence[_Run], candidate: Candidate) -> TrialRe
 
 
 def _compare_gradients(full: _Run, parts: Sequence[_Run], layers: Sequence[str]) -> TrialResult:
-    """Find the parameters between the layers: their gradients pass no entrance, and add up."""
+    """Find the parameters between the layers, whose gradients pass no entrance and add up."""
     _, expected = full.gradients(layers)
     found = [part.gradients(layers) for part in parts]
     if any(grad.any() for inputs, _ in found for grad in inputs):
@@ -258,7 +258,7 @@ def _compare_gradients(full: _Run, parts: Sequence[_Run], layers: Sequence[str])
 def split_alone(
     owner: nn.Module, styles: Mapping[str, Style], group: "Alone", counts_heads: bool = False
 ) -> None:
-    """Split layers of a module over a group of which one rank is there."""
+    """Split layers of a module over a group of which only one rank exists."""
     layers = [
         PlannedLayer(
             name=name,
@@ -273,9 +273,9 @@ def split_alone(
 
 
 class Alone:
-    """Stands in for a group of which only one rank is there.
+    """Stands in for a group of which only one rank exists.
 
-    Forward, a sum is that rank's part. Backward, where an entrance sums gradients, they end.
+    Forward, a sum is that rank's part. Backward, gradients end where an entrance would sum them.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -301,7 +301,7 @@ class Alone:
 
 
 def _num_required(module: nn.Module) -> int:
-    """Return how many arguments a module's forward must be given; at least the activation."""
+    """Return the number of arguments that a module's forward requires, at least one."""
     parameters = list(inspect.signature(module.forward).parameters.values())
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     required = [one for one in parameters if one.kind in positional and one.default is one.empty]

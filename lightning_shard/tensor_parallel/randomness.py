@@ -1,13 +1,14 @@
-"""Random numbers under tensor parallel: common to the ranks outside of regions, their own within.
+"""Random numbers under tensor parallel: common to the ranks outside of regions, own within.
 
     common stream   ──● draw ●─────────────── restored ──●──►     the same on each rank
                       │                          ▲
     within a region   └─► seed * W + rank ──► dropout of this rank's heads or features
 
-What every rank computes alike, dropout included, has to be drawn alike; what each has a part of
-must not repeat the other ranks' zeros. A region's stream starts from a number of the common one and
-ends with the region, so that nothing beside torch's own state has to be kept: a checkpoint of the
-activations that restores that state draws the same again, and so does a resumed run.
+Random numbers of a computation that every rank does alike, dropout included, must be the same;
+those of a computation that is split must not repeat the other ranks' zeros. A region's stream
+starts from a number of the common one and ends with the region, so that nothing beside torch's own
+state has to be kept: a checkpoint of the activations that restores that state draws the same again,
+and so does a resumed run.
 
 The numbers outside of regions do not depend on how many ranks there are; where none are drawn
 within, they are those of a single device.
@@ -33,7 +34,7 @@ class RegionRandomness:
     """Gives each rank random numbers of its own from a region's first layer to its last.
 
     Args:
-        group: The tensor-parallel group.
+        group: Group of the tensor-parallel ranks.
     """
 
     def __init__(self, group: Collectives) -> None:
@@ -62,7 +63,7 @@ class RegionRandomness:
 
     @contextmanager
     def outside(self, tensor: Tensor) -> Iterator[None]:
-        """Inside, draw from the common stream also where a region's is on."""
+        """Draw from the common stream inside, also where a region's stream is on."""
         generator = _generator(tensor.device)
         if not self._is_within(generator):
             yield
@@ -129,8 +130,8 @@ def drawn_apart(group: Collectives, device: torch.device) -> Iterator[None]:
 def layers_around_dropout(model: nn.Module, layers: Sequence[PlannedLayer]) -> Iterator[nn.Module]:
     """Yield the layers that begin a region in which something may be dropped.
 
-    Those are the layers that hand out features, or mix heads themselves, and whose parent, or what
-    it is made of, says a probability above zero.
+    These layers hand out features, or mix heads themselves, and their parent or a module in it has
+    a dropout probability above zero.
     """
     for layer in layers:
         style = layer.style
@@ -154,7 +155,7 @@ def share_random_state(group: Collectives, device: torch.device) -> None:
 
 
 def _own_seed(group: Collectives) -> int:
-    """Draw a seed from the common stream, always on the CPU, so that no rank waits for a device."""
+    """Draw a seed from the common stream, on the CPU, so that no rank waits for a device."""
     drawn = int(torch.randint(_NUM_SEEDS // group.size, ()))
     return drawn * group.size + group.rank
 

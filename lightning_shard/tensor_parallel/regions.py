@@ -1,4 +1,4 @@
-"""What happens to activations where a parallel region begins and ends: forward, and in reverse.
+"""The communication of activations where a parallel region begins and ends, and its backward.
 
     enter    copy               forward: nothing               backward: all-reduce
     leave    reduce             forward: all-reduce            backward: nothing
@@ -37,8 +37,8 @@ def copy_to_region(tensor: Tensor, group: Collectives) -> Tensor:
 def enter_layers(tensor: Tensor, group: Collectives) -> Tensor:
     """Enter with a replicated activation that autocast casts for the layers there.
 
-    The gradient of a cast has the format of the layers: in that it travels. But not in float16,
-    whose range a sum of such gradients may leave.
+    The gradient of a cast travels in the format of the layers, but not in float16, whose range a
+    sum of such gradients may leave.
     """
     sent_as = None
     if tensor.dtype == torch.float32 and torch.is_autocast_enabled(tensor.device.type):

@@ -1,4 +1,4 @@
-"""Sequence parallel: between the regions of split layers each rank has its slice of the positions.
+"""Sequence parallel: between the regions of split layers each rank has a slice of the positions.
 
     (B, T, C)      norm, dropout, +      colwise ... rowwise      norm, dropout, +
     rank 0         positions 0..T/2  ──┐  all positions,  ┌──►  positions 0..T/2
@@ -64,10 +64,10 @@ def leave_in_slices(tensor: Tensor, group: Collectives) -> Tensor:
 
     Args:
         tensor: Shape (..., T, C). Without a sequence, (N, C), the sum leaves full.
-        group: The W ranks.
+        group: Group of the W tensor-parallel ranks.
 
     Returns:
-        Looks as `tensor`; here are T / W of its positions.
+        A tensor that looks like `tensor`, of whose positions this rank has T / W.
 
     Raises:
         ConfigError: T is no multiple of W while gradients are recorded; without them, as when
@@ -87,7 +87,7 @@ def leave_in_slices(tensor: Tensor, group: Collectives) -> Tensor:
 
 
 def saved_as_slice(entered: Tensor) -> AbstractContextManager[None]:
-    """While a layer works on what has entered, save the slice instead of it for backward."""
+    """Save the slice of an entered activation for backward, instead of the full one, inside."""
     is_unsharded = hasattr(entered.grad_fn, "num_saved")  # by the node that `_GatherSlices` makes
     return _Saved(entered).hooks() if is_unsharded else nullcontext()
 
@@ -97,7 +97,7 @@ def _is_training(tensor: Tensor) -> bool:
 
 
 class _GatherSlices(torch.autograd.Function):
-    """As `gather_to_region`; keeps the slice, for those that save the gathered full tensor."""
+    """Gathers as `gather_to_region`, and keeps the slice for layers that save the full tensor."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, dim: int, group: Collectives) -> Tensor:
@@ -112,7 +112,7 @@ class _GatherSlices(torch.autograd.Function):
 
 
 class _Saved:
-    """What layers save of one gathered activation: how it lies in it, and where the slice is.
+    """Saves for layers' backwards where in a gathered activation a tensor lies, and its slice.
 
     The node's backward comes after that of all layers that it is given to, so its slice is there
     for them. They share one gather: the full tensor is let go when all have read it.

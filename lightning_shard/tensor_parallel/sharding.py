@@ -1,4 +1,4 @@
-"""How one parameter is split over the ranks of a tensor-parallel group: pure arithmetic.
+"""The split of one parameter over the ranks of a tensor-parallel group: pure arithmetic.
 
 A plain matrix is cut evenly along one dimension. A fused one consists of blocks that are each cut
 evenly, so that every rank gets its heads of each of query, key and value:
@@ -21,9 +21,9 @@ class Sharding:
     """The split of one parameter.
 
     Attributes:
-        dim: The dimension that is cut; counted from 0.
+        dim: The dimension that is cut, counted from 0.
         blocks: Sizes along `dim` of the consecutive blocks that are each cut evenly.
-        num_shards: Ranks of the tensor-parallel group.
+        num_shards: Number of ranks of the tensor-parallel group.
 
     Raises:
         LayoutError: A block is no multiple of the number of ranks.
@@ -50,7 +50,7 @@ class Sharding:
 
     @property
     def local_blocks(self) -> tuple[int, ...]:
-        """Sizes along `dim` of this split's blocks on each rank."""
+        """Sizes along `dim` of the blocks on each rank."""
         return tuple(block // self.num_shards for block in self.blocks)
 
     def local_shape(self, full_shape: Sequence[int]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Splitting a model in place by a plan, and making it whole again."""
+"""Splitting a model in place by a plan, and restoring its full layers."""
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -54,14 +54,14 @@ class SplitModel:
     """A model whose layers are split over the ranks of a group.
 
     Args:
-        model: Whole, and the same on every rank.
-        layers: The plan's layers.
-        group: The tensor-parallel group; each of its ranks must construct this.
+        model: The full model, the same on every rank.
+        layers: The layers that the plan splits.
+        group: Group of the tensor-parallel ranks, each of which must construct this.
         sequence_parallel: Whether activations outside the regions are in slices: see `sequence`.
 
     Attributes:
         shardings: How each split parameter is cut.
-        full_shapes: Its shape as a whole.
+        full_shapes: Full shape of each split parameter.
 
     Raises:
         ConfigError: A layer cannot be split over so many ranks.
@@ -105,7 +105,7 @@ class SplitModel:
         self._copies.watch([*(one.module for one in self._layers), *self._attributes.modules])
 
     def copy_sharded(self) -> None:
-        """Let copies of the model that are made from now on be in parts as it is.
+        """Let copies of the model that are made from now on be split as the model is.
 
         Without it copies have full parameters where they look full, and have to be `unsplit`.
         """
@@ -118,7 +118,7 @@ class SplitModel:
             self._attributes.restore_copy(made, original)
 
     def _decide(self, layer: PlannedLayer) -> None:
-        """Say how a layer's parameters are cut."""
+        """Decide how a layer's parameters are cut."""
         if isinstance(layer.module, nn.MultiheadAttention):
             num_heads = layer.module.num_heads
             check_heads(layer.name, num_heads, num_heads, self.group.size)
@@ -147,7 +147,7 @@ class SplitModel:
         split_layer(module, style.form, place)
 
     def _seen(self, layer: PlannedLayer) -> dict[str, tuple[Sharding, torch.Size]]:
-        """Return the parameters that a layer's own forward alone sees in parts, and how."""
+        """Return by name how parameters are cut that only the layer's own forward sees in parts."""
         if layer.style.form == "attention":
             return {}
         params = layer.module._parameters
@@ -170,7 +170,7 @@ class SplitModel:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Inside, code outside of a layer sees the full shapes of its weights."""
+        """Show the full shapes of a layer's weights inside, to code outside of the layer."""
         before, self._is_in_step = self._is_in_step, True
         try:
             yield
@@ -212,7 +212,7 @@ class SplitModel:
                 # a parent may list its layer's bias once more, as BERT's head does
                 if param.ndim > 1 or planned.isdisjoint(module.modules()):
                     raise ConfigError(
-                        f"The plan leaves {name!r} whole, but cuts a weight that it shares with "
+                        f"The plan leaves {name!r} full, but cuts a weight that it shares with "
                         f"another layer; expected both in the plan. An embedding by rows goes with "
                         f"a head by columns."
                     )
@@ -301,7 +301,7 @@ class SplitModel:
 
     @property
     def groups(self) -> Sequence[Collectives]:
-        """The tensor-parallel group."""
+        """The group of the tensor-parallel ranks."""
         return (self.group,)
 
     @property
@@ -335,7 +335,7 @@ class SplitModel:
         return True
 
     def local(self, param: nn.Parameter, full: Tensor) -> Tensor:
-        """Return this rank's shard of a tensor shaped as the whole of `param`; others as is."""
+        """Return this rank's shard of a tensor of the full shape of `param`; others as is."""
         param = self._copies.original(param)
         sharding = self.shardings.get(param)
         if sharding is None or full.shape != self.full_shapes[param]:
@@ -359,7 +359,7 @@ class SplitModel:
         return self.full_shapes.get(self._copies.original(param), param.shape)
 
     def _join_copies(self) -> None:
-        """Make the copies whole that all ranks still have."""
+        """Make the copies full that all ranks still have."""
         copies = self._copies.params()
         everywhere = set.intersection(*self.group.all_gather_object(set(copies)))
         for number in sorted(everywhere):
@@ -372,7 +372,8 @@ class SplitModel:
         """Give every layer its own class back, and with `full` its full parameters.
 
         Args:
-            full: Collective: each rank must call. Without it the shards stay.
+            full: Whether to restore the full parameters, for which each rank must call; else the
+                shards stay.
         """
         for param in self.shardings if full else ():
             param.data = self.full(param, param.data)
@@ -393,8 +394,8 @@ class _Entrance:
     """Enters a region once for all layers that are given the same activation.
 
     Query, key and value all take one activation: their gradients are then added up on this rank,
-    and summed over the ranks once instead of three times. It enters anew when it was changed in
-    place, and in a checkpoint of activations, which has to save again what it saved.
+    and summed over the ranks once instead of three times. The activation enters anew when it was
+    changed in place, and in a checkpoint of activations, which has to save its tensors again.
     """
 
     def __init__(self, group: Collectives) -> None:
@@ -434,18 +435,18 @@ class _Entrance:
 
 
 def _inside(layer: PlannedLayer) -> Iterator[PlannedLayer]:
-    """Yield a planned layer, or what it is a wrapper of."""
+    """Yield a planned layer, or the layers that it wraps."""
     for path, style in inner_styles(layer.module, layer.style).items():
         name, module = f"{layer.name}.{path}".rstrip("."), layer.module.get_submodule(path)
         yield replace(layer, name=name, module=module, style=style)
 
 
 def _none() -> None:
-    """Stand in for a reference to nothing."""
+    """Return None, as a weak reference to a dead tensor does."""
 
 
 def _cuts(module: nn.Module, style: Style) -> tuple[ParameterCut, ...]:
-    """Which parameters of a layer are cut, and how."""
+    """Return how the parameters of a layer are cut."""
     if isinstance(module, nn.MultiheadAttention):
         return attention_cuts(module)
     if style.form in ("shared", "replica", "experts", *_COMPUTED_ALIKE):

@@ -1,13 +1,13 @@
 """The styles by which a plan says how a layer is split.
 
     style                     weight is cut       takes          gives
-    colwise                   by outputs          whole          features
-    colwise_gather_output     by outputs          whole          whole
-    colwise_parted            by outputs          whole          whole, gathered only if need be
-    rowwise                   by inputs           features       whole (a sum over ranks)
-    rowwise_split_input       by inputs           whole          whole (a sum over ranks)
-    embedding_rowwise         by vocabulary       full ids      whole (a sum over ranks)
-    embedding_colwise         by features         full ids      whole
+    colwise                   by outputs          full           features
+    colwise_gather_output     by outputs          full           full
+    colwise_parted            by outputs          full           full, gathered only if need be
+    rowwise                   by inputs           features       full (a sum over ranks)
+    rowwise_split_input       by inputs           full           full (a sum over ranks)
+    embedding_rowwise         by vocabulary       all ids        full (a sum over ranks)
+    embedding_colwise         by features         all ids        full
     packed_colwise(n)         n fused matrices, each by outputs; as colwise
     packed_colwise_parted(n)  the same, as colwise_parted
     shared_tail(n)            not at all: a layer whose last n features all heads use as they are
@@ -17,8 +17,8 @@
     replicated_with_grad_allreduce
                               not at all: a layer within a region, such as a norm of each head
 
-An activation is *whole* when every rank has all of it, and in *features* when each has its part
-of the last dimension. What is parted looks full, and `rowwise_split_input` takes it as it is. The
+An activation is *full* when every rank has all of it, and in *features* when each has its part of
+the last dimension. A parted activation looks full, and `rowwise_split_input` takes it as it is. The
 names are those of Hugging Face's `tp_plan`; `colwise_rep`, `rowwise_rep` and torch's style objects
 mean the same, and `colwise_logits` is `colwise_parted`.
 """
@@ -46,12 +46,12 @@ Form = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterCut:
-    """How one parameter of a layer is cut.
+    """The cut of one parameter of a layer.
 
     Attributes:
-        name: Its path in the layer.
+        name: Path of the parameter in the layer.
         dim: The dimension that is cut.
-        num_blocks: Matrices that are fused along it, each of which is cut by itself.
+        num_blocks: Number of matrices that are fused along `dim`, each of which is cut by itself.
     """
 
     name: str
@@ -61,17 +61,17 @@ class ParameterCut:
 
 @dataclass(frozen=True, kw_only=True)
 class Style:
-    """How one layer is split.
+    """The split of one layer.
 
     Attributes:
-        form: Which of the layer's forms in `layers`.
-        num_blocks: Matrices that are fused in the weight, each of which is cut by itself; of a
-            shared form, the heads in it, or the features that are shared.
-        full_input: The layer is given full activations, not features.
-        full_output: The layer gives full activations, not features.
-        lazy_output: The full activation stays sharded for as long as what is done with it can
-            be done so; cross_entropy can, and attention by heads. See `dim_sharded_tensor`.
-        cuts: How the parameters of experts are cut; other forms know by themselves.
+        form: The parallel form of the layer; see `layers`.
+        num_blocks: Number of matrices that are fused in the weight, each of which is cut by itself;
+            for a shared form, of the heads in it, or of the features that are shared.
+        full_input: Whether the layer is given full activations, not features.
+        full_output: Whether the layer gives full activations, not features.
+        lazy_output: Whether the full activation stays sharded for as long as operations on it
+            allow; cross_entropy does, and attention by heads. See `dim_sharded_tensor`.
+        cuts: How the parameters of experts are cut; empty for the other forms, which decide it.
     """
 
     form: Form
@@ -109,7 +109,7 @@ def style_of(value: Any, pattern: str) -> Style:
         pattern: The entry's pattern, for the error.
 
     Raises:
-        ConfigError: No such style.
+        ConfigError: The value is no style.
     """
     if isinstance(value, Style):
         return value
@@ -119,7 +119,7 @@ def style_of(value: Any, pattern: str) -> Style:
 
 
 def style_name(style: Style) -> str:
-    """Return the name by which a plan can say a style, or that of its form."""
+    """Return a style's name in a plan, or its form where it has none."""
     if style.form == "colwise" and style.num_blocks > 1:
         return f"packed_colwise{'_parted' * style.lazy_output}({style.num_blocks})"
     if style.form == "shared_tail":

@@ -1,6 +1,6 @@
-"""Whether wrappers of linear layers may be split by what is in them: tried out, else left full.
+"""A trial of whether wrappers of linear layers may be split by their inner layers.
 
-whole      x ──> [ wrapper ] ──> y
+unsplit    x ──> [ wrapper ] ──> y
 rank r     x, or its features ──> [ wrapper in parts ] ──> features of y, or a summand of it
 """
 
@@ -28,11 +28,11 @@ from lightning_shard.tensor_parallel.wrappers import (
 
 
 def with_tried_wrappers(layers: Iterable[PlannedLayer], num_ranks: int) -> Iterator[PlannedLayer]:
-    """Yield a plan's layers; wrappers that compute something else in parts have a whole style.
+    """Yield a plan's layers; wrappers that compute something else in parts get an unsplit style.
 
     Args:
-        layers: Of a plan that a user or a model gives.
-        num_ranks: Of the tensor-parallel group.
+        layers: Layers of a plan that a user or a model gives.
+        num_ranks: Number of ranks of the tensor-parallel group.
     """
     tried: dict[Any, bool] = {}
     full: dict[str, list[str]] = {}
@@ -53,7 +53,7 @@ def with_tried_wrappers(layers: Iterable[PlannedLayer], num_ranks: int) -> Itera
     for kind, names in full.items():
         rank_zero_warn(
             f"{names[0]!r} is a {kind} around a linear layer that computes something else in "
-            f"parts; it is computed whole on each of the {num_ranks} tensor-parallel ranks, as are "
+            f"parts; it is computed full on each of the {num_ranks} tensor-parallel ranks, as are "
             f"{len(names) - 1} others. Low-rank adapters of two linear layers are split."
         )
 

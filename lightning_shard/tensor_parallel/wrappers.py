@@ -1,17 +1,17 @@
-"""Linear layers that something is wrapped around: adapters are split as the layer that they adapt.
+"""Wrapped linear layers: adapters are split as the layer that they adapt.
 
     colwise    x ──┬──> base (by outputs) ──────────────────┐
-                   └──> A (whole) ──> B (by outputs) ───────┴─> features
+                   └──> A (full) ───> B (by outputs) ───────┴─> features
     rowwise    x_r ┬──> base (by inputs) ──sum──────────────┐
-                   └──> A (by inputs) ──sum──> B (whole) ───┴─> whole
+                   └──> A (by inputs) ──sum──> B (full) ────┴─> full
 
-A wrapper is known by what it is made of: a linear layer, and pairs of thin ones from its inputs to
-a few features and from there to its outputs (LoRA, as peft and others write it). A copy that is
+A wrapper is known by its layers: a linear layer, and pairs of thin ones from its inputs to a few
+features and from there to its outputs (LoRA, as peft and others write it). A copy that is
 trained in a layer's place (peft's `modules_to_save`) is split as the layer is.
 
-What is built in another way (DoRA's norms, LoHa's products, matrices that are parameters of the
-wrapper itself) computes the same on every rank: it is given full inputs, and of its result each
-rank takes its features.
+A wrapper that is built in another way (DoRA's norms, LoHa's products, matrices that are parameters
+of the wrapper itself) computes the same on every rank: it is given full inputs, and each rank takes
+its features of the result.
 """
 
 import dataclasses
@@ -40,8 +40,8 @@ def is_linear(module: nn.Module) -> bool:
 def wrapped_linear(module: nn.Module) -> nn.Module | None:
     """Return the linear layer that a module is wrapped around, or None.
 
-    It is the one that peft's names say, or the largest of those in the module where all its other
-    matrices are thinner.
+    The wrapped layer is the one with peft's name, or the largest linear layer in the module where
+    all other matrices are thinner.
     """
     if is_linear(module) or isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
         return None
@@ -62,7 +62,7 @@ def wrapped_linear(module: nn.Module) -> nn.Module | None:
 
 
 def has_adapter(module: nn.Module) -> bool:
-    """Whether there is more in a module than a linear layer, beside it or around it."""
+    """Whether a module has more than a linear layer, beside it or around it."""
     return wrapped_linear(module) is not None or (is_linear(module) and not _is_bare(module))
 
 
@@ -81,12 +81,12 @@ def inner_styles(module: nn.Module, style: Style) -> dict[str, Style]:
     """Return how the layers in a planned module are split, by their paths in it.
 
     Args:
-        module: That the plan names.
-        style: The plan's.
+        module: The module that the plan names.
+        style: The plan's style for the module.
 
     Returns:
-        The module itself has an empty path. A wrapper whose inner layers are split has the form
-        "whole", as one has that computes the same on every rank.
+        The style by path; the module itself has an empty path. A wrapper whose inner layers are
+        split has the form "unsplit", as one has that computes the same on every rank.
     """
     if copies := copies_in(module):
         return dict.fromkeys(copies, style)
@@ -105,13 +105,13 @@ def inner_styles(module: nn.Module, style: Style) -> dict[str, Style]:
 
 
 def unsplit_style(style: Style) -> Style:
-    """Return how a layer computes the same on every rank in the place of one that is split."""
+    """Return the style of a layer that computes the same on every rank, in place of `style`."""
     form = "unsplit_shared" if style.form == "shared" else "unsplit"
     return dataclasses.replace(style, form=form)  # type: ignore[arg-type]
 
 
 def bias_of(module: nn.Module) -> Tensor | float:
-    """Return what a linear layer or a low-rank wrapper adds once, whatever its input."""
+    """Return the bias of a linear layer or a low-rank wrapper, which is added once."""
     pairs = _pairs(module)
     base = wrapped_linear(module) if pairs else module
     layers = [base, *(module.get_submodule(up) for _, up in pairs)]
@@ -143,7 +143,7 @@ def copies_in(module: nn.Module) -> list[str]:
 def _pairs(module: nn.Module) -> list[tuple[str, str]]:
     """Return the paths of the thin layers beside a wrapped one, that to few features first.
 
-    Empty where the wrapper has other parameters as well, or none.
+    Empty where the wrapper has other parameters, too, or none.
     """
     base = wrapped_linear(module)
     if base is None or not is_plain_linear(base):

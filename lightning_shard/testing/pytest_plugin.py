@@ -8,7 +8,7 @@
 
 pytest loads this file in every run on a machine that has the package, so it imports neither torch
 nor the package until a test carries the marker. For the same reason a wheel holds it outside the
-package, as the entry point's module `_lightning_shard_pytest`. What it does is in `rank_test`.
+package, as the entry point's module `_lightning_shard_pytest`. The work is done in `rank_test`.
 """
 
 from typing import Any
@@ -22,13 +22,13 @@ _MARKER = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the marker known."""
+    """Register the marker `ranks`."""
     config.addinivalue_line("markers", _MARKER)
 
 
 @pytest.fixture
 def rank(request: pytest.FixtureRequest) -> int:
-    """The rank, from 0, that runs; for tests marked with `@pytest.mark.ranks(n)`."""
+    """Return the rank, from 0, that runs; for tests marked with `@pytest.mark.ranks(n)`."""
     marked = request.node.get_closest_marker("ranks") is not None
     problem = (
         "is known only while a rank runs: name it as an argument of the test or of a fixture, in "

@@ -27,14 +27,19 @@ _MADE_PER_RANK = object()
 
 @dataclass(frozen=True)
 class RankCall:
-    """What one rank runs: the test's function and the values of the fixtures that pytest made."""
+    """The call of a test on one rank.
+
+    Attributes:
+        function: The test's function.
+        values: Values of the fixtures that pytest made, by name.
+    """
 
     function: Callable[..., Any]
     values: dict[str, Any]
 
 
 class RankFixtures:
-    """Which of a test's fixtures each rank makes, and their values.
+    """The fixtures of a test: those that each rank makes, and the values of the others.
 
     Args:
         item: A test that carries the marker.
@@ -51,11 +56,11 @@ class RankFixtures:
             self._check(name)
 
     def hide(self) -> None:
-        """Have pytest skip the fixtures that the ranks make; called before its setup."""
+        """Have pytest skip the fixtures that the ranks make; called before pytest's setup."""
         self._item.funcargs.update(dict.fromkeys(self._per_rank, _MADE_PER_RANK))
 
     def calls(self, num_ranks: int) -> list[RankCall]:
-        """Return what each rank runs: rank 0 the originals, the others deep copies.
+        """Return each rank's call: rank 0 gets the original values, the others deep copies.
 
         Raises:
             ConfigError: A value cannot be copied.

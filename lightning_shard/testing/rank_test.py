@@ -1,4 +1,4 @@
-"""Run one test of pytest's on every rank of an in-process world, and report what the ranks did."""
+"""Runs one test of pytest on every rank of an in-process world, and reports the ranks' errors."""
 
 import inspect
 import io
@@ -29,10 +29,10 @@ class RankTest:
     """A test that carries the marker `ranks`.
 
     Args:
-        item: The test.
+        item: The test as pytest has collected it.
 
     Raises:
-        UsageError: The marker's arguments are wrong, or it marks what cannot run on ranks.
+        UsageError: The marker's arguments are wrong, or the test cannot run on ranks.
     """
 
     def __init__(self, item: pytest.Item) -> None:
@@ -53,10 +53,10 @@ class RankTest:
         self._fixtures.hide()
 
     def run(self) -> None:
-        """Run it on every rank.
+        """Run the test on every rank.
 
         Raises:
-            BaseException: What a rank raised; a failure before a skip.
+            BaseException: The error of a rank; a failure rather than a skip.
         """
         calls, raised = self._fixtures.calls(self._num_ranks), dict[int, BaseException]()
         failure: BaseException | None = None
@@ -86,7 +86,7 @@ class RankTest:
 
     @contextmanager
     def _captured(self) -> Iterator[list[Streams] | None]:
-        """Give each rank streams of its own, and the report a section of each that was used."""
+        """Give each rank standard streams of its own inside, which the report shows if used."""
         separate = self._item.config.getoption("capture") in ("fd", "sys")
         if not separate or _CAPTURING_FIXTURES & set(self._item.fixturenames):
             yield None
@@ -127,7 +127,7 @@ def _require_function(item: pytest.Item) -> pytest.Function:
 def _choose_error(
     first: BaseException, raised: dict[int, BaseException], num_ranks: int
 ) -> BaseException:
-    """Return what the report shows, with notes that name the other ranks that failed."""
+    """Return the error that the report shows, with notes that name the other failed ranks."""
     own = {
         rank: error
         for rank, error in raised.items()

@@ -28,18 +28,18 @@ def run_ranks(
 
     Args:
         fn: Called with the rank, 0 to `num_ranks - 1`.
-        num_ranks: How many ranks.
-        seed: Rank 0's seed.
-        faults: What goes wrong, and where.
+        num_ranks: Number of ranks.
+        seed: Seed of rank 0; rank r gets `seed + r`.
+        faults: The faults to inject.
 
     Returns:
-        What each rank returned, in rank order; None for a rank that a fault dropped.
+        The result of each rank, in rank order; None for a rank that a fault dropped.
 
     Raises:
         ConfigError: An argument is wrong, or this is called inside an in-process world.
         DeadlockError: No rank can run and not every rank has finished.
         CollectiveMismatchError: Ranks of a group called different operations.
-        BaseException: Whatever the first rank to fail raised, with a note that names the rank.
+        BaseException: The error of the first rank to fail, with a note that names the rank.
     """
     world = make_world(num_ranks, seed, faults)
 

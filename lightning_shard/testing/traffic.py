@@ -1,4 +1,4 @@
-"""Assert what a piece of code sends.
+"""Asserts what a rank sends inside a block of code.
 
     with assert_traffic(collectives, all_gather=Expected(calls=2, bytes=4096)):
         step()
@@ -8,7 +8,7 @@
     all_gather  calls      3         2
     broadcast   calls      1         0
 
-What counts as sent is told in `lightning_shard.backends.traffic`: a ring's share, on every backend.
+The counters are those of `lightning_shard.backends.traffic`: a ring's share, on every backend.
 """
 
 from collections.abc import Collection, Iterator
@@ -22,12 +22,13 @@ from lightning_shard.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """What one operation is expected to cost a rank; a counter left None is not looked at.
+    """The expected counters of one operation on a rank; a counter left None is not compared.
 
     Attributes:
-        calls: How often the rank calls it.
-        elements: Elements that it sends, under the ring model of `backends.traffic`.
-        bytes: The same in bytes of the type on the wire.
+        calls: Number of the rank's calls of the operation.
+        elements: Number of elements that the rank sends, under the ring model of
+            `backends.traffic`.
+        bytes: Number of bytes that the rank sends, at the width of the type on the wire.
     """
 
     calls: int | None = None
@@ -48,13 +49,13 @@ def assert_traffic(
     error in the block comes out as it is. Do not reset the counters inside.
 
     Args:
-        collectives: Of one group; each rank asserts its own counters.
+        collectives: Collectives of one group; each rank asserts its own counters.
         allow: Operations that may be called any number of times.
-        **expected: What is expected, by the operation's name.
+        **expected: Expected counters, by the operation's name.
 
     Raises:
-        AssertionError: Something else was sent; a table of got and expected.
-        ConfigError: No operation is called so.
+        AssertionError: A counter differs; the message is a table of got and expected.
+        ConfigError: No operation has such a name.
     """
     if unknown := sorted({*allow, *expected} - set(OPERATIONS)):
         raise ConfigError(

@@ -52,7 +52,7 @@ def training_data(trainer: "pl.Trainer") -> Any:
 
 
 def layer_sync(strategy: ParallelStrategy) -> LayerSync | None:
-    """Return how a strategy's batch norms are to be synchronized, where the user asks for it."""
+    """Return a strategy's synchronization of batch norms; None where the user asks for none."""
     return strategy._layer_sync
 
 
@@ -62,9 +62,9 @@ def runners_of(module: "pl.LightningModule") -> tuple[Any, ...]:
 
 
 def prepare_dataloader(trainer: "pl.Trainer") -> tuple[Any, str, Callable[..., Any]]:
-    """Return what gives a loader its sampler of a rank: the owner, the method's name, the method.
+    """Return the method that gives a loader its rank's sampler: its owner, name and itself.
 
-    It takes the loader, whether to shuffle, and the running stage.
+    The method takes the loader, whether to shuffle, and the running stage.
     """
     connector = trainer._data_connector
     return connector, "_prepare_dataloader", connector._prepare_dataloader
@@ -85,7 +85,7 @@ def sampler_of_rank(
 
 @contextmanager
 def without_samplers_of_ranks(trainer: "pl.Trainer") -> Iterator[None]:
-    """Let the trainer prepare loaders as on one device."""
+    """Let the trainer prepare loaders inside as on one device."""
     connector = trainer._data_connector
     with patch.object(connector, "_requires_distributed_sampler", lambda _: False):
         yield
@@ -94,11 +94,11 @@ def without_samplers_of_ranks(trainer: "pl.Trainer") -> Iterator[None]:
 def assign_under_indices(
     tracking: Any, is_assigned: Callable[[Any], bool], assign: Callable[[Any], Any]
 ) -> None:
-    """Deal the batches of which Lightning notes the indices.
+    """Assign the ranks the batches whose indices Lightning notes.
 
     Args:
         tracking: The batch sampler of a loader that was prepared for predictions.
-        is_assigned: Whether a batch sampler is to stay as it is.
+        is_assigned: Returns whether a batch sampler stays as it is.
         assign: Returns a rank's batches of a batch sampler.
     """
     batches = tracking._batch_sampler
@@ -107,9 +107,9 @@ def assign_under_indices(
 
 
 def accept_compiled_modules(strategies: type[Strategy]) -> None:
-    """Let the Trainer take what `torch.compile(module)` returns under these strategies, too.
+    """Let the Trainer take the result of `torch.compile(module)` under these strategies, too.
 
-    Lightning has a list of its own strategies that do, which is in no place to be added to.
+    Lightning allows that for a fixed list of its own strategies, which cannot be extended.
     """
     owner: Any = trainer_module
     check = owner._verify_strategy_supports_compile
@@ -125,7 +125,7 @@ class _SharedContexts:
     """Contexts that stay open from the first entry to the last exit, whoever entered first.
 
     Args:
-        make: Makes the context of some arguments.
+        make: Makes the context from the arguments of an entry.
     """
 
     def __init__(self, make: Callable[..., AbstractContextManager[None]]) -> None:
@@ -151,8 +151,8 @@ class _SharedContexts:
 def share_class_wrapping() -> None:
     """Let ranks of one process be inside their hooks for loaders at the same time.
 
-    There Lightning wraps constructors of torch's classes, and each rank would keep what another has
-    put there as what was there before.
+    In them Lightning wraps constructors of torch's classes, and each rank would take another's
+    wrapper for the original.
     """
     owner: Any = data_connector_module
     owner._replace_dunder_methods = _SharedContexts(owner._replace_dunder_methods)
@@ -160,7 +160,7 @@ def share_class_wrapping() -> None:
 
 @contextmanager
 def without_sigterm_broadcast(trainer: "pl.Trainer") -> Iterator[None]:
-    """Let a fit's ranks not ask rank 0 before each batch whether it has received SIGTERM."""
+    """Keep a fit's ranks inside from asking rank 0 before each batch whether it got SIGTERM."""
     loop = trainer.fit_loop.epoch_loop
     with patch.object(loop, "_broadcast_sigterm_tensor", lambda: None):
         yield
@@ -184,7 +184,7 @@ def around_validation(
 
 @contextmanager
 def after_training_epochs(trainer: "pl.Trainer", then: Callable[[], None]) -> Iterator[None]:
-    """Call something after the last batch of each epoch, before the hooks of its end."""
+    """Call `then` after the last batch of each epoch, before the hooks of its end."""
     loop = trainer.fit_loop.epoch_loop
     run = loop.run
 
@@ -198,7 +198,7 @@ def after_training_epochs(trainer: "pl.Trainer", then: Callable[[], None]) -> It
 
 @contextmanager
 def before_training_ends(trainer: "pl.Trainer", first: Callable[[], None]) -> Iterator[None]:
-    """Call something before the hooks `on_train_end`."""
+    """Call `first` before the hooks `on_train_end`."""
     loop = trainer.fit_loop
     on_run_end = loop.on_run_end
 
@@ -211,7 +211,7 @@ def before_training_ends(trainer: "pl.Trainer", first: Callable[[], None]) -> It
 
 
 def handle_sigterm(trainer: "pl.Trainer", handler: Callable[[int, FrameType | None], None]) -> None:
-    """Have this called on SIGTERM during the run; before Lightning registers its handlers."""
+    """Have `handler` called on SIGTERM in the run; call before Lightning registers its own."""
     connector: Any = trainer._signal_connector
     connector._sigterm_notifier_fn = handler
 

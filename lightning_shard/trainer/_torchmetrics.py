@@ -1,4 +1,4 @@
-"""The private names of torchmetrics that are touched here.
+"""The private names of torchmetrics that this room uses.
 
 Checked with torchmetrics 1.9; `tests/trainer/test_metric_sources.py` fails when one changes.
 """
@@ -16,7 +16,7 @@ def computes_full(metric: Metric) -> bool:
 
 
 def forget_computed(metric: Metric) -> None:
-    """Let the next `compute` compute."""
+    """Drop the cached result, so that the next `compute` computes."""
     metric._computed = None
 
 
@@ -35,7 +35,7 @@ def set_state(metric: Metric, states: dict[str, Any], update_count: int) -> None
 
 
 def step_value(metric: Metric) -> Any:
-    """Return what `forward` last returned, which Lightning logs on a step."""
+    """Return the last result of `forward`, which Lightning logs on a step."""
     return metric._forward_cache
 
 

@@ -1,4 +1,4 @@
-"""One line at the start of a fit: what runs, and what each rank will hold.
+"""One line at the start of a fit: the strategy, the ranks, and the bytes that each will hold.
 
 zero3 on 4 ranks (in_process, threads of this process): 470,528 parameters; each rank will hold
 1.79 MiB: parameters 459.50 KiB, gradients 459.50 KiB, optimizer state 919.00 KiB
@@ -29,7 +29,7 @@ _LAUNCHERS = {
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Return the elements of a full model's parameters, as far as they have shapes."""
+    """Return the number of elements of a full model's parameters that have shapes."""
     return sum(param.numel() for param in model.parameters() if not is_lazy(param))
 
 
@@ -37,9 +37,9 @@ def announce(strategy: Any, name: str, num_parameters: int) -> None:
     """Log the line on rank 0, as Lightning does its own; each rank must call.
 
     Args:
-        strategy: A `DataParallelStrategy` whose engine and optimizers are there.
-        name: By which a Trainer makes such a strategy.
-        num_parameters: Of the full model.
+        strategy: A `DataParallelStrategy` whose engine and optimizers exist.
+        name: Name by which a Trainer makes such a strategy.
+        num_parameters: Number of elements of the full model's parameters.
     """
     mine, unknown = what_is_held(strategy.engine, strategy.optimizers)
     held = [mine]
@@ -60,7 +60,7 @@ def announce(strategy: Any, name: str, num_parameters: int) -> None:
 def what_is_held(
     engine: DataParallelEngine, optimizers: Sequence[Optimizer]
 ) -> tuple[HeldBytes, tuple[str, ...]]:
-    """Return what this rank will hold, and the optimizers whose state is not in it."""
+    """Return the bytes that this rank will hold, and the optimizers that they leave out."""
     shards = {
         param: shard
         for flat in engine.flats
@@ -89,11 +89,11 @@ def announcement(
     """Write the line.
 
     Args:
-        name: The strategy's, and the number of ranks.
-        place: The backend's name, and who has started the ranks.
-        num_parameters: Elements of the full model.
-        held: What each rank will hold, or what one will where all hold the same.
-        not_counted: What they hold besides.
+        name: Name of the strategy, and the number of ranks.
+        place: Name of the backend, and of the launcher of the ranks.
+        num_parameters: Number of elements of the full model's parameters.
+        held: Bytes that each rank will hold, or that one will where all hold the same.
+        not_counted: Names of what ranks hold besides.
     """
     parts = ", ".join(
         f"{title} {_range([getattr(one, field) for one in held])}"
@@ -112,7 +112,7 @@ def announcement(
 
 
 def launcher_of(environment: ClusterEnvironment | None) -> str:
-    """Say who has started the ranks."""
+    """Return in words which launcher has started the ranks."""
     for kind in type(environment).__mro__:
         if kind.__name__ in _LAUNCHERS:
             return _LAUNCHERS[kind.__name__]
@@ -120,7 +120,7 @@ def launcher_of(environment: ClusterEnvironment | None) -> str:
 
 
 def _range(sizes: Sequence[int]) -> str:
-    """Write sizes that differ by more than rounding as the least and the most."""
+    """Return sizes in words: the least and the most where they differ by more than rounding."""
     least, most = min(sizes), max(sizes)
     if most - least <= 0.01 * most:
         return format_bytes(most)

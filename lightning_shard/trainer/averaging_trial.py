@@ -1,4 +1,4 @@
-"""Does a function average every element by itself? It is tried on a matrix and on its shards."""
+"""A trial of whether a function averages every element by itself, on a matrix and its shards."""
 
 from collections.abc import Callable, Sequence
 
@@ -14,10 +14,10 @@ Averaged = Callable[[Sequence[Tensor], Sequence[Tensor]], list[Tensor]]
 
 
 def why_not_elementwise(averaged: Averaged) -> str | None:
-    """Return what the trial has shown; None when shards come out as the matrix does.
+    """Return in words how shards come out differently than the matrix; None when they do not.
 
     Args:
-        averaged: Given averages and current values, returns new averages.
+        averaged: Returns new averages for given averages and current values.
     """
     generator = torch.Generator().manual_seed(0)
     average, current = torch.randn((2, *_SHAPE), generator=generator).unbind()

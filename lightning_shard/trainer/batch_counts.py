@@ -1,4 +1,4 @@
-"""Ranks must take the same number of steps: checked before training, or batch by batch.
+"""Checks that ranks take the same number of steps, before training or batch by batch.
 
 A rank that runs out of data while the others go on would leave them waiting for ever. Loaders
 that know their length are compared once; streams are asked before every batch.
@@ -14,7 +14,7 @@ from lightning_shard.errors import ConfigError
 
 
 def lengths_on_ranks(loader: Any, collectives: Collectives) -> list[int | None]:
-    """Each rank's number of batches, None for a stream. Each rank must call."""
+    """Return each rank's number of batches, None for a stream. Each rank must call."""
     return collectives.all_gather_object(_length(loader))
 
 
@@ -26,18 +26,18 @@ def agree_on_batches(
     *,
     may_be_empty: bool = False,
 ) -> Any:
-    """Compare a loader's length over the ranks; wrap one that has none.
+    """Compare a loader's length over the ranks; wrap a loader without a length.
 
     Args:
-        loader: This rank's.
-        answers: What `lengths_on_ranks` says of it.
-        collectives: Over the ranks that must take the same steps.
-        device: For messages of streams.
-        may_be_empty: Whether no batch on any rank is as good as some: Lightning skips such an
+        loader: This rank's loader.
+        answers: Lengths on the ranks, as `lengths_on_ranks` returns them.
+        collectives: Group of the ranks that must take the same steps.
+        device: Where the messages about streams lie.
+        may_be_empty: Whether all ranks may be without a batch: Lightning skips such an
             evaluation.
 
     Raises:
-        ConfigError: On every rank, when lengths differ, or no rank has anything.
+        ConfigError: The lengths differ, or no rank has a batch; raised on every rank.
     """
     lengths = [length for length in answers if length is not None]
     if lengths and max(lengths) == 0 and not may_be_empty:
@@ -64,11 +64,11 @@ def check_same_lengths(loader: Any, collectives: Collectives) -> None:
     """Raise unless ranks that share the work on each batch have the same number of them.
 
     Args:
-        loader: This rank's.
-        collectives: Over those ranks; each must call.
+        loader: This rank's loader.
+        collectives: Group of the ranks that share the work; each must call.
 
     Raises:
-        ConfigError: On every rank, when the lengths differ.
+        ConfigError: The lengths differ; raised on every rank.
     """
     lengths = lengths_on_ranks(loader, collectives)
     if len(set(lengths)) > 1:
@@ -93,8 +93,8 @@ class AgreedBatches:
 
     Args:
         loader: Any iterable of batches.
-        collectives: Over the ranks that must take the same steps.
-        device: For the one-element message.
+        collectives: Group of the ranks that must take the same steps.
+        device: Where the one-element message lies.
         may_be_empty: Whether a stream without a batch on any rank is no error.
     """
 

@@ -1,4 +1,4 @@
-"""A loader gets this rank's samples; a batch sampler of the user's own is assigned batch by batch.
+"""Gives loaders this rank's samples, and assigns a user's own batch sampler batch by batch.
 
     the user's      b0  b1  b2  b3  b4
     rank 0 of 2     b0      b2      b4
@@ -49,10 +49,10 @@ class AssignedBatches:
     """A rank's batches of a batch sampler.
 
     Args:
-        batches: The user's batch sampler, of some length.
+        batches: The user's batch sampler, which must have a length.
         place: Returns `num_replicas` and `rank` of this rank now.
-        broadcast: Gives every rank what rank 0 has; each rank must call.
-        repeats: Whether some come twice, so that all ranks have the same number.
+        broadcast: Returns rank 0's value on every rank; each rank must call.
+        repeats: Whether some batches come twice, so that all ranks have the same number.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class AssignedBatches:
         return len(self._numbers(len(self._batches)))
 
     def __iter__(self) -> Iterator[list[Any]]:
-        """Each rank must call."""
+        """Iterate over this rank's batches; each rank must call."""
         # One that goes on for ever ends where Lightning would stop to ask
         drawn = self._broadcast(list(islice(self._batches, len(self._batches))))
         return iter([drawn[number] for number in self._numbers(len(drawn))])
@@ -99,13 +99,13 @@ def assigns_batch_samplers(
     *,
     training: bool,
 ) -> Iterator[None]:
-    """Inside, a trainer's ranks are assigned the batches of the user's batch samplers.
+    """Assign a trainer's ranks the batches of the user's batch samplers inside.
 
     Args:
-        trainer: Of a run.
-        place: See `AssignedBatches`.
-        broadcast: See `AssignedBatches`.
-        training: Whether those of training, too; else a copy of their loader as it is.
+        trainer: The trainer of the run.
+        place: Returns `num_replicas` and `rank` of this rank now.
+        broadcast: Returns rank 0's value on every rank; each rank must call.
+        training: Whether training batches are assigned, too; else the loader is copied as it is.
     """
     connector, name, prepare = prepare_dataloader(trainer)
 
@@ -136,7 +136,7 @@ def _prepared(
     shuffle: bool,
     mode: RunningStage,
 ) -> Any:
-    """Return what Lightning makes of a loader, or a copy where it cannot call its constructor."""
+    """Return the loader that Lightning makes, or a copy where it cannot call the constructor."""
     try:
         return prepare(shuffle, mode)
     except (MisconfigurationException, TypeError):
@@ -163,7 +163,7 @@ def _batches_of(dataloader: DataLoader[Any], sampler: Any, mode: RunningStage) -
 def _assign_predictions(
     dataloader: Any, prepare: Callable[..., Any], assign: Callable[..., Any]
 ) -> Any:
-    """Deal the batches that Lightning predicts on one device, whose indices it takes note of."""
+    """Assign the batches that Lightning predicts on one device, whose indices it notes."""
     try:
         loader = prepare(dataloader, mode=RunningStage.PREDICTING)
     except (MisconfigurationException, TypeError):  # not even one device's can be made anew

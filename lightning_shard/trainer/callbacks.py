@@ -1,4 +1,4 @@
-"""What Lightning's callbacks need of a strategy that gives each rank parts of the parameters.
+"""Prepares Lightning's callbacks for a strategy that gives each rank shards of the parameters.
 
 ModelSummary                 counts what it sees: before the model is split
 BaseFinetuning               looks for parameters by identity: see `finetuning`
@@ -28,17 +28,17 @@ def prepare_callbacks(
     from_local: bool,
     averages_shards: bool,
 ) -> None:
-    """Do, while parameters are full, what callbacks cannot do with parts of them.
+    """Run callbacks' work on full parameters before the parameters are sharded.
 
     Args:
-        callbacks: Those of a fit.
-        trainer: Of that fit.
-        module: Still whole.
-        from_local: Whether a rank has parts of the parameters between the steps.
-        averages_shards: Whether it is to have shards of averages.
+        callbacks: All callbacks of a fit.
+        trainer: The trainer of that fit.
+        module: The module, whose parameters are still full.
+        from_local: Whether a rank has only shards of the parameters between the steps.
+        averages_shards: Whether a rank will have shards of weight averages.
 
     Raises:
-        ConfigError: A callback cannot work.
+        ConfigError: A callback cannot work with this strategy.
     """
     for callback in callbacks:
         _check_root(callback)
@@ -60,7 +60,7 @@ def prepare_callbacks(
 
 
 def _check_root(callback: Any) -> None:
-    """Refuse a callback of the other root of Lightning, not the Trainer's."""
+    """Refuse a callback of the root of Lightning that is not the Trainer's."""
     roots = {_root_of(kind.__module__) for kind in type(callback).__mro__} - {""}
     if isinstance(callback, Callback) or not roots:
         return
@@ -86,7 +86,7 @@ def _root_of(module: str) -> str:
 
 
 def _skip_once(summary: ModelSummary) -> None:
-    """Let a summary that has come not come again when the fit starts."""
+    """Keep a summary that has been shown from being shown again when the fit starts."""
 
     def skip(*_: Any) -> None:
         del summary.on_fit_start

@@ -1,4 +1,4 @@
-"""A dry run of a strategy: its own options on a world that is not there."""
+"""A dry run of a strategy: its own options on a simulated world."""
 
 import copy
 import inspect
@@ -31,17 +31,17 @@ _DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": tor
 
 
 class Describable(Protocol):
-    """What a dry run asks of a strategy."""
+    """The attributes and methods of a strategy that a dry run uses."""
 
     cluster_environment: Any
 
     def described(
         self, module: "pl.LightningModule", precision: str, measure: Measure
     ) -> Description:
-        """Say what the ranks of the world that is simulated have and do."""
+        """Return the description of the strategy's ranks on the simulated world."""
 
     def placement(self, ranks_per_node: int) -> NodePlacement:
-        """Say which groups reach over nodes of so many neighbouring ranks, and what is slow."""
+        """Return the placement of the groups on nodes of so many neighbouring ranks."""
 
 
 def dry_run_of(
@@ -57,7 +57,7 @@ def dry_run_of(
     """Count a training step of a strategy; see `ModelParallelStrategy.dry_run`."""
     simulated = copy.copy(strategy)
     simulated.cluster_environment = InProcessEnvironment(world_size)
-    step = _Step(module, precision)
+    step = _TrainingStep(module, precision)
     described = simulated.described(
         module, precision, lambda blocks, what: _measured(module, batch, step, blocks, what)
     )
@@ -84,7 +84,7 @@ def dry_run_of(
     )
 
 
-class _Step:
+class _TrainingStep:
     """A module's training step in a precision, without a trainer."""
 
     def __init__(self, module: "pl.LightningModule", precision: str) -> None:
@@ -100,12 +100,12 @@ class _Step:
             return module.training_step(*(batch, 0)[: self._num_arguments])
 
     def converted(self, batch: Any) -> Any:
-        """Convert a batch."""
+        """Convert a batch to the precision."""
         return self._plugin.convert_input(batch)
 
 
 def _ignored(*_: Any, **__: Any) -> None:
-    """Log nothing."""
+    """Do nothing with a logged value."""
 
 
 def _plugin(precision: str) -> Precision:
@@ -121,11 +121,11 @@ def _plugin(precision: str) -> Precision:
 def _measured(
     module: "pl.LightningModule",
     batch: Any,
-    step: _Step,
+    step: _TrainingStep,
     blocks: BlockList,
     what: Literal["flops", "memory"],
 ) -> BlockCosts:
-    """Return the costs of the whole module's blocks."""
+    """Return the costs of the full module's blocks."""
 
     def run() -> object:  # in which tensors are made without elements
         here = apply_to_collection(batch, Tensor, lambda one: torch.zeros_like(one, device="cpu"))

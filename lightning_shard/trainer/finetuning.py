@@ -1,4 +1,4 @@
-"""Lightning's finetuning callbacks, which ask what parameters an optimizer has: by identity.
+"""Lets Lightning's finetuning callbacks compare an optimizer's parameters by identity.
 
 `BaseFinetuning` compares values with `torch.equal`. Between the steps of ZeRO stage 3 each rank has
 shards of the parameters, and empty shards are all equal: every rank would leave others out of the
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 def compare_by_identity(callbacks: Iterable[Callback]) -> None:
     """Let the finetuning callbacks among these add parameters by identity.
 
-    It stays so after the run: what they do is the same wherever no two parameters are equal.
+    The change stays after the run: its result is the same wherever no two parameters are equal.
     """
     for callback in callbacks:
         if isinstance(callback, BaseFinetuning):
@@ -29,7 +29,7 @@ def _unfreeze_and_add(
     initial_denom_lr: float = 10.0,
     train_bn: bool = True,
 ) -> None:
-    """Do what `BaseFinetuning.unfreeze_and_add_param_group` does."""
+    """Unfreeze modules and add a group, as `unfreeze_and_add_param_group`, but by identity."""
     BaseFinetuning.make_trainable(modules)
     known = {param for group in optimizer.param_groups for param in group["params"]}
     trainable = BaseFinetuning.filter_params(modules, train_bn=train_bn, requires_grad=True)

@@ -6,7 +6,8 @@
 
 Parameters' gradients are averaged over the ranks afterwards. So where every rank computes the same
 loss of all samples, the sum of W equal gradients and the mean over W ranks cancel: the result is
-the gradient on a single device that has all samples. As torch's `all_gather` and Lightning's ddp.
+the gradient on a single device that has all samples, as in torch's `all_gather` and Lightning's
+ddp.
 """
 
 from contextlib import nullcontext
@@ -23,12 +24,12 @@ _MAX_DIMS = 15  # whose sizes are compared
 
 
 def gathered(tensor: Tensor, collectives: Collectives, *, sync_grads: bool) -> Tensor:
-    """Bring a tensor of each rank together.
+    """Stack the tensors of all ranks.
 
     Args:
-        tensor: Shape (...), the same on each rank. What is a value of another pipeline stage is
-            one on every rank, and is gathered without a message.
-        collectives: Each of its W ranks must call.
+        tensor: Shape (...), the same on each rank. A placeholder of another pipeline stage is one
+            on every rank, and is gathered without a message.
+        collectives: Group of W ranks, each of which must call.
         sync_grads: Whether gradients flow back to the ranks.
 
     Returns:

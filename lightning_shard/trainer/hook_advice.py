@@ -1,4 +1,4 @@
-"""The user's hooks, in which parameters are shards or on other stages: errors that say so."""
+"""Runs the user's hooks in a context, which explains errors about shards or absent parameters."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -25,7 +25,7 @@ _MEETING_GRADIENTS = (
 
 
 def may_edit_gradients(module: "pl.LightningModule", callbacks: Sequence[Callback]) -> bool:
-    """Whether user code has a place where it could write to gradients before an update."""
+    """Whether user code overrides a hook that could write to gradients before an update."""
     if not module.automatic_optimization:
         return True
     owners = [(module, pl.LightningModule), *((one, Callback) for one in callbacks)]
@@ -43,12 +43,12 @@ def hooks_inside(
     callbacks: Sequence[Callback],
     without: Collection[str] = (),
 ) -> Iterator[None]:
-    """Let the overridden hooks of a module and of callbacks run inside a context each.
+    """Let each overridden hook of a module and of callbacks run in a context of its own.
 
     Args:
-        around: Makes the context.
-        module: Of the user.
-        callbacks: Of the Trainer.
+        around: Makes the context of a hook.
+        module: The user's module.
+        callbacks: The callbacks of the Trainer.
         without: Names of hooks that are left as they are.
     """
     with ExitStack() as stack:

@@ -1,7 +1,7 @@
 """`Trainer(sync_batchnorm=True)` on CPU ranks, and on ranks that are not all data parallel.
 
-On a pipeline's stage only the batch norms of its own layers have a batch: what the others compute
-has a shape only, for which nothing is synchronised.
+On a pipeline's stage only the batch norms of its own layers have a batch: the others compute on
+placeholders, for which nothing is synchronised.
 """
 
 from lightning.pytorch.plugins.layer_sync import LayerSync
@@ -18,7 +18,7 @@ class SyncBatchNormOnCpu(LayerSync):
     """Gives every batch norm a forward over all ranks; the modules themselves stay.
 
     Args:
-        collectives: The ranks whose batches count.
+        collectives: Group of the ranks whose batches count.
     """
 
     def __init__(self, collectives: Collectives) -> None:

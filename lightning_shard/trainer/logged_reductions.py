@@ -1,4 +1,4 @@
-"""Reducing what users log: Lightning's `strategy.reduce` on any backend."""
+"""Reductions of logged values: Lightning's `strategy.reduce` on any backend."""
 
 from typing import Any, get_args
 
@@ -23,10 +23,10 @@ _BY_OP: list[tuple[Any, ReduceOpName]] = [
 
 
 def reduce_op_name(op: ReduceOp | str | None) -> ReduceOpName:
-    """The facade's name for what Lightning calls a reduction.
+    """Return the name in `Collectives` of one of Lightning's reductions.
 
     Raises:
-        ConfigError: Not a mean, sum, maximum or minimum.
+        ConfigError: The reduction is not a mean, sum, maximum or minimum.
     """
     if op is None:
         return "sum"
@@ -41,7 +41,7 @@ def reduce_op_name(op: ReduceOp | str | None) -> ReduceOpName:
 
 
 def reduced(tensor: Tensor, op: ReduceOpName, collectives: Collectives) -> Tensor:
-    """A reduced copy; averages of integers are floats. Each rank must call."""
+    """Return a reduced copy; averages of integers are floats. Each rank must call."""
     result = tensor.detach().clone(memory_format=torch.contiguous_format)
     if op == "avg" and not (result.is_floating_point() or result.is_complex()):
         result = result.float()

@@ -1,7 +1,7 @@
-"""What a model's blocks cost in the first batch, for stages that are alike in time or memory.
+"""Measures the costs of a model's blocks in the first batch, to balance a pipeline's stages.
 
-Rank 0 of the pipeline asks for one batch before there is a loop, from a loader of its own, and runs
-the module's step on it without arithmetic; the random streams and the logs know nothing of it.
+Rank 0 of the pipeline takes one batch before there is a loop, from a loader of its own, and runs
+the module's step on it without arithmetic; the random streams and the logs are not changed.
 """
 
 import inspect
@@ -30,7 +30,7 @@ def measured_costs(
     """Return the costs of the blocks in a training step; each rank of the pipeline must call.
 
     Raises:
-        ConfigError: There is no training data, since nothing is fitted.
+        ConfigError: There are no training data, since nothing is fitted.
     """
     if module.trainer.state.fn != TrainerFn.FITTING:
         raise ConfigError(

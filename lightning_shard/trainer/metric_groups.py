@@ -1,4 +1,4 @@
-"""torchmetrics count every data-parallel rank once, not every rank of the world.
+"""Lets torchmetrics count every data-parallel rank once, not every rank of the world.
 
 A metric gathers its state over torch's default group. Under tensor parallel several ranks there
 see the same batch, and sums would count it several times. So the metrics of a module are told,
@@ -20,9 +20,9 @@ class MetricGroups:
     """Lets the metrics in a module gather over a group until `restore`.
 
     Args:
-        module: Its metrics that have been given no group and no gathering function of their own
-            are changed. Metrics that are not submodules cannot be found.
-        group: The data-parallel group.
+        module: Module whose metrics without a group and a gathering function of their own are
+            changed. Metrics that are not submodules cannot be found.
+        group: Process group of the data-parallel ranks.
     """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
@@ -43,7 +43,7 @@ class MetricGroups:
 
 
 class _GatherOver:
-    """A copy of a metric gathers over the same group; a pickled one over the default group."""
+    """Gathers a metric's state over a group, also in copies; when unpickled, over the default."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group

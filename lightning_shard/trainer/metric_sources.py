@@ -1,4 +1,4 @@
-"""torchmetrics of a pipeline: what its last stage has counted is what every rank computes.
+"""Lets torchmetrics on every rank of a pipeline compute from the state of its last stage.
 
 A metric is updated inside the step, after the network, and so on the last stage only. Before a
 metric computes outside a step, each rank takes over the state of the pipeline's last stage, and
@@ -8,8 +8,8 @@ same.
     inside a step     last stage: counts          other stages: update, forward do nothing
     outside           last stage: state ──> other stages;  then compute, on every rank
 
-Steps of other stages must not count: a rank may hold the last stage and others, and what they
-compute may be a stand-in.
+Steps of other stages must not count: a rank may hold the last stage and others, whose results may
+be placeholders.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,9 +32,9 @@ class MetricSources:
     """Lets the metrics in a module compute from one rank's state until `restore`.
 
     Args:
-        module: Metrics that are not submodules cannot be found.
-        pipeline: Over the ranks of this rank's pipeline; each must compute the same metrics in
-            the same order, as the ranks of any group must.
+        module: Module with the metrics. Metrics that are not submodules cannot be found.
+        pipeline: Group of the ranks of this rank's pipeline, each of which must compute the same
+            metrics in the same order, as the ranks of any group must.
         source: Rank in `pipeline` of the last stage.
     """
 
@@ -49,14 +49,14 @@ class MetricSources:
 
     @contextmanager
     def step(self, *, counts: bool) -> Iterator[None]:
-        """Around the step of one microbatch on one stage.
+        """Run the step of one microbatch on one stage inside.
 
-        What a metric computes in it is over the data-parallel ranks of this stage alone. What was
-        computed before is forgotten, on every rank alike, so that all of them ask the source
+        A metric that computes inside does so over the data-parallel ranks of this stage alone.
+        Earlier results are forgotten, on every rank alike, so that all of them ask the source
         again when one does.
 
         Args:
-            counts: Whether it is the last stage's, which alone changes the metrics.
+            counts: Whether the step is the last stage's, which alone changes the metrics.
         """
         self._in_step = True
         try:
@@ -82,7 +82,7 @@ class MetricSources:
         self._parts, self._computes = [], []
 
     def find(self) -> None:
-        """Look for metrics that have been made since the last time."""
+        """Find metrics that have been made since the last call."""
         self._parts = [
             part for part in self._module.modules() if isinstance(part, Metric | MetricCollection)
         ]
@@ -121,7 +121,7 @@ class MetricSources:
 
 
 def _state_of(metric: Metric) -> Any:
-    """Return a state to pickle, on the CPU: another rank would put it on the GPU it came from."""
+    """Return a state on the CPU, to pickle: else another rank would use the source's GPU."""
 
     def on_cpu(state: Tensor) -> Tensor:
         if isinstance(state, Placeholder):
@@ -136,7 +136,7 @@ def _state_of(metric: Metric) -> Any:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """Count nothing."""
+    """Do nothing, in place of a metric's update."""
 
 
 def _no_value(part: Metric | MetricCollection) -> Callable[..., Any]:

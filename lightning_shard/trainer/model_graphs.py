@@ -18,9 +18,9 @@ def draw_graphs(trainer: "pl.Trainer", module: "pl.LightningModule", device: tor
     """Let the loggers of a fit draw the module while it is full, and not when the fit starts.
 
     Args:
-        trainer: Of that fit.
-        module: Still whole.
-        device: On which inputs come.
+        trainer: The trainer of that fit.
+        module: The module, which is still full.
+        device: Device on which inputs come.
     """
     if not trainer.is_global_zero:  # loggers may be one for all ranks
         return
@@ -40,7 +40,7 @@ def draw_graphs(trainer: "pl.Trainer", module: "pl.LightningModule", device: tor
 
 
 def _skip_once(logger: Any) -> None:
-    """Let a graph that has been drawn not be drawn again when the fit starts."""
+    """Keep a graph that has been drawn from being drawn again when the fit starts."""
     own = {name: value for name, value in vars(logger).items() if name == "log_graph"}
 
     @rank_zero_only  # the ranks of one process share it

@@ -1,7 +1,7 @@
-"""Ranks that share every layer must be given the same batch: compared by a digest.
+"""Checks by digests that ranks which share every layer are given the same batch.
 
-Parts of layers that work on different samples make nonsense without a word, and batches of
-different shapes wait for each other for ever. So each rank digests its batch before it is used,
+Parts of layers that work on different samples silently give wrong results, and ranks with batches
+of different shapes wait for each other for ever. So each rank digests its batch before it is used,
 and the ranks of the group compare: the batches 0, 1, 2, 4, 8 ... of each loader, which finds a
 wrong sampler at once and a rare difference in the end, at a cost that soon is nothing.
 """
@@ -22,12 +22,12 @@ _SAMPLES = 1 << 16  # elements of a tensor that are looked at, evenly spaced
 
 
 class SameBatches:
-    """Compares what the ranks of a tensor-parallel group are given.
+    """Compares the batches of the ranks of a tensor-parallel group.
 
     Args:
-        group: The tensor-parallel group.
-        ranks: The global rank of each of its ranks.
-        device: For the message.
+        group: Group of the tensor-parallel ranks.
+        ranks: Global rank of each of the group's ranks.
+        device: Where the message lies.
     """
 
     def __init__(self, group: Collectives, ranks: tuple[int, ...], device: torch.device) -> None:
@@ -41,10 +41,10 @@ class SameBatches:
 
         Args:
             batch: Tensors, arrays, texts and numbers in any containers; others are not compared.
-            loader: Which one it comes from.
+            loader: Name of the loader that the batch comes from.
 
         Raises:
-            ConfigError: On every rank, when the batches differ.
+            ConfigError: The batches differ; raised on every rank.
         """
         index = self._seen[loader]
         self._seen[loader] += 1

@@ -1,9 +1,9 @@
-"""Ranks that share every layer must compute the same: compared by the loss and by gradients.
+"""Checks by loss and gradients that ranks which share every layer compute the same.
 
 A weight that is used without its layer, a penalty over parameters of which each rank has a part, or
-a plan that cuts where the module mixes features: each makes a wrong number on every rank, but
-another one. What the ranks have whole gives it away, the loss and the gradients of parameters that
-are not split. Like the batches, those of steps 0, 1, 2, 4, 8 ... are compared.
+a plan that cuts where the module mixes features: each makes a wrong number that differs between the
+ranks. It shows in the loss and in the gradients of parameters that are not split. Like the batches,
+those of steps 0, 1, 2, 4, 8 ... are compared.
 """
 
 from collections import Counter
@@ -24,12 +24,12 @@ _FLOOR = 1e-4  # of the largest of all gradients: smaller ones may be rounding n
 
 
 class SameResults:
-    """Compares what the ranks of a tensor-parallel group have computed.
+    """Compares the results of the ranks of a tensor-parallel group.
 
     Args:
-        group: The tensor-parallel group.
-        ranks: The global rank of each of its ranks.
-        device: Of the numbers that are exchanged.
+        group: Group of the tensor-parallel ranks.
+        ranks: Global rank of each of the group's ranks.
+        device: Where the numbers that ranks exchange lie.
     """
 
     def __init__(self, group: Collectives, ranks: tuple[int, ...], device: torch.device) -> None:
@@ -37,7 +37,7 @@ class SameResults:
         self._seen: Counter[str] = Counter()
 
     def is_due(self, what: str) -> bool:
-        """Count one more of a kind of result; whether to compare it."""
+        """Count one more result of the kind `what`; return whether to compare it."""
         index = self._seen[what]
         self._seen[what] += 1
         return not index & (index - 1)
@@ -46,7 +46,7 @@ class SameResults:
         """Compare a loss; each rank of the group must call.
 
         Raises:
-            ConfigError: On every rank, when it differs.
+            ConfigError: The losses differ; raised on every rank.
         """
         every = self._every(loss.detach().to(self._device, torch.float64).view(1))
         tolerance = _LOSS_TOLERANCE.get(self._device.type, _LOSS_TOLERANCE_ELSEWHERE)
@@ -65,11 +65,11 @@ class SameResults:
         """Compare gradients by some of their elements; each rank of the group must call.
 
         Args:
-            names: Of the parameters.
-            params: Those that each rank has whole.
+            names: Names of the parameters.
+            params: Parameters that are full on each rank.
 
         Raises:
-            ConfigError: On every rank, with the first that differs.
+            ConfigError: A gradient differs; raised on every rank, with the first one.
         """
         samples = [_sample(param).to(self._device, torch.float64) for param in params]
         sizes = [len(sample) for sample in samples]
@@ -100,7 +100,7 @@ class SameResults:
 
 
 def _is_alike(every: Tensor, tolerance: Tensor) -> bool:
-    """Whether the ranks' numbers, shape (W, N), are the same; an overflow is not looked at."""
+    """Whether the ranks' numbers, shape (W, N), are the same; overflows are not compared."""
     spread = (every - every[0]).abs()
     return bool((spread <= tolerance).all()) or not bool(every.isfinite().all())
 

@@ -1,4 +1,4 @@
-"""One rank's values on every rank of its group, in one small message where their form is known.
+"""Sends one rank's values to all of its group, in one small message where their form is known.
 
     {"loss": tensor(0.5), "n": 3, "text": "a"}
       numbers   0.5  3                                one float64 tensor, every time
@@ -34,7 +34,7 @@ class SharedValues:
     """Sends values from one rank of a group to the others.
 
     Args:
-        group: Each of its ranks must call `share` in the same order.
+        group: Group of the ranks, each of which must call `share` in the same order.
         source: Rank in `group` that has the values.
     """
 
@@ -54,7 +54,7 @@ class SharedValues:
             device: Where this rank's messages and the tensors it receives lie.
 
         Returns:
-            On the source `value` itself; elsewhere copies of it, out of any graph.
+            On the source `value` itself; on other ranks copies of it, out of any graph.
         """
         if self._group.size == 1:
             return value
@@ -113,7 +113,12 @@ class SharedValues:
 
 @dataclass(frozen=True)
 class _Form:
-    """A value whose numbers, tensors and objects are taken out; the scalars come first."""
+    """A value whose numbers, tensors and objects are taken out.
+
+    Attributes:
+        value: The value, with stand-ins for the parts that were taken out.
+        num_scalars: Number of scalars, which come first among the numbers.
+    """
 
     value: Any
     num_scalars: int
@@ -121,14 +126,23 @@ class _Form:
 
 @dataclass(frozen=True)
 class _Number:
-    """Stands in a form for an int or a float."""
+    """Stands in a form for an int or a float.
+
+    Attributes:
+        kind: Type of the number.
+    """
 
     kind: type[int] | type[float]
 
 
 @dataclass(frozen=True)
 class _SmallTensor:
-    """Stands in a form for a floating-point tensor among the numbers."""
+    """Stands in a form for a floating-point tensor whose elements are among the numbers.
+
+    Attributes:
+        dtype: Format of the tensor.
+        shape: Shape of the tensor.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -141,7 +155,12 @@ class _Object:
 
 @dataclass(frozen=True)
 class _LargeTensor:
-    """Stands among the objects for a tensor that is sent by itself."""
+    """Stands among the objects for a tensor that is sent in a message of its own.
+
+    Attributes:
+        dtype: Format of the tensor.
+        shape: Shape of the tensor.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -149,7 +168,7 @@ class _LargeTensor:
 
 @dataclass
 class _Packed:
-    """A value taken apart: its form, and what was taken out of it, in order."""
+    """A value taken apart: its form, and the parts that were taken out of it, in order."""
 
     form: Any = None
     scalars: list[float] = field(default_factory=list)
@@ -158,7 +177,7 @@ class _Packed:
     tensors: list[Tensor] = field(default_factory=list)
 
     def taken(self, value: Any) -> Any:
-        """Return what stands in the form for `value`."""
+        """Return the stand-in for `value` in the form, and keep the value."""
         if isinstance(value, Tensor):
             return self._taken_tensor(value.detach())
         if type(value) is float or (type(value) is int and abs(value) < _MAX_INTEGER):
@@ -205,13 +224,13 @@ def _joined(packed: _Packed, device: torch.device) -> Tensor:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return its memory, or a copy; not every backend moves every type."""
+    """Return a tensor's memory as bytes, or a copy; not every backend moves every type."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 @dataclass
 class _Unpacking:
-    """Puts what was taken out back into a form, in the same order."""
+    """Puts the parts that were taken out back into a form, in the same order."""
 
     group: Collectives
     source: int

@@ -1,12 +1,12 @@
-"""What a pipeline's steps add to plain attributes of their module: the same on every rank.
+"""Applies a pipeline step's changes of the module's plain attributes on every rank alike.
 
     step          last stage                          other stages
     microbatch 0  self.losses.append(a)  ──> taken    cut short before that line,
     microbatch 1  self.losses.append(b)  ──> taken    or put back
     every rank    self.losses == [..., mean of a and b by size]     once per batch
 
-The step of a microbatch is run on each stage, and only on the last one to its end. So it is what
-the last stage has done that counts; all ranks then do the same to their module, once per batch.
+The step of a microbatch is run on each stage, and only on the last one to its end. So the last
+stage's changes count; all ranks then apply them to their module, once per batch.
 Lists and the new keys of mappings get what one step of the whole batch would have added; numbers
 and small tensors, like a running sum, are those after the last microbatch.
 """
@@ -32,18 +32,23 @@ _MAX_NUMEL = 64  # of a tensor that is shared as an attribute: it costs no messa
 
 
 class _Filled(NamedTuple):
-    """What one batch has added to a list."""
+    """The items that one batch has added to a list.
+
+    Attributes:
+        items: The added items, in order.
+        is_on_cpu: Whether the tensors among the items were on the CPU.
+    """
 
     items: list[Any]
     is_on_cpu: bool
 
 
 class StepAttributes:
-    """Takes what steps do to the plain attributes of a module, to do it on every rank.
+    """Records the changes that steps make to a module's plain attributes, to apply them everywhere.
 
     Args:
-        module: Lists, mappings, numbers and small tensors among its attributes are followed;
-            those that Lightning has made are not.
+        module: Module whose lists, mappings, numbers and small tensors are followed; attributes
+            that Lightning has made are not.
     """
 
     def __init__(self, module: pl.LightningModule) -> None:
@@ -55,12 +60,12 @@ class StepAttributes:
     def step(
         self, size: int, *, counts: bool, completed: Callable[[Any], Any] = lambda value: value
     ) -> Iterator[None]:
-        """Around the step of one microbatch on one stage.
+        """Run the step of one microbatch on one stage inside.
 
         Args:
-            size: The microbatch's samples.
-            counts: Whether it is the last stage's; what others have done is undone.
-            completed: Makes values what other ranks can take.
+            size: Number of samples of the microbatch.
+            counts: Whether the step is the last stage's; other stages' changes are undone.
+            completed: Turns added values into ones that other ranks can take.
 
         """
         before = _Before(self._home)
@@ -80,7 +85,7 @@ class StepAttributes:
             self._added.append((size, taken))
 
     def merged(self) -> tuple[dict[Path, _Filled], dict[Path, Any]]:
-        """Return what the batch has added to each list, and the values that it has changed.
+        """Return the batch's additions to each list, and the values that it has changed.
 
         Raises:
             ConfigError: A value that another stage has was added to a list.
@@ -102,11 +107,11 @@ class StepAttributes:
         }
 
     def put(self, filled: dict[Path, _Filled], values: dict[Path, Any], *, is_source: bool) -> None:
-        """Do to this rank's module what the batch has done; each rank calls.
+        """Apply the batch's changes to this rank's module; each rank must call.
 
         Args:
-            filled: As `merged` has returned it on the last stage.
-            values: That too; the last stage has them.
+            filled: Items added to lists, as `merged` has returned them on the last stage.
+            values: Changed values, as `merged` has returned them; the last stage has them.
             is_source: Whether this rank has the last stage.
         """
         for path, value in () if is_source else values.items():
@@ -125,7 +130,7 @@ class StepAttributes:
 
 
 class _Before:
-    """What the plain attributes of a module have been before a step."""
+    """The plain attributes of a module as they were before a step."""
 
     def __init__(self, home: dict[str, Any]) -> None:
         self._home = home
@@ -140,7 +145,7 @@ class _Before:
         }
 
     def put_back(self) -> None:
-        """Undo what has been done since."""
+        """Undo the changes since."""
         for path, container in list(_containers(self._home)):
             if path in self._values:
                 self._put_back(path, container)
@@ -157,7 +162,7 @@ class _Before:
                 value.data.copy_(copy)
 
     def take_added(self) -> dict[Path, list[Any]]:
-        """Take what lists have got since out of them, and lists that are new."""
+        """Remove the items that lists have got since, and new lists, and return them."""
         added = {}
         for path, container in list(_containers(self._home)):
             value, size = container[path[-1]], self._sizes.get(path, 0)
@@ -169,7 +174,7 @@ class _Before:
         return added
 
     def _continues(self, path: Path, value: list[Any]) -> bool:
-        """Whether a list is the one that it was, or a longer one that begins with that."""
+        """Whether a list is the earlier one, or a new one that begins with its items."""
         old = self._values.get(path)
         if old is value or not isinstance(old, list):
             return True
@@ -177,7 +182,7 @@ class _Before:
         return begins and not any(is_placeholder(one) for one in tensors_in(value))
 
     def changed(self) -> Iterator[Path]:
-        """Yield where values are others than they were, and lists that do not go on."""
+        """Yield the paths of values that have changed, and of lists that do not go on."""
         for path, value in _walk(self._home):
             if isinstance(value, list):
                 is_same = len(value) >= self._sizes.get(path, 0) and self._continues(path, value)
@@ -196,7 +201,7 @@ def _walk(home: dict[str, Any]) -> Iterator[tuple[Path, Any]]:
 
 
 def _containers(home: dict[str, Any]) -> Iterator[tuple[Path, dict[Any, Any]]]:
-    """Yield where each list and each plain value is, and what it is in."""
+    """Yield the path of each list and plain value, with the container that holds it."""
     for name in home:
         if name not in _LIGHTNINGS:
             yield from _containers_of((name,), home)
@@ -219,7 +224,7 @@ def _is_followed(value: Any) -> bool:
 
 
 def _known(item: Any) -> Any:
-    """Return what a step has added, out of the graph, with the values that are known now."""
+    """Return an added item, out of the graph, with the values that are known now."""
 
     def value_of(tensor: Tensor) -> Tensor:
         known = tensor.value if isinstance(tensor, Placeholder) else None
@@ -241,12 +246,12 @@ def _refuse_placeholder(path: Path, items: list[Any]) -> None:
 
 
 def _version(tensor: Tensor) -> int | None:
-    """Return how often it has been written to; None for one that does not count that."""
+    """Return how often a tensor was written to; None for one that does not count writes."""
     return None if tensor.is_inference() else tensor._version
 
 
 def _filled(sizes: Sequence[int], parts: Sequence[list[Any]]) -> _Filled:
-    """Make what each microbatch has added to a list what one step would have."""
+    """Merge the items that microbatches have added to a list into those of one step."""
     one_each = all(len(part) == 1 for part in parts)
     if one_each and (max(sizes) > 1 or all(_is_full(part[0]) for part in parts)):
         items = [merge_outputs([part[0] for part in parts], list(sizes))]
@@ -257,9 +262,9 @@ def _filled(sizes: Sequence[int], parts: Sequence[list[Any]]) -> _Filled:
 
 
 def _is_full(item: Any) -> bool:
-    """Whether what a microbatch of one sample adds is of all samples: a loss, a tensor of (1, ...).
+    """Whether the item that a one-sample microbatch adds is a step's: a loss, a tensor (1, ...).
 
-    Anything else may be the one sample's, as of `self.texts.extend(texts)`.
+    Any other item may be the one sample's, as of `self.texts.extend(texts)`.
     """
     if isinstance(item, Tensor):
         return item.ndim == 0 or item.shape[0] == 1

@@ -1,4 +1,4 @@
-"""How many bytes a rank sends for its training steps, and how many it would send without codecs.
+"""Counts the bytes that a rank sends for training steps, and would send without codecs.
 
     counted        all of training_step, backward and the optimizer's step: gradients, in a warm-up
                    dense ones, parameters, buffers, flags of usage and overflow, norms, and what
@@ -16,11 +16,11 @@ from lightning_shard.data_parallel.compression import Tally
 
 
 class StepBytes:
-    """Counts what is sent inside `counting`.
+    """Counts the bytes that are sent inside `counting`.
 
     Args:
-        sent: Returns what this rank has sent so far, in all.
-        codecs: Returns what codecs have sent of it, and what that would be dense.
+        sent: Returns all bytes that this rank has sent so far.
+        codecs: Returns the bytes of these that codecs have sent, and would have sent dense.
     """
 
     def __init__(self, sent: Callable[[], int], codecs: Callable[[], Tally]) -> None:
@@ -30,7 +30,7 @@ class StepBytes:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count what is sent inside, once where this is entered within itself."""
+        """Count the bytes that are sent inside; nested entries count once."""
         if self._is_counting:
             yield
             return
@@ -45,5 +45,5 @@ class StepBytes:
 
 
 def total_bytes(traffics: Iterator[Traffic]) -> int:
-    """Add up counters, each once."""
+    """Return the sum of the counters' bytes, each counter counted once."""
     return sum({id(one): one.total_bytes for one in traffics}.values())

@@ -1,12 +1,12 @@
-"""What the last stage logs, microbatch by microbatch, logged once per batch on every rank.
+"""Logs the values that the last stage logs per microbatch once per batch, on every rank.
 
     microbatch     0            1            2
     last stage     log(loss)    log(loss)    log(loss)   ──> recorded, not logged
                          └───────── mean by size ──────────┘
     every rank                  log(loss, batch_size=all)    one broadcast of a few numbers
 
-Lightning's loggers, progress bars and callbacks then see on each rank what they would have seen
-on a single device.
+Lightning's loggers, progress bars and callbacks then see on each rank the values of a single
+device.
 """
 
 import inspect
@@ -35,14 +35,26 @@ _REDUCTIONS = {"sum": torch.sum, "min": torch.min, "max": torch.max}  # all othe
 
 
 class _LoggedMetric(NamedTuple):
-    """Stands for a metric, which each rank has its own object of."""
+    """Stands for a metric, of which each rank has its own object.
+
+    Attributes:
+        attribute: Name of the metric's attribute in the module.
+        step_value: The metric's value on this step; None without one.
+    """
 
     attribute: str
     step_value: Tensor | None
 
 
 class _Record(NamedTuple):
-    """One call of `log`; `value` is a scalar in float32 or more."""
+    """One call of `log`.
+
+    Attributes:
+        name: Name of the logged value.
+        value: The value, a scalar in float32 or wider, or a metric.
+        batch_size: Number of samples that the value counts for.
+        options: Further arguments of the call.
+    """
 
     name: str
     value: Tensor | _LoggedMetric
@@ -54,8 +66,8 @@ class StepLogs:
     """Records the `log` calls of a module's steps and replays them merged.
 
     Args:
-        module: Its metrics are made to compute the same on every rank, until `restore`.
-        pipeline: Over the ranks of this rank's pipeline.
+        module: Module whose metrics are made to compute the same on every rank, until `restore`.
+        pipeline: Group of the ranks of this rank's pipeline.
         source: Rank in `pipeline` of the last stage.
     """
 
@@ -77,15 +89,16 @@ class StepLogs:
         counts: bool = True,
         completed: Callable[[Any], Any] = lambda value: value,
     ) -> Iterator[None]:
-        """Around the step of one microbatch on one stage: `module.log` only records.
+        """Run the step of one microbatch on one stage inside, where `module.log` only records.
 
         A step that is left by an exception, as one that is cut short, has logged nothing.
 
         Args:
-            size: The microbatch's samples.
-            counts: Whether it is the last stage's; other stages' logs and metric updates are
-                dropped.
-            completed: Makes what the step adds to the module's lists what other ranks can take.
+            size: Number of samples of the microbatch.
+            counts: Whether the step is the last stage's; other stages' logs and metric updates
+                are dropped.
+            completed: Turns items that the step adds to the module's lists into ones that other
+                ranks can take.
         """
         if self._is_between_batches:
             self._is_between_batches = False
@@ -108,20 +121,20 @@ class StepLogs:
             self._microbatches.append(records)
 
     def replay(self, outputs: Any = None) -> Any:
-        """Log what was recorded since the last time, merged; each rank calls once per batch.
+        """Log the records since the last call, merged; each rank must call once per batch.
 
-        What the steps have added to the module's lists, it adds on every rank.
+        The steps' additions to the module's lists are made on every rank.
 
         Means are weighted by the number of samples (`log(batch_size=...)`, or the microbatch's),
-        sums, minima and maxima are those over the microbatches. What a metric object shows on a
+        sums, minima and maxima are those over the microbatches. The value of a metric object on a
         step is the mean by size of its microbatches' values; over an epoch it is exact.
 
         Args:
-            outputs: On the source, what to give to the other ranks beside, like the merged
+            outputs: On the source, a further value to send to the other ranks, like the merged
                 outputs of the step. Numbers and small floating-point tensors cost nothing more.
 
         Returns:
-            On the source `outputs` itself, elsewhere copies of it.
+            On the source `outputs` itself, on other ranks copies of it.
         """
         merged = _merged(self._microbatches)
         self._microbatches = []
@@ -134,7 +147,7 @@ class StepLogs:
         return outputs
 
     def share_persistent_metrics(self) -> None:
-        """Before a checkpoint: every rank's metrics get the states that are saved in it."""
+        """Give every rank's metrics the states that a checkpoint saves; each rank must call."""
         self._metrics.share_persistent()
 
     def restore(self) -> None:
@@ -208,16 +221,16 @@ class StepLogs:
 
 
 def _scalar(value: Any, device: torch.device) -> Tensor:
-    """Return a copy that Lightning would log as it is: of the default type, if not a wider one."""
+    """Return a scalar that Lightning logs unchanged: of the default type or a wider one."""
     scalar = torch.as_tensor(value).detach().reshape(())
     dtype = torch.promote_types(scalar.dtype, torch.get_default_dtype())
     return scalar.to(device, dtype, copy=True)
 
 
 def _merged(microbatches: Sequence[Sequence[_Record]]) -> list[_Record]:
-    """Make one record, as of one step, of those that belong together.
+    """Merge the records that belong together into one, as of one step.
 
-    These are the n-th calls of each microbatch with one name and the same options.
+    Such records are the n-th calls of each microbatch with one name and the same options.
     """
     groups: defaultdict[Any, list[_Record]] = defaultdict(list)
     for records in microbatches:
@@ -255,7 +268,7 @@ def _reduced(values: Sequence[Tensor], sizes: Sequence[float], first: _Record) -
 
 
 def _mean(values: Sequence[Tensor], sizes: Sequence[float]) -> Tensor:
-    """Return the mean by size, added up in float64; that of values without size by count."""
+    """Return the mean weighted by size, added up in float64; unweighted for sizes of zero."""
     stacked = torch.stack(list(values))
     weights = torch.tensor(sizes, dtype=torch.float64, device=stacked.device)
     if sum(sizes) == 0:

@@ -1,4 +1,4 @@
-"""SIGTERM on any rank stops every rank before the same step, so that callbacks can still save.
+"""Stops every rank before the same step on a SIGTERM to any, so that callbacks can still save.
 
     rank 1  SIGTERM ─> handler ─> lifeline ─> hub ─> each rank says how many steps it has begun
     all     step 17   step 18   stop before step 19: SIGTERMException on rank 1,
@@ -28,10 +28,10 @@ from lightning_shard.trainer._lightning import forget_sigterm_handler, handle_si
 
 
 class TerminationHandler:
-    """What a process does on SIGTERM: tell the others, and when somebody insists end at once.
+    """Handles SIGTERM: tells the other ranks, and ends the process when the signal comes again.
 
     Args:
-        lifeline: Tells the others.
+        lifeline: Tells the other ranks of the signal.
     """
 
     def __init__(self, lifeline: liveness.Terminable) -> None:
@@ -53,9 +53,9 @@ class CoordinatedShutdown(ParallelStrategy):
     _lifeline: liveness.Lifeline | RanksTermination | None = None
 
     def watch_for_termination(self, trainer: "pl.Trainer") -> None:
-        """Have SIGTERM handled here for this run; call before Lightning registers its handlers.
+        """Handle SIGTERM for this run; call before Lightning registers its handlers.
 
-        Handlers that were there before Lightning's, and SLURM's, stay as Lightning composes them.
+        Earlier handlers, and SLURM's, stay as Lightning composes them.
         """
         world = current_world()
         if world is not None:
@@ -68,11 +68,11 @@ class CoordinatedShutdown(ParallelStrategy):
             liveness.watch_signals()
 
     def begin_step(self) -> None:
-        """Begin a step; every rank must call as often.
+        """Begin a step; every rank must call before each of its steps.
 
         Raises:
             SIGTERMException: This rank was sent SIGTERM, and all ranks stop here.
-            RankFailedError: Another rank was, or has failed.
+            RankFailedError: Another rank was sent SIGTERM, or has failed.
         """
         if self._lifeline is None or not self._lifeline.step():
             return

@@ -1,13 +1,13 @@
 """Lightning's weight averaging callbacks on shards: each rank averages what it holds.
 
-    module's weights    whole ──split, cut──> this rank's shards ──────────────> whole, at the end
+    module's weights    full ───split, cut──> this rank's shards ──────────────> full, at the end
                                                   │ average, swap, copy
-    callback's copy     whole ──split, cut──> the same shards ──joined──> whole, to save and at the
+    callback's copy     full ───split, cut──> the same shards ──joined──> full, to save and at the
                                                                           end
-The callbacks copy the whole module before the strategy has split it, and then go through the
+The callbacks copy the full module before the strategy has split it, and then go through the
 parameters of both side by side. So the copy's are cut here as the engine has cut the module's, and
 where a callback goes through the module it is given the engine's shards, in the optimizer's format.
-Afterwards everybody gets the full weights anew.
+Afterwards every rank gets the full weights anew.
 
 Private names of Lightning are touched here alone; checked with lightning 2.6,
 `tests/trainer/test_weight_averaging.py` fails when one changes.
@@ -35,12 +35,12 @@ Averaging = WeightAveraging | StochasticWeightAveraging
 
 @dataclass(frozen=True)
 class _Method:
-    """A method that goes through the module.
+    """A method of a callback that goes through the module.
 
     Attributes:
-        name: Its name.
-        place: Where among its arguments the module is.
-        writes: Whether it changes the module.
+        name: Name of the method.
+        place: Index of the module among its arguments.
+        writes: Whether the method changes the module.
     """
 
     name: str
@@ -61,7 +61,7 @@ _OF_STOCHASTIC = (
 
 
 def averaging_callbacks(callbacks: Iterable[Callback], *, fitting: bool) -> list[Averaging]:
-    """Return the callbacks that will use an average which they hold."""
+    """Return the callbacks that will use an average that they hold."""
     used = Averaging if fitting else WeightAveraging  # it swaps an earlier fit's to validate
     return [one for one in callbacks if isinstance(one, used) and one._average_model is not None]
 
@@ -81,10 +81,10 @@ class AverageOfShards:
     """Cuts a callback's average until `restore`.
 
     Args:
-        callback: Holds a full copy of the module; rank 0's values win.
-        engine: Holds the module. Each rank of the world must construct this.
-        world: All ranks.
-        load: Loads a whole `state_dict` into the module.
+        callback: Callback that holds a full copy of the module; rank 0's values win.
+        engine: The engine that holds the module. Each rank of the world must construct this.
+        world: Group of all ranks.
+        load: Loads a full `state_dict` into the module.
         share_buffers: Gives rank 0 of a pipeline the module's buffers as their stages have them;
             each rank must call.
 
@@ -146,7 +146,7 @@ class AverageOfShards:
         return same
 
     def _shard(self, param: nn.Parameter, full: Tensor) -> Tensor:
-        """Return this rank's shard of a tensor shaped as the whole of `param`."""
+        """Return this rank's shard of a tensor of the full shape of `param`."""
         if not self._engine.split.is_here(param):
             return full.new_empty(0)
         part = self._engine.split.local(param, full)
@@ -189,7 +189,7 @@ class AverageOfShards:
         return called
 
     def _settle(self) -> None:
-        """Carry what user code has changed in full parameters over to the shards."""
+        """Carry user code's changes of full parameters over to the shards."""
         self._engine.adopt_assigned()
         if self._engine.options.stage == 3:
             for unit in self._engine.units:
@@ -207,7 +207,7 @@ class AverageOfShards:
                 handle.wait()
 
     def _join_saved(self, state: dict[str, Any], prefix: str) -> None:
-        """Put full tensors into the copy's `state_dict` on the rank that saves; none elsewhere."""
+        """Put full tensors into the copy's `state_dict` on the rank that saves, else none."""
         self._gather_buffers()
         full = {}
         for copy, value in self._full():
@@ -267,8 +267,8 @@ class AverageOfShards:
         """Give the callback its methods back, and with `full` the full average.
 
         Args:
-            full: Collective: each rank must call. Without it (after a failure, when peers may be
-                gone) the callback loses an average that is in shards.
+            full: Whether the callback gets the full average, for which each rank must call; without
+                it (after a failure, when peers may be gone) an average in shards is lost.
         """
         if full:
             self._gather_buffers()
@@ -284,11 +284,11 @@ class AverageOfShards:
 
 
 class _Shards:
-    """What a callback is given in place of the module: this rank's shards.
+    """Stands in for the module in a callback: this rank's shards.
 
     Args:
-        engine: Holds the module.
-        load: Loads a whole `state_dict` into it.
+        engine: The engine that holds the module.
+        load: Loads a full `state_dict` into the module.
     """
 
     def __init__(

@@ -1,16 +1,16 @@
-"""Weights that the ranks of one model share look full to the user's hooks.
+"""Lets weights that the ranks of one model share look full to the user's hooks.
 
     hook ──> weight.norm(), nn.init.eye_(weight), weight[0].zero_(), load_state_dict(full) ...
                 │ the full tensor, gathered for this one operation
                 └──> what was written is cut, and each rank keeps its shard
 
-Between the steps of tensor and pipeline parallel a parameter is a shard, or on another rank. What
-a hook computes of it would be another number on every rank, and what it writes by rows or by shape
-(an initialisation) another weight than a single device's. So operations on such a parameter get
-the full tensor in its place. It stays as long as the hook keeps a view of it, at most until the
+Between the steps of tensor and pipeline parallel a parameter is a shard, or on another rank. A hook
+would compute another number from it on every rank, and writing by rows or by shape (an
+initialisation) would give another weight than a single device's. So operations on such a parameter
+get the full tensor in its place. It stays as long as the hook keeps a view of it, at most until the
 hook ends. Questions about shapes need no gathering. Gathering is collective: each rank must ask.
 
-Code of this package sees what is there, and so do the layers' own forwards.
+Code of this package, and the layers' own forwards, see the shards.
 """
 
 import sys
@@ -43,7 +43,7 @@ class _Full:
 
     Attributes:
         param: The parameter itself, a shard or without elements.
-        shard: What it shows.
+        shard: The tensor that the parameter shows.
         tensor: The full tensor, without a graph.
     """
 
@@ -56,8 +56,8 @@ class WeightsInHooks:
     """Gives hooks full tensors in place of the parameters of a split model.
 
     Args:
-        engine: Of the model, which is split over other ranks.
-        rank: For messages.
+        engine: The engine of the model, which is split over other ranks.
+        rank: Global rank of this process, for error messages.
         finish_copies: Called after each hook, which may have copied modules with full weights.
     """
 
@@ -75,7 +75,7 @@ class WeightsInHooks:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Run a hook of the user's inside; each rank must."""
+        """Run a hook of the user's inside; each rank must enter."""
         if self._is_on:
             yield
             return
@@ -122,7 +122,7 @@ class WeightsInHooks:
         self._num_entered += 1 if enters else -1
 
     def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Do one operation of a hook."""
+        """Do one operation of a hook, with full tensors in place of shards."""
         if not self._is_on:
             return func(*args, **kwargs)
         if func == _SET_DATA and isinstance(args[1], _SHARDED):
@@ -146,7 +146,7 @@ class WeightsInHooks:
         return self._on_full(func, args, kwargs, params)
 
     def _is_spread(self, value: Any) -> bool:
-        """Whether this is a parameter whose elements are on several ranks, or on another one."""
+        """Whether a value is a parameter whose elements are on several ranks, or on another one."""
         return isinstance(value, nn.Parameter) and self._engine.split.is_spread(value)
 
     def _on_full(
@@ -193,7 +193,7 @@ class WeightsInHooks:
 
     @torch.no_grad()
     def _settle(self, full: _Full) -> None:
-        """Let each rank keep its shard of what a hook has written."""
+        """Let each rank keep its shard of the values that a hook has written."""
         split, expected = self._engine.split, self._shape(full.param)
         if full.tensor.shape != expected:
             raise ConfigError(
@@ -244,7 +244,7 @@ class _Substituting(TorchFunctionMode):
 def _with_full_gradients(
     func: Callable[..., Any], args: Any, kwargs: dict[str, Any], given: Sequence[Any]
 ) -> Any:
-    """Where a plain tensor is changed by a gradient in shards, take the full gradient."""
+    """Take the full gradient where a plain tensor is changed by a sharded gradient."""
     target = args[0] if args and writes(func) else None
     is_plain = isinstance(target, Tensor) and not isinstance(target, _SHARDED)
     if is_plain and any(isinstance(one, _SHARDED) for one in given):
@@ -275,7 +275,7 @@ def _shaped(param: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _caller() -> str:
-    """Return the module whose code calls, be it through torch's functions."""
+    """Return the name of the module whose code calls, also through torch's functions."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = f"{frame.f_globals.get('__name__', '')}."

@@ -7,7 +7,7 @@ Without it a rank that calls something else than its peers shows as a hang, as w
 an abort in C++. With it every rank of the group raises `CollectiveMismatchError`, which names both
 operations and where they were called. c10d knows the checked groups by names of their own, so that
 the user's own calls, DTensor, and every sub-group are checked as well. It costs a few round trips
-to the store for each operation: meant for looking for a mistake.
+to the store for each operation, so it is meant for the search for a mistake.
 
 Comparing a collective waits for the peers at once, also when it is asynchronous: ranks that start
 operations of several groups in different order wait for each other, and are told so after the

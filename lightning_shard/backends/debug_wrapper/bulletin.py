@@ -1,4 +1,4 @@
-"""The board on which the ranks of one group post what they call: a corner of the group's store.
+"""The board on which the ranks of one group post their calls: keys of their own in its store.
 
 checked/<n>/                          n-th group of this name on each rank
     call/<number>/<rank>              fingerprint of a collective; gone two numbers later
@@ -35,14 +35,14 @@ def growing_pauses() -> Iterator[float]:
 
 
 class Bulletin:
-    """What the ranks of one group have posted.
+    """The board of one group, as one rank reads and writes it.
 
     Args:
-        store: The group's own; every rank must make its board once for each group.
-        global_ranks: The group's ranks, in its own order.
+        store: The group's own store; every rank must make its board once for each group.
+        global_ranks: Global ranks of the group's members, in order of their group rank.
         rank: This rank's number in the group.
         timeout: How long to wait for a peer.
-        described_group: The group in words.
+        described_group: The group's name and ranks in words, for error messages.
     """
 
     def __init__(
@@ -68,13 +68,13 @@ class Bulletin:
 
     @property
     def global_rank(self) -> int:
-        """This rank's number in the world."""
+        """Global rank of this process."""
         return self.global_ranks[self.rank]
 
     # --- fingerprints --------------------------------------------------------------------------
 
     def post(self, key: str, fingerprint: Fingerprint) -> None:
-        """Post a fingerprint."""
+        """Post the fingerprint of one of this rank's calls."""
         self._store.set(key, fingerprint.encode())
 
     def read(self, keys: Sequence[str]) -> list[Fingerprint]:
@@ -82,7 +82,7 @@ class Bulletin:
         return [Fingerprint.decode(text) for text in self._store.multi_get(list(keys))]
 
     def holds(self, *keys: str) -> bool:
-        """Say whether all these are posted."""
+        """Whether a fingerprint is posted under each of these keys."""
         return self._store.check(list(keys))
 
     def remove(self, key: str) -> None:
@@ -100,9 +100,9 @@ class Bulletin:
         whenever it ends without a result.
 
         Args:
-            ready: Whether to go on.
-            operation: What this rank is in.
-            late: Says who has not come, once the time is up.
+            ready: Returns whether the wait is over.
+            operation: Name of the operation that this rank is in, for errors.
+            late: Returns the error's text when the time is up: which ranks have not come.
 
         Raises:
             CollectiveMismatchError: The ranks of the group disagree.
@@ -135,7 +135,7 @@ class Bulletin:
         """Return unless the ranks of this group are known to disagree.
 
         Raises:
-            CollectiveMismatchError: They do; they have then to make the group anew.
+            CollectiveMismatchError: The ranks disagree; the group can only be made anew.
         """
         if not self._problem and self._store.check(["problem"]):
             self._problem = self._store.get("problem").decode()
@@ -143,7 +143,7 @@ class Bulletin:
             self._raise(operation)
 
     def raise_known_problem(self, operation: str) -> None:
-        """Raise as `raise_problem` does, but do not look for news."""
+        """Raise as `raise_problem` does, but only a problem that this rank has read already."""
         if self._problem:
             self._raise(operation)
 

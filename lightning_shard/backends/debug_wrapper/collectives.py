@@ -1,4 +1,4 @@
-"""The exchange collectives over a checked group: compared as what they are, not as messages.
+"""The exchange collectives over a debug group, compared as collectives, not as their messages.
 
 Collectives.reduce_scatter ─► compared ─► messages with reserved tags, which pass unchecked
 """
@@ -18,7 +18,7 @@ _OPS: dict[str, Any] = {**C10D_OPS, "avg": ReduceOp.AVG}
 
 
 def exchange_collectives(group: dist.ProcessGroup) -> ExchangeCollectives:
-    """Wrap a group in exchange collectives; compared ones where the group compares."""
+    """Wrap a group in exchange collectives, for a `DebugGroup` in those that compare."""
     return (DebugExchange if isinstance(group, DebugGroup) else ExchangeCollectives)(group)
 
 

@@ -1,4 +1,4 @@
-"""Comparing the collectives of one group, rank with rank, by their number."""
+"""The comparison of one group's collectives between its ranks, by their number."""
 
 import threading
 import warnings
@@ -22,8 +22,8 @@ class Comparer(PythonGroup):
     """A group whose operations move nothing: each returns once every rank has called the same.
 
     Args:
-        name: c10d's name of the group.
-        bulletin: Where the ranks post what they call.
+        name: Name of the group in c10d.
+        bulletin: Board of the group, on which the ranks post their calls.
     """
 
     backend_name: ClassVar[str] = "comparer"
@@ -47,7 +47,7 @@ class Comparer(PythonGroup):
         """Return once every rank has called this operation, with tensors of these shapes and types.
 
         Raises:
-            CollectiveMismatchError: A rank has called something else.
+            CollectiveMismatchError: A rank has called another operation.
             RankFailedError: A rank has failed, or has not come in time.
         """
         key = (tensor_key(inputs), tensor_key(outputs))
@@ -56,7 +56,7 @@ class Comparer(PythonGroup):
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Let one thread at a time compare and then start its operation, so that numbers hold."""
+        """Let one thread at a time compare and start its operation, in the order of its numbers."""
         name = threading.current_thread().name
         if not self._turn.acquire(blocking=False):
             self._overlap = (
@@ -101,7 +101,7 @@ class Comparer(PythonGroup):
         board.raise_problem(f"{mine.operation} of {board.group} at {mine.site}")
 
     def _compare_sites(self, calls: list[Fingerprint]) -> None:
-        """Warn once of each set of places: a branch by rank is often a mistake, but need not be."""
+        """Warn once of each set of differing call sites: a branch by rank is often a mistake."""
         sites = tuple(call.site for call in calls)
         if self._bulletin.rank or len(set(sites)) == 1 or sites in self._sites_seen:
             return

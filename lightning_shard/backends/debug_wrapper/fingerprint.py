@@ -1,4 +1,4 @@
-"""What one rank tells its peers of a call, and where the calls of a group do not fit together."""
+"""The fingerprint of a call that a rank shows its peers, and how calls are compared by it."""
 
 import json
 import threading
@@ -16,14 +16,15 @@ TensorSummary = tuple[str, int, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint:
-    """A call, as its peers see it.
+    """A rank's call, as its peers see it.
 
     Attributes:
-        agreed: What every rank must give alike.
+        agreed: The properties of the call that must be equal on every rank.
         operation: The call in words.
-        site: Where the user called.
-        gives: What this rank gives to rank r of the group, by r; where it is not in `agreed`.
-        takes: What this rank has room for from rank s of the group, by s.
+        site: File and line where the user called.
+        gives: By group rank, the tensor that this rank gives to that one, where `agreed` does not
+            tell.
+        takes: By group rank, the tensor that this rank has room for from that one.
     """
 
     agreed: str
@@ -56,10 +57,10 @@ class Fingerprint:
 
 
 def find_misfit(calls: Sequence[Fingerprint]) -> tuple[int, int, str] | None:
-    """Return who differs from whom, and on what; None when the ranks' calls fit together.
+    """Return two group ranks that disagree, and on what; None when the calls fit together.
 
     Args:
-        calls: Of each rank of the group, in rank order.
+        calls: Fingerprint of each rank's call, in rank order.
     """
     for rank, call in enumerate(calls):
         if call.agreed != calls[0].agreed:

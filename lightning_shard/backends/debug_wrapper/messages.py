@@ -26,7 +26,7 @@ from lightning_shard.backends.python_group import ANY_SOURCE
 
 
 class ComparedReceive:
-    """A receive that has been asked for; `work` is there once it has started."""
+    """A receive that has been asked for; its `work` is set once the transfer has started."""
 
     def __init__(self, call: Call, mine: Fingerprint, num_ranks: int) -> None:
         self.call, self.mine = call, mine
@@ -42,8 +42,8 @@ class ComparedMessages:
     """The sends and receives of one rank in one group.
 
     Args:
-        bulletin: Where senders post.
-        looking: The same board over another connection, for the thread that looks.
+        bulletin: Board of the group, on which senders post fingerprints.
+        looking: The same board over another connection, for the thread that polls it.
         inner: The group that carries the messages.
     """
 
@@ -98,7 +98,7 @@ class ComparedMessages:
                     pauses, before = growing_pauses(), len(self._open)
 
     def _poll(self) -> None:
-        """Start every receive whose send has been posted; the first asked for comes first."""
+        """Start every receive whose send has been posted, in the order in which they were asked."""
         absent: set[str] = set()
         for awaited in list(self._open):
             try:
@@ -112,7 +112,7 @@ class ComparedMessages:
                 awaited.settled.set()
 
     def _find_send(self, awaited: ComparedReceive, absent: set[str]) -> tuple[int, str] | None:
-        """Return the first source that has posted, and its key; remember who had not yet."""
+        """Return the first source that has posted, and its key; note the others' keys as absent."""
         tag = awaited.call.tag
         for source in awaited.sources:
             number = self._received[source, tag] + 1
@@ -175,7 +175,7 @@ class MessageWork(dist.Work):
         """Wait until the tensors may be used again.
 
         Raises:
-            CollectiveMismatchError: The two sides do not fit.
+            CollectiveMismatchError: The send does not fit its receive.
             RankFailedError: The peer has failed, or has not come in time.
         """
         if not self._is_over:  # Gloo would wait for another message
@@ -184,7 +184,7 @@ class MessageWork(dist.Work):
         return True
 
     def synchronize(self) -> None:
-        """Wait."""
+        """Wait until the message has moved, as `wait`."""
         self.wait()
 
     def exception(self) -> None:
@@ -205,7 +205,7 @@ class MessageWork(dist.Work):
 
 
 class SentWork(MessageWork):
-    """The sender's side."""
+    """The handle of a send."""
 
     def __init__(
         self, board: Bulletin, key: str, call: Call, mine: Fingerprint, work: dist.Work
@@ -219,12 +219,12 @@ class SentWork(MessageWork):
         return self._work
 
     def is_completed(self) -> bool:
-        """Say whether the message has been compared and has gone."""
+        """Whether the message has been compared and sent."""
         return not self._board.holds(self._key) and self._work.is_completed()
 
 
 class ReceivedWork(MessageWork):
-    """The receiver's side."""
+    """The handle of a receive."""
 
     def __init__(self, board: Bulletin, awaited: ComparedReceive) -> None:
         super().__init__(board, awaited.call, awaited.mine)
@@ -240,12 +240,12 @@ class ReceivedWork(MessageWork):
         return awaited.work
 
     def is_completed(self) -> bool:
-        """Say whether the message has been compared and has come."""
+        """Whether the message has been compared and received."""
         work = self._awaited.work
         return self._awaited.settled.is_set() and work is not None and work.is_completed()
 
     def source_rank(self) -> int:
-        """Return the group rank that sent what has come."""
+        """Return the group rank that sent the message."""
         self.wait()
         return self._awaited.source
 

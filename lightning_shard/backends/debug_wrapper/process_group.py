@@ -29,7 +29,7 @@ MakeGroup = Callable[[Any, Any], dist.ProcessGroup]
 
 
 def _compared(name: str) -> Callable[..., Work]:
-    """Make the method of this c10d name: compare the call, then hand it over as it came."""
+    """Make the method with this c10d name, which compares the call and then hands it over."""
 
     def method(self: "DebugGroup", *args: Any, **kwargs: Any) -> Work:
         with self.comparer.turn():
@@ -48,10 +48,10 @@ class DebugGroup(GroupHandle):
     """One rank's handle of a group whose ranks compare their calls before they are carried out.
 
     Args:
-        options: c10d's `_DistributedBackendOptions`.
+        options: c10d's `_DistributedBackendOptions` of the group.
         inner: The group that carries the calls out.
-        name: The backend's name.
-        devices: Types of the devices whose tensors it takes.
+        name: Name of the debug wrapper in c10d, `checked_<backend>`.
+        devices: Device types whose tensors the group takes.
 
     Attributes:
         comparer: Compares a call without carrying it out.
@@ -105,13 +105,13 @@ class DebugGroup(GroupHandle):
             self.comparer.monitored_barrier(timeout, wait_all_ranks)
 
     def send(self, tensors: Tensors, dst_rank: int, tag: int = 0) -> Work:
-        """Send to a rank of the group; compared with its receive."""
+        """Send to a rank of the group, and compare the send with its receive."""
         if tag >= FIRST_RESERVED_TAG:  # part of a collective that has been compared
             return self._inner.send(as_list(tensors), dst_rank, tag)
         return self._post("send", as_list(tensors), root=dst_rank, tag=tag)
 
     def recv(self, tensors: Tensors, src_rank: int, tag: int = 0) -> Work:
-        """Receive from a rank of the group, once compared with what that sends."""
+        """Receive from a rank of the group, once the receive has been compared with the send."""
         if tag >= FIRST_RESERVED_TAG:
             return self._inner.recv(as_list(tensors), src_rank, tag)
         return self._post("recv", [], as_list(tensors), root=src_rank, tag=tag)
@@ -159,12 +159,12 @@ class DebugGroup(GroupHandle):
 
 
 def register_debug(backend: str, make_inner: MakeGroup, devices: Sequence[str]) -> None:
-    """Tell c10d of the checked form of a backend, under `debug_name(backend)`.
+    """Register the debug wrapper of a backend in c10d, under `debug_name(backend)`.
 
     Args:
-        backend: Its name.
+        backend: Name of the wrapped backend.
         make_inner: Makes the groups that carry the operations out.
-        devices: Types of the devices whose tensors it moves.
+        devices: Device types whose tensors the backend moves.
     """
     name = debug_name(backend)
 

@@ -1,4 +1,4 @@
-"""Making torch's own Gloo and NCCL groups, as c10d does, for a checked group to hand over to.
+"""Makes torch's own Gloo and NCCL groups, as c10d does, which debug groups hand calls over to.
 
 c10d's private names that this needs are here alone;
 `tests/backends/debug_wrapper/test_conformance.py` fails when one changes.
@@ -13,7 +13,7 @@ from lightning_shard.backends._c10d import PrefixStore
 
 
 def debug_name(backend: str) -> str:
-    """Return the name under which c10d knows the checked form of a backend."""
+    """Return the name under which c10d knows the debug wrapper of a backend."""
     return f"checked_{backend}"
 
 
@@ -37,9 +37,9 @@ def make_nccl(options: Any, backend_options: Any) -> dist.ProcessGroup:
 
 
 def _own_corner(options: Any) -> Any:
-    """Return a corner of the group's store that no earlier group of its name has used.
+    """Return a prefix of the group's store that no earlier group of its name has used.
 
-    The addresses of one that was destroyed still stand there: a rank that is early would call them.
+    The store still holds the addresses of a destroyed group, and an early rank would call them.
     """
     generation = options.store.add(f"inner/generation/{options.group_rank}", 1)
     return PrefixStore(f"inner/{generation}", options.store)
@@ -58,7 +58,7 @@ def _as_group(options: Any, backend: Any, device_type: str, kind: Any) -> dist.P
 
 
 def carriers(group: Any) -> list[Any]:
-    """Return what carries out the operations of a group: itself, or torch's backends in it."""
+    """Return what carries out a group's operations: the group itself, or torch's backends in it."""
     if type(group) is not dist.ProcessGroup:
         return [group]
     return [group._get_backend(device) for device in group._device_types]

@@ -27,7 +27,7 @@ def _require_world() -> World:
 
 
 def _make_group(options: Any, backend_options: Any) -> InProcessGroup:
-    """Make the running rank's handle of a group; c10d calls this."""
+    """Make the running rank's handle of a group; c10d calls this function."""
     del backend_options
     ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
     return InProcessGroup(_require_world(), options.group_id, ranks, options.group_rank)
@@ -52,7 +52,7 @@ class InProcessBackend(Backend):
         timeout: timedelta,
         store: Store | None = None,
     ) -> None:
-        """Start the running rank's default group; over the world's own store, if none is given.
+        """Start the running rank's default group, over the world's own store if none is given.
 
         Raises:
             ConfigError: No in-process world runs, or it has another rank or size.

@@ -26,7 +26,15 @@ from lightning_shard.backends.streams import join_streams, mark_streams
 class Meeting:
     """One operation that some ranks of a group have called and others not yet.
 
-    `number` counts a rank's operations of this kind in this group, from 1.
+    Attributes:
+        channel: The group that the operation belongs to.
+        number: Number of the operation among a rank's operations of this kind in this group,
+            from 1.
+        calls: Each rank's call in rank order, None where it has not come; of a send or receive
+            its one call.
+        done: Whether the results are there.
+        finished: CUDA events that mark the results' end on the computing rank's streams.
+        source: Group rank that sent what a receive got; -1 before that.
     """
 
     channel: "Channel"
@@ -41,7 +49,7 @@ class Meeting:
         return tuple(i for i, call in enumerate(self.calls) if call is None)
 
     def is_done(self) -> bool:
-        """Say whether the results are there."""
+        """Whether the results are there."""
         return self.done
 
 
@@ -58,13 +66,13 @@ class Transfer(Meeting):
 
 @dataclass(slots=True, eq=False)
 class Channel:
-    """One group, as all its ranks share it.
+    """The state of one group that all its ranks share.
 
     Attributes:
-        name: c10d's.
-        global_ranks: The group's ranks, in its own order.
-        threads: Their threads.
-        generation: The generation of groups that it belongs to.
+        name: Name of the group in c10d.
+        global_ranks: Global ranks of the group's members, in order of their group rank.
+        threads: Number of each member's thread, in the same order.
+        generation: Number of the generation of groups that this one belongs to.
     """
 
     name: str
@@ -92,7 +100,7 @@ class Channel:
         """Add one rank's collective; if it is the last, compute.
 
         Raises:
-            Disagreement: It differs from what a peer called.
+            Disagreement: The call differs from a peer's.
         """
         size = len(self.global_ranks)
         self._counts[call.rank] += 1
@@ -138,15 +146,15 @@ class Channel:
     def settle(self) -> bool:
         """Return whether all ranks have called as many collectives, and none is under way.
 
-        Sends and receives that nobody has met are taken back.
+        Sends and receives whose counterpart has not come are taken back.
         """
         self._sends, self._recvs = [], []
         return not self._open and len(set(self._counts)) <= 1
 
     def withdraw(self, rank: int) -> None:
-        """Take back what this rank of the group has called and nobody has met yet.
+        """Take back this rank's calls that no peer has met yet.
 
-        Its tensors are free for other uses from then on. Peers that come later wait for a call
+        Their tensors may be used again from then on. Peers that come later wait for a call
         that never comes.
         """
         for meeting in self._open.values():

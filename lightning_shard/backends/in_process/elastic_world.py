@@ -33,12 +33,12 @@ class ElasticWorld(World):
     1, while its number is its thread's, so that it does nothing that is rank 0's to do.
 
     Args:
-        num_ranks: How many begin.
-        faults: What goes wrong, and who is added: there is a spare rank for each "add".
-        struck: Takes each fault as it strikes.
+        num_ranks: Number of ranks that begin.
+        faults: The faults to inject; there is a spare rank for each "add".
+        struck: List to which each fault is appended as it strikes.
 
     Raises:
-        ConfigError: As of `World`.
+        ConfigError: `num_ranks` is not a positive integer, or a fault names no rank of these.
     """
 
     is_elastic: ClassVar[bool] = True
@@ -56,12 +56,12 @@ class ElasticWorld(World):
 
     @property
     def thread(self) -> int:
-        """The running rank's thread, which it keeps for good."""
+        """Number of the running rank's thread, which it keeps for good."""
         return self.scheduler.running.index
 
     @property
     def is_spare(self) -> bool:
-        """Whether the running rank was added later."""
+        """Whether the running rank was added after the world began."""
         return self.thread >= self.num_first_ranks
 
     @property
@@ -82,7 +82,7 @@ class ElasticWorld(World):
         return made
 
     def call_when_ended(self, watcher: Callable[[int, str], None]) -> None:
-        """Have `watcher` called with the thread of each rank that ends, and how it has."""
+        """Have `watcher` called with the thread of each rank that ends, and its end in words."""
         self._watchers.append(watcher)
 
     def begin_step(self, step: int) -> None:
@@ -99,27 +99,27 @@ class ElasticWorld(World):
         """Let the other ranks run until `ready()`, which no single rank's loss makes impossible.
 
         Args:
-            ready: Says whether the wait is over.
-            describe: Says what is waited for.
-            at_standstill: Called when nobody can run: time passes until something happens by
-                itself. Returns whether it has.
+            ready: Returns whether the wait is over.
+            describe: Returns in words what is waited for.
+            at_standstill: Called when no rank can run: lets time pass until something happens by
+                itself, and returns whether anything has.
         """
         self.scheduler.wait(Wait(ready, describe, at_standstill=at_standstill))
 
     def all_raise(self, error: BaseException) -> bool:
-        """Whether all ranks of the running one's generation raise at the same place, as it has.
+        """Whether all ranks of the running rank's generation raise at the same place as it has.
 
-        If not, it may go on as if nothing had been asked.
+        If not, the running rank may go on as if it had not asked.
         """
         return self._failures.is_common(self.scheduler.check_thread(), error)
 
     # --- generations ----------------------------------------------------------------------------
 
     def leave_generation(self, number: int) -> None:
-        """Have done, as the running rank, with the groups of all generations up to this one.
+        """Leave, as the running rank, the groups of all generations up to `number`.
 
-        What peers wait for in them raises `RankFailedError` there, and this rank's own calls that
-        nobody has met are taken back.
+        Peers that wait for this rank in them get a `RankFailedError`, and this rank's own calls
+        that no peer has met are taken back.
         """
         rank = self.scheduler.running
         rank.left = max(rank.left, number)
@@ -137,11 +137,12 @@ class ElasticWorld(World):
         """Give the running rank its place in another generation, before it makes its groups.
 
         Args:
-            number: Of the generation; higher than that of any before.
-            threads: Rank r of the default group is thread `threads[r]`; the same on each.
+            number: Number of the new generation, higher than that of any before.
+            threads: Rank r of the default group is thread `threads[r]`; the same on each rank.
 
         Raises:
-            ConfigError: The rank has groups still, is not among these, or has left that generation.
+            ConfigError: The rank has groups still, is not among the threads, or has left that
+                generation.
         """
         rank = self.scheduler.check_thread()
         if rank.index not in threads or number <= rank.left or dist.is_initialized():
@@ -161,11 +162,11 @@ class ElasticWorld(World):
         return survivors(self.scheduler.ranks)
 
     def has_ended_well(self, thread: int) -> bool:
-        """Say whether the function of this thread's rank has returned."""
+        """Whether the function of this thread's rank has returned."""
         return self.scheduler.ranks[thread].status is Status.FINISHED
 
     def failures_of_members(self) -> dict[int, Exception]:
-        """Return by thread what ranks raised that took part; to end a process is no failure."""
+        """Return by thread the errors of ranks that took part, but not a process's exit."""
         return {
             thread: error
             for thread, error in self.scheduler.failures.items()

@@ -1,6 +1,6 @@
 """Faults to inject: fail a rank at its k-th operation, delay it, drop it, bring a spare one in.
 
-A `FaultPlan` counts operations and steps; the world, which asks it, carries the faults out.
+A `FaultPlan` counts operations and steps; the world asks the plan and carries the faults out.
 """
 
 import math
@@ -33,7 +33,7 @@ class Fault:
             more in its generation's groups, and there are two more kinds: "leave" asks the rank to
             leave in order at the next boundary, and "add" brings a spare rank to life as soon as
             any rank begins step `at_step`.
-        seconds: How long a delay lasts.
+        seconds: Length of a delay, in seconds.
         at_step: Count the operations from where the rank begins this optimizer step instead. A step
             may be done again after a loss; the fault strikes once.
 
@@ -89,7 +89,7 @@ def injected_faults(faults: Iterable[Fault]) -> Iterator[list[Fault]]:
         with injected_faults([Fault(2, 1, "drop", at_step=5), Fault(4, 1, "add", at_step=9)]):
             trainer.fit(model)
 
-    Inside another such context only the inner one's strike.
+    Inside another such context only the inner one's faults strike.
 
     Yields:
         The faults that have struck so far, in order, over all launches.
@@ -103,12 +103,12 @@ def injected_faults(faults: Iterable[Fault]) -> Iterator[list[Fault]]:
 
 
 def faults_to_inject() -> tuple[tuple[Fault, ...], list[Fault]]:
-    """Return the faults of the surrounding `injected_faults`, and where to note what strikes."""
+    """Return the faults of the surrounding `injected_faults`, and its list of struck faults."""
     return _injected.get(((), []))
 
 
 def num_ranks_added(faults: Iterable[Fault], num_ranks: int) -> int:
-    """Return how many spare ranks the faults bring in.
+    """Return the number of spare ranks that the faults bring in.
 
     Raises:
         ConfigError: Their numbers are not those that follow the first ranks'.
@@ -127,10 +127,10 @@ class FaultPlan:
     """The faults of one run, by rank and operation.
 
     Args:
-        faults: What is to strike.
-        num_ranks: How many ranks there are, spare ones included.
+        faults: The faults that are to strike.
+        num_ranks: Number of ranks, spare ones included.
         is_elastic: Whether ranks may come and go.
-        struck: Takes each fault as it strikes.
+        struck: List to which each fault is appended as it strikes.
 
     Raises:
         ConfigError: A fault names no rank of these, or needs an elastic world.

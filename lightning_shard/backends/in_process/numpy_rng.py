@@ -27,7 +27,7 @@ def _has_spare_normal(state: dict[str, Any]) -> bool:
 
 
 class NumpyRng:
-    """One rank's numpy stream, or the caller's: the process's as it is now."""
+    """A copy of numpy's global random stream, one rank's or the caller's."""
 
     def __init__(self) -> None:
         self._raw: bytes | None = None
@@ -36,7 +36,7 @@ class NumpyRng:
 
     @classmethod
     def fork(cls) -> "NumpyRng":
-        """Make a stream that begins as the process's, and then is another."""
+        """Make a stream that begins as the process's and then goes its own way."""
         own = cls()
         state = np.random.get_state(legacy=False)
         own._generator = type(own._generator)()
@@ -44,7 +44,7 @@ class NumpyRng:
         return own
 
     def save(self) -> None:
-        """Take the process's stream as this rank's."""
+        """Keep the process's stream as this rank's."""
         self._generator: Any = _np_random.get_bit_generator()
         raw = _raw_state(self._generator)
         if raw is not None and raw == self._raw and self._spare is None:

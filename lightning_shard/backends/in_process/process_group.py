@@ -16,9 +16,9 @@ class InProcessGroup(PythonGroup):
     """One rank's handle of one group.
 
     Args:
-        world: The world that runs.
-        name: c10d's name of the group, the same on each of its ranks.
-        global_ranks: The group's ranks, in its own order.
+        world: The in-process world that runs.
+        name: Name of the group in c10d, the same on each of its ranks.
+        global_ranks: Global ranks of the group's members, in order of their group rank.
         rank: This rank's number in the group.
     """
 

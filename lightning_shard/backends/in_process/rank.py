@@ -1,7 +1,7 @@
-"""One rank of a cooperative world: its thread, what it waits for, and where it stands.
+"""One rank of a cooperative world: its thread, what it waits for, and its number in the world.
 
-A thread keeps its index for good. The rank's number is that of its place, which in an elastic world
-changes from one generation of groups to the next.
+A thread keeps its index for good. The rank's number is that of its `RankPosition`, which in an
+elastic world changes from one generation of groups to the next.
 
     thread 0  1  2  3          generation 1: rank 0, 1, 2, 3
     thread 0     2  3  4       generation 2: rank 0,    1, 2, 3
@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from lightning_shard.backends.in_process.channel import Channel
+from lightning_shard.backends.in_process.rank_errors import ErrorMaker
 from lightning_shard.backends.in_process.rank_globals import RankGlobals
-from lightning_shard.backends.in_process.verdicts import Verdict
 
 NOT_YET = -1
 
 
 class Status(Enum):
-    """How far a rank has come."""
+    """A rank's state between its start and its end."""
 
     PARKED = "a spare, not added yet"
     ALIVE = "running"
@@ -32,7 +32,7 @@ class Status(Enum):
 
 
 def _nothing() -> None:
-    """Return None: no reason is known."""
+    """Return None: the wait is not in vain."""
 
 
 @dataclass(slots=True)
@@ -40,33 +40,37 @@ class Wait:
     """Why a rank does not run.
 
     Args:
-        ready: Says whether the wait is over.
-        describe: Says what is waited for, with the caller's file and line.
-        lost: Returns the error of a wait that can never end, as somebody who has yet to do his part
-            never will; else None.
-        forsaken: The same, of anybody who might have ended it; asked when nobody can run.
-        at_standstill: Called when nobody can run and no time-out runs either; may make `ready`
-            true, as a clock would whose hour comes. Returns whether it has changed anything.
-        deadline: A time (`time.monotonic`) at which `ready` turns true by itself.
+        ready: Returns whether the wait is over.
+        describe: Returns in words what is waited for, with the caller's file and line.
+        lost: Returns the maker of the error of a wait that can never end, because a rank that has
+            yet to do its part never will; else None.
+        forsaken: Returns the maker of the error when any rank that might have ended the wait is
+            lost; asked only when no rank can run.
+        at_standstill: Called when no rank can run and no time-out runs either; may make `ready`
+            true, as a clock does whose hour comes. Returns whether it has changed anything.
+        deadline: Time (of `time.monotonic`) at which `ready` turns true by itself.
     """
 
     ready: Callable[[], bool]
     describe: Callable[[], str]
-    lost: Callable[[], Verdict | None] = _nothing
-    forsaken: Callable[[], Verdict | None] = _nothing
+    lost: Callable[[], ErrorMaker | None] = _nothing
+    forsaken: Callable[[], ErrorMaker | None] = _nothing
     at_standstill: Callable[[], bool] = bool
     deadline: float | None = None
 
 
 @dataclass(slots=True, eq=False)
 class RankPosition:
-    """A rank's place in a generation of groups, and the groups that it has made there.
+    """A rank's number in a generation of groups, and the groups that it has made there.
 
     Attributes:
-        rank: Its number, by which it and the messages go.
-        num_ranks: The number of ranks; where a spare rank is alone still, of those that began.
-        threads: Those of the default group, in the order of its ranks.
+        rank: Number of the rank, which it and the error messages use.
+        num_ranks: Number of ranks; for a spare rank that is still alone, of those that began.
+        threads: Threads of the default group, in the order of its ranks.
         generation: Number of the generation; 0 until the world is reconfigured.
+        num_inits: Number of default groups that the rank has begun in this generation.
+        num_made: Number of groups that it has made, by their name and global ranks.
+        channels: Channels of the groups that it has made.
     """
 
     rank: int
@@ -79,19 +83,20 @@ class RankPosition:
 
     @property
     def name(self) -> str:
-        """A name for this place's default group, different from all others'."""
+        """Name of the default group of this generation, different from all others'."""
         return f"generation {self.generation} of {','.join(map(str, self.threads))}"
 
 
 class Rank:
-    """One rank's place in the schedule.
+    """One rank: its thread, its state and its numbers, as the scheduler keeps them.
 
     Attributes:
-        index: Its thread's number, for good.
-        left: The last generation that this rank has done with.
-        broken: The last generation whose groups have failed on it.
-        is_asked_to_leave: At the next boundary, in order.
-        failing: What it has raised, once it only waits for what becomes of the others.
+        index: Number of the rank's thread, which it keeps for good.
+        left: The last generation that this rank has left.
+        broken: The last generation whose groups have failed on this rank.
+        is_asked_to_leave: Whether the rank is to leave in order at the next boundary.
+        failing: The exception that the rank has raised, while it waits for what becomes of the
+            others.
     """
 
     def __init__(self, index: int, own: RankGlobals, place: RankPosition) -> None:
@@ -100,7 +105,7 @@ class Rank:
         self.place = place
         self.status = Status.ALIVE
         self.wait: Wait | None = None
-        self.verdict: Verdict | None = None
+        self.make_error: ErrorMaker | None = None
         self.thread_id = 0
         self.left = self.broken = NOT_YET
         self.is_asked_to_leave = False
@@ -123,7 +128,7 @@ class Rank:
         self._wake.acquire(timeout=timeout)
 
     def describe(self) -> str:
-        """Say where this rank is, for an error message."""
+        """Return in words what this rank waits for or how it has ended, for an error message."""
         if self.status is Status.ALIVE and self.wait is not None:
             return f"rank {self.name}: {self.wait.describe()}"
         return f"rank {self.name}: {self.status.value}"

@@ -1,11 +1,11 @@
-"""What is global to a process and must be each rank's own, as an operating system would keep it.
+"""State that is global to a process and must be each rank's own, as in processes of their own.
 
     rank 0 runs │ save rank 0 │ load rank 1 │ rank 1 runs
 
-Swapped are c10d's groups, the random streams, torch's default dtype, `rank_zero_only.rank`, the
-environment variables that name a rank, warning filters and where warnings go, the standard
-streams, torch.compile's stance, and DTensor's random-state tracker. So `redirect_stdout`,
-`pytest.warns` and the like may stay open over a collective.
+At each switch between ranks these are swapped: c10d's groups, the random streams, torch's default
+dtype, `rank_zero_only.rank`, the environment variables that name a rank, warning filters and where
+warnings go, the standard streams, torch.compile's stance, and DTensor's random-state tracker. So
+`redirect_stdout`, `pytest.warns` and the like may stay open over a collective.
 """
 
 import os
@@ -48,7 +48,7 @@ _cuda = cast(Any, torch.cuda)
 
 
 class RankGlobals:
-    """One rank's process globals; made from the process's own as they are now."""
+    """One rank's copy of the process globals, made from the process's own as they are now."""
 
     def __init__(self) -> None:
         self._numpy = NumpyRng()
@@ -68,7 +68,7 @@ class RankGlobals:
         return own
 
     def save(self) -> None:
-        """Take what the process has now."""
+        """Keep the process's globals as they are now, as this rank's."""
         self._groups = _c10d.current_groups()
         self._torch_rng = torch.get_rng_state()
         self._python_rng = random.getstate()
@@ -87,7 +87,7 @@ class RankGlobals:
         self.environment = {name: get(name) for name in RANK_VARIABLES}
 
     def load(self) -> None:
-        """Put these in the process."""
+        """Make this rank's globals the process's."""
         _c10d.set_groups(self._groups)
         self._load_random_streams()
         if torch.get_default_dtype() is not self._dtype:

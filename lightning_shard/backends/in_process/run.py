@@ -1,4 +1,4 @@
-"""One run of a world: its threads, their results, and who has survived."""
+"""One run of a world: its threads, their results, and the ranks that have survived."""
 
 import threading
 from collections.abc import Callable
@@ -19,9 +19,11 @@ class Run(Generic[T]):
     """Runs a function on the ranks: rank 0 on this thread, each other on one of its own.
 
     Args:
-        scheduler: Has the ranks; those that are parked get their thread by `start`.
-        function: Called with the rank's thread number.
-        has_ended: Called with it, as that rank, once its function has returned or raised.
+        scheduler: The world's scheduler, which holds the ranks; parked ones get their thread by
+            `start`.
+        function: The function to run; called on each rank with its thread's number.
+        has_ended: Called with the thread's number, as that rank, once its function has returned or
+            raised.
     """
 
     def __init__(
@@ -39,8 +41,8 @@ class Run(Generic[T]):
         """Run until all ranks have ended.
 
         Raises:
-            BaseException: What the first rank to fail raised, if that ended the others too or
-                nobody has survived.
+            BaseException: The error of the first rank to fail, if that ended the others too or no
+                rank has survived.
         """
         first, *others = self._scheduler.ranks
         for rank in others:
@@ -60,7 +62,7 @@ class Run(Generic[T]):
         return self._results
 
     def start(self, rank: Rank) -> None:
-        """Start the thread of a rank, which then runs when the token comes round to it."""
+        """Start the thread of a rank, which then runs when the token comes to that rank."""
         thread = threading.Thread(
             target=self._rank_main, args=(rank,), name=f"rank{rank.index}", daemon=True
         )

@@ -8,8 +8,8 @@ caller's own thread.
     rank 1             └─run ──wait┐     │
     rank 2                         └─run ┘
 
-Nobody runnable and somebody not finished is a deadlock: every waiting rank is raised an error. So
-are the peers of a rank that raises; in an elastic world those only that wait for it.
+When no rank can run and some rank has not finished, that is a deadlock: every waiting rank gets an
+error. So do the peers of a rank that raises; in an elastic world only those that wait for it.
 """
 
 import ctypes
@@ -21,10 +21,10 @@ from functools import partial
 
 from lightning_shard.backends.in_process.faults import RankDropped
 from lightning_shard.backends.in_process.rank import Rank, Status, Wait
-from lightning_shard.backends.in_process.verdicts import (
-    Verdict,
-    deadlock_verdict,
-    peer_failed_verdict,
+from lightning_shard.backends.in_process.rank_errors import (
+    ErrorMaker,
+    deadlock_error_maker,
+    peer_failed_error_maker,
 )
 from lightning_shard.errors import ConfigError
 
@@ -38,8 +38,8 @@ class Scheduler:
     """Holds the token and passes it on.
 
     Attributes:
-        failures: By thread, in the order in which they came.
-        survived: The threads of those that ended one rank only.
+        failures: By thread, the error that its rank raised, in the order in which they came.
+        survived: Threads whose rank's failure ended that rank only.
         is_condemned: Whether an error has struck that ends the world, not one rank of it.
     """
 
@@ -58,7 +58,7 @@ class Scheduler:
         """Let the other ranks run until `wait` is over; called by the running rank's thread.
 
         Raises:
-            DeadlockError, CollectiveMismatchError, RankFailedError: It can never be over.
+            DeadlockError, CollectiveMismatchError, RankFailedError: The wait can never be over.
         """
         rank = self.check_thread()
         if wait.ready():
@@ -88,7 +88,7 @@ class Scheduler:
             self._end_standstill([one for one in self.ranks if one.failing is not None])
         try:
             if self._idle_polls > _MAX_IDLE_POLLS and not self._deadlines():
-                self.condemn(deadlock_verdict(self._report()))
+                self.condemn(deadlock_error_maker(self._report()))
                 self.raise_if_condemned(rank, describe)
             self._hand_over(rank)
         finally:
@@ -102,7 +102,7 @@ class Scheduler:
         """Return the running rank.
 
         Raises:
-            ConfigError: This thread is not that rank's: a helper thread or a signal handler.
+            ConfigError: This thread is not the running rank's: a helper thread or a signal handler.
         """
         rank = self.running
         if threading.get_ident() != rank.thread_id:
@@ -115,31 +115,32 @@ class Scheduler:
         return rank
 
     def raise_if_condemned(self, rank: Rank, describe: Callable[[], str]) -> None:
-        """Raise the error that waits for this rank, if any."""
+        """Raise the error that this rank is condemned to, if any."""
         if rank.status is Status.GONE:
             raise RankDropped
-        if rank.verdict is not None:
-            raise rank.verdict(rank.place.rank, describe())
+        if rank.make_error is not None:
+            raise rank.make_error(rank.place.rank, describe())
 
     def _raise_if_doomed(self, rank: Rank, wait: Wait) -> None:
         self.raise_if_condemned(rank, wait.describe)
-        if (verdict := wait.lost()) is not None:
-            raise verdict(rank.place.rank, wait.describe())
+        if (make_error := wait.lost()) is not None:
+            raise make_error(rank.place.rank, wait.describe())
 
     # --- ending --------------------------------------------------------------------------------
 
-    def condemn(self, verdict: Verdict) -> None:
-        """Have every rank that still lives raise `verdict` at its next operation."""
+    def condemn(self, make_error: ErrorMaker) -> None:
+        """Have every live rank raise the error of `make_error` at its next operation."""
         self.is_condemned = True
         for rank in self.ranks:
-            if rank.status is Status.ALIVE and rank.verdict is None:
-                rank.verdict = verdict
+            if rank.status is Status.ALIVE and rank.make_error is None:
+                rank.make_error = make_error
 
     def fail(self, rank: Rank, error: BaseException) -> None:
         """Record that `rank` raised; its peers will raise `RankFailedError`.
 
-        In an elastic world those only that wait for it, if it was an `Exception` or the end of a
-        process; a `KeyboardInterrupt` or a test's failure ends that too.
+        In an elastic world only the peers that wait for `rank` raise, if `error` is an `Exception`
+        or the end of a process; a `KeyboardInterrupt` or a test's failure ends all ranks there,
+        too.
         """
         self.failures.setdefault(rank.index, error)
         rank.status = Status.FAILED
@@ -147,7 +148,7 @@ class Scheduler:
             if not self.is_condemned:
                 self.survived.add(rank.index)
         else:
-            self.condemn(peer_failed_verdict(rank.name, error))
+            self.condemn(peer_failed_error_maker(rank.name, error))
 
     def await_failures(self, rank: Rank, error: BaseException) -> None:
         """Let the other ranks run until each has raised, too, or has ended; called by `rank`.
@@ -182,17 +183,17 @@ class Scheduler:
         return True
 
     def _end_with(self, rank: Rank, error: BaseException) -> bool:
-        """Have the ranks that wait in vain raise what follows from this rank's error."""
-        verdict = peer_failed_verdict(rank.name, error)
+        """Have the ranks that wait in vain raise the error that follows from this rank's."""
+        make_error = peer_failed_error_maker(rank.name, error)
         going = [r for r in self.ranks if r.status is Status.ALIVE and r.failing is None]
         for other in going:
-            other.verdict = other.verdict or verdict
+            other.make_error = other.make_error or make_error
         return bool(going)
 
     def interrupt(self, rank: Rank, error: BaseException) -> None:
-        """Record what struck the caller's thread from outside: Ctrl-C or an alarm; it ends all."""
+        """Record that Ctrl-C or an alarm has struck the caller's thread, which ends all ranks."""
         self.fail(rank, error)
-        self.condemn(peer_failed_verdict(rank.name, error))
+        self.condemn(peer_failed_error_maker(rank.name, error))
 
     def leave(self, rank: Rank) -> None:
         """Hand the token on for good, from a thread that is about to end."""
@@ -243,7 +244,7 @@ class Scheduler:
             rank.globals.load()
             return
         self.interrupt(rank, error)
-        rank.verdict = peer_failed_verdict(rank.name, error)
+        rank.make_error = peer_failed_error_maker(rank.name, error)
         self.running.wake()  # the interruption may have come just before
         while (running := self.running) is not rank:
             with suppress(BaseException):  # more of the same
@@ -271,7 +272,7 @@ class Scheduler:
             if deadlines := self._deadlines():
                 time.sleep(max(0.0, min(deadlines) - time.monotonic()))
             elif not (self._give_up_the_forsaken(waiting) or self._end_standstill(waiting)):
-                self.condemn(deadlock_verdict(self._report()))
+                self.condemn(deadlock_error_maker(self._report()))
 
     def _deadlines(self) -> list[float]:
         waits = [rank.wait for rank in self.ranks if rank.status is Status.ALIVE]
@@ -281,14 +282,14 @@ class Scheduler:
         return "\n".join(f"  {rank.describe()}" for rank in self.ranks)
 
     def _give_up_the_forsaken(self, waiting: list[Rank]) -> bool:
-        """End the waits that one who is gone might have ended; return whether there were any."""
+        """End the waits that a lost rank might have ended; return whether there were any."""
         forsaken = [(r.wait, v) for r in waiting if r.wait and (v := r.wait.forsaken()) is not None]
-        for wait, verdict in forsaken:
-            wait.lost = partial(_always, verdict)
+        for wait, make_error in forsaken:
+            wait.lost = partial(_always, make_error)
         return bool(forsaken)
 
     def _end_standstill(self, waiting: list[Rank]) -> bool:
-        """Tell the waits that nobody can run, failing ranks' first; return whether it changed."""
+        """Tell the waits, failing ranks' first, of the standstill; return whether one ended it."""
         in_turn = sorted(waiting, key=lambda rank: rank.failing is None)
         return any(rank.wait.at_standstill() for rank in in_turn if rank.wait is not None)
 
@@ -305,8 +306,8 @@ class Scheduler:
         if wait is None or wait.ready():
             return True
         waits_for_ends = rank.failing is not None and not self.is_condemned
-        return (rank.verdict is not None and not waits_for_ends) or wait.lost() is not None
+        return (rank.make_error is not None and not waits_for_ends) or wait.lost() is not None
 
 
-def _always(verdict: Verdict) -> Verdict:
-    return verdict
+def _always(make_error: ErrorMaker) -> ErrorMaker:
+    return make_error

@@ -1,4 +1,4 @@
-"""What each collective computes, given the calls of all ranks in rank order.
+"""The arithmetic of each collective, given the calls of all ranks in rank order.
 
 The last rank to call runs these on everybody's tensors. Sources that lie in the storage of a
 target are copied first, so that an all-gather from a slice of its own output, and every other way

@@ -10,7 +10,11 @@ from lightning_shard.backends.in_process.scheduler import Scheduler
 
 
 class StoreWorld(Protocol):
-    """What a store needs of the world whose ranks use it."""
+    """The part of a world that its ranks' store needs.
+
+    Attributes:
+        scheduler: The world's scheduler, which holds the ranks.
+    """
 
     scheduler: Scheduler
 
@@ -35,7 +39,7 @@ class InProcessStore(StoreBase):
         self._values: dict[str, bytes] = {}
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Set a key."""
+        """Set the value of a key."""
         self._put(key, _as_bytes(value))
 
     def get(self, key: str) -> bytes:
@@ -50,7 +54,7 @@ class InProcessStore(StoreBase):
         return total
 
     def append(self, key: str, value: str | bytes) -> None:
-        """Append to a value."""
+        """Append to the value of a key."""
         self._put(key, self._values.get(key, b"") + _as_bytes(value))
 
     def compare_set(
@@ -64,7 +68,7 @@ class InProcessStore(StoreBase):
         return self._values.get(key, expected)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Say whether all keys are set; if not, let the other ranks run once before."""
+        """Whether all keys are set; if not at once, the other ranks run once before the answer."""
         if not self._has(keys):
             site = find_call_site()
             self._world.scheduler.yield_token(lambda: _describe("check", keys, site))
@@ -82,7 +86,7 @@ class InProcessStore(StoreBase):
         return self._values.pop(key, None) is not None
 
     def num_keys(self) -> int:
-        """Return how many keys are set."""
+        """Return the number of keys that are set."""
         return len(self._values)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:

@@ -18,7 +18,7 @@ class Termination:
 
     Attributes:
         was_terminated: Whether this process has been sent SIGTERM.
-        has_stopped: Whether a rank has stopped for it.
+        has_stopped: Whether a rank has stopped because of the SIGTERM.
     """
 
     has_verdict = False  # a signal that insists ends the process
@@ -52,11 +52,11 @@ class Termination:
 
 
 class RanksTermination:
-    """One rank's view of it: what a `Lifeline` is to ranks that are processes.
+    """One rank's view of the `Termination`: what a `Lifeline` is to ranks that are processes.
 
     Args:
-        shared: Of all ranks.
-        thread: This rank's.
+        shared: The world's one `Termination`, which all ranks share.
+        thread: Number of this rank's thread.
     """
 
     terminated_rank: int | None = None  # all ranks at once

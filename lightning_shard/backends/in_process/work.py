@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class InProcessWork(CallWork):
-    """One rank's side of one operation."""
+    """One rank's handle of one operation in an in-process world."""
 
     def __init__(self, world: "World", meeting: Meeting, call: Call):
         super().__init__(call)
@@ -26,10 +26,10 @@ class InProcessWork(CallWork):
         """Let the other ranks run until the results are there.
 
         Args:
-            timeout: Not used: what can never end is found at once.
+            timeout: Ignored, since a wait that can never end is found at once.
 
         Raises:
-            DeadlockError, CollectiveMismatchError, RankFailedError: They can never be there.
+            DeadlockError, CollectiveMismatchError, RankFailedError: The results can never be there.
         """
         del timeout
         if not self._meeting.done:
@@ -38,13 +38,13 @@ class InProcessWork(CallWork):
         return True
 
     def is_completed(self) -> bool:
-        """Say whether the results are there; if not, let the other ranks run once before."""
+        """Whether the results are there; if not, the other ranks run once before the answer."""
         if not self._meeting.done:
             self._world.poll(self._meeting, self._call)
         return self._meeting.done
 
     def is_success(self) -> bool:
-        """Say whether the results are there, without letting anyone run."""
+        """Whether the results are there; no other rank runs meanwhile."""
         return self._meeting.done
 
     def exception(self) -> None:

@@ -1,4 +1,4 @@
-"""A world of ranks in this process: runs a function on each, and is where their calls meet."""
+"""A world of ranks in this process, which runs a function on each and has their calls meet."""
 
 import sys
 import time
@@ -12,12 +12,12 @@ from lightning_shard.backends.in_process.failures import Failure, Failures
 from lightning_shard.backends.in_process.faults import Fault, FaultPlan, RankDropped
 from lightning_shard.backends.in_process.losses import Losses, check_place
 from lightning_shard.backends.in_process.rank import NOT_YET, Rank, RankPosition, Status, Wait
+from lightning_shard.backends.in_process.rank_errors import ErrorMaker, mismatch_error_maker
 from lightning_shard.backends.in_process.rank_globals import RankGlobals
 from lightning_shard.backends.in_process.run import Run
 from lightning_shard.backends.in_process.scheduler import Scheduler
 from lightning_shard.backends.in_process.store import InProcessStore
 from lightning_shard.backends.in_process.termination import RanksTermination, Termination
-from lightning_shard.backends.in_process.verdicts import Verdict, mismatch_verdict
 from lightning_shard.backends.mismatch import Side, describe_disagreement
 from lightning_shard.errors import ConfigError, RankFailedError
 
@@ -40,10 +40,10 @@ class World:
     """N ranks as threads of this process, one running at a time.
 
     Args:
-        num_ranks: How many.
-        faults: What goes wrong, for tests.
-        num_spares: How many threads there are above these, for ranks that a fault adds.
-        struck: Takes each fault as it strikes.
+        num_ranks: Number of ranks.
+        faults: The faults to inject, for tests.
+        num_spares: Number of further threads, for ranks that a fault adds.
+        struck: List to which each fault is appended as it strikes.
 
     Raises:
         ConfigError: `num_ranks` is not a positive integer, or a fault names no rank of these.
@@ -86,7 +86,7 @@ class World:
 
     @property
     def group_rank(self) -> tuple[int, int]:
-        """The rank and the size that the running rank's default group has."""
+        """The running rank's number in its default group, and that group's size."""
         rank = self.scheduler.running
         return rank.place.threads.index(rank.index), len(rank.place.threads)
 
@@ -96,11 +96,11 @@ class World:
         """Run `function(rank)` on every rank: rank 0 on this thread, the others on threads.
 
         Returns:
-            What each returned, in rank order; None for a rank that was dropped.
+            The function's result on each rank, in rank order; None for a rank that was dropped.
 
         Raises:
             ConfigError: A world runs in this process already.
-            BaseException: What the first rank to fail raised, with a note that names the rank.
+            BaseException: The error of the first rank to fail, with a note that names the rank.
         """
         if _active:
             raise ConfigError(
@@ -143,7 +143,7 @@ class World:
         return self._failures.meet(self.scheduler.check_thread(), error)
 
     def has_ended(self, thread: int) -> None:
-        """Take note that a rank is gone or that its function has ended."""
+        """Take note that the rank of this thread is gone or that its function has ended."""
 
     def new_init_store(self) -> _c10d.Store:
         """Return a store for this rank's next default group; its peers get the same."""
@@ -164,7 +164,7 @@ class World:
     # --- meeting -------------------------------------------------------------------------------
 
     def channel(self, name: str, global_ranks: tuple[int, ...]) -> Channel:
-        """Return where the ranks of a group meet; called by each as it makes the group.
+        """Return the channel where a group's ranks meet; each calls as it makes the group.
 
         A rank's n-th group of one name and these ranks is its peers' n-th, so that a group may
         be destroyed and made again.
@@ -180,10 +180,10 @@ class World:
         return channel
 
     def post(self, channel: Channel, call: Call) -> Meeting:
-        """Add a call of the running rank to its group's.
+        """Add a call of the running rank to the operations of its group.
 
         Raises:
-            CollectiveMismatchError: It differs from what a peer called.
+            CollectiveMismatchError: The call differs from a peer's.
             RankFailedError: A rank of the group has failed.
         """
         rank = self.scheduler.check_thread()
@@ -199,7 +199,7 @@ class World:
             meeting = channel.join(call) if call.tag is None else channel.transfer(call)
         except Disagreement as disagreement:
             problem = _describe_disagreement(channel, disagreement)
-            self.scheduler.condemn(mismatch_verdict(problem))
+            self.scheduler.condemn(mismatch_error_maker(problem))
             self.scheduler.raise_if_condemned(rank, describe)
             raise AssertionError("a condemned rank has an error") from None
         self.scheduler.note_progress()
@@ -226,7 +226,7 @@ class World:
         )
 
     def poll(self, meeting: Meeting, call: Call) -> None:
-        """Let the other ranks run once."""
+        """Let the other ranks run once, before a rank is told whether the operation is done."""
 
         def describe() -> str:
             return _describe_wait(meeting, call)
@@ -236,10 +236,11 @@ class World:
         self._raise_if_lost(meeting, call, rank, describe)
         self.scheduler.yield_token(describe)
 
-    def _loss(self, meeting: Meeting, call: Call, rank: Rank) -> Verdict | None:
-        """Return the error of waiting for this, if a rank that has yet to do its part never will.
+    def _loss(self, meeting: Meeting, call: Call, rank: Rank) -> ErrorMaker | None:
+        """Return the maker of the error of waiting for `meeting`, if a rank never does its part.
 
-        The one that waits is among these if it has left the group meanwhile, and its call with it.
+        The waiting rank itself counts as one if it has left the group meanwhile, and its call with
+        it.
         """
         if meeting.done:
             return None
@@ -251,8 +252,8 @@ class World:
     def _raise_if_lost(
         self, meeting: Meeting, call: Call, rank: Rank, describe: Callable[[], str]
     ) -> None:
-        if (verdict := self._loss(meeting, call, rank)) is not None:
-            raise verdict(rank.place.rank, describe())
+        if (make_error := self._loss(meeting, call, rank)) is not None:
+            raise make_error(rank.place.rank, describe())
 
     def _suffer(self, rank: Rank, describe: Callable[[], str]) -> None:
         fault = self.faults.next_fault(rank.index)

@@ -28,7 +28,7 @@ class Connection:
         self.is_open = True
 
     def fileno(self) -> int:
-        """The descriptor, for a selector."""
+        """Return the socket's file descriptor, which a selector asks for."""
         return self._stream.fileno()
 
     @property
@@ -42,7 +42,7 @@ class Connection:
         self.flush()
 
     def flush(self) -> None:
-        """Send what is left."""
+        """Send what the system takes of the messages that have not left yet."""
         try:
             while self.has_unsent:
                 del self._outgoing[: self._stream.send(self._outgoing)]

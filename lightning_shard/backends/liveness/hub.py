@@ -50,13 +50,13 @@ class _Member:
 
 
 class Hub:
-    """The ranks as seen from rank 0.
+    """Rank 0's knowledge of all ranks, and the messages that it sends them.
 
     Args:
         world_size: Number of ranks.
         silence_seconds: A rank that says nothing for so long is given up.
-        tell: Sends a message to a rank, as well as that is possible.
-        now: Seconds on a clock that only goes forward, as in every method.
+        tell: Sends a message to a rank; it is lost without an error when the rank has gone.
+        now: Seconds on a clock that only goes forward; the same clock in every method.
     """
 
     def __init__(self, world_size: int, silence_seconds: float, tell: Tell, now: float) -> None:
@@ -67,7 +67,7 @@ class Hub:
         self._announced: dict[str, Message] = {}  # by kind, for those who come late
 
     def heard(self, rank: int, message: Message, now: float) -> None:
-        """Take a message of `rank`."""
+        """Take note of a message that has come from `rank`."""
         member = self._members[rank]
         member.heard, member.has_come = now, True
         match message["kind"]:
@@ -103,7 +103,7 @@ class Hub:
                 self._judge_first(now)
 
     def _compare_failures(self, now: float) -> None:
-        """Say that all ranks have raised at the same place, or who has done so alone.
+        """Say that all ranks have raised at the same place, or which rank has done so alone.
 
         While others may still come to where the first has raised they are told of it: one that
         waits in an operation that this one has not come to says so.
@@ -154,7 +154,7 @@ class Hub:
         self._tell_all({"kind": "bye"})
 
     def table(self, now: float) -> dict[str, str]:
-        """What each rank was last doing."""
+        """Return in words what each rank was last doing, by rank."""
         return {str(rank): member.describe(now) for rank, member in self._members.items()}
 
     def _judge(self, rank: int, event: str, now: float) -> None:

@@ -29,17 +29,17 @@ _LONGEST_EVENT = 500
 
 
 class Lifeline:
-    """What this rank knows of the others.
+    """One rank's end of the lifeline: what it knows of the others and tells the hub.
 
     Args:
-        rank: This rank.
+        rank: Global rank of this process.
         world_size: Number of ranks.
         silence_seconds: A hub that says nothing for so long is given up.
         send: Sends a message to the hub, from any thread.
         interrupt: Ends what this process waits for in its groups; called once, on a verdict.
         now: Seconds on a clock that only goes forward.
         signal_fd: Where `signal.set_wakeup_fd` may write what signals come; -1 for nowhere.
-        met_anew: Whether the ranks have trained before, with others.
+        met_anew: Whether this is a reconfiguration: the ranks have trained in another group before.
 
     Attributes:
         was_terminated: Whether this process has been sent SIGTERM.
@@ -124,12 +124,12 @@ class Lifeline:
         """Return the error for an operation that the transport says has failed.
 
         Args:
-            operation: What failed.
+            operation: Name of the operation that failed, for the message.
             wait_seconds: How long to wait for the verdict, which may be under way.
 
         Returns:
-            Names the rank that failed; where none is known to have failed, tells what each rank
-            was last doing.
+            An error that names the rank that failed; where none is known to have failed, one
+            that tells what each rank was last doing.
         """
         place = (self.rank, self.world_size, operation)
         if self._verdict is None and not self._hub_has_left:
@@ -146,8 +146,8 @@ class Lifeline:
         """Tell that this rank has raised, and wait for what becomes of the others.
 
         Args:
-            error: What it has raised.
-            place: How far it has come, in whatever ranks can compare.
+            error: The exception that this rank has raised.
+            place: How far this rank has come; JSON that all ranks build alike, so that it compares.
 
         Returns:
             Whether all ranks have raised at the same place, so that their groups work still. If
@@ -246,7 +246,7 @@ class Lifeline:
         self._hub_heard = now
 
     def heard(self, message: Message, now: float) -> None:
-        """Take a message of the hub."""
+        """Take note of a message that has come from the hub."""
         self._hub_heard = now
         match message["kind"]:
             case "welcome":
@@ -285,7 +285,7 @@ class Lifeline:
         self._judge_hub("died")
 
     def lost(self, rank: int, event: str) -> None:
-        """Take note of what has become of a rank, from who watches the ranks as well."""
+        """Take note of a rank's end that the job's rendezvous server has reported."""
         self._judge(Verdict(rank=rank, event=event, doing="the job's rendezvous server says so"))
 
     def _tell_if_past(self) -> None:

@@ -1,4 +1,4 @@
-"""Starting and ending this process's lifeline, which there is one of."""
+"""Starting and ending this process's lifeline, of which there is one at a time."""
 
 import contextlib
 import json
@@ -26,7 +26,7 @@ _lifeline: Lifeline | None = None
 
 
 class KeyValueStore(Protocol):
-    """What is needed of a `torch.distributed.Store`."""
+    """The methods of a `torch.distributed.Store` that the lifeline needs."""
 
     def set(self, key: str, value: str, /) -> None:
         """Set a key for all ranks."""
@@ -52,13 +52,13 @@ def start(
     """Connect this process with all ranks; every rank must call. One rank alone needs nothing.
 
     Args:
-        store: Where rank 0 says how it is to be reached.
-        rank: This rank.
+        store: The job's store, in which rank 0 says how it is to be reached.
+        rank: Global rank of this process.
         world_size: Number of ranks.
-        host: A name or an address of rank 0's host.
+        host: Name or address of rank 0's host.
         timeout: A rank that is silent for most of this time is given up.
-        name: Of this start in the store, the same on all ranks; by default each rank counts its
-            starts, which a rank that has come later cannot.
+        name: Name of this start in the store, the same on all ranks; by default each rank
+            counts its starts, which a rank that has come later cannot.
 
     Raises:
         RankFailedError: Rank 0 cannot be reached, or a rank does not come.
@@ -116,13 +116,14 @@ def connect(
     """Return a rank's thread, not yet started, with its connection to the hub.
 
     Args:
-        store: See `start`, as for the rest.
-        key: Where rank 0 says how it is to be reached; another one for each lifeline.
-        rank: This rank.
+        store: The job's store, which every rank reaches.
+        key: Key in the store under which rank 0 says how it is to be reached; a new one for
+            each lifeline.
+        rank: Global rank of this process.
         world_size: Number of ranks.
-        host: Of rank 0.
-        timeout: Of the groups.
-        met_anew: Whether the ranks have trained before, with others.
+        host: Name or address of rank 0's host.
+        timeout: Time-out of the process groups; a rank that is silent for most of it is given up.
+        met_anew: Whether this is a reconfiguration: the ranks have trained in another group before.
     """
     seconds = timeout.total_seconds()
     try:

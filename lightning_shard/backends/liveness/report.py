@@ -1,10 +1,10 @@
-"""What is known of ranks, in words: what each was doing, and what became of the first to go."""
+"""Descriptions of ranks in words: each one's last activity, and the end of the first to go."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
 Table = dict[int, str]
-"""What each rank was last doing, as the hub knows it: `{1: "was computing for 2.0 s, ..."}`."""
+"""By rank, its last activity as the hub knows it: `{1: "was computing for 2.0 s, ..."}`."""
 
 _ADVICE = {
     "died": "Look for the cause in that rank's output and its host's log (out of memory?)",
@@ -17,13 +17,13 @@ FIRST = "before its first operation"
 
 
 class Activity(NamedTuple):
-    """What a rank is doing; a tuple because one is made for each operation.
+    """The activity of a rank; a tuple because one is made for each operation.
 
     Attributes:
         operation: The operation that it is in, or was in last; "" before the first.
         number: How many operations it has entered.
         inside: Whether it is in the operation still; else it computes.
-        since: When that began, on the rank's own clock, in seconds.
+        since: When it entered or left that operation, in seconds on the rank's own clock.
     """
 
     operation: str = ""
@@ -32,7 +32,7 @@ class Activity(NamedTuple):
     since: float = 0.0
 
     def describe(self, now: float) -> str:
-        """Say it in words: "in all_reduce (its operation 12) for 0.3 s"."""
+        """Say in words what the rank is doing: "in all_reduce (its operation 12) for 0.3 s"."""
         seconds = f"for {max(0.0, now - self.since):.1f} s"
         if self.inside:
             return f"in {self.operation} (its operation {self.number}) {seconds}"
@@ -48,9 +48,9 @@ class Verdict:
     """Why a run has to end: what became of the first rank to go.
 
     Attributes:
-        rank: That rank.
+        rank: Global rank of the first to go.
         event: "died", "fell silent ...", "raised ValueError: ...", "received SIGTERM".
-        doing: What it was last known to be doing.
+        doing: What that rank was last known to be doing, in words.
     """
 
     rank: int
@@ -62,7 +62,7 @@ class Verdict:
 
     @property
     def advice(self) -> str:
-        """What to do about it."""
+        """What the user should do about this end, as a sentence."""
         for event, advice in _ADVICE.items():
             if self.event.startswith(event):
                 return f"{advice}; then go on from the last checkpoint."
@@ -70,7 +70,7 @@ class Verdict:
 
 
 def failure_message(rank: int, size: int, operation: str, verdict: Verdict) -> str:
-    """What the error says on `rank`, which a verdict has kept from its operation."""
+    """Return the error's text on `rank`, which a verdict has kept from its operation."""
     if verdict.rank == rank:
         return (
             f"Rank {rank} of {size} cannot go on with {operation}: this rank itself "
@@ -80,7 +80,7 @@ def failure_message(rank: int, size: int, operation: str, verdict: Verdict) -> s
 
 
 def late_message(rank: int, size: int, operation: str, table: Table) -> str:
-    """What the error says when an operation failed and no rank is known to have failed."""
+    """Return the error's text when an operation failed and no rank is known to have failed."""
     others = "; ".join(f"rank {other} {doing}" for other, doing in table.items() if other != rank)
     return (
         f"Rank {rank} of {size} lost a peer in {operation}: a rank of its group has not come in "

@@ -1,4 +1,4 @@
-"""The hub's sockets: who may join, and which connection is whose."""
+"""The hub's sockets: which connection may join, and which rank each belongs to."""
 
 import hmac
 import socket
@@ -15,10 +15,11 @@ class HubServer:
 
     Args:
         listener: Where ranks connect; each says the token and its rank first.
-        token: What a rank must know.
+        token: Secret that a rank must send before it is admitted.
         world_size: Number of ranks.
-        silence_seconds: See `Hub`.
-        selector: Gets a function as each registration's data, to call when it is ready.
+        silence_seconds: A rank that says nothing for so long is given up by the hub.
+        selector: Selector of the thread; each socket is registered with the function to call when
+            it is ready.
     """
 
     def __init__(
@@ -45,18 +46,18 @@ class HubServer:
         return any(connection.has_unsent for connection in self._of_rank.values())
 
     def flush(self) -> None:
-        """Send what is left for any rank."""
+        """Send what the system takes of the messages to any rank that have not left yet."""
         for connection in self._of_rank.values():
             connection.flush()
 
     def add(self, stream: socket.socket) -> None:
-        """Take the other end of this connection for a rank's, once it says so."""
+        """Serve a new connection, which is a rank's once it has sent the token and its rank."""
         connection = Connection(stream)
         self._connections[connection] = None
         self._selector.register(connection, EVENT_READ, partial(self._read, connection))
 
     def leave(self) -> None:
-        """Take what has come, this rank's own last words among it, and say goodbye."""
+        """Read what has come, rank 0's own last messages among it, and tell all ranks goodbye."""
         for connection in list(self._connections):
             self._read(connection)
         self.hub.leave()

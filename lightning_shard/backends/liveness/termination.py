@@ -1,4 +1,4 @@
-"""What one SIGTERM means to a rank, and what several do."""
+"""The effects of one SIGTERM on a rank, and of repeated ones."""
 
 import os
 import signal
@@ -12,14 +12,14 @@ TOGETHER_SECONDS = 5.0
 
 
 class Terminable(Protocol):
-    """Who is told of a SIGTERM."""
+    """An object that is told of a SIGTERM: a lifeline, or an elastic run's membership."""
 
     @property
     def has_verdict(self) -> bool:
         """Whether this process is ending already."""
 
     def announce_termination(self) -> None:
-        """Tell whom it concerns that this rank was sent SIGTERM."""
+        """Tell the other ranks that this one was sent SIGTERM."""
 
 
 class RepeatedSignal:
@@ -33,7 +33,7 @@ class RepeatedSignal:
         self._first = float("inf")
 
     def come(self, told: Terminable) -> None:
-        """Take note of a signal; end the process at one that insists."""
+        """Take note of a signal; end the process at one that comes again after a while."""
         now = monotonic()
         self._first = min(self._first, now)
         insists = now - self._first > TOGETHER_SECONDS

@@ -25,15 +25,15 @@ class LifelineThread(threading.Thread):
     """Drives one rank's `Lifeline`, and on rank 0 the hub.
 
     Args:
-        rank: This rank.
+        rank: Global rank of this process.
         world_size: Number of ranks.
-        timeout_seconds: The groups' own; a silent rank is given up before that.
-        token: What the hub asks for.
+        timeout_seconds: Time-out of the process groups; a silent rank is given up before that.
+        token: Secret that the hub asks each rank for.
         hub: The connection to the hub; on rank 0 the socket where it listens.
-        met_anew: Whether the ranks have trained before, with others.
+        met_anew: Whether this is a reconfiguration: the ranks have trained in another group before.
 
     Attributes:
-        lifeline: What the process's other threads ask.
+        lifeline: This rank's end of the lifeline, which the process's other threads ask.
     """
 
     def __init__(

@@ -79,7 +79,7 @@ class MPIBackend(Backend):
 
 
 def _make_group(options: Any, backend_options: Any) -> Any:
-    """Make this rank's handle of a group; c10d calls this."""
+    """Make this rank's handle of a group; c10d calls this function."""
     del backend_options
     ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
     _check_place(rank=ranks[options.group_rank])
@@ -108,7 +108,7 @@ def _meet(
 
 
 def _check_place(rank: int = -1, world_size: int = -1) -> None:
-    """Raise unless mpirun says the same; -1 stands for nothing given."""
+    """Raise unless mpirun has started this rank of this world; -1 stands for nothing given."""
     world = runtime.mpi().COMM_WORLD
     if rank not in (-1, world.rank) or world_size not in (-1, world.size):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Who has left, and how far each had come: so that nobody waits for a rank that has ended.
+"""The ranks that have left, and how far each had come, so that none waits for one that has ended.
 
     rank 1 ends ──"of group '0' I have begun 12 collectives"──> rank 0, in the 13th: it never comes
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 MADE, COLLECTIVE = "made", "collective"
 Tally = Counter[str]
-"""How often a rank has done what, in one group: `{"made": 1, "collective": 12, "send 3": 2}`."""
+"""Counts what a rank has begun in one group: `{"made": 1, "collective": 12, "send 3": 2}`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """What one operation needs of others.
+    """The part of other ranks without which one operation can never end.
 
     Attributes:
-        group: c10d's name of the group.
-        ranks: The ranks in the world that it needs.
-        parts: The entries in their tallies that count their part in it, taken together.
-        number: What these must have come to.
+        group: Name of the group in c10d.
+        ranks: Global ranks that the operation needs.
+        parts: Keys in their tallies whose counts, added up, count their part in it.
+        number: The sum that these counts must have reached.
     """
 
     group: str
@@ -37,7 +37,7 @@ class Need:
 
 
 class Departures:
-    """What this rank has begun, for the others to know when it leaves, and what they have said."""
+    """The tallies of this rank, which it sends when it leaves, and those that others have sent."""
 
     def __init__(self) -> None:
         self._own: dict[str, Tally] = {}
@@ -45,11 +45,11 @@ class Departures:
 
     @property
     def num_left(self) -> int:
-        """How many other ranks have left."""
+        """Number of other ranks that have left."""
         return len(self._left)
 
     def tally(self, group: str) -> Tally:
-        """Return this rank's own tally of a group, to be counted up."""
+        """Return this rank's own tally of a group, which the caller counts up."""
         return self._own.setdefault(group, Counter())
 
     def say_goodbye(self, world: "Intracomm", tag: int) -> "list[Request]":

@@ -18,22 +18,22 @@ _PERIOD_SECONDS = 0.0005
 
 
 class Watch(Protocol):
-    """Knows what an operation is part of."""
+    """Tells a flight whether its operation can still end, and what an error means."""
 
     def why_it_stops(self) -> Exception | None:
-        """Return why the operation can never end, if so."""
+        """Return the error of an operation that can never end, else None."""
 
     def explain(self, error: Exception) -> Exception:
-        """Return the error to raise for one that a step has raised."""
+        """Return the error to raise in place of one that a step has raised."""
 
 
 class Flight:
     """The steps of one operation; each begins when the requests of the one before are complete.
 
     Args:
-        steps: Yields lists of MPI requests; does the arithmetic between them. Is sent the status of
-            a single request.
-        watch: Knows when the operation can never end, and what MPI's errors mean.
+        steps: Generator that yields lists of MPI requests and does the arithmetic between them. It
+            is sent the status of a single request.
+        watch: Tells when the operation can never end, and what MPI's errors mean.
     """
 
     def __init__(self, steps: Generator[list[Any], Any, None], watch: Watch) -> None:
@@ -86,7 +86,7 @@ class Flight:
 
     @property
     def is_followed(self) -> bool:
-        """Whether somebody relies on being called at its end."""
+        """Whether a callback waits for the end of the flight."""
         return bool(self._on_end)
 
     def _are_complete(self) -> bool:
@@ -104,7 +104,7 @@ class Flight:
                 self.done = True
 
     def _call_back(self) -> None:
-        """Call who follows: outside the lock and inference mode, since it is the user's code."""
+        """Call the callbacks, which are the user's code, outside the lock and inference mode."""
         with lock:
             callbacks, self._on_end = self._on_end, []
         for callback in callbacks:

@@ -31,7 +31,12 @@ Steps = Generator[Requests, Any, None]
 
 
 class GroupOfRanks(Protocol):
-    """What an operation needs of the group that it is for; see `MPIGroup`."""
+    """The part of an `MPIGroup` that an operation needs.
+
+    Attributes:
+        comm: MPI communicator for collectives and the user's messages.
+        inner: MPI communicator for messages between the steps of an operation.
+    """
 
     comm: Any
     inner: Any
@@ -148,7 +153,7 @@ def _all_gather_single(group: GroupOfRanks, call: Call) -> Steps:
 
 
 def _to_give(group: GroupOfRanks, call: Call, own: Tensor, flat: Tensor) -> Tensor | None:
-    """Return what an all-gather into `flat` is given; None where it lies in its place there."""
+    """Return this rank's input of an all-gather into `flat`; None where it lies there already."""
     here = flat.view(group.size(), -1)[call.rank] if flat.numel() else flat
     if own.is_contiguous() and own.data_ptr() == here.data_ptr():
         return None

@@ -34,18 +34,18 @@ class MPIGroup(PythonGroup):
     """One rank's handle of one group.
 
     Args:
-        name: c10d's name of the group, the same on each of its ranks.
-        global_ranks: The group's ranks in COMM_WORLD, in the group's own order.
+        name: Name of the group in c10d, the same on each of its ranks.
+        global_ranks: Ranks of the group's members in COMM_WORLD, in order of their group rank.
         rank: This rank's number in the group.
-        timeout: After which a peer that has not come is an error.
-        store: The group's own, where its ranks meet to make it.
+        timeout: Time after which a peer that has not come is an error.
+        store: The group's own store, at which its ranks meet to make the group.
 
     Raises:
         RankFailedError: A rank has failed, has left, or does not come to make the group.
 
     Attributes:
-        comm: For collectives and the user's messages.
-        inner: For messages of which the user does not know.
+        comm: MPI communicator for collectives and the user's messages.
+        inner: MPI communicator for messages between the steps of an operation.
     """
 
     backend_name: ClassVar[str] = BACKEND_NAME
@@ -78,7 +78,7 @@ class MPIGroup(PythonGroup):
         need = Need(
             group=self._name, ranks=self.global_ranks, parts=[MADE], number=self._tally[MADE]
         )
-        watch = _Watch(self, "new_group", find_call_site(), need, self._timeout)
+        watch = _OperationWatch(self, "new_group", find_call_site(), need, self._timeout)
         board = PrefixStore(f"made/{store.add(f'made/{self._group_rank}', 1)}", store)
         board.set(str(self._group_rank), "")
         keys = [str(rank) for rank in range(self.size())]
@@ -110,7 +110,7 @@ class MPIGroup(PythonGroup):
     def _start(self, call: Call) -> MPIWork:
         with runtime.lock:  # operations are counted in the order in which they begin
             own, need = self._need(call)
-            watch = _Watch(self, call, call.site, need, self._timeout)
+            watch = _OperationWatch(self, call, call.site, need, self._timeout)
             if (failure := watch.peer_failure()) is not None:
                 raise failure
             try:
@@ -123,7 +123,7 @@ class MPIGroup(PythonGroup):
         return MPIWork(flight, call)
 
     def _need(self, call: Call) -> tuple[str, Need]:
-        """Return under what a call is counted, and what it needs of the other ranks."""
+        """Return the tally's key that counts a call, and what the call needs of the other ranks."""
         here, own = self._group_rank, f"{call.op} {call.root}"
         ranks: tuple[int, ...] = ()  # who sends to a receive from any source, nobody knows
         if call.op == "send":
@@ -153,15 +153,15 @@ class MPIGroup(PythonGroup):
             runtime.free(comm)
 
 
-class _Watch:
-    """Knows when one operation can never end.
+class _OperationWatch:
+    """Watches one operation of this rank for the flight, and makes its errors.
 
     Args:
-        group: The group.
-        operation: What this rank asks of it.
-        site: Where it was called.
-        need: What it needs of the other ranks.
-        timeout: After which it is given up.
+        group: The group whose operation it is.
+        operation: This rank's call, or the operation's name.
+        site: File and line where the user called.
+        need: The part of other ranks without which the operation can never end.
+        timeout: Time after which the operation is given up.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class _Watch:
         return None
 
     def why_it_stops(self) -> Exception | None:
-        """Return why the operation can never end, if so: a rank failed or left, or the time-out."""
+        """Return the error when a rank has failed or left, or the time-out is over; else None."""
         if (failure := self.peer_failure()) is not None:
             return failure
         place = f"Rank {self._group.global_ranks[self._group.rank()]}"

@@ -2,7 +2,7 @@
 
 MPI_Finalize waits for every rank. A rank that ends because of an error must not call it: its peers
 never come, and what was an error message becomes a hang. So at exit each rank says goodbye to all
-others, and finalizes only when all have done so; however long one has still to work, as MPI would.
+others, and finalizes only when all have done so, however long another one still has to work.
 """
 
 import atexit
@@ -51,7 +51,7 @@ def mpi() -> Any:
     """Return the module `mpi4py.MPI`; the first import calls MPI_Init.
 
     Raises:
-        BackendUnavailableError: It or the MPI library is missing, or MPI has no threads.
+        BackendUnavailableError: mpi4py or the MPI library is missing, or MPI has no threads.
     """
     if (reason := unavailable_reason()) is not None:
         raise BackendUnavailableError(f"The backend 'mpi' cannot run here: {reason}")
@@ -79,7 +79,7 @@ def host_of_rank_zero() -> str:
 
 
 def from_rank_zero(value: T) -> T:
-    """Return what rank 0 of COMM_WORLD gave; collective."""
+    """Return rank 0's `value`; every rank of COMM_WORLD must call."""
     with lock:
         told: T = mpi().COMM_WORLD.bcast(value)
     return told
@@ -160,7 +160,7 @@ def _all_leave() -> bool:
     """Say goodbye, and wait until every rank has; return False when one has failed, it seems."""
     module, tag = mpi(), largest_tag()
     world, lifeline = module.COMM_WORLD, liveness.current()
-    # Who may have lost a peer does not wait for ever: the launcher may have been told to let it be.
+    # A rank that may have lost a peer does not wait for ever: mpirun may have been told to go on.
     end = time.monotonic() + (_PATIENCE_SECONDS if given_up else math.inf)
     try:
         with lock:

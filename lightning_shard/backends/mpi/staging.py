@@ -15,7 +15,7 @@ from lightning_shard.backends.packing import raw, write
 
 
 def must_stage(tensors: Sequence[Tensor]) -> bool:
-    """Say whether these tensors lie where MPI cannot reach; the first time, rank 0 warns."""
+    """Whether these tensors lie where MPI cannot reach; the first time, rank 0 warns."""
     if all(tensor.device.type == "cpu" for tensor in tensors) or is_cuda_aware():
         return False
     _warn_once()
@@ -25,7 +25,7 @@ def must_stage(tensors: Sequence[Tensor]) -> bool:
 def staged(
     operation: Callable[[GroupOfRanks, Call], Steps], group: GroupOfRanks, call: Call
 ) -> Steps:
-    """Carry `call` out on copies in host memory, and copy what was written back."""
+    """Carry `call` out on copies in host memory, and copy the results back."""
     with torch.inference_mode():
         host = replace(
             call,

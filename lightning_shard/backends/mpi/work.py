@@ -18,7 +18,7 @@ _SLEEP_SECONDS = 0.0001
 
 
 class MPIWork(CallWork):
-    """One rank's side of one operation."""
+    """One rank's handle of one operation over MPI."""
 
     def __init__(self, flight: Flight, call: Call) -> None:
         super().__init__(call)
@@ -28,7 +28,7 @@ class MPIWork(CallWork):
         """Wait until the results are there.
 
         Args:
-            timeout: Shorter than the group's; None, or c10d's zero, for the group's.
+            timeout: A time-out shorter than the group's; None, or c10d's zero, for the group's.
 
         Raises:
             RankFailedError: A peer has died, or has not come within the group's time-out.
@@ -48,17 +48,17 @@ class MPIWork(CallWork):
         return True
 
     def is_completed(self) -> bool:
-        """Say whether the operation has ended, if only by the loss of a peer."""
+        """Whether the operation has ended, with its results or an error."""
         if not self._flight.poll():
             self._flight.check()
         return self._flight.done
 
     def is_success(self) -> bool:
-        """Say whether the results are there."""
+        """Whether the results are there."""
         return self._flight.poll() and self._flight.error is None
 
     def exception(self) -> Exception | None:
-        """Return why the operation failed, if it did."""
+        """Return the error of an operation that has failed, else None."""
         return self._flight.error
 
     def _source(self) -> int:

@@ -8,14 +8,14 @@
       5  wait       while the oldest of them lies further back than the bound; serve meanwhile
 
 There is no server thread: an owner serves between its steps and while it waits, so parameters never
-change under a forward or backward. A slow rank holds up nobody who is ahead of it by the bound or
+change under a forward or backward. A slow rank holds up no rank that is ahead of it by the bound or
 less.
 
 What has come is applied in rounds, at most one gradient of each rank in an update: their mean, by a
 share of the learning rate. Each counts for 1 / N; one that is k > 1 rounds of N gradients older
 than the shard for 1 / (k N). So a full round of fresh gradients is a synchronous step. One update
 per gradient would let a single rank's noise into Adam's second moment, which makes Adam's steps
-smaller. A waiting owner lets gradients gather until they let somebody go on.
+smaller. A waiting owner collects gradients until they let a rank go on.
 
 Source: stale synchronous parallel, Ho et al., NeurIPS 2013; staleness-aware learning rates, Zhang
 et al., arXiv:1511.05950.
@@ -43,12 +43,12 @@ MailboxType = Callable[[Collectives, int, Callable[[Tensor], bool]], Mailbox]
 
 @dataclass(frozen=True)
 class Arrived:
-    """A gradient of this rank's shard that is here.
+    """A gradient of this rank's shard that has arrived.
 
     Attributes:
-        rank: Whose.
-        grads: By parameter; None where there is none.
-        version: Of the shard, when it was computed.
+        rank: Rank that has computed the gradient.
+        grads: The gradient's shard by parameter; None where a parameter has no gradient.
+        version: Version of the parameters' shard with which the gradient was computed.
     """
 
     rank: int
@@ -58,17 +58,17 @@ class Arrived:
 
 @dataclass
 class AsyncCounters:
-    """What this rank has done since training began.
+    """Counters of what this rank has done since training began.
 
     Attributes:
-        steps: Its own.
-        gradients: Applied to its shard, its own and its peers'.
-        updates: Steps of the optimizer that took them.
-        waits: Steps before which it had to wait for somebody.
+        steps: Number of this rank's own steps.
+        gradients: Number of gradients applied to its shard, its own and its peers'.
+        updates: Number of optimizer steps that applied them.
+        waits: Number of steps before which it had to wait for a peer.
         max_staleness: Largest number of steps that the oldest part of the parameters lay behind a
             step that used them.
-        total_staleness: The sum of those numbers, over all steps.
-        pushes: Shards sent.
+        total_staleness: Sum of the steps that the oldest part lay behind, over all steps.
+        pushes: Number of shards sent.
     """
 
     steps: int = 0
@@ -81,19 +81,19 @@ class AsyncCounters:
 
     @property
     def mean_staleness(self) -> float:
-        """How many steps the oldest part of the parameters lay behind, on average."""
+        """Mean number of steps that the oldest part of the parameters lay behind."""
         return self.total_staleness / max(1, self.steps)
 
 
 class AsyncSGD:
-    """One rank's part in training by itself.
+    """Asynchronous SGD on one rank, which is a worker and the server of its shard.
 
     Args:
-        engine: Alone from now on.
-        optimizer: The one whose steps are taken; its state lies in shards.
-        ranks: All of them, over a group in which nothing else is sent.
+        engine: The engine, whose ranks train by themselves from now on.
+        optimizer: The optimizer whose steps are taken; its state lies in shards.
+        ranks: Group of all ranks, in which nothing else is sent.
         mailbox_type: Makes a mailbox over that group.
-        bound: Steps that a rank may be ahead; 1 or more.
+        bound: Number of steps that a rank may be ahead; 1 or more.
         rule: "inverse" shrinks the learning rate of old gradients; None does not.
 
     Raises:
@@ -127,7 +127,7 @@ class AsyncSGD:
     # --- the steps ------------------------------------------------------------------------------
 
     def before_step(self) -> None:
-        """Be ready for the optimizer's step, which sends gradients and applies the own part."""
+        """Prepare the optimizer's step, which sends gradients and applies this rank's own part."""
         if self._mailbox is None:
             flats = [one.flat for one in self._engine.gradients if one.is_trained]
             self._wire = Wire(flats, self._ranks.size)
@@ -139,7 +139,7 @@ class AsyncSGD:
         self._may_step = True
 
     def _check_frozen(self) -> None:
-        """Raise if what was frozen when ranks last agreed is trained now: it does not travel."""
+        """Raise if a parameter that was frozen when ranks agreed is trained: it is not sent."""
         for gradients in self._engine.gradients:
             if gradients.is_trained and gradients.flat not in self._wire.flats:
                 raise ConfigError(
@@ -149,7 +149,7 @@ class AsyncSGD:
                 )
 
     def _own_update(self) -> Update:
-        """Send the gradient of a step, and return what this rank owns of it."""
+        """Send the gradient of a step, and return the update by this rank's own part of it."""
         if not self._may_step:
             raise ConfigError(
                 f"Rank {self._ranks.rank}: a step of the optimizer went past the Trainer, expected "
@@ -176,7 +176,7 @@ class AsyncSGD:
         return self._mailbox.peers
 
     def _observe(self) -> None:
-        """Count a step, and see to how old the parameters are that it has used."""
+        """Count a step, and the age of the parameters that it has used."""
         staleness = self._clocks.staleness
         assert staleness <= self._bound, f"staleness {staleness} above the bound {self._bound}"
         self.counters.max_staleness = max(self.counters.max_staleness, staleness)
@@ -203,7 +203,7 @@ class AsyncSGD:
         return 1 / (size * max(1, rounds if self._rule == "inverse" else 1))
 
     def _apply(self) -> None:
-        """Apply all gradients that wait."""
+        """Apply all gradients that have arrived."""
         while self._waiting:
             self._view.apply(self._next_round())
 
@@ -224,7 +224,7 @@ class AsyncSGD:
     # --- consensus ------------------------------------------------------------------------------
 
     def agree(self) -> None:
-        """Have all ranks hold the same: every gradient applied, every shard handed over.
+        """Bring all ranks to the same parameters: apply every gradient, hand over every shard.
 
         Each rank must call, after the same number of steps.
 
@@ -246,12 +246,12 @@ class AsyncSGD:
         self._engine.share_buffers()
 
     def finish(self) -> None:
-        """End training by oneself: ranks agree, and average gradients again."""
+        """End asynchronous training: ranks agree, and average gradients again."""
         self.agree()
         self._engine.rejoin()
 
     def abandon(self) -> None:
-        """After a failure: leave nothing behind that waits for a peer."""
+        """After a failure, leave nothing behind that waits for a peer."""
         if self._mailbox is not None:
             self._mailbox.abandon()
             self._mailbox = None
@@ -273,7 +273,7 @@ class AsyncSGD:
             self._push(peer)
 
     def _serve(self, arrivals: Sequence[tuple[int, Tensor]]) -> None:
-        """Take messages in, and apply and push where that lets somebody go on."""
+        """Take messages in, and apply and push where that lets a rank go on."""
         self._take_in(arrivals)
         if self._clocks.must_apply:
             self._apply()
@@ -306,7 +306,7 @@ class AsyncSGD:
             )
 
     def _take_over(self) -> None:
-        """Bring the parameters held here up to what has come."""
+        """Update the parameters held here with the shards that have come."""
         for peer, message in self._newest.items():
             self._wire.take_over(message, peer)
         self._newest.clear()
@@ -318,8 +318,8 @@ def mean(
     """Return the weighted mean, by parameter; None where no gradient has one.
 
     Args:
-        gradients: Of some ranks, by parameter; None counts as zero where another has one.
-        weights: Of the ranks; any positive sum.
+        gradients: Each rank's gradients by parameter; None counts as zero where another has one.
+        weights: Weight of each rank's gradients, with any positive sum.
     """
     shares = [weight / sum(weights) for weight in weights]
     return [

@@ -1,4 +1,4 @@
-"""Who may go on: what each shard includes, and how far a rank may be ahead. Pure arithmetic.
+"""Versions of shards, and how far a rank may be ahead of them: pure arithmetic.
 
 Each shard has a version: how many steps of each rank it includes, by name. A rank at step c (it has
 taken c steps) may start the next one while every shard that it holds includes the steps of all
@@ -23,14 +23,15 @@ class Clocks:
     """One rank's knowledge of steps and versions.
 
     Args:
-        rank: This one, which owns the shard of its number.
-        num_ranks: How many there are.
-        bound: Steps that a rank may be ahead of the oldest version it holds; 1 or more.
+        rank: This rank, which owns the shard of its number.
+        num_ranks: Number of ranks.
+        bound: Number of steps that a rank may be ahead of the oldest version it holds; 1 or more.
 
     Attributes:
-        step: Steps that this rank has taken.
-        included: By shard and rank, how many of the rank's steps the shard held here includes.
-        arrived: By rank, how many of its gradients are here; not all are applied yet.
+        step: Number of steps that this rank has taken.
+        included: By shard and rank, the number of that rank's steps that the shard held here
+            includes.
+        arrived: By rank, the number of its gradients that have arrived; not all are applied yet.
     """
 
     def __init__(self, rank: int, num_ranks: int, bound: int) -> None:
@@ -47,16 +48,16 @@ class Clocks:
 
     @property
     def staleness(self) -> int:
-        """How many steps the oldest part of the parameters held here lies behind this rank."""
+        """Number of steps that the oldest part of the parameters held here lies behind."""
         return self.step - min(map(min, self.included))
 
     @property
     def may_start(self) -> bool:
-        """Whether the next step may start."""
+        """Whether this rank may start its next step."""
         return self.staleness <= self._bound
 
     def age(self, version: Sequence[int]) -> int:
-        """Count the gradients that the own shard has taken since a version of it."""
+        """Return the number of gradients that the own shard has taken since `version`."""
         return sum(self.own) - sum(version)
 
     def arrive(self, rank: int) -> None:
@@ -81,7 +82,7 @@ class Clocks:
         return min(self.own) < self.step - self._bound <= oldest or any(peers)
 
     def learn(self, shard: int, version: Sequence[int]) -> None:
-        """Note the version of a shard that has come."""
+        """Note the version of a shard that has arrived."""
         self.included[shard] = list(version)
 
     def hand_over(self, peer: int) -> None:

@@ -1,11 +1,11 @@
 """The engine of ZeRO stage 1 with a switch: average gradients, or leave each rank its own.
 
     together    backward ──reduce-scatter──> a shard of the average     as stage 1
-    alone       backward ──────────────────> the rank's own, whole      nothing is sent
+    alone       backward ──────────────────> the rank's own, full       nothing is sent
 
-Alone, parameters and gradients show themselves whole, clipping goes by the rank's own norm, and
-buffers (running statistics) are each rank's own. The optimizer's state stays in shards: what
-updates it, and with which gradient, is the business of the view that is put in.
+Alone, parameters and gradients show themselves full, clipping goes by the rank's own norm, and
+buffers (running statistics) are each rank's own. The optimizer's state stays in shards: the view
+that is put in decides when and by which gradient it is updated.
 """
 
 from collections.abc import Iterable, Iterator
@@ -31,10 +31,10 @@ class AsyncEngine(DataParallelEngine):
     def part(self, view: OptimizerView) -> None:
         """Leave each rank to itself from now on; between two optimizer steps.
 
-        Gradients that are left of the last step together go: they are shards of an average.
+        Gradients left of the last step together are dropped: they are shards of an average.
 
         Args:
-            view: Of the optimizer, in which it updates this rank's shards.
+            view: The view in which the optimizer updates this rank's shards.
         """
         self._together, self.view = (self.view, self.reducer), view
         usage = UsageAgreement(self.gradients, self.collectives, self.device)
@@ -64,7 +64,7 @@ class AsyncEngine(DataParallelEngine):
         return self._together is not None
 
     def share_buffers(self) -> None:
-        """Take over rank 0's buffers if training alone may have changed them; each rank calls."""
+        """Take over rank 0's buffers if training alone may have changed them; each must call."""
         if self._buffers_moved:
             self._buffers.broadcast_changing()
         self._buffers_moved = False

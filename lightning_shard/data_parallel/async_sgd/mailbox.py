@@ -1,10 +1,10 @@
-"""Messages that come when they come: taken without waiting, or waited for.
+"""Messages from peers at any time, which a rank takes without waiting or waits for.
 
     poll    what has come; none is fine
     wait    at least one
 
 Not every backend can be asked whether a message has come. Where it can (in_process, mpi), a receive
-is posted per peer and asked; Gloo's learns it in `wait` only, so one thread per peer waits.
+is posted per peer and polled; Gloo's receive tells in `wait` only, so one thread per peer waits.
 Nothing is posted once a peer's last message has come: a validation of an hour is no time-out.
 """
 
@@ -31,13 +31,13 @@ class Mailbox(ABC):
     """One rank's messages to and from each peer, all of one size, in order per peer.
 
     Args:
-        ranks: Over a group in which nothing else is sent.
-        num_words: Of a message, int64.
-        is_last: Whether a message is the last of its sender.
+        ranks: Group of the ranks, in which nothing else is sent.
+        num_words: Length of a message in int64 words.
+        is_last: Returns whether a message is the last of its sender.
 
     Attributes:
-        peers: The other ranks.
-        received: By rank, messages taken.
+        peers: The other ranks of the group.
+        received: By rank, the number of its messages that were taken.
     """
 
     def __init__(
@@ -56,22 +56,22 @@ class Mailbox(ABC):
 
     @abstractmethod
     def _poll(self) -> list[Arrival]:
-        """Return what has come."""
+        """Return the messages that have come, with their senders."""
 
     @abstractmethod
     def _wait(self) -> list[Arrival]:
-        """Return what has come, at least one message.
+        """Wait for at least one message; return those that have come, with their senders.
 
         Raises:
             RankFailedError: A peer has died.
         """
 
     def poll(self) -> list[Arrival]:
-        """Return what has come, with the sender's rank, in the order of arrival per sender."""
+        """Return the messages that have come with their senders, in order for each sender."""
         return self._counted(self._poll())
 
     def wait(self) -> list[Arrival]:
-        """Return what has come, at least one message; some peer must not have sent its last.
+        """Wait for at least one message, as `poll`; some peer must not have sent its last.
 
         Raises:
             RankFailedError: A peer has died.
@@ -84,7 +84,7 @@ class Mailbox(ABC):
         return arrivals
 
     def send(self, peer: int, data: Tensor) -> None:
-        """Start sending; the memory belongs to the mailbox."""
+        """Start sending; the mailbox keeps `data` until the peer has taken it."""
         self._on_their_way[peer].append(self._ranks.send(data, peer, async_op=True))
 
     def arrived_there(self, peer: int, count: int) -> None:
@@ -94,13 +94,13 @@ class Mailbox(ABC):
             self._arrived_there[peer] += 1
 
     def finish(self) -> None:
-        """Wait until everything that was sent has come; every peer takes it."""
+        """Wait until every message that was sent has arrived; every peer must take it."""
         for pending in self._on_their_way:
             while pending:
                 pending.popleft().wait()
 
     def abandon(self) -> None:
-        """After a failure: leave nothing behind that waits, or belongs to what is in flight."""
+        """After a failure, leave nothing behind that waits or is in flight."""
         self._on_their_way.clear()
 
     def _room(self) -> Tensor:
@@ -108,9 +108,9 @@ class Mailbox(ABC):
 
 
 class PolledMailbox(Mailbox):
-    """Asks a posted receive of each peer.
+    """A mailbox that polls a posted receive of each peer.
 
-    Where ranks share a thread, asking lets the others run.
+    Where ranks share a process, polling lets the others run.
     """
 
     _pause_seconds = 0.0001
@@ -144,12 +144,12 @@ class PolledMailbox(Mailbox):
         return arrivals
 
     def _pause(self) -> None:
-        """Leave the core to others before asking again."""
+        """Leave the core to other threads before polling again."""
         time.sleep(self._pause_seconds)
 
 
 class InProcessMailbox(PolledMailbox):
-    """The same; asking is pause enough."""
+    """A polled mailbox that does not pause, since polling lets the other ranks run."""
 
     @override
     def _pause(self) -> None:
@@ -157,7 +157,7 @@ class InProcessMailbox(PolledMailbox):
 
 
 class ThreadedMailbox(Mailbox):
-    """One thread per peer waits and hands over what comes."""
+    """A mailbox with one thread per peer, which waits for messages and hands them over."""
 
     @override
     def start(self) -> None:

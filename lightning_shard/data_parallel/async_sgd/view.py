@@ -1,4 +1,4 @@
-"""The optimizer's view while ranks are alone: gradients of some ranks, on this rank's shard.
+"""The optimizer's view while ranks are alone: some ranks' gradients, on this rank's shard.
 
     optimizer.step(closure)    closure: backward, clipping; then the rank's own gradient, and more
     optimizer.step()           more that has come from peers
@@ -24,8 +24,8 @@ class Update:
     """A step of the optimizer on this rank's shard.
 
     Attributes:
-        grads: By parameter, this rank's shard; None where there is none.
-        scale: Of the learning rate.
+        grads: This rank's shard of each parameter's gradient; None where there is none.
+        scale: Factor of the learning rate.
     """
 
     grads: Sequence[Tensor | None]
@@ -33,15 +33,15 @@ class Update:
 
 
 class ShardOptimizerView(OptimizerView):
-    """Shows updates to the optimizer.
+    """The view in which an optimizer takes steps by updates of its shard.
 
     Args:
-        reducer: The engine's; what it has accumulated is not reduced.
-        optimizer: Works on shards.
+        reducer: The engine's reducer; gradients that it has accumulated are not reduced.
+        optimizer: The optimizer, whose state lies in shards.
         own_update: Called when the optimizer is about to take this rank's own step.
 
     Attributes:
-        flats: Whose parameters the updates are of, in order.
+        flats: Buffers of the parameters that the updates change, in order.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ShardOptimizerView(OptimizerView):
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """Every parameter that updates are of."""
+        """Every parameter that the updates change."""
         return [param for flat in self.flats for param in flat.params]
 
     @override

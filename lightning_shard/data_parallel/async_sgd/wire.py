@@ -24,7 +24,7 @@ _ALIGN = 16  # of the widest format
 
 
 class Kind(IntEnum):
-    """What a message is."""
+    """The kind of a message."""
 
     GRADIENT = auto()
     SHARD = auto()
@@ -55,35 +55,35 @@ class Message:
 
     @property
     def kind(self) -> Kind:
-        """What it is."""
+        """The kind of the message."""
         return Kind(int(self.data[0]))
 
     @property
     def received(self) -> int:
-        """How many messages of the receiver the sender had taken."""
+        """Number of the receiver's messages that the sender had taken."""
         return int(self.data[1])
 
     @property
     def version(self) -> list[int]:
-        """The version of the shard that it is about."""
+        """Version of the shard that the message is about."""
         version: list[int] = self._head[2:].tolist()
         return version
 
     def address(self, kind: Kind, received: int, version: Sequence[int]) -> None:
-        """Fill the head in."""
+        """Fill in the head of the message."""
         self._head.copy_(torch.tensor([kind, received, *version]))
 
 
 class Wire:
-    """How the shards of some buffers lie in a message.
+    """The layout of the shards of some buffers in a message.
 
     Args:
-        flats: The buffers.
-        num_ranks: Ranks that own shards of them.
+        flats: The flat buffers of parameters.
+        num_ranks: Number of ranks that own shards of the buffers.
 
     Attributes:
-        num_params: Parameters of all buffers.
-        num_words: Of a message; the same on all ranks.
+        num_params: Number of parameters of all buffers.
+        num_words: Length of a message in int64 words; the same on all ranks.
     """
 
     def __init__(self, flats: Sequence[FlatParameters], num_ranks: int) -> None:
@@ -107,8 +107,8 @@ class Wire:
         """Return a message with a rank's part of gradients, whose head is still to be filled.
 
         Args:
-            grads: By parameter, over all buffers, in the parameters' own shapes.
-            rank: Owns the part.
+            grads: Gradient by parameter, over all buffers, in the parameters' own shapes.
+            rank: Rank that owns the part.
         """
         message = self.new()
         flags = [int(grad is not None) for grad in grads]
@@ -131,12 +131,12 @@ class Wire:
 
     @torch.no_grad()
     def take_over(self, message: Message, rank: int) -> None:
-        """Make a shard that has come from its owner part of the parameters held here."""
+        """Copy the shard in a message from its owner into the parameters held here."""
         for source, flat in zip(message.shards, self.flats, strict=True):
             flat.full[slice(*flat.layout.shard_bounds(rank))].copy_(source)
 
     def own_gradient(self, message: Message, rank: int) -> list[Tensor | None]:
-        """Return the gradient in a message, by parameter; None where there is none, or no part."""
+        """Return the gradient in a message by parameter; None where it has no part here."""
         shards = [
             shard.to(f.full.device) for shard, f in zip(message.shards, self.flats, strict=True)
         ]
@@ -151,7 +151,7 @@ class Wire:
 
 
 def is_last(data: Tensor) -> bool:
-    """Whether nothing comes after a message."""
+    """Whether a message is the last of its sender."""
     return int(data[0]) == Kind.LAST
 
 

@@ -16,15 +16,15 @@ from lightning_shard.layout.flat import FlatLayout
 
 @dataclass(frozen=True, kw_only=True)
 class FlatBuffer:
-    """Where the tensors of a buffer lie and who averages it.
+    """A flat buffer: where its tensors lie and which ranks average it.
 
     Attributes:
-        layout: The tensors' places. With several shards, as many as there are ranks.
-        ranks: Those that average.
+        layout: Layout of the tensors; it has one shard, or one per rank.
+        ranks: Group of the ranks that average the buffer.
         keeps_all: Whether each rank needs the full average, or its own segment only.
-        number: Tells this buffer from the others of a model, for random streams.
-        device: Where the values are.
-        dense_itemsize: Bytes of a value that travels dense.
+        number: Number that tells this buffer from the others of a model, for random streams.
+        device: Device of the values.
+        dense_itemsize: Bytes of a value that travels uncompressed.
     """
 
     layout: FlatLayout
@@ -36,33 +36,33 @@ class FlatBuffer:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole buffer."""
+        """Number of elements of the whole buffer."""
         return self.layout.full_numel
 
     @property
     def segment_numel(self) -> int:
-        """Elements of each rank's segment; together the segments may be longer than the buffer."""
+        """Number of elements of each rank's segment; all segments may be longer than the buffer."""
         return -(-self.numel // self.ranks.size)
 
     @property
     def dense_numel(self) -> int:
-        """Elements that this rank would send for a dense average (ring model)."""
+        """Number of elements that this rank would send for a dense average (ring model)."""
         once = self.segment_numel * (self.ranks.size - 1)
         return 2 * once if self.keeps_all else once
 
     @property
     def dense_bytes(self) -> int:
-        """Bytes of these."""
+        """Bytes that this rank would send for a dense average (ring model)."""
         return self.dense_numel * self.dense_itemsize
 
     @property
     def names(self) -> list[str]:
-        """Of the tensors."""
+        """Names of the tensors, in buffer order."""
         return [slot.name for slot in self.layout.slots]
 
     @property
     def gaps(self) -> Iterator[slice]:
-        """What lies between and behind the tensors."""
+        """Slices of the buffer between and behind the tensors."""
         end = 0
         for slot in self.layout.slots:
             if slot.offset > end:
@@ -72,7 +72,7 @@ class FlatBuffer:
             yield slice(end, self.numel)
 
     def within(self, segment: int, slot: int) -> slice:
-        """The part of a tensor that lies in a segment, counted from the segment's beginning."""
+        """Return a tensor's slice within a segment, counted from the segment's beginning."""
         first, one = segment * self.segment_numel, self.layout.slots[slot]
         start, stop = (
             min(max(place - first, 0), self.segment_numel) for place in (one.offset, one.stop)
@@ -80,6 +80,6 @@ class FlatBuffer:
         return slice(start, stop)
 
     def views(self, full: Tensor) -> dict[str, Tensor]:
-        """Each tensor by name, in its shape, as a view of `full`, shape (numel,) or longer."""
+        """Return each tensor by name, in its shape, as a view of `full`, (numel,) or longer."""
         slots = self.layout.slots
         return {slot.name: full[slot.offset : slot.stop].view(slot.shape) for slot in slots}

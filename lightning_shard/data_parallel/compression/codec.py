@@ -1,4 +1,4 @@
-"""A codec makes a few numbers smaller and back; that is all that a new way of compressing needs.
+"""A codec encodes values in fewer bytes and decodes them: all that a new compression needs.
 
     class Sign(Codec):
         error_feedback = True
@@ -28,15 +28,17 @@ class Codec(Compressor):
     """Makes values smaller by itself, one rank's segment at a time.
 
     Attributes:
-        error_feedback: Keep what encoding has lost and add it the next time (arXiv:1809.07599).
-        momentum: Factor of momentum m that is added up before sending, m = momentum * m + g
-            (arXiv:1712.01887); then the optimizer must have none. 0: none.
-        sends_momentum: Adam's momentum travels, an average over steps with the optimizer's factor,
-            and after the warm-up its second moment is frozen.
-        update_limit: Then the greatest change of a value in a step, in learning rates.
-        is_sparse: Most values decode to zero. With error feedback, momentum starts anew where one
-            was sent. Adam's under other codecs goes on from the average of all ranks', where each
-            gets it (stage 0).
+        error_feedback: Whether the values that encoding has lost are kept and added the next time
+            (arXiv:1809.07599).
+        momentum: Factor of the momentum m that is added up before sending, m = momentum * m + g
+            (arXiv:1712.01887); the optimizer must then have none. 0 for no momentum.
+        sends_momentum: Whether Adam's momentum travels, an average over steps with the optimizer's
+            factor, and Adam's second moment is frozen after the warm-up.
+        update_limit: Greatest change of a value in a step under a frozen second moment, in
+            learning rates.
+        is_sparse: Whether most values decode to zero. With error feedback, momentum then starts
+            anew where a value was sent. Adam's momentum under other codecs goes on from the
+            average of all ranks', where each rank gets it (stage 0).
     """
 
     error_feedback: bool = False
@@ -55,8 +57,8 @@ class Codec(Compressor):
         """Make `values` smaller.
 
         Args:
-            values: Shape (n,), float32, finite. Not to be changed.
-            turn: The step, and a seed.
+            values: Shape (n,), float32, finite; must not be changed.
+            turn: The step, the random seed and the number of summed ranks.
 
         Returns:
             Tensors whose types and shapes depend on n, the step and `turn.num_summed` alone.

@@ -1,4 +1,4 @@
-"""What a way of compressing is, and what it makes of each buffer: an exchange.
+"""A compressor, the settings of a way of compressing, and the exchange that it makes per buffer.
 
     Compressor   settings, one for a model            TopK(ratio=0.01)
     Exchange     one for each flat buffer             keeps what was not sent, counts steps
@@ -26,29 +26,29 @@ State = dict[str, dict[str, Tensor]]  # kind of state -> name -> tensor
 
 
 class Compressor(ABC):
-    """How gradients are made smaller before they travel: settings without state."""
+    """A way to make gradients smaller before they travel: settings without state."""
 
     @property
     def freezes_variance(self) -> bool:
-        """Whether Adam's second moment stays as it is once a warm-up is over.
+        """Whether Adam's second moment is frozen once a warm-up is over.
 
-        Then it is for gradients that Adam gets, and for nothing else.
+        Such a compressor is for gradients that Adam uses, and for nothing else.
         """
         return False
 
     @abstractmethod
     def exchange(self, buffer: FlatBuffer) -> "Exchange":
-        """Return what averages `buffer`, with the state that belongs to it."""
+        """Return the exchange that averages `buffer`, with its state."""
 
 
 class Turn(NamedTuple):
-    """When something is encoded.
+    """The step and segment in which values are encoded.
 
     Attributes:
-        step: How often the buffer was averaged before.
-        seed: Of random numbers: another one for each rank, buffer, segment and step, and the same
-            ones from run to run.
-        num_summed: How many ranks' values have been added up: 1 for those of one rank.
+        step: Number of times that the buffer was averaged before.
+        seed: Seed of random numbers: another one for each rank, buffer, segment and step, and the
+            same ones from run to run.
+        num_summed: Number of ranks whose values have been added up: 1 for those of one rank.
     """
 
     step: int
@@ -60,7 +60,11 @@ class Turn(NamedTuple):
 class Tally:
     """Bytes that this rank has sent, and what it would have sent uncompressed (ring model).
 
-    An exchange counts what it averages; a strategy all that its steps send.
+    An exchange counts the bytes of its averages, a strategy all that its steps send.
+
+    Attributes:
+        raw_bytes: Bytes that this rank would have sent uncompressed.
+        sent_bytes: Bytes that this rank has sent.
     """
 
     raw_bytes: int = 0
@@ -68,7 +72,7 @@ class Tally:
 
     @property
     def ratio(self) -> float:
-        """How many times fewer bytes were sent; 1 where there was nothing to send."""
+        """Uncompressed bytes divided by sent bytes; 1 where nothing was sent."""
         return self.raw_bytes / self.sent_bytes if self.sent_bytes else 1.0
 
     def __add__(self, other: "Tally") -> "Tally":
@@ -76,9 +80,9 @@ class Tally:
 
 
 def if_sound(sound: Tensor, values: Tensor, otherwise: Tensor | None = None) -> Tensor:
-    """`values` if the scalar of bool `sound` is true, else `otherwise`, by default zeros.
+    """Return `values` if the bool scalar `sound` is true, else `otherwise`, by default zeros.
 
-    Without waiting for a device; on the CPU without a copy.
+    The host does not wait for a device, and on the CPU nothing is copied.
     """
     if sound.device.type != "cpu":
         return torch.where(sound, values, 0.0 if otherwise is None else otherwise)
@@ -91,21 +95,22 @@ class Exchange(ABC):
     """Averages one buffer again and again, with loss.
 
     Attributes:
-        buffer: The buffer.
-        step: How often it has been averaged.
-        tally: Bytes.
-        loss_scale: Asked at each `begin` for the factor that is in the values. What is kept from
-            step to step is kept without it, so that it may change.
-        keeps_momentum: Whether what travels is summed over steps, so that micro-batches must be
-            added up before.
-        freezes_variance: Whether Adam's second moment stays as it is, once a warm-up is over.
-        froze_variance: Whether it was over the last time.
-        variance_steps: Of Adam's own, that a tensor needs before its second moment is frozen.
-        sends_momentum: Whether it is Adam's momentum that travels then.
-        momentum_factors: Of momentum, where it is kept, by tensor of the buffer.
+        buffer: The buffer that is averaged.
+        step: Number of times that the buffer has been averaged.
+        tally: Bytes that this rank has sent, and would have sent uncompressed.
+        loss_scale: Returns at each `begin` the loss scale that is in the values. State is kept
+            without it from step to step, so that it may change.
+        keeps_momentum: Whether the sent values are summed over steps, so that micro-batches must
+            be added up before.
+        freezes_variance: Whether Adam's second moment is frozen once a warm-up is over.
+        froze_variance: Whether the warm-up was over at the last average.
+        variance_steps: Number of Adam's own steps that a tensor needs before its second moment is
+            frozen.
+        sends_momentum: Whether Adam's momentum travels after the warm-up.
+        momentum_factors: Factor of momentum, where momentum is kept, by tensor of the buffer.
         fills_variance: Whether a value that had no gradient in the warm-up is given the others'
-            second moment, or is left alone, since everything comes as something but zero.
-        update_limit: The greatest change of a value in a step from then on, in learning rates.
+            second moment; else it is left alone, since no value decodes to zero.
+        update_limit: Greatest change of a value in a step after the warm-up, in learning rates.
     """
 
     keeps_momentum = False
@@ -124,7 +129,7 @@ class Exchange(ABC):
         self.loss_scale: Callable[[], float] = lambda: 1.0
 
     def passes(self, values: Tensor, used: Sequence[bool] | None = None) -> bool:
-        """Whether the caller is to average `values` itself, uncompressed: a warm-up.
+        """Whether the caller has to average `values` itself, uncompressed, as in a warm-up.
 
         Call before each `begin`, with the same `values` and `used`; True takes its place. Each
         rank must call.
@@ -137,16 +142,16 @@ class Exchange(ABC):
 
         Args:
             values: Shape (numel,), any floating type; not needed any more on return.
-            out: Where the average goes: shape (numel,), or (segment_numel,) for the own segment.
-                May lie in `values`.
-            used: By tensor of the buffer, whether this rank has values for it; None for all. Of
-                one that no rank has values for, nothing is sent and what is kept stays as it is:
-                an optimizer would pass over it.
+            out: Tensor for the average, of shape (numel,), or (segment_numel,) for this rank's own
+                segment. May lie in `values`.
+            used: By tensor of the buffer, whether this rank has values for it; None for all.
+                Nothing is sent for a tensor that no rank has values for, and its state does not
+                change, since an optimizer would pass over it.
         """
 
     @abstractmethod
     def proceed(self) -> None:
-        """Start the second half, once; each rank must call before `wait`, which calls else."""
+        """Start the second half, once; each rank must call before `wait`, or `wait` does it."""
 
     @abstractmethod
     def wait(self) -> None:
@@ -154,20 +159,20 @@ class Exchange(ABC):
 
     @abstractmethod
     def state(self) -> State:
-        """What further steps depend on, free of ranks and sizes; each rank must call.
+        """Return the state that further steps depend on, free of ranks and sizes; each must call.
 
         Returns:
-            By kind and tensor name: what is sent later is the average over ranks.
+            Tensors by kind and tensor name; values to be sent later are averages over the ranks.
         """
 
     @property
     def kept(self) -> list[Tensor]:
-        """The memory that is held between two averages."""
+        """Tensors that are held between two averages."""
         return []
 
     @abstractmethod
     def load(self, state: Mapping[str, Mapping[str, Tensor]], step: int) -> None:
-        """Take a state of any number of ranks; names that are not here are passed over."""
+        """Take over a state of any number of ranks; names that are not here are passed over."""
 
     def _count(self, sent_bytes: int) -> None:
         self.tally.raw_bytes += self.buffer.dense_bytes

@@ -1,12 +1,12 @@
-"""What a rank keeps of a buffer between two averages: what was not sent, and momentum.
+"""The values that a rank keeps of a buffer between two averages: residuals and momentum.
 
     on its way   encoded  = residual + momentum'           momentum' = factor * momentum + gradient
     arrived      residual = residual + momentum' - sent    momentum  = momentum'
 
 A sparse codec's momentum starts anew where it was sent. While a message travels everything stays
-as it was; what has come of it is taken up once all ranks' values are known to be finite. So a step
-in which one has an overflow leaves nothing behind, and of a tensor that no rank has values for
-nothing changes.
+as it was; the kept values change once all ranks' values are known to be finite. So a step in which
+one rank overflows leaves nothing behind, and nothing changes of a tensor that no rank has values
+for.
 Source: Deep Gradient Compression (momentum, masking), arXiv:1712.01887;
 two-sided error compensation, arXiv:1905.05957.
 """
@@ -23,7 +23,7 @@ from lightning_shard.data_parallel.compression.compressor import State, if_sound
 
 
 class ErrorFeedbackRules(Protocol):
-    """What a codec says about what is kept; see `Codec`."""
+    """The options of a codec that decide which values are kept; see `Codec`."""
 
     error_feedback: bool
     momentum: float
@@ -35,9 +35,9 @@ class ErrorFeedback:
     """Residuals and momentum of one buffer; all values are of shape (ranks, segment), float32.
 
     Args:
-        codec: Says what is kept.
-        buffer: The buffer.
-        factors: Of momentum, by tensor of the buffer; the same while a message travels.
+        codec: Codec whose options decide which values are kept.
+        buffer: The buffer that is averaged.
+        factors: Factor of momentum by tensor of the buffer; the same while a message travels.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class ErrorFeedback:
         self._momentum: Tensor | None = None
 
     def allocate(self) -> None:
-        """Make what is kept; of frozen parameters that is nothing."""
+        """Allocate the kept values; none for frozen parameters."""
         segment = self._buffer.segment_numel
         if self._codec.error_feedback and self._residual is None:
             self._residual = self._zeros(self._buffer.ranks.size, segment)
@@ -67,12 +67,12 @@ class ErrorFeedback:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that is kept."""
+        """All tensors of kept values."""
         kept = (self._residual, self._owner_residual, self._momentum)
         return [tensor for tensor in kept if tensor is not None]
 
     def with_kept(self, gradient: Tensor) -> Tensor:
-        """What is to be sent for a gradient; changes nothing."""
+        """Return the values to send for a gradient, with the kept ones; changes nothing."""
         added = self._with_momentum(gradient)
         return added if self._residual is None else self._residual + added
 
@@ -86,7 +86,7 @@ class ErrorFeedback:
         return added
 
     def _places_by_factor(self) -> Iterator[tuple[slice, float]]:
-        """Where each factor of momentum holds: everywhere, if it is one."""
+        """Yield the slices of the buffer with their factor of momentum; one for a common factor."""
         if len(set(self._factors)) == 1:
             yield slice(None), self._factors[0]
             return
@@ -96,13 +96,14 @@ class ErrorFeedback:
     def take_up(
         self, gradient: Tensor, sent: Iterator[Tensor] | None, unused: Sequence[int], sound: Tensor
     ) -> None:
-        """Keep what follows from a gradient that has been averaged.
+        """Update the kept values after a gradient has been averaged.
 
         Args:
-            gradient: As `with_kept` got it.
-            sent: Segment by segment, what the others have got of it; None for all, as it was.
-            unused: Tensors of the buffer that no rank has values for; of these nothing changes.
-            sound: Whether anything does.
+            gradient: The gradient that `with_kept` was given.
+            sent: The decoded values that the other ranks got, by segment; None where they got
+                everything exactly.
+            unused: Indices of tensors that no rank has values for; their kept values do not change.
+            sound: Whether all ranks' values were finite, a bool scalar; else nothing changes.
         """
         added = self._with_momentum(gradient)
         if self._residual is not None and sent is not None:
@@ -123,19 +124,19 @@ class ErrorFeedback:
         kept.copy_(if_sound(sound, new, kept))
 
     def with_owned(self, mean: Tensor) -> Tensor:
-        """What the owner of a segment is to send for its average, shape (segment,)."""
+        """Return the values that a segment's owner sends for its average, shape (segment,)."""
         return mean if self._owner_residual is None else self._owner_residual + mean
 
     def take_up_owned(
         self, values: Tensor, sent: Tensor, unused: Sequence[int], sound: Tensor
     ) -> None:
-        """Keep what follows from an average that the owner has sent.
+        """Update the owner's kept values after it has sent an average.
 
         Args:
-            values: What `with_owned` returned.
-            sent: What the others have got of it.
-            unused: As in `take_up`.
-            sound: Whether anything changes.
+            values: The values that `with_owned` returned.
+            sent: The decoded values that the other ranks got.
+            unused: Indices of tensors that no rank has values for; their kept values do not change.
+            sound: Whether all ranks' values were finite, a bool scalar; else nothing changes.
         """
         if self._owner_residual is None:
             return
@@ -148,7 +149,7 @@ class ErrorFeedback:
     def go_on_from(
         self, average: Tensor, segment: int, unused: Sequence[int], sound: Tensor
     ) -> None:
-        """Have the momentum of a segment be what has come of all ranks' momenta."""
+        """Set the momentum of a segment to the average of all ranks' momenta that has come."""
         assert self._momentum is not None
         own, average = self._momentum[segment], average.clone()
         for index in unused:
@@ -159,7 +160,7 @@ class ErrorFeedback:
     def share_momentum(self) -> int:
         """Have all ranks go on from one momentum at the end of a warm-up; each rank must call.
 
-        Its average is what the average gradients would have made. Returns the bytes sent.
+        The average momentum is that of the average gradients. Returns the bytes sent.
         """
         if not self.shares_momentum or self._momentum is None:
             return 0
@@ -168,7 +169,7 @@ class ErrorFeedback:
         return ring_share(2 * self._momentum.numel(), ranks.size) * self._momentum.element_size()
 
     def state(self) -> State:
-        """The averages over the ranks, by kind and tensor name; each rank must call."""
+        """Return the kept values' averages over the ranks, by kind and name; each must call."""
         ranks, kept = self._buffer.ranks, dict[str, Tensor]()
         if self._residual is not None:
             kept["residual"] = self._residual.clone()
@@ -183,7 +184,7 @@ class ErrorFeedback:
         return {kind: self._buffer.views(full.view(-1)) for kind, full in kept.items()}
 
     def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Take up a state of any number of ranks; names that are not here are passed over."""
+        """Take over a state of any number of ranks; names that are not here are passed over."""
         if any(name in state.get(kind, {}) for kind in state for name in self._buffer.names):
             self.allocate()
         if self._owner_residual is not None:

@@ -34,7 +34,7 @@ _SEED_FACTORS = (1_000_003, 8_191, 2_053, 257)  # primes, for mixing counters in
 
 
 class SegmentCodec(ErrorFeedbackRules, Protocol):
-    """What an exchange asks of its codec; see `Codec`, which makes the exchange."""
+    """The methods of a `Codec` that its exchange calls."""
 
     update_limit: float
 
@@ -43,10 +43,10 @@ class SegmentCodec(ErrorFeedbackRules, Protocol):
         """Whether Adam's second moment is frozen after the warm-up."""
 
     def encode(self, values: Tensor, turn: Turn) -> Sequence[Tensor]:
-        """Make the values of a segment smaller."""
+        """Encode the values of a segment in fewer bytes."""
 
     def decode(self, fields: Sequence[Tensor], numel: int) -> Tensor:
-        """Make a segment's values of what `encode` returned."""
+        """Decode a segment's values from the tensors that `encode` returned."""
 
     def is_dense(self, step: int) -> bool:
         """Whether nothing is compressed in this step."""
@@ -57,16 +57,16 @@ class _Travel:
     """One average on its way.
 
     Attributes:
-        out: Where it goes.
+        out: Tensor for the average.
         scale: The loss scale that was in the values.
-        gradient: This rank's values, shape (W, segment), where something is kept of them.
-        sent: What they were encoded to, shape (W, num_bytes).
-        sent_form: Of its rows.
-        rows: What comes, shape (W, num_bytes): this segment's values, then all averages.
-        form: Of its rows.
-        pending: Their arrival.
-        owned: In the second half, what this rank sends as its segment's average.
-        owned_row: What that was encoded to, held while it travels.
+        gradient: This rank's values, shape (W, segment); None where nothing of them is kept.
+        sent: The encoded values, shape (W, num_bytes), one row for each rank.
+        sent_form: Form of the rows of `sent`.
+        rows: The received rows, shape (W, num_bytes): this segment's values, then all averages.
+        form: Form of the rows of `rows`.
+        pending: Handle of the communication that fills `rows`.
+        owned: In the second half, the values that this rank sends as its segment's average.
+        owned_row: The encoded `owned`, held while it travels.
     """
 
     out: Tensor
@@ -85,8 +85,8 @@ class CodecExchange(Exchange):
     """Averages one buffer through a codec.
 
     Args:
-        codec: Encodes and decodes segments.
-        buffer: The buffer.
+        codec: Codec that encodes and decodes segments.
+        buffer: The buffer that is averaged.
     """
 
     def __init__(self, codec: SegmentCodec, buffer: FlatBuffer) -> None:
@@ -162,7 +162,7 @@ class CodecExchange(Exchange):
             self._used.copy_(torch.tensor(used, dtype=torch.uint8))
 
     def _taken(self, values: Tensor) -> Tensor:
-        """The segments, without the loss scale."""
+        """Return the values as segments, without the loss scale."""
         numel, padded = self.buffer.numel, self._shape[0] * self._shape[1]
         taken = torch.empty(padded, dtype=torch.float32, device=self.buffer.device)
         taken[:numel].copy_(values)
@@ -178,7 +178,7 @@ class CodecExchange(Exchange):
         self._unused = (used == 0).nonzero().view(-1).tolist() if reads else []
 
     def _encode(self, segments: Tensor, sound: Tensor, first: int = 0) -> tuple[Tensor, wire.Form]:
-        """Rows, shape (segments, num_bytes); `first` tells this call's random numbers apart."""
+        """Return encoded rows, (segments, num_bytes); `first` varies this call's random seeds."""
         tells = (self._used,) if self._tells_usage else ()
         fields = [
             (*self.codec.encode(segment, self._turn(first + index)), *tells)
@@ -222,7 +222,7 @@ class CodecExchange(Exchange):
         return decoded
 
     def _without_unused(self, segment: Tensor, index: int) -> Tensor:
-        """Zero in place, in the values of a segment, those of tensors that nobody uses."""
+        """Zero in place the values of a segment's tensors that no rank uses."""
         for slot in self._unused:
             segment[self.buffer.within(index, slot)] = 0.0
         return segment
@@ -246,7 +246,7 @@ class CodecExchange(Exchange):
         self.tally.sent_bytes += (ranks.size - 1) * travel.form.num_bytes
 
     def _mean(self, travel: _Travel) -> tuple[Tensor, Tensor]:
-        """The average of the own segment, zero unless sound, and whether it is.
+        """Return the average of the own segment, zero unless sound, and whether it is sound.
 
         Values that are finite may have a sum that is not.
         """
@@ -312,7 +312,7 @@ class CodecExchange(Exchange):
 
 
 def _is_finite(values: Tensor) -> Tensor:
-    """Whether all values, and the greatest of their differences, are: a scalar of bool."""
+    """Return whether all values and their greatest difference are finite: a bool scalar."""
     if not values.numel():
         return torch.tensor(True, device=values.device)
     least, greatest = values.aminmax()  # NaN if there is one

@@ -17,14 +17,14 @@ from lightning_shard.layout.flat import Slot
 
 @dataclass(eq=False)
 class Factors:
-    """One matrix's place, and its factors.
+    """One matrix of a buffer and its two thin factors.
 
     Attributes:
-        slot: Its place in the buffer.
-        rows: Its first dimension; the others make up the columns.
+        slot: Slot of the matrix in the buffer: its first dimension are the rows, all others
+            together the columns.
         q: Shape (columns, rank): the next power iteration starts from it; no value is over 1.
-        p: Shape (rows, rank): orthonormal columns; a view of what is averaged before.
-        next_q: Shape (columns, rank): a view of what is averaged.
+        p: Shape (rows, rank), with orthonormal columns: a view of the vector averaged first.
+        next_q: Shape (columns, rank): a view of the vector averaged second.
     """
 
     slot: Slot
@@ -33,7 +33,7 @@ class Factors:
     next_q: Tensor
 
     def matrix(self, full: Tensor) -> Tensor:
-        """The matrix, a view of a flat tensor."""
+        """Return the matrix as a view of a flat tensor."""
         return full[self.slot.offset : self.slot.stop].view(self.slot.shape[0], -1)
 
     def orthonormalise(self, sound: Tensor) -> None:
@@ -52,23 +52,23 @@ class Factors:
 
 
 def scaled(columns: Tensor, otherwise: Tensor) -> Tensor:
-    """Each column divided by its greatest value; of `otherwise` where that is 0 or not finite."""
+    """Return columns divided by their greatest value; those of `otherwise` where it is bad."""
     greatest = columns.abs().amax(0)
     return torch.where((greatest > 0) & (greatest < torch.inf), columns / greatest, otherwise)
 
 
 def num_columns(slot: Slot) -> int:
-    """All dimensions but the first, as one."""
+    """Return the number of columns: all dimensions but the first, as one."""
     return prod(slot.shape[1:])
 
 
 def rank_of(slot: Slot, rank: int) -> int:
-    """The rank that its factors have at most."""
+    """Return the rank of a matrix's factors, at most `rank`."""
     return min(rank, slot.shape[0], num_columns(slot))
 
 
 def pays(slot: Slot, rank: int) -> bool:
-    """Whether the factors of a matrix are smaller than it."""
+    """Whether the factors of a matrix have fewer elements than the matrix."""
     if len(slot.shape) < 2 or not slot.numel:
         return False
     return rank_of(slot, rank) * (slot.shape[0] + num_columns(slot)) < slot.numel

@@ -43,8 +43,8 @@ class OneBit(Codec):
       encoding, and each rank goes on from its own m, since the average is at the owner.
 
     Args:
-        warmup_steps: Steps that are dense; Adam's second moment should be steady by then.
-        block: Values that share a scale; a multiple of 8, at least 1024.
+        warmup_steps: Number of dense steps; Adam's second moment should be steady by then.
+        block: Number of values that share a scale; a multiple of 8, at least 1024.
         adam: The rule of 1-bit Adam: after the warm-up it is the momentum that travels, and Adam's
             second moment is frozen. Needs torch's Adam or AdamW. False: gradients travel, for any
             optimizer.
@@ -106,7 +106,7 @@ def pack_bits(bits: Tensor) -> Tensor:
 
 
 def unpack_signs(packed: Tensor, numel: int) -> Tensor:
-    """The first `numel` bits of what `pack_bits` made, as 1.0 and -1.0."""
+    """Return the first `numel` bits that `pack_bits` packed, as 1.0 and -1.0."""
     bytes_, places = torch.arange(256, device=packed.device), torch.arange(8, device=packed.device)
     signs = ((bytes_[:, None] >> places) & 1).mul_(2).sub_(1).float()  # (256, 8)
     return embedding(packed.int(), signs).view(-1)[:numel]

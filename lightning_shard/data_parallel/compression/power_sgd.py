@@ -46,15 +46,16 @@ class PowerSGD(Compressor):
     """Approximations of low rank, with error feedback and warm start.
 
     Args:
-        rank: Of the approximation; 1 to 4 are usual.
-        warmup_steps: Averages at the start that are dense: one in a step, but for the micro-batches
-            of zero2.
-        seed: Of the first guess, the same on all ranks.
-        factor_dtype: Of the factors, and of what has none, on the wire. For the bytes of one rank
-            in "float32", "bfloat16" sends twice the rank.
-        adam: For torch's Adam and AdamW, whose second moment is frozen after the warm-up, as in
-            1-bit Adam (arXiv:2102.02888): error feedback sends in one step what many have lost,
-            and Adam would divide such a spike by itself. Gradients travel all the same.
+        rank: Rank of the approximation; 1 to 4 are usual.
+        warmup_steps: Number of dense averages at the start: one in a step, but for the
+            micro-batches of zero2.
+        seed: Seed of the first guess, the same on all ranks.
+        factor_dtype: Format on the wire of the factors, and of tensors without factors. For the
+            bytes of one rank in "float32", "bfloat16" sends twice the rank.
+        adam: Whether the optimizer is torch's Adam or AdamW, whose second moment is frozen after
+            the warm-up, as in 1-bit Adam (arXiv:2102.02888): error feedback sends in one step what
+            many have lost, and Adam would divide such a spike by itself. Gradients travel all the
+            same.
     """
 
     @checked_options
@@ -97,8 +98,8 @@ class LowRankExchange(Exchange):
     """Averages one buffer by PowerSGD.
 
     Args:
-        settings: Rank, warm-up, seed.
-        buffer: The buffer.
+        settings: The compressor: rank, warm-up, seed and formats.
+        buffer: The buffer that is averaged.
     """
 
     def __init__(self, settings: PowerSGD, buffer: FlatBuffer) -> None:
@@ -121,7 +122,7 @@ class LowRankExchange(Exchange):
         self._has_proceeded = False
 
     def _allocate(self) -> None:
-        """Make what is kept; of frozen parameters that is nothing."""
+        """Allocate the kept values; none for frozen parameters."""
         if self._first is not None:
             return
         device, dtype = self.buffer.device, self._settings.factor_dtype
@@ -187,12 +188,12 @@ class LowRankExchange(Exchange):
                 work[slot.offset : slot.stop] = 0.0
 
     def _used_anywhere(self) -> dict[str, Tensor]:
-        """By name, once the first message has come: whether any rank has values; scalars."""
+        """Return by name whether any rank has values, as scalars; after the first message only."""
         names = [slot.name for slot in self.buffer.layout.slots]
         return dict(zip(names, (self._used > 0).unbind(), strict=True))
 
     def _plain_parts(self) -> Iterator[tuple[Slot, Tensor]]:
-        """What has no factors: each slot, and its part of the message, a view."""
+        """Yield each slot without factors, and its part of the message as a view."""
         parts = torch.split(self._plain_values, [slot.numel for slot in self._plain])
         return zip(self._plain, parts, strict=True)
 
@@ -243,7 +244,7 @@ class LowRankExchange(Exchange):
         self.step += 1
 
     def _keep(self, lost: Tensor, sound: Tensor, used: Mapping[str, Tensor]) -> None:
-        """Take up what the next step depends on; all stays as it is unless `sound`."""
+        """Keep the values that the next step depends on; nothing changes unless `sound`."""
         for one in self._factors:
             self._keep_of(one.slot, lost, sound)
             one.start_from(if_sound(sound, one.next_q, one.q))

@@ -55,9 +55,9 @@ class Int8(Codec):
     """Eight bits and a scale for each block: 3.9x smaller, error below 1/127 of the block's peak.
 
     Args:
-        block: Values that share a scale.
+        block: Number of values that share a scale.
         rounding: "nearest", or "stochastic": up or down at random, right on average.
-        seed: Of stochastic rounding, the same from run to run.
+        seed: Seed of stochastic rounding, the same from run to run.
     """
 
     @checked_options

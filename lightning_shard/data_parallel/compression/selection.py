@@ -22,14 +22,14 @@ COMPRESSORS: dict[str, Callable[..., Compressor]] = {
 
 
 def find_compressor(choice: str | Compressor | Mapping[str, Any] | None) -> Compressor | None:
-    """Return what the `compression` option asks for; None for no compression.
+    """Return the compressor that the `compression` option names; None for no compression.
 
     Args:
         choice: A name ("none" among them), a compressor, or a mapping with `class_path` (a name,
             too) and perhaps `init_args`.
 
     Raises:
-        ConfigError: It is none of these.
+        ConfigError: The choice is none of these.
     """
     if choice is None or choice == "none" or isinstance(choice, Compressor):
         return choice if isinstance(choice, Compressor) else None

@@ -1,4 +1,4 @@
-"""What exchanges keep, as a checkpoint has it: by parameter name, whatever the ranks and buffers.
+"""The exchanges' state in a checkpoint: by parameter name, whatever the ranks and buffers.
 
     {"compressor": "TopK", "freezes_variance": False, "step": {name: 120},
      "residual": {name: tensor}, "momentum": {...}}
@@ -24,12 +24,12 @@ def full_state(
     """Bring the state together, one buffer at a time; each rank must call.
 
     Args:
-        compressor: What the exchanges belong to.
-        exchanges: Of all buffers, in the same order on every rank.
-        keep: Whether this rank wants it.
+        compressor: The compressor that has made the exchanges.
+        exchanges: Exchanges of all buffers, in the same order on every rank.
+        keep: Whether this rank gets the state.
 
     Returns:
-        On the CPU; {} where it is not wanted.
+        The state, with tensors on the CPU; {} on ranks that do not get it.
     """
     full: dict[str, Any] = {"compressor": type(compressor).__name__, "step": {}}
     full[_FREEZES] = any(exchange.freezes_variance for exchange in exchanges)
@@ -49,9 +49,9 @@ def load_full_state(
 ) -> None:
     """Take up the state of any number of ranks and any buffers; no communication.
 
-    From another kind of compressor the residual alone, which is in gradients whoever kept it;
-    one that freezes Adam's second moment now and did not before is another kind, and has its
-    warm-up.
+    Of another kind of compressor only the residual is taken, which is in gradients in any case. A
+    compressor that freezes Adam's second moment now and did not before is another kind, and has
+    its warm-up.
     """
     freezes = any(exchange.freezes_variance for exchange in exchanges)
     is_same = full.get("compressor") == type(compressor).__name__

@@ -75,7 +75,7 @@ class TopK(Codec):
         self.warmup_steps = warmup_steps
 
     def ratio_at(self, step: int) -> float:
-        """The share that is sent in a step."""
+        """Return the share of values that is sent in a step."""
         if step >= self.warmup_steps:
             return self.ratio
         stage = step * _WARMUP_STAGES // self.warmup_steps
@@ -104,9 +104,9 @@ class TopK(Codec):
 
 
 def greatest(sizes: Tensor, count: int) -> Tensor:
-    """Places of the `count` greatest, shape (count,), in any order.
+    """Return the indices of the `count` greatest values, shape (count,), in any order.
 
-    A sample tells about where they begin, so that only a few have to be sorted.
+    A sample tells about where these values begin, so that only a few have to be sorted.
     """
     if sizes.device.type == "cpu" and sizes.numel() > _MANY and count < sizes.numel() // 8:
         sample = sizes[:: sizes.numel() // (_MANY // 4)]

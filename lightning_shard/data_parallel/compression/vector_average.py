@@ -23,12 +23,12 @@ WireDType = Literal["float32", "bfloat16"]
 
 
 class VectorAverage:
-    """Averages a vector again and again.
+    """Averages a vector over the ranks, once in each step.
 
     Args:
-        numel: Its length.
-        buffer: Says who averages and where the values are; its own layout is not used.
-        dtype: Of the values on their way; sums are in float32.
+        numel: Number of elements of the vector.
+        buffer: Buffer whose ranks and device are used; its layout is not.
+        dtype: Format of the values on the wire; sums are in float32.
 
     Attributes:
         values: Shape (numel,), float32: this rank's, and after `wait` the average, the same bits on
@@ -45,7 +45,7 @@ class VectorAverage:
         self._pending: Pending | Exchange | None = None
 
     def round_(self, part: Tensor) -> None:
-        """Make what the other ranks will get of this rank's `part` of the values, in place."""
+        """Round `part` of this rank's values in place, as the other ranks will get them."""
         if self._dtype == "bfloat16":
             part.copy_(part.bfloat16())
 

@@ -15,7 +15,14 @@ _ALIGN = 8  # of the widest type, so that each field can be seen in its own
 
 
 class Field(NamedTuple):
-    """One tensor's type, shape and place in a row of bytes."""
+    """One tensor in a row of bytes.
+
+    Attributes:
+        dtype: Type of the tensor.
+        shape: Shape of the tensor.
+        start: Index in the row of the tensor's first byte.
+        stop: Index in the row one past its last byte.
+    """
 
     dtype: torch.dtype
     shape: torch.Size
@@ -24,14 +31,19 @@ class Field(NamedTuple):
 
 
 class Form(NamedTuple):
-    """The fields of a row."""
+    """The layout of a row of bytes.
+
+    Attributes:
+        fields: The tensors in the row, in order.
+        num_bytes: Length of the row.
+    """
 
     fields: tuple[Field, ...]
     num_bytes: int
 
 
 def form_of(tensors: Sequence[Tensor]) -> Form:
-    """Lay tensors out one behind the other."""
+    """Return the form of a row that holds these tensors one behind the other."""
     fields, end = [], _ALIGN
     for tensor in tensors:
         fields.append(Field(tensor.dtype, tensor.shape, end, end + tensor.nbytes))
@@ -47,12 +59,12 @@ def write(row: Tensor, form: Form, tensors: Sequence[Tensor], sound: Tensor) -> 
 
 
 def read(row: Tensor, form: Form) -> tuple[Tensor, ...]:
-    """The tensors that a row holds, as views of it."""
+    """Return the tensors that a row holds, as views of it."""
     return tuple(
         row[field.start : field.stop].view(field.dtype).view(field.shape) for field in form.fields
     )
 
 
 def all_sound(rows: Tensor) -> Tensor:
-    """Whether the values of all rows, shape (R, num_bytes), were finite: a scalar of bool."""
+    """Return whether all rows' values, (R, num_bytes), were finite: a bool scalar."""
     return (rows[:, 0] != 0).all()

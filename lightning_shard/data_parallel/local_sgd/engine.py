@@ -22,12 +22,12 @@ from lightning_shard.data_parallel.usage import UsageAgreement
 
 
 class LocalEngine(DataParallelEngine):
-    """An engine of stage 0 whose gradients are averaged over the ranks that it is told.
+    """An engine of stage 0 whose gradients are averaged over changing groups of ranks.
 
     Attributes:
         is_alone: Whether ranks train by themselves now.
-        buffers_moved: Whether a training step alone may have changed buffers; whoever makes them
-            equal again says so here.
+        buffers_moved: Whether a training step alone may have changed buffers; code that makes them
+            equal on all ranks sets it back to False.
     """
 
     is_alone = False
@@ -35,15 +35,15 @@ class LocalEngine(DataParallelEngine):
 
     @property
     def buffers(self) -> BufferSync:
-        """The model's buffers."""
+        """Synchronises the model's buffers."""
         return self._buffers
 
     def reduce_over(self, groups: DataGroups, *, alone: bool) -> None:
         """Average gradients over other ranks from now on; between two optimizer steps.
 
         Args:
-            groups: Over groups for gradients. Each rank must call.
-            alone: Whether that is this rank only.
+            groups: Groups of the ranks to average over, made for gradients. Each rank must call.
+            alone: Whether these groups hold this rank only.
         """
         if alone:
             self._buffers.follow(training=False)  # as the next step together would

@@ -16,11 +16,11 @@ def cut_into_fragments(numels: Mapping[str, int], num_fragments: int) -> list[li
     """Assign each parameter to a fragment.
 
     Args:
-        numels: Elements of each parameter, by name, in order.
-        num_fragments: How many there are to be.
+        numels: Number of elements of each parameter, by name, in order.
+        num_fragments: Number of fragments.
 
     Returns:
-        The names of each fragment; none is empty.
+        The parameters' names of each fragment; none is empty.
 
     Raises:
         ConfigError: There are fewer parameters than fragments.

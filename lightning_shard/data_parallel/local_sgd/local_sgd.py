@@ -1,4 +1,4 @@
-"""Ranks that train by themselves and meet at times: who sends what when, and what becomes of it.
+"""Local SGD on one rank: when fragments of parameters are sent, and how their mean is taken over.
 
     rank 0   step step step ┐            step step step ┐
     rank 1   step step step ┴─ meet ───> step step step ┴─ meet ───> ...
@@ -40,11 +40,11 @@ class PendingSync:
     """Parameters whose mean is on its way.
 
     Attributes:
-        names: Which.
-        landing: Those of them that are to be changed.
-        due: The step after which it lands.
-        buffer: What travels: this rank's part, and once it has arrived the mean.
-        arrival: None once it has arrived.
+        names: Names of the parameters whose mean is on its way.
+        landing: Names of those that the mean will change.
+        due: Step after which the mean lands.
+        buffer: This rank's packed values, and once it has arrived the mean.
+        arrival: Handle of the communication; None once the mean has arrived.
     """
 
     names: list[str]
@@ -58,12 +58,12 @@ class LocalSGD:
     """Local training from the moment that this is made until `finish`.
 
     Args:
-        engine: Of stage 0, alone now; every rank has the same parameters.
-        schedule: When ranks meet.
+        engine: An engine of stage 0, which is alone now; every rank has the same parameters.
+        schedule: Schedule of the steps at which ranks exchange fragments.
         make_rule: Makes the rule from the parameters that are trained.
-        collectives: The ranks that meet, over a group whose operations may stay in flight.
-        step: Steps of the run so far. Each rank must construct this at the same one.
-        compressor: Makes what travels smaller; the rule must then send changes.
+        collectives: Group of the ranks that meet, whose operations may stay in flight.
+        step: Number of steps of the run so far. Each rank must construct this at the same step.
+        compressor: Compresses the fragments; the rule must then send changes. None for none.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class LocalSGD:
             self._average_buffers()
 
     def _begin(self, fragment: int, due: int) -> None:
-        """Send what has changed of a fragment; of the last, what is in none (was frozen), too."""
+        """Send a fragment's changed parameters; with the last, those in none (once frozen), too."""
         self._own.settle()
         names = self._fragments[fragment]
         if landing := [name for name in names if name in self._stale]:
@@ -127,7 +127,7 @@ class LocalSGD:
         self._flights.append(PendingSync(names, landing, due, buffer, arrival))
 
     def _meet_newcomers(self, names: list[str]) -> list[str]:
-        """Average at once what the rule should have common values of; return the others."""
+        """Average parameters that are new to the rule at once; return the others' names."""
         self._stale.difference_update(names)
         new = [name for name in names if self.rule.common and name not in self.rule.common]
         mean = self._own.mean({name: self._own.views[name] for name in new})
@@ -159,7 +159,7 @@ class LocalSGD:
                 flight.arrival.proceed()
 
     def _arrived(self, flight: PendingSync) -> dict[str, Tensor]:
-        """The mean that a flight brings; waits for it."""
+        """Return the mean of a pending sync, after waiting for it."""
         if flight.arrival is not None:
             flight.arrival.wait()
             flight.arrival = None
@@ -179,7 +179,7 @@ class LocalSGD:
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        """Let the module hold the consensus inside, and afterwards what it held; each rank must.
+        """Let the module hold the consensus inside, and its own values after; each rank must enter.
 
         Entering again inside changes nothing.
         """
@@ -202,7 +202,7 @@ class LocalSGD:
 
     @contextmanager
     def _averaged_buffers(self) -> Iterator[None]:
-        """Let buffers be averages inside, and afterwards what they were unless they were set."""
+        """Let buffers be averages inside, and restore them after, unless user code set them."""
         moved = self._engine.buffers_moved
         buffers = self._engine.buffers.changing() if moved else []
         own = [buffer.clone() for buffer in buffers]
@@ -217,12 +217,12 @@ class LocalSGD:
                     buffer.data.copy_(value)
 
     def _differing(self) -> list[str]:
-        """Names of what may differ from the consensus, in one order on every rank."""
+        """Return the names of parameters that may differ from the consensus, in a common order."""
         known = self._moved() | self.rule.common.keys()
         return [name for name in self._own.views if name in known]
 
     def _moved(self) -> set[str]:
-        """Names of what ranks may not have the same values of."""
+        """Return the names of parameters that may differ between ranks."""
         return self._stale.union(*(flight.landing for flight in self._flights))
 
     def _consensus_of(self, names: Collection[str]) -> dict[str, Tensor]:
@@ -241,20 +241,20 @@ class LocalSGD:
         self._average_buffers()
 
     def held(self) -> list[Tensor]:
-        """The memory that this takes on this rank besides the engine's."""
+        """Return the tensors that local SGD holds on this rank besides the engine's."""
         return [*self.rule.tensors(), *(flight.buffer for flight in self._flights)]
 
     def compression_tally(self) -> Tally:
-        """Bytes that this rank has sent compressed, and what they would be dense."""
+        """Return the bytes that this rank has sent compressed, and would have sent dense."""
         return self._sender.tally()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint of the consensus does not say; each rank must call.
+        """Return the state that a checkpoint of the consensus lacks; each rank must call.
 
         Returns:
-            On rank 0 the mean of the ranks' own parameters where the consensus is something else,
-            what is on its way, and the rule's state; all by parameter name, on the CPU. Nothing
-            elsewhere.
+            On rank 0 the mean of the ranks' own parameters where the consensus differs from it, the
+            means on their way, and the rule's state; all by parameter name, on the CPU. {} on the
+            other ranks.
         """
         if self._kept is None:
             self._own.settle()
@@ -275,7 +275,7 @@ class LocalSGD:
         }
 
     def _wide(self) -> dict[str, Tensor]:
-        """Common values in a wider format than the module's."""
+        """Return common values that are in a wider format than the module's."""
         common = self.rule.common.items()
         return {name: one for name, one in common if one.dtype != self._own.views[name].dtype}
 
@@ -300,7 +300,7 @@ class LocalSGD:
                 )
 
     def _understood(self, state: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-        """What was on its way, if this rule sends the same; another could only misread it."""
+        """Return the means on their way, if this rule sends the same; another misreads them."""
         arriving: Sequence[Mapping[str, Any]] = state["arriving"]
         sent = state.get("sends")
         if not arriving or sent == self.rule.sends:
@@ -319,9 +319,9 @@ def check_model(engine: LocalEngine, schedule: SyncSchedule, compressor: Compres
     """Raise ConfigError if training alone cannot begin with this model, or with more unfrozen.
 
     Args:
-        engine: Holds the model.
-        schedule: When ranks are to meet.
-        compressor: Of what they send.
+        engine: The engine that holds the model.
+        schedule: Schedule of the steps at which ranks exchange fragments.
+        compressor: Compresses the fragments; None for none.
     """
     own = LocalParameters(engine)
     numels = {name: view.numel() for name, view in own.views.items()}

@@ -1,4 +1,4 @@
-"""The ranks' optimizers as one: the mean of their state, for a checkpoint."""
+"""The mean of the ranks' optimizer states, for a checkpoint."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,10 +16,10 @@ _StateKey = tuple[int, str]  # the parameter's number and the key of its state
 
 @contextmanager
 def averaged_state(optimizer: Optimizer, collectives: Collectives) -> Iterator[None]:
-    """Let an optimizer hold the mean of the ranks' state inside; each rank must.
+    """Let an optimizer hold the mean of the ranks' states inside; each rank must enter.
 
-    A parameter that some ranks have never used has state on the others only: the mean is over
-    those. Counters stay each rank's own.
+    A parameter that some ranks have never used has state on the others only: the mean is over the
+    others. Counters stay each rank's own.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     before = {param: optimizer.state[param] for param in params if param in optimizer.state}
@@ -58,7 +58,7 @@ def _means(
 
 
 def _belongs_to_elements(key: str, value: Any, param: nn.Parameter) -> bool:
-    """Whether a state entry is about elements, in contrast to counters."""
+    """Whether a state entry has a value per element, in contrast to a counter."""
     if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
         return False
     return value.ndim > 0 or (param.ndim == 0 and key != "step")

@@ -19,10 +19,10 @@ _HOW = (
 
 
 def outer_factory(outer: OuterOptimizer) -> OuterFactory | None:
-    """Return what makes the outer optimizer; None where there is none.
+    """Return the function that makes the outer optimizer; None where there is none.
 
     Raises:
-        ConfigError: It is none of what it can be, or its class does not take the arguments.
+        ConfigError: The option names no optimizer, or its class does not take the arguments.
     """
     factory = _factory(outer)
     if factory is None:
@@ -52,12 +52,12 @@ def _factory(outer: OuterOptimizer) -> OuterFactory | None:
 
 
 def plain_average(tensors: list[torch.Tensor]) -> Optimizer:
-    """Make the optimizer whose step is to the ranks' mean."""
+    """Make the optimizer whose step leads to the ranks' mean."""
     return torch.optim.SGD(tensors, lr=1.0)
 
 
 def _nesterov(tensors: list[torch.Tensor]) -> Optimizer:
-    """Make DiLoCo's, arXiv:2311.08105."""
+    """Make DiLoCo's outer optimizer, arXiv:2311.08105."""
     return torch.optim.SGD(tensors, lr=0.7, momentum=0.9, nesterov=True)
 
 

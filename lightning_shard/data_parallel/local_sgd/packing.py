@@ -1,6 +1,6 @@
 """Tensors of many shapes as one flat buffer, for one exchange.
 
-Narrow formats travel in float32: a step is often smaller than what they can tell from nothing.
+Narrow formats travel in float32: a step is often too small for them to represent.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ from lightning_shard.backends.collectives import Collectives
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The format in which sums over ranks and steps are kept."""
+    """Return the format in which sums over ranks and steps are kept."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -25,7 +25,7 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def unpack(buffer: Tensor, like: Iterable[Tensor]) -> list[Tensor]:
-    """The parts of a buffer in the shapes of what was packed, as views where formats allow."""
+    """Return the parts of a buffer in the shapes of `like`, as views where formats allow."""
     shapes = [(_real(tensor), tensor) for tensor in like]
     parts = torch.split(buffer, [real.numel() for real, _ in shapes])
     return [

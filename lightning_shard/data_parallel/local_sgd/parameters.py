@@ -12,10 +12,10 @@ from lightning_shard.data_parallel.local_sgd.packing import mean_over_ranks
 
 
 class LocalParameters:
-    """What this rank has, to be read and overwritten between two steps.
+    """This rank's parameters, to be read and overwritten between two steps.
 
     Args:
-        engine: Holds the parameters; of stage 0.
+        engine: The engine of stage 0 that holds the parameters.
     """
 
     def __init__(self, engine: DataParallelEngine) -> None:
@@ -27,9 +27,10 @@ class LocalParameters:
 
     @property
     def views(self) -> dict[str, Tensor]:
-        """Each parameter that can have a gradient, in its own shape.
+        """Each parameter that can have a gradient, by name and in its own shape.
 
-        Views into the engine's memory, which moves when user code has assigned to `param.data`.
+        These are views into the engine's memory, which moves when user code has assigned to
+        `param.data`.
         """
         lists = [flat.local_views for flat in self._flats]
         if len(lists) != len(self._lists) or any(map(is_not, lists, self._lists)):
@@ -42,11 +43,11 @@ class LocalParameters:
         return self._views
 
     def trained(self) -> set[str]:
-        """The names of those that are trained now, with those that share a buffer with them."""
+        """Return the names of trained parameters, and of those that share a buffer with them."""
         return {name for flat in self._flats if _is_trained(flat) for name in _names(flat)}
 
     def edited(self) -> set[str]:
-        """The names of frozen ones that user code has changed on any rank, as a teacher's are.
+        """Return the names of frozen parameters (a teacher's) that any rank's user code has edited.
 
         Each rank must call; the answer is the same on all.
         """
@@ -71,8 +72,8 @@ class LocalParameters:
         """Overwrite parameters, here and in the module.
 
         Args:
-            values: By name, in the parameters' shapes.
-            keep: The share of the old values that stays.
+            values: New values by name, in the parameters' shapes.
+            keep: Share of the old values that stays, 0 to 1.
         """
         for flat in self._flats:
             flat.see_assigned()  # else it would come back over these values
@@ -85,7 +86,7 @@ class LocalParameters:
                 self._marks[flat] = _mark(flat)
 
     def copies(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return copies of the values."""
+        """Return copies of the named parameters' values."""
         return {name: self.views[name].clone() for name in names}
 
     def mean(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -103,6 +104,6 @@ def _is_trained(flat: FlatParameters) -> bool:
 
 
 def _mark(flat: FlatParameters) -> int:
-    """A number that changes when the values do."""
+    """Return a number that changes when the buffer's values do."""
     flat.take_in_edits()
     return flat.mark()

@@ -1,4 +1,4 @@
-"""What ranks send when they meet, and what becomes of the average.
+"""The rules by which ranks come to common values: what they send, and how they use its mean.
 
     Averaging            send the parameters              common = their mean
     OuterOptimization    send global - own (the outer     global = outer step by the mean
@@ -23,33 +23,33 @@ Sent = Literal["values", "changes"]
 
 
 class SyncRule(Protocol):
-    """How ranks come to common values."""
+    """The rule by which ranks come to common values."""
 
     @property
     def sends(self) -> Sent:
-        """What travels: parameters, or how they have changed."""
+        """Whether ranks send their parameters or the changes of these."""
 
     @property
     def common(self) -> Mapping[str, Tensor]:
-        """What is common to all ranks by name, where the rule keeps it."""
+        """Values common to all ranks by name, where the rule keeps them."""
 
     def outgoing(self, own: Mapping[str, Tensor]) -> list[Tensor]:
-        """What to send for parameters that have these values on this rank."""
+        """Return the tensors to send for parameters that have these values on this rank."""
 
     def arrived(self, mean: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the new common values, from the ranks' mean of what was sent."""
 
     def adopt(self, values: Mapping[str, Tensor]) -> None:
-        """Treat more parameters so from now on; they have these values on every rank."""
+        """Apply the rule to more parameters from now on, whose values are the same on all ranks."""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint has to hold besides the common values."""
+        """Return the state that a checkpoint has to hold besides the common values."""
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state` gave."""
+        """Take over a state that `state` has returned."""
 
     def tensors(self) -> list[Tensor]:
-        """The memory that this takes."""
+        """Return the tensors that the rule holds."""
 
 
 class Averaging:
@@ -89,9 +89,9 @@ class OuterOptimization:
     """Common values are kept, and an outer optimizer moves them.
 
     Args:
-        values: What is common now, by name.
-        factory: Makes the optimizer from a list of tensors. It may see some of them without a
-            gradient in a step.
+        values: The common values now, by name.
+        factory: Makes the optimizer from a list of tensors. The optimizer may see some of them
+            without a gradient in a step.
     """
 
     sends: Sent = "changes"

@@ -1,4 +1,4 @@
-"""When fragments of the parameters are exchanged: pure arithmetic over optimizer steps.
+"""The schedule by which fragments of parameters are exchanged: arithmetic over optimizer steps.
 
     sync_every=6, fragments=2, overlap_steps=1            (b begins, l lands)
 
@@ -20,17 +20,17 @@ from lightning_shard.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class SyncSchedule:
-    """When what is exchanged.
+    """The schedule of the exchanges.
 
     Attributes:
-        sync_every: Steps between two exchanges of one fragment.
-        warmup_steps: Steps at the beginning that average gradients instead.
-        fragments: Parts of the model that take turns.
-        overlap_steps: Steps that an exchange may take; training goes on meanwhile.
-        mixing: What a rank keeps of its own values when a fragment lands, 0 to 1.
+        sync_every: Number of steps between two exchanges of one fragment.
+        warmup_steps: Number of steps at the beginning that average gradients instead.
+        fragments: Number of parts of the model, which take turns.
+        overlap_steps: Number of steps that an exchange may take; training goes on meanwhile.
+        mixing: Share that a rank keeps of its own values when a fragment lands, 0 to below 1.
 
     Raises:
-        ConfigError: Numbers that make no schedule.
+        ConfigError: The numbers make no schedule.
     """
 
     sync_every: int
@@ -40,7 +40,7 @@ class SyncSchedule:
     mixing: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work, before any process starts."""
+        """Refuse numbers that make no schedule, before any process starts."""
         _check_at_least("sync_every", self.sync_every, 1)
         _check_at_least("warmup_steps", self.warmup_steps, 0)
         _check_at_least("fragments", self.fragments, 1)
@@ -67,7 +67,7 @@ class SyncSchedule:
         return step < self.warmup_steps
 
     def beginning(self, step: int) -> list[int]:
-        """The fragments whose exchange begins after `step` steps of the run."""
+        """Return the fragments whose exchange begins after `step` steps of the run."""
         turn = (step - self.warmup_steps) % self.sync_every
         return [part for part in range(self.fragments) if self._turn(part) == turn]
 

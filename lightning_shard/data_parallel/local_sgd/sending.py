@@ -1,4 +1,4 @@
-"""How what ranks send each other travels: as it is, or compressed, fragment by fragment."""
+"""Averages flat buffers over the ranks, fragment by fragment, compressed or not."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ from lightning_shard.layout.flat import build_layout
 
 
 class Arrival(Protocol):
-    """What one can wait for."""
+    """A handle on an average that is on its way."""
 
     def wait(self) -> None:
         """Return once the ranks' mean has come."""
@@ -29,9 +29,9 @@ class Sender:
     """Averages buffers over the ranks, several at a time; each rank must call in the same order.
 
     Args:
-        collectives: The ranks.
-        fragments: The tensors of each fragment by name, in the order in which they are packed.
-        compressor: Makes fragments smaller; None sends everything as it is.
+        collectives: Group of the ranks that average.
+        fragments: Tensors of each fragment by name, in the order in which they are packed.
+        compressor: Compresses fragments; None sends everything uncompressed.
 
     Raises:
         ConfigError: Complex numbers are to be compressed.
@@ -58,15 +58,15 @@ class Sender:
 
     @property
     def compresses(self) -> bool:
-        """Whether fragments are compressed; then they must be sent whole."""
+        """Whether fragments are compressed; a fragment must then be sent as a whole."""
         return bool(self._exchanges)
 
     def send(self, buffer: Tensor, fragment: int | None = None) -> Arrival:
         """Start to average a buffer in place.
 
         Args:
-            buffer: Shape (n,).
-            fragment: Which one it is; None for something else, which is not compressed.
+            buffer: The values, of shape (n,), overwritten by the mean.
+            fragment: Number of the fragment; None for other values, which are not compressed.
         """
         exchange = self._exchanges[fragment] if self.compresses and fragment is not None else None
         if exchange is None or exchange.passes(buffer):
@@ -75,27 +75,27 @@ class Sender:
         return exchange
 
     def tally(self) -> Tally:
-        """Bytes that this rank has sent compressed, and what they would be dense."""
+        """Return the bytes that this rank has sent compressed, and would have sent dense."""
         return sum((exchange.tally for exchange in self._exchanges), Tally())
 
     def state(self, *, keep: bool) -> dict[str, Any]:
-        """What compression has kept back, by parameter name; nothing may be on its way.
+        """Return the compression's state by parameter name; nothing may be on its way.
 
         Args:
-            keep: Whether this rank wants it; each must call.
+            keep: Whether this rank gets the state; each rank must call.
         """
         if self._compressor is None:
             return {}
         return full_state(self._compressor, self._exchanges, keep=keep)
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state` gave, of any fragments and any number of ranks."""
+        """Take over what `state` returned for any fragments and any number of ranks."""
         if self._compressor is not None:
             load_full_state(self._compressor, self._exchanges, state)
 
 
 def on_cpu(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies on the CPU."""
+    """Return copies of the values on the CPU."""
     return {name: value.detach().to("cpu", copy=True) for name, value in values.items()}
 
 

@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 from lightning_shard.backends.mismatch import mismatch_error
 from lightning_shard.errors import DeadlockError, RankFailedError
 
-Verdict = Callable[[int, str], Exception]
+ErrorMaker = Callable[[int, str], Exception]
 """Makes one rank's error from its number and a description of the operation it is in."""
 
 
-def deadlock_verdict(report: str) -> Verdict:
-    """Nobody can run; `report` has a line for each rank."""
+def deadlock_error_maker(report: str) -> ErrorMaker:
+    """Make the errors of a deadlock: no rank can run; `report` has a line for each rank."""
 
     def make(rank: int, operation: str) -> Exception:
         return DeadlockError(
@@ -23,8 +23,8 @@ def deadlock_verdict(report: str) -> Verdict:
     return make
 
 
-def mismatch_verdict(problem: str) -> Verdict:
-    """Two ranks met with different operations; `problem` names both, and their call sites."""
+def mismatch_error_maker(problem: str) -> ErrorMaker:
+    """Make the errors of two ranks' different operations; `problem` names both and their sites."""
 
     def make(rank: int, operation: str) -> Exception:
         return mismatch_error(problem, rank, operation)
@@ -32,8 +32,8 @@ def mismatch_verdict(problem: str) -> Verdict:
     return make
 
 
-def peer_failed_verdict(failed: str, error: BaseException) -> Verdict:
-    """The rank called `failed` raised `error`."""
+def peer_failed_error_maker(failed: str, error: BaseException) -> ErrorMaker:
+    """Make the errors of the peers of the rank named `failed`, which raised `error`."""
 
     def make(rank: int, operation: str) -> Exception:
         made = RankFailedError(
@@ -46,8 +46,8 @@ def peer_failed_verdict(failed: str, error: BaseException) -> Verdict:
     return make
 
 
-def gone_verdict(gone: Sequence[str]) -> Verdict:
-    """The ranks called `gone` were dropped without a word."""
+def gone_error_maker(gone: Sequence[str]) -> ErrorMaker:
+    """Make the errors of the peers of the ranks named `gone`, which a fault has dropped."""
 
     def make(rank: int, operation: str) -> Exception:
         return RankFailedError(
@@ -58,8 +58,8 @@ def gone_verdict(gone: Sequence[str]) -> Verdict:
     return make
 
 
-def left_verdict(left: Sequence[str]) -> Verdict:
-    """The ranks called `left` have dropped the groups that they share with others, or ended."""
+def left_error_maker(left: Sequence[str]) -> ErrorMaker:
+    """Make the errors of the peers of the ranks named `left`, which left their groups or ended."""
 
     def make(rank: int, operation: str) -> Exception:
         return RankFailedError(
