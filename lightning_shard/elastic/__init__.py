@@ -1,1 +1,1 @@
-"""Elastic training: who takes part, and what becomes of the state when ranks come and go."""
+"""Elastic training: membership, and how the state is restored when ranks come and go."""

@@ -62,7 +62,7 @@ __all__ = [
 
 
 def trainer_state(trainer: "pl.Trainer") -> dict[str, Any]:
-    """What a checkpoint holds beside the model and the optimizers, of a trainer that fits.
+    """Return the entries of a fitting trainer's checkpoint beside the model and the optimizers.
 
     Hooks that save see the dictionary that Lightning gives them. The tensors of model and
     optimizers are without elements in it, which snapshots have already.
@@ -96,7 +96,7 @@ def load_trainer_state(trainer: "pl.Trainer", state: dict[str, Any]) -> None:
 
 @contextmanager
 def _giving_shapes(trainer: "pl.Trainer") -> Iterator[None]:
-    """Let who asks the strategy for the state of model and optimizers get it without elements."""
+    """Give code that asks the strategy for model or optimizer state tensors without elements."""
     own, looks = vars(trainer.strategy), _has_onlookers(trainer)
     strategy: Any = trainer.strategy
     own["lightning_module_state_dict"] = lambda: (
@@ -146,7 +146,7 @@ def _has_onlookers(trainer: "pl.Trainer") -> bool:
 
 
 def _running_state(trainer: "pl.Trainer") -> dict[str, Any]:
-    """What decides about collective calls to come, but is in no checkpoint of Lightning's."""
+    """Return the state that decides about later collective calls but is in no checkpoint."""
     connector = trainer._logger_connector
     return {
         "should_stop": trainer.should_stop,
@@ -183,7 +183,7 @@ def begin_anew(trainer: "pl.Trainer", *, mid_epoch: bool) -> None:
     """Leave whatever hook, stage or data the trainer was in, and ask for the data anew.
 
     Args:
-        trainer: In its fit.
+        trainer: The trainer, in its fit.
         mid_epoch: Whether batches of the epoch have been trained on.
     """
     loop = trainer.fit_loop
@@ -247,12 +247,12 @@ def continue_logs(trainer: "pl.Trainer") -> None:
 
 
 def newest_checkpoint(trainer: "pl.Trainer", since: float) -> str | None:
-    """The newest file that this fit has saved or begun with, as far as this rank can see.
+    """Return the newest file that this fit has saved or begun with, as far as this rank can see.
 
     Args:
-        trainer: In its fit.
-        since: When the fit began. What was saved behind the boundary to which the callbacks have
-            been taken back counts, too, though they do not know of it any more.
+        trainer: The trainer, in its fit.
+        since: Time at which the fit began. Files that were saved behind the boundary to which the
+            callbacks have been taken back count, too, though callbacks do not know of them.
     """
     paths = [Path(one) for one in (trainer.ckpt_path,) if one]
     for saver in _model_savers(trainer):

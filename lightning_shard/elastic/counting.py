@@ -103,7 +103,7 @@ def recount(trainer: "pl.Trainer", first: FirstBatches | None, old_accumulation:
 
 
 def recount_epoch(trainer: "pl.Trainer", steps: int) -> None:
-    """Count the batches of so many steps of the present epoch, all of them whole."""
+    """Count the batches of so many steps of the present epoch, all of them complete."""
     current = trainer.fit_loop.epoch_loop.batch_progress.current
     num_open = int(current.ready > current.completed)
     _set_count(current, steps * trainer.accumulate_grad_batches, num_open)

@@ -94,7 +94,7 @@ class DataAssignment:
 
     @property
     def batch_assignment(self) -> BatchAssignment:
-        """What newcomers, and these ranks after a loss, go on from."""
+        """The assignment that newcomers, and these ranks after a loss, go on from."""
         return BatchAssignment(
             global_batch=self._global_batch,
             accumulation=self._first_accumulation or self._user_accumulation,
@@ -107,11 +107,11 @@ class DataAssignment:
 
         Args:
             loader: The training loader, as Lightning has prepared it.
-            rank: This rank.
+            rank: Number of this rank in the generation.
             num_ranks: The number of ranks between which samples are assigned.
 
         Raises:
-            ConfigError: Its samples cannot be assigned.
+            ConfigError: The loader's samples cannot be assigned.
         """
         if self._installed is not None:
             self._installed.remove()  # the loader may be the same one
@@ -140,7 +140,7 @@ class DataAssignment:
         self._trainer.accumulate_grad_batches = self._sampler.accumulation
 
     def _max_samples(self, num_samples: int, limit: float | None, drop_last: bool) -> int | None:
-        """Samples of an epoch, where they are not all.
+        """Return the number of samples of an epoch, or None where it has all.
 
         Both limits count batches of the first ranks, so that steps hold what they held.
 

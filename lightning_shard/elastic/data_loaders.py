@@ -38,7 +38,7 @@ class Installed:
     batch_sampler: Iterable[list[Any]] | None
 
     def remove(self) -> None:
-        """Give the loader back what it had."""
+        """Give the loader its own samplers back."""
         replace_samplers(self.loader, self.sampler, self.batch_sampler)
 
 

@@ -28,13 +28,13 @@ class ElasticBatchSampler(Sampler[list[Any]]):
     Args:
         sampler: The epoch's order, whose epoch and position count.
         rank_batch: The most samples at once on a rank.
-        rank: This rank.
+        rank: Rank whose batches are yielded.
         num_ranks: W, the number of ranks.
         global_batch: Samples of an optimizer step at every W.
         accumulation: Microbatches of an optimizer step at every W, each of `rank_batch` samples.
         drop_last: Leave out an epoch's last step where it is smaller than the others.
         max_samples: The most samples of an epoch that are assigned.
-        step_batches: See `EpochShares`.
+        step_batches: Batches of a step; see `EpochShares`.
 
     Raises:
         ConfigError: A number below 1, or not exactly one of `global_batch` and `accumulation`.
@@ -75,7 +75,7 @@ class ElasticBatchSampler(Sampler[list[Any]]):
 
     @property
     def rank(self) -> int:
-        """This rank."""
+        """Rank whose batches are yielded."""
         return self._rank
 
     @property

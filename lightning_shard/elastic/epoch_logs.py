@@ -1,4 +1,4 @@
-"""What a rank has logged in this epoch, taken out of Lightning's collection and put back.
+"""A rank's logged values of this epoch, taken out of Lightning's collection and put back.
 
 Sums over an epoch go back with the steps that are done again, and a newcomer must know what is
 logged, since every rank takes part when the sums come together. Metric objects that a module logs

@@ -68,7 +68,7 @@ class EpochOrder(Sampler[Any]):
 
     @property
     def start(self) -> Position:
-        """Where the present epoch is taken up."""
+        """Position at which the present epoch is taken up."""
         return self._start
 
     def set_epoch(self, epoch: int) -> None:

@@ -1,4 +1,4 @@
-"""Who takes part: generations of members, and how a rank asks for the next one.
+"""Generations of members, and the protocol by which a rank asks for the next one.
 
     generation 1: a b c d ──c is lost──> generation 2: a b d ──e comes──> generation 3: a b d e
          rank 0 1 2 3                         rank 0 1 2                      rank 0 1 2 3
@@ -63,7 +63,7 @@ class Membership(Protocol):
 
     Attributes:
         me: This member's id; another one after `following` has taken it in anew.
-        first_size: With how many ranks the job has begun.
+        first_size: Number of ranks with which the job has begun.
         held: The snapshots that this rank's predecessors have left of the present fit.
         has_past: Whether any rank's predecessors have left some.
     """
@@ -84,8 +84,8 @@ class Membership(Protocol):
         """Arrive, and wait for the next generation; each member of the last one must call.
 
         Args:
-            error: What this rank itself has raised; None when it has lost a peer, or when all have
-                agreed on a change.
+            error: Exception that this rank itself has raised; None when it has lost a peer, or when
+                all have agreed on a change.
 
         Raises:
             EvictedError: This rank has failed too often, or all have failed at once.

@@ -169,8 +169,8 @@ class _Job:
 
     Attributes:
         now: The time, in seconds; it stands still while anybody can run.
-        threads: By member.
-        inboxes: By member, what decides its next step.
+        threads: Number of each member's thread.
+        inboxes: By member, the messages that decide its next step.
         is_wanted: By member, whether a newcomer waits that there is room for.
     """
 

@@ -1,4 +1,4 @@
-"""Who takes part in an elastic job: told what happens, it says when a generation is formed.
+"""The table of an elastic job's members, which decides when a generation is formed.
 
     member ──join, beat, arrive, ready, leave──> table <── lost, tick (from whoever serves it)
     member <──generation, go, lost, wanted, waiting, late, declared_dead, evicted, over── table
@@ -51,7 +51,7 @@ class _Participant:
     """A member of the last generation, or one that waits for the next.
 
     Attributes:
-        heard: When it last said something.
+        heard: Time of its last message.
         initial_rank: Its rank at the start, of one that waits for generation 1.
         has_arrived: Whether it waits for the next generation.
         error: The error that it has raised before it arrived.
@@ -128,10 +128,10 @@ class MembershipTable:
         Args:
             name: The name of the participant; one that comes again under it gets another id.
             initial_rank: Its rank among those that the job starts with; None for a newcomer.
-            now: The time.
+            now: Time of the call, in seconds.
 
         Returns:
-            Its id in this job.
+            The member's id in this job.
         """
         self._num_names[name] = count = self._num_names.get(name, 0) + 1
         member = name if count == 1 else f"{name}/{count}"
@@ -182,7 +182,7 @@ class MembershipTable:
         Args:
             member: The participant that leaves.
             is_done: Whether it has trained to the end, so that nobody needs to go on.
-            now: The time.
+            now: Time at which this is heard, in seconds of the table's clock.
         """
         if self._remove(member) and member in self.members:
             self._has_finished = self._has_finished or is_done

@@ -30,7 +30,7 @@ def move_entry(
     """Fill this rank's new shard of one tensor entry; each rank must call.
 
     Args:
-        collectives: All ranks.
+        collectives: Collectives over all ranks, each of which must call.
         key: Names the tensor entry.
         held: By shard, the snapshots that this rank has.
         moves: The moves of all ranks, in the same order on each.

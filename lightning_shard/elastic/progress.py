@@ -1,4 +1,4 @@
-"""How far training has come: what a boundary remembers beside parameters and optimizer state.
+"""Progress of training: the state at a boundary beside parameters and optimizer state.
 
     common   loops, callbacks, schedulers, data module, position in the data, module buffers:
              alike on every rank, so any one's will do
@@ -24,7 +24,7 @@ from lightning_shard.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """What a boundary remembers.
+    """The state at a boundary beside parameters and optimizer state.
 
     Attributes:
         trainer: See `_lightning.trainer_state`; pickled, since it refers to what goes on changing.
@@ -35,7 +35,7 @@ class Progress:
         batch_assignment: What a step's batches are, and where in the data training is.
         buffers: The module's buffers, on the CPU.
         random: This rank's random streams.
-        logs: What this rank has logged in this epoch.
+        logs: Values that this rank has logged in this epoch.
     """
 
     trainer: bytes

@@ -75,7 +75,7 @@ def agree(collectives: Collectives, held: Sequence[Snapshot]) -> RecoveryPlan | 
     """Find the newest snapshot whose shards are all there among the ranks; each must call.
 
     Args:
-        collectives: All ranks.
+        collectives: Collectives over all ranks, each of which must call.
         held: The snapshots that this rank has; a newcomer has none.
 
     Returns:

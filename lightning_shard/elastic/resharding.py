@@ -1,4 +1,4 @@
-"""Who sends which elements to whom when a flat range is cut anew.
+"""The moves of elements between ranks when a flat range is cut anew.
 
     old   |--- shard 0 ---|--- shard 1 ---|--- shard 2 ---|      each held by one rank or several
     new   |-- rank 0 --|-- rank 1 --|-- rank 2 --|-- rank 3 --|

@@ -38,8 +38,8 @@ class RestartMembership(Membership):
         job: The job's name, which its workers have in common over its restarts.
 
     Attributes:
-        me: This rank's name.
-        first_size: With how many ranks torchrun has started the workers this time.
+        me: Name of this rank among the members.
+        first_size: Number of ranks with which torchrun has started the workers this time.
         held: The snapshots that its predecessors on this host have left of the present fit.
         has_past: Whether any rank's predecessors have left some.
     """

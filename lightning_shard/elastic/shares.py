@@ -1,4 +1,4 @@
-"""Which samples of an epoch each rank gets, and what they count for; pure arithmetic.
+"""The samples of an epoch that each rank gets, and their weights: pure arithmetic.
 
     an epoch's order    0 1 2 3 4 5 6 7 8 9 | 10 11 12 13 ...
                         step 0              | step 1                  10 samples a step, always

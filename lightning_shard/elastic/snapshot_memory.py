@@ -1,4 +1,4 @@
-"""What a rank remembers of the last boundaries, over generations.
+"""A rank's memory of the last boundaries, over generations.
 
 sharded      every `snapshot_every` steps a snapshot, which its buddy gets as well
 replicated   the same without a buddy; and between a boundary and the next update the parameters
@@ -31,7 +31,7 @@ class SnapshotMemory:
         held: What predecessors of this process have left.
 
     Attributes:
-        held: What there is to go on from, when a generation has ended.
+        held: Snapshots to go on from, when a generation has ended.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class SnapshotMemory:
         self._ring.finish()
 
     def hand_over(self, leaving: Sequence[bool]) -> None:
-        """Give what ranks that leave remember to ranks that stay; each rank must call."""
+        """Give snapshots of ranks that leave to ranks that stay; each rank must call."""
         assert self._ring is not None
         self._ring.hand_over(leaving)
 
