@@ -44,7 +44,7 @@ class ElasticStrategy(ReconfiguringStrategy):
     def __init__(self, **options: Unpack[ElasticOptions]) -> None:
         elastic = ElasticConfig.of(options)
         check_backend(RunConfig.of(options).backend)
-        self.stage = elastic.stage  # type: ignore[misc]
+        self.stage = elastic.stage
         super().__init__(**part(SharedOptions, options))
         self._bounds = Bounds(
             min_ranks=elastic.min_ranks,

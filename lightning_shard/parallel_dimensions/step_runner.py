@@ -1,0 +1,54 @@
+"""Who runs a step of the user's module: as it is, or another way that a dimension offers."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, Protocol
+
+from lightning_shard.data_parallel.engine import DataParallelEngine
+
+StepKind = Literal["training", "validation", "test", "predict"]
+ModuleStep = Callable[..., Any]
+"""Runs the module's step of a kind, in its precision; the first argument is the batch."""
+
+
+class StepRunner(Protocol):
+    """Runs the steps of a run, one for each batch."""
+
+    def run(
+        self, kind: StepKind, step: ModuleStep, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run one step within one of the engine; each rank must call.
+
+        Args:
+            kind: Of the step.
+            step: The module's.
+            args: Its arguments, the batch first.
+            kwargs: Others.
+
+        Returns:
+            What the step has returned, or what stands for it on this rank.
+        """
+
+
+class PlainRunner:
+    """Runs a step once, on the batch as it is.
+
+    Args:
+        engine: Of the model.
+        around_training: Makes what surrounds each training step.
+    """
+
+    def __init__(
+        self,
+        engine: DataParallelEngine,
+        around_training: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._engine, self._around_training = engine, around_training
+
+    def run(
+        self, kind: StepKind, step: ModuleStep, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run one step; see `StepRunner`."""
+        around = self._around_training() if kind == "training" else nullcontext()
+        with around, self._engine.step():
+            return step(*args, **kwargs)
