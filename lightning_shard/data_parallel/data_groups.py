@@ -1,4 +1,4 @@
-"""The ranks that train one model on different batches, and how they share out its state.
+"""The ranks that average the gradients of one model, and how they share out its state.
 
     dp          0 1 2 3 4 5 6 7        start with the same values, agree, average
     shard      [0 1 2 3][4 5 6 7]      one copy of the state each: gathers stay inside
@@ -19,10 +19,10 @@ from lightning_shard.backends.collectives import Collectives
 
 @dataclass(frozen=True, kw_only=True)
 class DataGroups:
-    """A rank's data-parallel groups.
+    """A rank's groups of those that average gradients.
 
     Attributes:
-        dp: All data-parallel ranks.
+        dp: All of them.
         shard: Those that share out one copy of the state, neighbours among `dp`.
         replicate: Those with the same shard of other copies; None where there is one copy.
     """

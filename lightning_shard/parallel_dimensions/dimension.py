@@ -1,8 +1,8 @@
 """What a strategy asks of each way in which ranks share one model.
 
     check                          before a run is set up
-    split, attach, runner          the set-up: the model, then the engine, then who runs steps
-    in_step, completed             around a step, and what it returns
+    split, attach, wrapped         the set-up: the model, then the engine, then who runs steps
+    completed                      what a step returns
     before_backward, before_update what ranks compare
     hook_context, finish_copies    around the user's hooks
     share_state                    before a checkpoint
@@ -11,11 +11,12 @@
 
 A dimension is told what it may know of the run in a `RunView`; it knows neither the strategy nor
 other dimensions. The first of a strategy's dimensions splits the full model, each other one what
-those before it have left; restoring goes the other way.
+those before it have left; restoring goes the other way. What the first does around a step is
+outermost; one that has a step run in another way, as a pipeline does, is the last.
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
@@ -71,13 +72,9 @@ class ParallelDimension:
     def attach(self, engine: DataParallelEngine) -> None:
         """Work with the engine of the model that has been split."""
 
-    def runner(self) -> StepRunner | None:
-        """Return who runs the steps in the place of a plain runner; None leaves it to others."""
-        return None
-
-    def in_step(self) -> AbstractContextManager[None]:
-        """Return what each step runs in."""
-        return nullcontext()
+    def wrapped(self, runner: StepRunner) -> StepRunner:
+        """Return who runs the steps: what does more around `runner`, or stands in its place."""
+        return runner
 
     def completed(self, result: Any) -> Any:
         """Return what a step has returned as code that runs on one rank only can take it."""

@@ -20,7 +20,7 @@ from lightning_shard.parallel_dimensions.dimension import ParallelDimension
 from lightning_shard.parallel_dimensions.microbatched_steps import MicrobatchedSteps
 from lightning_shard.parallel_dimensions.run_view import RunView
 from lightning_shard.parallel_dimensions.stage_options import StageOptions
-from lightning_shard.parallel_dimensions.step_runner import StepRunner
+from lightning_shard.parallel_dimensions.step_runner import PlainRunner, StepRunner
 from lightning_shard.pipeline_parallel.absent_advice import explaining_absent
 from lightning_shard.pipeline_parallel.blocks import check_calls, find_blocks
 from lightning_shard.pipeline_parallel.partition import BlockCosts, Partition
@@ -139,7 +139,10 @@ class PipelineDimension(ParallelDimension):
         )
 
     @override
-    def runner(self) -> StepRunner | None:
+    def wrapped(self, runner: StepRunner) -> StepRunner:
+        if self._steps is None:
+            return runner
+        assert isinstance(runner, PlainRunner), "the pipeline has to be the last dimension"
         return self._steps
 
     @override

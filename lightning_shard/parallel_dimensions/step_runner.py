@@ -1,4 +1,4 @@
-"""Who runs a step of the user's module: as it is, or another way that a dimension offers."""
+"""Who runs a step of the user's module: one object, which dimensions wrap or take the place of."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -52,3 +52,28 @@ class PlainRunner:
         around = self._around_training() if kind == "training" else nullcontext()
         with around, self._engine.step():
             return step(*args, **kwargs)
+
+
+class WrappedRunner:
+    """Runs another one's steps with something around them.
+
+    Args:
+        inner: Runs the steps.
+        around: Makes what surrounds each.
+        completed: Makes of what a step has returned what is returned here.
+    """
+
+    def __init__(
+        self,
+        inner: StepRunner,
+        around: Callable[[], AbstractContextManager[None]],
+        completed: Callable[[Any], Any],
+    ) -> None:
+        self._inner, self._around, self._completed = inner, around, completed
+
+    def run(
+        self, kind: StepKind, step: ModuleStep, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run one step; see `StepRunner`."""
+        with self._around():
+            return self._completed(self._inner.run(kind, step, args, kwargs))

@@ -18,6 +18,7 @@ from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.errors import ConfigError
 from lightning_shard.parallel_dimensions.dimension import ParallelDimension
 from lightning_shard.parallel_dimensions.run_view import RunView
+from lightning_shard.parallel_dimensions.step_runner import StepRunner, WrappedRunner
 from lightning_shard.planner.description import Description, Measure
 from lightning_shard.tensor_parallel.automatic import automatic_plan
 from lightning_shard.tensor_parallel.dim_sharded_tensor import full_tensor
@@ -83,12 +84,16 @@ class TensorDimension(ParallelDimension):
     @override
     def attach(self, engine: DataParallelEngine) -> None:
         self._engine = engine
-        engine.around_backward = self.in_step  # not around hooks
+        engine.around_backward = self._in_step  # not around hooks
         if self._layers is not None and engine.split is self._layers:
             self._layers.copy_sharded()
 
     @override
-    def in_step(self) -> AbstractContextManager[None]:
+    def wrapped(self, runner: StepRunner) -> StepRunner:
+        # What a step returns goes to code that may run on one rank only, so it is made full.
+        return WrappedRunner(runner, self._in_step, full_tensor)
+
+    def _in_step(self) -> AbstractContextManager[None]:
         """Inside, weights of split layers look full to all code but the layers' own."""
         return nullcontext() if self._layers is None else self._layers.step()
 

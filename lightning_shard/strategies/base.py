@@ -107,13 +107,19 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
 
     @property
     def data_collectives(self) -> Collectives:
-        """Collectives over the ranks that train one model on different batches: here, all."""
+        """Collectives over the ranks that are given different samples: here, all.
+
+        Loaders, random numbers, metrics and what is logged or gathered follow these.
+        """
         return self.collectives
 
     @property
-    def data_groups(self) -> DataGroups:
-        """Those ranks, and how they share out the state."""
-        return DataGroups.of(self.data_collectives)
+    def gradient_groups(self) -> DataGroups:
+        """The ranks whose gradients are averaged, and how they share out the state: here, all.
+
+        Those of other samples are among them, and those that compute other parts of one sample.
+        """
+        return DataGroups.of(self.collectives)
 
     @property
     @override
@@ -242,7 +248,7 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
 
     def _make_groups(self) -> None:
         """Make the groups beside the default one, once for each default group."""
-        self._reducing = self.data_groups.duplicate(self._timeout)
+        self._reducing = self.gradient_groups.duplicate(self._timeout)
 
     def _join(self) -> None:
         environment = self.cluster_environment

@@ -164,7 +164,7 @@ class DataParallelStrategy(CheckpointingStrategy):
 
     def _apply_layer_sync(self) -> None:
         assert self.model is not None
-        data = self.data_collectives
+        data = self.gradient_groups.dp  # what ranks compute of one sample counts together
         # torch's refuses the CPU, and synchronises all ranks of the world
         is_ours = self.root_device.type == "cpu" or data.size < self.world_size
         if isinstance(layer_sync(self), TorchSyncBatchNorm) and is_ours:
@@ -227,7 +227,7 @@ class DataParallelStrategy(CheckpointingStrategy):
         splits = [split for one in self.dimensions if (split := one.split(run)) is not None]
         self._engine = engine = self.engine_type(
             self.model,
-            self.data_groups,
+            self.gradient_groups,
             replace(self._options, dtypes=self._dtypes(str(plugin.precision))),
             self._reducing,
             combined(splits),
@@ -241,10 +241,11 @@ class DataParallelStrategy(CheckpointingStrategy):
                 exchange.loss_scale = plugin.scaler.get_scale
         for one in self.dimensions:
             one.attach(engine)
-        offered = (runner for one in self.dimensions if (runner := one.runner()) is not None)
         # Stage 3 gathers blocks together: which ones a step leaves out at random has to agree.
         apart = run.drawn_for_own_data if self._options.stage < 3 else nullcontext
-        self._runner = next(offered, PlainRunner(engine, apart))
+        self._runner = PlainRunner(engine, apart)
+        for one in reversed(self.dimensions):
+            self._runner = one.wrapped(self._runner)
 
     def _dtypes(self, precision: str) -> DTypePolicy:
         return dtype_policy(precision, self._reduce_dtype)
@@ -258,10 +259,7 @@ class DataParallelStrategy(CheckpointingStrategy):
         self, kind: StepKind, step: ModuleStep, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         assert self._runner is not None
-        with ExitStack() as around:
-            for one in self.dimensions:
-                around.enter_context(one.in_step())
-            return self._completed(self._runner.run(kind, step, args, kwargs))
+        return self._runner.run(kind, step, args, kwargs)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Unpack
+from math import prod
+from typing import Any, TypeVar, Unpack
 
 import lightning.pytorch as pl
 import torch
@@ -40,14 +41,16 @@ from lightning_shard.trainer.same_batches import SameBatches
 from lightning_shard.trainer.weight_averaging import averaging_callbacks
 from lightning_shard.trainer.weights_in_hooks import WeightsInHooks
 
+T = TypeVar("T")
 _OF_FAILURES = ("on_exception",)  # hooks in which the other ranks may be elsewhere
 
 
 class ModelParallelStrategy(DataParallelStrategy):
     """One model over the ranks of a group; what they leave of the world is data parallel."""
 
-    _data: DataGroups | None = None
-    _sharers: Collectives | None = None  # the ranks of one model
+    _samples: Collectives | None = None  # the ranks with other samples
+    _gradients: DataGroups | None = None  # those, and what averages gradients besides
+    _sharers: Collectives | None = None  # the ranks of one model, with the same samples
     _along: dict[Axis, Collectives]  # its axes, one by one
     _metrics: MetricGroups | None = None
     _same_batches: SameBatches | None = None
@@ -86,31 +89,31 @@ class ModelParallelStrategy(DataParallelStrategy):
     @property
     @override
     def data_collectives(self) -> Collectives:
-        return self.data_groups.dp
+        return _made(self._samples)
 
     @property
     @override
-    def data_groups(self) -> DataGroups:
-        if self._data is None:
-            raise ConfigError("There are no groups before trainer.fit (or validate ...) runs.")
-        return self._data
+    def gradient_groups(self) -> DataGroups:
+        return _made(self._gradients)
+
+    @property
+    def _gradient_axes(self) -> list[Axis]:
+        """The axes whose ranks have the same parameters and average their gradients."""
+        return ["dp", *(one.axis for one in self.dimensions if one.averages_gradients)]
 
     @property
     def shard_size(self) -> int:
-        """How many of the data-parallel ranks share out one copy of the state: here, all."""
-        return self.mesh.dp
+        """How many of the ranks that average gradients share out a copy of the state: here, all."""
+        return prod(self.mesh.size(axis) for axis in self._gradient_axes)
 
     @property
     def model_collectives(self) -> Collectives:
         """Collectives over the ranks that share one model."""
-        if self._sharers is None:
-            raise ConfigError("There are no groups before trainer.fit (or validate ...) runs.")
-        return self._sharers
+        return _made(self._sharers)
 
     def along(self, axis: Axis) -> Collectives:
         """Return collectives over the ranks that share this model along one axis."""
-        if self._sharers is None:
-            raise ConfigError("There are no groups before trainer.fit (or validate ...) runs.")
+        _made(self._sharers)
         return self._along[axis]
 
     @property
@@ -121,12 +124,18 @@ class ModelParallelStrategy(DataParallelStrategy):
     @override
     def _make_groups(self) -> None:
         peers = partial(self.mesh.peers, rank=self.global_rank)
-        self._data, self._sharers = self._group_data(peers("dp")), self._group(self.model_ranks)
+        self._samples = dp = self._group(peers("dp"))
+        averaging = peers(self._gradient_axes)
+        if len(averaging) > dp.size:
+            dp = self._group(averaging)
+        self._gradients = self._sharing_out(dp, averaging)
+        self._sharers = self._group(self.model_ranks)
         self._along = {axis: self._group(peers(axis)) for axis in self._axes}
         super()._make_groups()
 
-    def _group_data(self, ranks: Sequence[int]) -> DataGroups:
-        dp, size = self._group(ranks), self.shard_size
+    def _sharing_out(self, dp: Collectives, ranks: Sequence[int]) -> DataGroups:
+        """Return the groups of ranks that average gradients, some of which share out the state."""
+        size = self.shard_size
         if size == len(ranks):
             return DataGroups.of(dp)
         return DataGroups(
@@ -141,7 +150,7 @@ class ModelParallelStrategy(DataParallelStrategy):
 
     @override
     def _leave(self) -> None:
-        self._data = self._sharers = None
+        self._samples = self._gradients = self._sharers = None
         self._along = {}
         super()._leave()
 
@@ -339,3 +348,14 @@ class ModelParallelStrategy(DataParallelStrategy):
         if self._metrics is not None:
             self._metrics.restore()
         self._metrics = self._same_batches = self._weights = None
+
+
+def _made(groups: T | None) -> T:
+    """Return groups that there are.
+
+    Raises:
+        ConfigError: There are none yet.
+    """
+    if groups is None:
+        raise ConfigError("There are no groups before trainer.fit (or validate ...) runs.")
+    return groups
