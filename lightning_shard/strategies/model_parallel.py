@@ -1,7 +1,8 @@
 """What the strategies share whose ranks split one model: their groups, and the same batches.
 
-The ranks of one model are given the same batch; the ranks that differ in nothing but the data are
-data parallel to each other.
+samples      the ranks with other samples: loaders, random numbers, metrics, logged values
+gradients    those, and the ranks with the same parameters and other parts of a sample
+model        the ranks that are given the same samples, over all dimensions
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -46,7 +47,14 @@ _OF_FAILURES = ("on_exception",)  # hooks in which the other ranks may be elsewh
 
 
 class ModelParallelStrategy(DataParallelStrategy):
-    """One model over the ranks of a group; what they leave of the world is data parallel."""
+    """One model over the ranks of a group; what they leave of the world is data parallel.
+
+    Args:
+        dimensions: How ranks share the model. The first splits it first; one that runs steps in
+            another way, as a pipeline does, comes last.
+        zero_stage: How the ranks that average gradients keep their state, 0 to 3.
+        **options: As for the other strategies: `backend`, `num_ranks`, `units` and so on.
+    """
 
     _samples: Collectives | None = None  # the ranks with other samples
     _gradients: DataGroups | None = None  # those, and what averages gradients besides
