@@ -4,8 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, Protocol
 
-from lightning_shard.data_parallel.engine import DataParallelEngine
-
 StepKind = Literal["training", "validation", "test", "predict"]
 ModuleStep = Callable[..., Any]
 """Runs the module's step of a kind, in its precision; the first argument is the batch."""
@@ -34,23 +32,23 @@ class PlainRunner:
     """Runs a step once, on the batch as it is.
 
     Args:
-        engine: Of the model.
+        engine_step: Makes the engine's step, which each of the module's runs in.
         around_training: Makes what surrounds each training step.
     """
 
     def __init__(
         self,
-        engine: DataParallelEngine,
+        engine_step: Callable[[], AbstractContextManager[None]],
         around_training: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self._engine, self._around_training = engine, around_training
+        self._engine_step, self._around_training = engine_step, around_training
 
     def run(
         self, kind: StepKind, step: ModuleStep, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Run one step; see `StepRunner`."""
         around = self._around_training() if kind == "training" else nullcontext()
-        with around, self._engine.step():
+        with around, self._engine_step():
             return step(*args, **kwargs)
 
 

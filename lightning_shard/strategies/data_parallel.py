@@ -243,7 +243,7 @@ class DataParallelStrategy(CheckpointingStrategy):
             one.attach(engine)
         # Stage 3 gathers blocks together: which ones a step leaves out at random has to agree.
         apart = run.drawn_for_own_data if self._options.stage < 3 else nullcontext
-        self._runner = PlainRunner(engine, apart)
+        self._runner = PlainRunner(lambda: self.engine.step(), apart)
         for one in reversed(self.dimensions):
             self._runner = one.wrapped(self._runner)
 

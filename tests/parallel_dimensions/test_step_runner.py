@@ -1,7 +1,7 @@
 """Steps run within the engine's, and what surrounds them is outermost."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ from lightning_shard.parallel_dimensions.step_runner import PlainRunner, StepKin
 
 
 class Told:
-    """Stands for an engine, and notes what is entered and left."""
+    """Notes what is entered and left."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -21,14 +21,11 @@ class Told:
         yield
         self.lines.append(f"leave {name}")
 
-    def step(self) -> AbstractContextManager[None]:
-        return self.inside("engine")
-
 
 @pytest.mark.parametrize(("kind", "apart"), [("training", ["own data"]), ("validation", [])])
 def test_a_step_runs_within_the_engines(kind: StepKind, apart: list[str]) -> None:
-    told: Any = Told()
-    plain = PlainRunner(told, lambda: told.inside("own data"))
+    told = Told()
+    plain = PlainRunner(lambda: told.inside("engine"), lambda: told.inside("own data"))
     runner = WrappedRunner(plain, lambda: told.inside("layers"), lambda result: result * 2)
 
     def step(*args: Any, **kwargs: Any) -> int:
