@@ -31,6 +31,7 @@ from lightning_shard.environments import (
 from lightning_shard.errors import ConfigError
 from lightning_shard.launchers.in_process import InProcessLauncher
 from lightning_shard.launchers.processes import ProcessLauncher
+from lightning_shard.parallel_dimensions.run_groups import RunGroups
 from lightning_shard.precision.plugins import sharded_plugin
 from lightning_shard.strategies.configs import RunConfig
 from lightning_shard.strategies.flat_options import part, takes
@@ -44,7 +45,8 @@ from lightning_shard.trainer.logged_reductions import reduce_op_name, reduced
 from lightning_shard.trainer.termination import CoordinatedShutdown
 
 T = TypeVar("T")
-_OWN_KINDS = (Collectives, DataGroups, dist.ProcessGroup, liveness.Lifeline, RanksTermination)
+_GROUPS = (Collectives, DataGroups, RunGroups, dist.ProcessGroup)
+_OWN_KINDS = (*_GROUPS, liveness.Lifeline, RanksTermination)
 
 
 class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):

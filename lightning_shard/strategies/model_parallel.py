@@ -1,16 +1,11 @@
-"""What the strategies share whose ranks split one model: their groups, and the same batches.
-
-samples      the ranks with other samples: loaders, random numbers, metrics, logged values
-gradients    those, and the ranks with the same parameters and other parts of a sample
-model        the ranks that are given the same samples, over all dimensions
-"""
+"""What the strategies share whose ranks split one model: their groups, and the same batches."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from math import prod
-from typing import Any, TypeVar, Unpack
+from typing import Any, Unpack
 
 import lightning.pytorch as pl
 import torch
@@ -25,6 +20,7 @@ from lightning_shard.data_parallel.model_split import Unsplit
 from lightning_shard.errors import ConfigError
 from lightning_shard.mesh import Axis, NodePlacement, ParallelMesh
 from lightning_shard.parallel_dimensions.dimension import ParallelDimension
+from lightning_shard.parallel_dimensions.run_groups import RunGroups
 from lightning_shard.parallel_dimensions.run_view import RunView
 from lightning_shard.planner.description import Description, Measure
 from lightning_shard.planner.report import DryRun
@@ -42,7 +38,6 @@ from lightning_shard.trainer.same_batches import SameBatches
 from lightning_shard.trainer.weight_averaging import averaging_callbacks
 from lightning_shard.trainer.weights_in_hooks import WeightsInHooks
 
-T = TypeVar("T")
 _OF_FAILURES = ("on_exception",)  # hooks in which the other ranks may be elsewhere
 
 
@@ -56,10 +51,7 @@ class ModelParallelStrategy(DataParallelStrategy):
         **options: As for the other strategies: `backend`, `num_ranks`, `units` and so on.
     """
 
-    _samples: Collectives | None = None  # the ranks with other samples
-    _gradients: DataGroups | None = None  # those, and what averages gradients besides
-    _sharers: Collectives | None = None  # the ranks of one model, with the same samples
-    _along: dict[Axis, Collectives]  # its axes, one by one
+    _made: RunGroups | None = None
     _metrics: MetricGroups | None = None
     _same_batches: SameBatches | None = None
     _weights: WeightsInHooks | None = None  # as hooks see them, where they are split
@@ -95,14 +87,20 @@ class ModelParallelStrategy(DataParallelStrategy):
         return self.mesh.placement(ranks_per_node)
 
     @property
+    def _groups(self) -> RunGroups:
+        if self._made is None:
+            raise ConfigError("There are no groups before trainer.fit (or validate ...) runs.")
+        return self._made
+
+    @property
     @override
     def data_collectives(self) -> Collectives:
-        return _made(self._samples)
+        return self._groups.samples
 
     @property
     @override
     def gradient_groups(self) -> DataGroups:
-        return _made(self._gradients)
+        return self._groups.gradients
 
     @property
     def _gradient_axes(self) -> list[Axis]:
@@ -117,12 +115,11 @@ class ModelParallelStrategy(DataParallelStrategy):
     @property
     def model_collectives(self) -> Collectives:
         """Collectives over the ranks that share one model."""
-        return _made(self._sharers)
+        return self._groups.model
 
     def along(self, axis: Axis) -> Collectives:
         """Return collectives over the ranks that share this model along one axis."""
-        _made(self._sharers)
-        return self._along[axis]
+        return self._groups.along[axis]
 
     @property
     def model_ranks(self) -> tuple[int, ...]:
@@ -132,13 +129,14 @@ class ModelParallelStrategy(DataParallelStrategy):
     @override
     def _make_groups(self) -> None:
         peers = partial(self.mesh.peers, rank=self.global_rank)
-        self._samples = dp = self._group(peers("dp"))
-        averaging = peers(self._gradient_axes)
-        if len(averaging) > dp.size:
-            dp = self._group(averaging)
-        self._gradients = self._sharing_out(dp, averaging)
-        self._sharers = self._group(self.model_ranks)
-        self._along = {axis: self._group(peers(axis)) for axis in self._axes}
+        samples, averaging = self._group(peers("dp")), peers(self._gradient_axes)
+        is_more = len(averaging) > samples.size
+        self._made = RunGroups(
+            samples=samples,
+            gradients=self._sharing_out(self._group(averaging) if is_more else samples, averaging),
+            model=self._group(self.model_ranks),
+            along={axis: self._group(peers(axis)) for axis in self._axes},
+        )
         super()._make_groups()
 
     def _sharing_out(self, dp: Collectives, ranks: Sequence[int]) -> DataGroups:
@@ -158,8 +156,7 @@ class ModelParallelStrategy(DataParallelStrategy):
 
     @override
     def _leave(self) -> None:
-        self._samples = self._gradients = self._sharers = None
-        self._along = {}
+        self._made = None
         super()._leave()
 
     @property
@@ -182,7 +179,7 @@ class ModelParallelStrategy(DataParallelStrategy):
     def _run_view(self) -> RunView:
         return replace(
             super()._run_view(),
-            groups=self._along,
+            groups=self._groups.along,
             drawn_for_own_data=self._drawn_for_own_data,
         )
 
@@ -346,24 +343,9 @@ class ModelParallelStrategy(DataParallelStrategy):
         return found
 
     @override
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_along": {}}
-
-    @override
     def teardown(self) -> None:
         super().teardown()
         self._restore_dimensions(full=False)  # where the set-up has failed
         if self._metrics is not None:
             self._metrics.restore()
         self._metrics = self._same_batches = self._weights = None
-
-
-def _made(groups: T | None) -> T:
-    """Return groups that there are.
-
-    Raises:
-        ConfigError: There are none yet.
-    """
-    if groups is None:
-        raise ConfigError("There are no groups before trainer.fit (or validate ...) runs.")
-    return groups
