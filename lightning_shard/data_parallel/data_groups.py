@@ -1,4 +1,4 @@
-"""The groups of ranks that train one model on different batches, and that shard its state.
+"""The groups of ranks that average the gradients of one model, and that shard its state.
 
     dp          0 1 2 3 4 5 6 7        start with the same values, agree, average
     shard      [0 1 2 3][4 5 6 7]      one copy of the state each: unshards stay inside
@@ -19,10 +19,10 @@ from lightning_shard.backends.collectives import Collectives
 
 @dataclass(frozen=True, kw_only=True)
 class DataGroups:
-    """The data-parallel groups of one rank.
+    """The groups of one rank that average gradients.
 
     Attributes:
-        dp: Group of all data-parallel ranks.
+        dp: Group of all ranks that average the gradients of one model.
         shard: Group of the ranks that shard one copy of the state, neighbours in `dp`.
         replicate: Group of the ranks with the same shard of each copy; None for one copy.
     """

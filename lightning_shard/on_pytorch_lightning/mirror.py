@@ -28,6 +28,7 @@ BUILT_ON_LIGHTNING = (
     "elastic",
     "environments",
     "launchers",
+    "parallel_dimensions",
     "precision.plugins",
     "profiling",
     "strategies",

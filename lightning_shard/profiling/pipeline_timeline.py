@@ -46,6 +46,7 @@ from lightning_shard.pipeline_parallel.timeline import (
     save_chrome_trace,
     save_png,
 )
+from lightning_shard.strategies.hybrid_parallel import HybridParallelStrategy
 from lightning_shard.strategies.pipeline_parallel import PipelineParallelStrategy
 
 
@@ -286,9 +287,10 @@ def _check(folder: str | Path | None, every_n_steps: int, formats: Sequence[str]
         )
 
 
-def _pipelined(trainer: Trainer) -> PipelineParallelStrategy:
+def _pipelined(trainer: Trainer) -> PipelineParallelStrategy | HybridParallelStrategy:
     strategy = trainer.strategy
-    if not isinstance(strategy, PipelineParallelStrategy) or strategy.mesh.pp == 1:
+    kinds = (PipelineParallelStrategy, HybridParallelStrategy)
+    if not isinstance(strategy, kinds) or strategy.mesh.pp == 1:
         raise ConfigError(
             f"PipelineTimeline shows what the stages of a pipeline do, but there is no pipeline: "
             f"the Trainer's strategy is {type(strategy).__name__} over {trainer.world_size} ranks. "

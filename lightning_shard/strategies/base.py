@@ -31,6 +31,7 @@ from lightning_shard.environments import (
 from lightning_shard.errors import ConfigError
 from lightning_shard.launchers.in_process import InProcessLauncher
 from lightning_shard.launchers.processes import ProcessLauncher
+from lightning_shard.parallel_dimensions.run_groups import RunGroups
 from lightning_shard.precision.plugins import sharded_plugin
 from lightning_shard.strategies.configs import RunConfig
 from lightning_shard.strategies.flat_options import part, takes
@@ -44,7 +45,8 @@ from lightning_shard.trainer.logged_reductions import reduce_op_name, reduced
 from lightning_shard.trainer.termination import CoordinatedShutdown
 
 T = TypeVar("T")
-_OWN_KINDS = (Collectives, DataGroups, dist.ProcessGroup, liveness.Lifeline, RanksTermination)
+_GROUPS = (Collectives, DataGroups, RunGroups, dist.ProcessGroup)
+_OWN_KINDS = (*_GROUPS, liveness.Lifeline, RanksTermination)
 
 
 class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
@@ -107,13 +109,19 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
 
     @property
     def data_collectives(self) -> Collectives:
-        """Collectives over the ranks that train one model on different batches: here, all."""
+        """Collectives over the ranks that are given different samples: here, all.
+
+        Loaders, random numbers, metrics and what is logged or gathered follow these.
+        """
         return self.collectives
 
     @property
-    def data_groups(self) -> DataGroups:
-        """Those ranks, and how they share out the state."""
-        return DataGroups.of(self.data_collectives)
+    def gradient_groups(self) -> DataGroups:
+        """The ranks whose gradients are averaged, and how they share out the state: here, all.
+
+        Those of other samples are among them, and those that compute other parts of one sample.
+        """
+        return DataGroups.of(self.collectives)
 
     @property
     @override
@@ -242,7 +250,7 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
 
     def _make_groups(self) -> None:
         """Make the groups beside the default one, once for each default group."""
-        self._reducing = self.data_groups.duplicate(self._timeout)
+        self._reducing = self.gradient_groups.duplicate(self._timeout)
 
     def _join(self) -> None:
         environment = self.cluster_environment

@@ -18,6 +18,9 @@ from lightning_shard.data_parallel.options import STAGES
 from lightning_shard.elastic.membership_table import Bounds
 from lightning_shard.errors import ConfigError
 from lightning_shard.mesh import AXES, Axis, ParallelMesh
+from lightning_shard.parallel_dimensions.pipeline import PipelineDimension
+from lightning_shard.parallel_dimensions.stage_options import StageOptions
+from lightning_shard.parallel_dimensions.tensor import TensorDimension
 from lightning_shard.pipeline_parallel.partition import Split
 from lightning_shard.pipeline_parallel.schedules import check_name
 from lightning_shard.strategies.flat_options import OptionGroup
@@ -110,6 +113,10 @@ class PlanConfig(OptionGroup):
         if self.plan == {}:
             raise ConfigError("plan is empty, expected patterns and styles, or 'auto'.")
 
+    def dimension(self, size: int | None, *, sequence_parallel: bool = False) -> TensorDimension:
+        """Return what splits the layers over `size` ranks, over all where that is None."""
+        return TensorDimension(size, plan=self.plan, sequence_parallel=sequence_parallel)
+
 
 @dataclass(frozen=True, kw_only=True)
 class TensorParallelConfig(PlanConfig):
@@ -152,6 +159,16 @@ class ScheduleConfig(OptionGroup):
             )
         if self.num_microbatches is not None and self.num_microbatches < 1:
             raise ConfigError(f"num_microbatches must be at least 1, got {self.num_microbatches}.")
+
+    def dimension(self, size: int | None) -> PipelineDimension:
+        """Return what cuts a model into the stages of `size` ranks, of all where that is None."""
+        options = StageOptions(
+            schedule=self.schedule,
+            num_microbatches=self.num_microbatches,
+            blocks=self.blocks,
+            split=self.split,
+        )
+        return PipelineDimension(size, options)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Replicated data parallel and ZeRO stages 1 to 3 as Lightning strategies: the engine's adapter."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar, Unpack
 from weakref import WeakSet
@@ -21,11 +21,20 @@ from lightning_shard.data_parallel.agreement import check_same_optimizers
 from lightning_shard.data_parallel.compression import Compressor, Tally, find_compressor
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.held_bytes import HeldBytes, held, replicated
-from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.data_parallel.options import DTypePolicy, EngineOptions
 from lightning_shard.errors import ConfigError
+from lightning_shard.mesh import ParallelMesh
 from lightning_shard.optim.clipping import global_grad_norm
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
+from lightning_shard.parallel_dimensions.combined_split import combined
+from lightning_shard.parallel_dimensions.dimension import ParallelDimension
+from lightning_shard.parallel_dimensions.run_view import RunView
+from lightning_shard.parallel_dimensions.step_runner import (
+    ModuleStep,
+    PlainRunner,
+    StepKind,
+    StepRunner,
+)
 from lightning_shard.precision.plugins import ShardedMixedPrecision, ShardedPrecision
 from lightning_shard.precision.policy import dtype_policy
 from lightning_shard.strategies.checkpoints import CheckpointingStrategy
@@ -51,10 +60,10 @@ from lightning_shard.trainer.weight_averaging import (
 class DataParallelStrategy(CheckpointingStrategy):
     """One model on every rank, each with its own part of the batch."""
 
-    stage: ClassVar[int]
+    stage: int
+    dimensions: Sequence[ParallelDimension] = ()  # of one model; the first splits it first
     engine_type: ClassVar[type[DataParallelEngine]] = DataParallelEngine
     keeps_optimizers: ClassVar[bool] = False  # from a fit's beginning to its end
-    _in_hooks: ExitStack | None = None  # around the user's, of a fit
 
     @takes(RunConfig, DataParallelConfig)
     def __init__(self, **options: Unpack[DataParallelOptions]) -> None:
@@ -71,6 +80,8 @@ class DataParallelStrategy(CheckpointingStrategy):
         self._compression_state: dict[str, Any] = {}  # of the last fit, on rank 0
         self._step_bytes = StepBytes(self._bytes_so_far, self._tally_of_codecs)
         self._engine: DataParallelEngine | None = None
+        self._runner: StepRunner | None = None
+        self._in_hooks = ExitStack()  # around the user's, of a fit
         self._sharded: list[ShardedOptimizer] = []
         self._replaced: Collection[ShardedOptimizer] = ()  # in the middle of the fit
         self._averages: list[AverageOfShards] = []
@@ -84,12 +95,16 @@ class DataParallelStrategy(CheckpointingStrategy):
     def setup(self, trainer: "pl.Trainer") -> None:
         assert self.accelerator is not None
         assert self.model is not None
+        run = self._run_view()
+        for one in self.dimensions:
+            one.check(run)
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             self._apply_layer_sync()
         self.model = self.precision_plugin.convert_module(self.model)
-        self.model_to_device()
+        if not any(one.brings_model(run) for one in self.dimensions):
+            self.model_to_device()
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         if fitting:
             self._step_bytes = StepBytes(self._bytes_so_far, self._tally_of_codecs)
@@ -163,14 +178,14 @@ class DataParallelStrategy(CheckpointingStrategy):
         return [] if self._options.compression is None else ["what compression keeps"]
 
     def _explain_shards(self, callbacks: Sequence[Callback]) -> None:
-        if self._options.stage < 3:
-            return
         assert self.lightning_module is not None
-        self._in_hooks = ExitStack()
-        around = hooks_inside(
-            lambda: self.engine.explaining_shards(), self.lightning_module, callbacks
-        )
-        self._in_hooks.enter_context(around)
+        contexts = [one.hook_context() for one in self.dimensions]
+        if self._options.stage == 3:
+            contexts.insert(0, lambda: self.engine.explaining_shards())
+        for context in contexts:
+            if context is not None:
+                around = hooks_inside(context, self.lightning_module, callbacks)
+                self._in_hooks.enter_context(around)
 
     def _check_trainable(self) -> None:
         assert self.lightning_module is not None
@@ -192,7 +207,7 @@ class DataParallelStrategy(CheckpointingStrategy):
 
     def _apply_layer_sync(self) -> None:
         assert self.model is not None
-        data = self.data_collectives
+        data = self.gradient_groups.dp  # what ranks compute of one sample counts together
         # torch's refuses the CPU, and synchronises all ranks of the world
         is_ours = self.root_device.type == "cpu" or data.size < self.world_size
         if isinstance(layer_sync(self), TorchSyncBatchNorm) and is_ours:
@@ -210,22 +225,70 @@ class DataParallelStrategy(CheckpointingStrategy):
         elif (sync := layer_sync(self)) is not None:
             self.model = sync.revert(self.model)
 
+    @property
+    def mesh(self) -> ParallelMesh:
+        """The grid of this run's ranks; here all are given different samples."""
+        return ParallelMesh(dp=self.world_size)
+
+    def _run_view(self) -> RunView:
+        """Return what dimensions may know of this run."""
+        assert self.lightning_module is not None
+        assert self.model is not None
+        return RunView(
+            module=self.lightning_module,
+            model=self.model,
+            mesh=self.mesh,
+            rank=self.global_rank,
+            device=self.root_device,
+            is_fitting=self._is_fitting(),
+            layer_sync=layer_sync(self),
+            matches_tags=self.backend.matches_tags,
+            loss_scale=self._loss_scale,
+            completed=self._completed,
+            forget_activations=self._forget_activations,
+        )
+
+    def _loss_scale(self) -> float:
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        return 1.0 if scaler is None else float(scaler.get_scale())
+
+    def _completed(self, result: Any) -> Any:
+        """Return what a step has returned as code that runs on one rank only can take it."""
+        for one in self.dimensions:
+            result = one.completed(result)
+        return result
+
+    def _forget_activations(self) -> None:
+        for one in self.dimensions:
+            one.forget_activations()
+
     def _start_engine(self) -> None:
         assert self.model is not None
         plugin = self.precision_plugin
         assert isinstance(plugin, ShardedPrecision)
-        options = replace(self._options, dtypes=self._dtypes(str(plugin.precision)))
-        self._engine = self.engine_type(
-            self.model, self.data_groups, options, self._reducing, self._split_model()
+        run = self._run_view()
+        splits = [split for one in self.dimensions if (split := one.split(run)) is not None]
+        self._engine = engine = self.engine_type(
+            self.model,
+            self.gradient_groups,
+            replace(self._options, dtypes=self._dtypes(str(plugin.precision))),
+            self._reducing,
+            combined(splits),
         )
         if self._is_fitting():
-            assert self.lightning_module is not None
-            callbacks = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
-            self._engine.edits.are_expected = may_edit_gradients(self.lightning_module, callbacks)
-        plugin.attach(self._engine)
+            callbacks = run.module.trainer.callbacks  # type: ignore[attr-defined]
+            engine.edits.are_expected = may_edit_gradients(run.module, callbacks)
+        plugin.attach(engine)
         if isinstance(plugin, ShardedMixedPrecision) and plugin.scaler is not None:
-            for exchange in self._engine.exchanges:
+            for exchange in engine.exchanges:
                 exchange.loss_scale = plugin.scaler.get_scale
+        for one in self.dimensions:
+            one.attach(engine)
+        # Stage 3 gathers blocks together: which ones a step leaves out at random has to agree.
+        apart = run.drawn_for_own_data if self._options.stage < 3 else nullcontext
+        self._runner = PlainRunner(lambda: self.engine.step(), apart)
+        for one in reversed(self.dimensions):
+            self._runner = one.wrapped(self._runner)
 
     def _dtypes(self, precision: str) -> DTypePolicy:
         return dtype_policy(precision, self._reduce_dtype)
@@ -235,40 +298,28 @@ class DataParallelStrategy(CheckpointingStrategy):
         """Whether each rank has full parameters between the steps."""
         return self._options.stage < 3
 
-    def _split_model(self) -> ModelSplit | None:
-        """Split the model over ranks that train on the same batches; here there are none."""
-        return None
-
-    def _unsplit_model(self, *, full: bool) -> None:
-        """Undo `_split_model`; with `full` each rank must call."""
-
-    def _modules_step(self, kind: str) -> Callable[..., Any]:
-        """Return what runs the module's "training", "validation", "test" or "predict" step.
-
-        For strategies that run it several times within one step of the engine.
-        """
-        step: Callable[..., Any] = getattr(super(), f"{kind}_step")
-        return step
+    def _run_step(
+        self, kind: StepKind, step: ModuleStep, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        assert self._runner is not None
+        return self._runner.run(kind, step, args, kwargs)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step_bytes.counting(), self.engine.step():
-            return super().training_step(*args, **kwargs)
+        with self._step_bytes.counting():
+            return self._run_step("training", super().training_step, args, kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.engine.step():
-            return super().validation_step(*args, **kwargs)
+        return self._run_step("validation", super().validation_step, args, kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.engine.step():
-            return super().test_step(*args, **kwargs)
+        return self._run_step("test", super().test_step, args, kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.engine.step():
-            return super().predict_step(*args, **kwargs)
+        return self._run_step("predict", super().predict_step, args, kwargs)
 
     @contextmanager
     @override
@@ -366,15 +417,12 @@ class DataParallelStrategy(CheckpointingStrategy):
 
     @override
     def teardown(self) -> None:
-        if self._in_hooks is not None:
-            self._in_hooks.close()
-            self._in_hooks = None
+        self._in_hooks.close()
         if self._engine is not None:
             self._detach(self._engine)
             self._left_sharded = self._failed and self._holds_shards
         self._engine, self._sharded, self._averages, self._failed = None, [], [], False
-        self._replaced = ()
-        self._resuming = None
+        self._resuming, self._runner, self._replaced = None, None, ()
         self._may_differ_in_batches = False
         self._revert_layer_sync()
         super().teardown()
@@ -389,7 +437,7 @@ class DataParallelStrategy(CheckpointingStrategy):
         for average in self._averages:
             average.restore(full=not self._failed)
         engine.detach(restore=not self._failed)
-        self._unsplit_model(full=not self._failed)
+        self._restore_dimensions(full=not self._failed)
         for sharded in self._sharded:
             sharded.detach()
         for sharded, state in zip(self._sharded, states, strict=False):
@@ -399,6 +447,11 @@ class DataParallelStrategy(CheckpointingStrategy):
         for sharded in self._replaced:  # an exchanged optimizer begins anew after the fit
             sharded.detach()
             sharded.optimizer.state.clear()
+
+    def _restore_dimensions(self, *, full: bool) -> None:
+        """Undo what has split the model; with `full` each rank must call."""
+        for one in reversed(self.dimensions):
+            one.restore(full=full)
 
 
 class DDPStrategy(DataParallelStrategy):

@@ -62,7 +62,7 @@ class ElasticStrategy(DataParallelStrategy):
     def __init__(self, **options: Unpack[ElasticOptions]) -> None:
         self._elastic = ElasticConfig.of(options)
         check_backend(RunConfig.of(options).backend)
-        self.stage = self._elastic.stage  # type: ignore[misc]
+        self.stage = self._elastic.stage
         self._ranks = ElasticRanks()
         self._run: ElasticRun | None = None  # the present fit, or the last one
         super().__init__(**part(SharedOptions, options))

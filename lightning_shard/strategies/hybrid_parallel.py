@@ -1,14 +1,14 @@
 """Data, tensor and pipeline parallelism together: 3D, on one mesh."""
 
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Unpack
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.mesh import NodePlacement, ParallelMesh
-from lightning_shard.strategies.combined_split import CombinedSplit
+from lightning_shard.pipeline_parallel.pipeline import Pipeline
+from lightning_shard.pipeline_parallel.schedules import Schedule
 from lightning_shard.strategies.configs import (
     GradientConfig,
     HybridParallelConfig,
@@ -18,43 +18,34 @@ from lightning_shard.strategies.configs import (
 )
 from lightning_shard.strategies.flat_options import part, takes
 from lightning_shard.strategies.hybrid_sharding import shard_size, warning_of_unshards
-from lightning_shard.strategies.options import HybridParallelOptions, PlanOptions, SharedOptions
-from lightning_shard.strategies.pipeline_parallel import PipelineParallelStrategy
-from lightning_shard.strategies.tensor_parallel import TensorParallelStrategy
-from lightning_shard.tensor_parallel.dim_sharded_tensor import full_tensor
+from lightning_shard.strategies.model_parallel import ModelParallelStrategy
+from lightning_shard.strategies.options import HybridParallelOptions, SharedOptions
 
 
-class HybridParallelStrategy(TensorParallelStrategy, PipelineParallelStrategy):
+class HybridParallelStrategy(ModelParallelStrategy):
     """Stages of split layers, and copies of them on other data; `strategy="hybrid_parallel"`.
 
     Raises:
         ConfigError: Sizes that do not fit the ranks, or what either of the two refuses.
     """
 
-    model_axes = ("pp", "tp")
-
     @takes(RunConfig, HybridParallelConfig, PlanConfig, ScheduleConfig, GradientConfig)
     def __init__(self, **options: Unpack[HybridParallelOptions]) -> None:
         grid = HybridParallelConfig.of(options)
+        layers = PlanConfig.of(options).dimension(grid.tensor_parallel_size)
+        self._stages = ScheduleConfig.of(options).dimension(grid.pipeline_parallel_size)
         super().__init__(
-            **part(SharedOptions, options),
-            **part(PlanOptions, options),
-            tensor_parallel_size=grid.tensor_parallel_size,
-            zero_stage=grid.zero_stage,
+            [layers, self._stages], zero_stage=grid.zero_stage, **part(SharedOptions, options)
         )
         self._data_parallel_size = grid.data_parallel_size
         self._axis_order = grid.axis_order
-        self._set_pipeline(grid.pipeline_parallel_size, ScheduleConfig.of(options))
 
     @property
     @override
     def mesh(self) -> ParallelMesh:
-        pp, tp = self._pipeline_parallel_size, self._tensor_parallel_size
-        assert pp is not None
-        assert tp is not None
         dp = self._data_parallel_size if isinstance(self._data_parallel_size, int) else -1
         mesh = ParallelMesh.of_world(
-            self.world_size, pp=pp, tp=tp, dp=dp, axis_order=self._axis_order
+            self.world_size, **self._sizes(), dp=dp, axis_order=self._axis_order
         )
         if isinstance(self._data_parallel_size, int) or self.stage == 0:
             return mesh
@@ -63,7 +54,7 @@ class HybridParallelStrategy(TensorParallelStrategy, PipelineParallelStrategy):
     @property
     @override
     def shard_size(self) -> int:
-        return shard_size(self._data_parallel_size, self.mesh.dp)
+        return shard_size(self._data_parallel_size, super().shard_size)
 
     @override
     def placement(self, ranks_per_node: int) -> NodePlacement:
@@ -77,28 +68,25 @@ class HybridParallelStrategy(TensorParallelStrategy, PipelineParallelStrategy):
             rank_zero_warn(warning)
         super()._make_groups()
 
-    @override
-    def _split_model(self) -> ModelSplit | None:
-        layers = TensorParallelStrategy._split_model(self)
-        stages = PipelineParallelStrategy._split_model(self)
-        if self._layers_split is None or self._stage_split is None:
-            return layers or stages
-        assert self._staged is not None
-        self._staged.forget = self._layers_split.forget_activations
-        return CombinedSplit(self._layers_split, self._stage_split)
+    @property
+    def pipeline(self) -> Pipeline:
+        """The pipeline; there from `setup` to `teardown`."""
+        return self._stages.pipeline
 
-    @override
-    def _start_engine(self) -> None:
-        super()._start_engine()
-        if self._pipeline is not None:
-            self._pipeline.at_hand = self.engine.at_hand
-            self._pipeline.reformats = self.engine.reformats
+    @property
+    def num_microbatches(self) -> int:
+        """Parts of a batch that has as many samples."""
+        return self._stages.options.num_parts(self.mesh.pp)
 
-    @override
-    def _unsplit_model(self, *, full: bool) -> None:
-        PipelineParallelStrategy._unsplit_model(self, full=full)
-        TensorParallelStrategy._unsplit_model(self, full=full)
+    @property
+    def num_stages(self) -> int:
+        """Stages over all ranks of the pipeline."""
+        return self._stages.options.num_stages(self.mesh.pp)
 
-    @override
-    def _completed(self, result: Any) -> Any:
-        return full_tensor(result)
+    def schedule(self, num_microbatches: int) -> Schedule:
+        """Return what the ranks do with a batch of so many parts.
+
+        Raises:
+            ConfigError: The schedule does not allow it.
+        """
+        return self._stages.options.table(self.mesh.pp, num_microbatches)

@@ -1,18 +1,16 @@
-"""What the strategies share whose ranks split one model: their groups, and the same batches.
+"""What the strategies share whose ranks split one model: their groups, and the same batches."""
 
-The ranks of one model are given the same batch; the ranks that differ in nothing but the data are
-data parallel to each other.
-"""
-
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from math import prod
+from typing import Any, Unpack
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -21,11 +19,15 @@ from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.model_split import Unsplit
 from lightning_shard.errors import ConfigError
 from lightning_shard.mesh import Axis, NodePlacement, ParallelMesh
+from lightning_shard.parallel_dimensions.dimension import ParallelDimension
+from lightning_shard.parallel_dimensions.run_groups import RunGroups
+from lightning_shard.parallel_dimensions.run_view import RunView
 from lightning_shard.planner.description import Description, Measure
 from lightning_shard.planner.report import DryRun
 from lightning_shard.precision.policy import dtype_policy
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from lightning_shard.strategies.hybrid_sharding import replicate_ranks, shard_ranks
+from lightning_shard.strategies.options import SharedOptions
 from lightning_shard.tensor_parallel.randomness import drawn_apart
 from lightning_shard.trainer._lightning import seed_workers
 from lightning_shard.trainer.batch_counts import check_same_lengths
@@ -40,69 +42,106 @@ _OF_FAILURES = ("on_exception",)  # hooks in which the other ranks may be elsewh
 
 
 class ModelParallelStrategy(DataParallelStrategy):
-    """One model over the ranks of a group; what they leave of the world is data parallel."""
+    """One model over the ranks of a group; what they leave of the world is data parallel.
 
-    model_axes: ClassVar[tuple[Axis, ...]]
-    _data: DataGroups | None = None
-    _sharers: Collectives | None = None  # the ranks of one model
-    _along: dict[Axis, Collectives]  # its axes, one by one
+    Args:
+        dimensions: How ranks share the model. The first splits it first; one that runs steps in
+            another way, as a pipeline does, comes last.
+        zero_stage: How the ranks that average gradients keep their state, 0 to 3.
+        **options: As for the other strategies: `backend`, `num_ranks`, `units` and so on.
+    """
+
+    _made: RunGroups | None = None
     _metrics: MetricGroups | None = None
     _same_batches: SameBatches | None = None
     _weights: WeightsInHooks | None = None  # as hooks see them, where they are split
 
+    def __init__(
+        self,
+        dimensions: Sequence[ParallelDimension],
+        *,
+        zero_stage: int = 0,
+        **options: Unpack[SharedOptions],
+    ) -> None:
+        self.stage = zero_stage
+        super().__init__(**options)
+        self.dimensions = tuple(dimensions)
+
     @property
+    @override
     def mesh(self) -> ParallelMesh:
-        """The grid of this run's ranks."""
-        raise NotImplementedError
+        return ParallelMesh.of_world(self.world_size, **self._sizes())
+
+    def _sizes(self) -> dict[str, Any]:
+        """Return the number of ranks along the axis of each dimension."""
+        world_size = self.world_size
+        return {one.axis: world_size if one.size is None else one.size for one in self.dimensions}
+
+    @property
+    def _axes(self) -> list[Axis]:
+        """The axes of the dimensions."""
+        return [one.axis for one in self.dimensions]
 
     def placement(self, ranks_per_node: int) -> NodePlacement:
         """Say which groups reach over nodes of so many neighbouring ranks, and what is slow."""
         return self.mesh.placement(ranks_per_node)
 
     @property
-    @override
-    def data_collectives(self) -> Collectives:
-        return self.data_groups.dp
+    def _groups(self) -> RunGroups:
+        if self._made is None:
+            raise ConfigError("There are no groups before trainer.fit (or validate ...) runs.")
+        return self._made
 
     @property
     @override
-    def data_groups(self) -> DataGroups:
-        if self._data is None:
-            raise ConfigError("There are no groups before trainer.fit (or validate ...) runs.")
-        return self._data
+    def data_collectives(self) -> Collectives:
+        return self._groups.samples
+
+    @property
+    @override
+    def gradient_groups(self) -> DataGroups:
+        return self._groups.gradients
+
+    @property
+    def _gradient_axes(self) -> list[Axis]:
+        """The axes whose ranks have the same parameters and average their gradients."""
+        return ["dp", *(one.axis for one in self.dimensions if one.averages_gradients)]
 
     @property
     def shard_size(self) -> int:
-        """How many of the data-parallel ranks share out one copy of the state: here, all."""
-        return self.mesh.dp
+        """How many of the ranks that average gradients share out a copy of the state: here, all."""
+        return prod(self.mesh.size(axis) for axis in self._gradient_axes)
 
     @property
     def model_collectives(self) -> Collectives:
         """Collectives over the ranks that share one model."""
-        if self._sharers is None:
-            raise ConfigError("There are no groups before trainer.fit (or validate ...) runs.")
-        return self._sharers
+        return self._groups.model
 
     def along(self, axis: Axis) -> Collectives:
         """Return collectives over the ranks that share this model along one axis."""
-        if self._sharers is None:
-            raise ConfigError("There are no groups before trainer.fit (or validate ...) runs.")
-        return self._along[axis]
+        return self._groups.along[axis]
 
     @property
     def model_ranks(self) -> tuple[int, ...]:
-        """The global ranks that share this rank's model."""
-        return self.mesh.peers(self.model_axes, self.global_rank)
+        """The global ranks that share this rank's model, and are given the same samples."""
+        return self.mesh.peers(self._axes, self.global_rank)
 
     @override
     def _make_groups(self) -> None:
         peers = partial(self.mesh.peers, rank=self.global_rank)
-        self._data, self._sharers = self._group_data(peers("dp")), self._group(self.model_ranks)
-        self._along = {axis: self._group(peers(axis)) for axis in self.model_axes}
+        samples, averaging = self._group(peers("dp")), peers(self._gradient_axes)
+        is_more = len(averaging) > samples.size
+        self._made = RunGroups(
+            samples=samples,
+            gradients=self._sharing_out(self._group(averaging) if is_more else samples, averaging),
+            model=self._group(self.model_ranks),
+            along={axis: self._group(peers(axis)) for axis in self._axes},
+        )
         super()._make_groups()
 
-    def _group_data(self, ranks: Sequence[int]) -> DataGroups:
-        dp, size = self._group(ranks), self.shard_size
+    def _sharing_out(self, dp: Collectives, ranks: Sequence[int]) -> DataGroups:
+        """Return the groups of ranks that average gradients, some of which share out the state."""
+        size = self.shard_size
         if size == len(ranks):
             return DataGroups.of(dp)
         return DataGroups(
@@ -117,23 +156,32 @@ class ModelParallelStrategy(DataParallelStrategy):
 
     @override
     def _leave(self) -> None:
-        self._data = self._sharers = None
-        self._along = {}
+        self._made = None
         super()._leave()
 
     @property
-    def _shares_model(self) -> bool:
-        return len(self.model_ranks) > 1
+    def _splits_model(self) -> bool:
+        """Whether a rank has a part of the model only."""
+        splitting = [one.axis for one in self.dimensions if not one.averages_gradients]
+        return any(self.mesh.size(axis) > 1 for axis in splitting)
 
     @property
     @override
     def _has_full_parameters(self) -> bool:
-        return super()._has_full_parameters and not self._shares_model
+        return super()._has_full_parameters and not self._splits_model
 
     @property
     @override
     def _holds_shards(self) -> bool:
-        return super()._holds_shards or self._shares_model
+        return super()._holds_shards or self._splits_model
+
+    @override
+    def _run_view(self) -> RunView:
+        return replace(
+            super()._run_view(),
+            groups=self._groups.along,
+            drawn_for_own_data=self._drawn_for_own_data,
+        )
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
@@ -153,25 +201,54 @@ class ModelParallelStrategy(DataParallelStrategy):
         callbacks = [one for one in owner.callbacks if one not in averages]
         self._weights = weights = WeightsInHooks(self.engine, self.global_rank, self._finish_copies)
         self.engine.around_step = weights.hidden  # a hook may train, as the learning-rate finder
-        self._in_hooks = self._in_hooks or ExitStack()
         self._in_hooks.enter_context(
             hooks_inside(weights.shown, self.lightning_module, callbacks, without=_OF_FAILURES)
         )
 
     def _finish_copies(self) -> None:
-        """Make plain modules of the copies that a hook has made of modules with full weights."""
+        for one in reversed(self.dimensions):
+            one.finish_copies()
 
     def _hidden(self) -> AbstractContextManager[None]:
         """Inside, weights are the shards that are here, also within a hook."""
         return nullcontext() if self._weights is None else self._weights.hidden()
 
     @override
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        for one in self.dimensions:
+            one.before_backward(closure_loss)
+        super().pre_backward(closure_loss)
+
+    @override
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        def seen() -> Any:
+            result = closure()
+            for one in self.dimensions:
+                one.before_update(optimizer, self.optimizers.index(optimizer))
+            return result
+
         with self._hidden():
-            return super().optimizer_step(*args, **kwargs)
+            return super().optimizer_step(optimizer, seen, model, **kwargs)
+
+    @override
+    def all_gather(
+        self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
+    ) -> Tensor:
+        """Gather over the ranks of other samples; see `ShardStrategy`.
+
+        Raises:
+            ConfigError: Inside a step, where a dimension cannot gather with `sync_grads`.
+        """
+        for one in self.dimensions:
+            one.check_gather(sync_grads=sync_grads)
+        return super().all_gather(tensor, group, sync_grads)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        for one in self.dimensions:
+            one.share_state()
         with self._hidden():
             return super().lightning_module_state_dict()
 
@@ -206,12 +283,6 @@ class ModelParallelStrategy(DataParallelStrategy):
             assert stage is not None
             self._same_batches.check(batch, f"{stage.value} loader {dataloader_idx}")
         return super().batch_to_device(batch, device, dataloader_idx)
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        # Stage 3 gathers blocks together: which ones a step leaves out at random has to agree.
-        with self._drawn_for_own_data() if self._options.stage < 3 else nullcontext():
-            return super().training_step(*args, **kwargs)
 
     def _drawn_for_own_data(self) -> AbstractContextManager[None]:
         """Inside, data-parallel ranks draw random numbers of their own; those of a model alike."""
@@ -266,16 +337,15 @@ class ModelParallelStrategy(DataParallelStrategy):
         """
         dtypes = dtype_policy(precision, self._reduce_dtype)
         engine = replace(self._options, dtypes=dtypes)
-        return Description(mesh=self.mesh, engine=engine, shard_size=self.shard_size)
-
-    @override
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_along": {}}
+        found = Description(mesh=self.mesh, engine=engine, shard_size=self.shard_size)
+        for one in reversed(self.dimensions):
+            found = one.described(found, module, measure)
+        return found
 
     @override
     def teardown(self) -> None:
         super().teardown()
-        self._unsplit_model(full=False)  # where the set-up has failed
+        self._restore_dimensions(full=False)  # where the set-up has failed
         if self._metrics is not None:
             self._metrics.restore()
         self._metrics = self._same_batches = self._weights = None

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import lightning as L  # noqa: N812
@@ -96,9 +97,7 @@ def both(
 
 
 def replicas(strategy: HybridParallelStrategy) -> int:
-    sizes = strategy._pipeline_parallel_size, strategy._tensor_parallel_size
-    assert None not in sizes
-    return WORLD // (sizes[0] * sizes[1])
+    return WORLD // prod(one.size or 1 for one in strategy.dimensions)
 
 
 def hybrid(**options: Any) -> Callable[[], HybridParallelStrategy]:

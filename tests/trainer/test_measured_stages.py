@@ -1,12 +1,13 @@
 """Stages that are alike in what a step costs, measured before training."""
 
+from typing import Any
+
 import pytest
-from torch import nn
+from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader
 
 from lightning_shard import PipelineParallelStrategy
 from lightning_shard.errors import ConfigError
-from lightning_shard.pipeline_parallel.partition import Partition
 from tests.strategies.models import ExampleGPT
 from tests.strategies.parity import UPSTREAM_WARNINGS, GlobalBatches, quiet_trainer
 
@@ -20,23 +21,24 @@ class Wide(ExampleGPT):
         super().__init__(num_layers=6)
 
 
-class Recorded(PipelineParallelStrategy):
-    """Keeps the stages that it has found."""
+class Bounds(Callback):
+    """Keeps where the model has been cut."""
 
     bounds: tuple[int, ...] = ()
 
-    def _stages(self, model: nn.Module) -> Partition:
-        partition = super()._stages(model)
-        self.bounds = partition.bounds
-        return partition
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.bounds = trainer.strategy.pipeline._model.partition.bounds
 
 
 def bounds_of(split: str) -> tuple[int, ...]:
     model = Wide()
-    strategy = Recorded(backend="in_process", split=split)
-    trainer = quiet_trainer(strategy=strategy, devices=2, max_steps=1, accumulate_grad_batches=1)
+    found = Bounds()
+    strategy = PipelineParallelStrategy(backend="in_process", split=split)
+    trainer = quiet_trainer(
+        strategy=strategy, devices=2, max_steps=1, accumulate_grad_batches=1, callbacks=[found]
+    )
     trainer.fit(model, datamodule=GlobalBatches(model))
-    return strategy.bounds
+    return found.bounds
 
 
 @pytest.mark.parametrize("split", ["flops", "memory"])

@@ -1,6 +1,7 @@
 """Random numbers of a step: alike on the ranks of a layer, others on other data and stages."""
 
 from collections import deque
+from math import prod
 from typing import Any
 
 import lightning as L  # noqa: N812
@@ -57,7 +58,7 @@ def seen_by_ranks(style: type[Stack], **options: Any) -> tuple[list[Any], Parall
     strategy = HybridParallelStrategy(
         backend="in_process", data_parallel_size=2, plan=PLAN, **options
     )
-    num_ranks = 2 * strategy._pipeline_parallel_size * strategy._tensor_parallel_size  # type: ignore[operator]
+    num_ranks = 2 * prod(one.size or 1 for one in strategy.dimensions)
     fit(Gathered, strategy, devices=num_ranks, max_epochs=1, limit_train_batches=2)
     return gather.ranks, strategy.mesh
 

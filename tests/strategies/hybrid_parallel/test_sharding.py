@@ -162,14 +162,14 @@ class Census(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step == 1:
             for group in ("shard", "replicate"):
-                getattr(trainer.strategy.data_groups, group).traffic.reset()
+                getattr(trainer.strategy.gradient_groups, group).traffic.reset()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         strategy = trainer.strategy
         sent = {
             (group, operation): total.elements // (trainer.global_step - 1)
             for group in ("shard", "replicate")
-            for operation, total in getattr(strategy.data_groups, group).traffic.items()
+            for operation, total in getattr(strategy.gradient_groups, group).traffic.items()
         }
         shards = torch.cat([flat.shard for flat in strategy.engine.flats])
         dp = strategy.collectives.all_gather_object((self._held, sent, shards))

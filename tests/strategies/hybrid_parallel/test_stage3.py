@@ -146,7 +146,7 @@ class Reductions(L.Callback):
     calls: list[tuple[int, int]] = field(default_factory=list)
 
     def _calls(self, trainer: L.Trainer) -> int:
-        return trainer.strategy.data_groups.shard.traffic.snapshot()["reduce_scatter"].calls
+        return trainer.strategy.gradient_groups.shard.traffic.snapshot()["reduce_scatter"].calls
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         self._totals = [*getattr(self, "_totals", []), self._calls(trainer)]

@@ -1,12 +1,13 @@
 """Every schedule trains as a single device does, whatever the stages and microbatches."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import pytest
 
-from lightning_shard import PipelineParallelStrategy
+from lightning_shard import ConfigError, PipelineParallelStrategy
 from lightning_shard.pipeline_parallel.schedules import SCHEDULES
 from tests.pipeline_parallel.peaks import theoretical_peak_activations
 from tests.strategies.models import PIPELINE_MODELS
@@ -149,7 +150,7 @@ def test_live_activations_are_those_of_the_theory(schedule: str, num_ranks: int)
 
     class Counting(PipelineParallelStrategy):
         def teardown(self) -> None:
-            if self._pipeline is not None:
+            with suppress(ConfigError):  # the second time
                 peaks[self.global_rank] = self.pipeline.peak_activations
             super().teardown()
 

@@ -18,7 +18,7 @@ from lightning_shard import (
     ParallelMesh,
     TensorParallelStrategy,
 )
-from lightning_shard.strategies import tensor_parallel
+from lightning_shard.parallel_dimensions import tensor
 from tests.examples.commands import set_arguments
 from tests.strategies.parity import UPSTREAM_WARNINGS, GlobalBatches, build, quiet_trainer
 from tests.strategies.stacks import WIDTH, Stack, fit
@@ -145,6 +145,6 @@ def test_one_rank_had_to_have_layers_to_split(
     def refuse(*_: Any) -> NoReturn:
         raise ConfigError("Nothing can be split.")
 
-    monkeypatch.setattr(tensor_parallel, "automatic_plan", refuse)
+    monkeypatch.setattr(tensor, "automatic_plan", refuse)
     alone, fitted = fit(Scales, max_epochs=1), fit(Scales, strategy, max_epochs=1)
     torch.testing.assert_close(fitted.weights, alone.weights, rtol=1e-5, atol=1e-6)

@@ -31,7 +31,9 @@ class Sent(L.Callback):
     _before: int = 0
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        traffic: dict[str, OperationTraffic] = trainer.strategy.data_collectives.traffic.snapshot()
+        traffic: dict[str, OperationTraffic] = (
+            trainer.strategy.gradient_groups.dp.traffic.snapshot()
+        )
         names = ("all_reduce", "reduce_scatter")
         total = sum(traffic[name].elements for name in names if name in traffic)
         self.reduced.append(total - self._before)
@@ -81,7 +83,7 @@ class ByHand(L.LightningModule):
         else:
             with self.trainer.strategy.engine.no_sync():
                 self.manual_backward(loss)
-        traffic = self.trainer.strategy.data_collectives.traffic.snapshot()
+        traffic = self.trainer.strategy.gradient_groups.dp.traffic.snapshot()
         self.sent.append(traffic["all_reduce"].elements if "all_reduce" in traffic else 0)
 
     def configure_optimizers(self) -> Any:

@@ -1,0 +1,91 @@
+"""A model that is split several times, such as stages of which each has parts of its layers.
+
+whole ──tensor parallel──> this rank's part of every layer ──pipeline──> of its stages' layers
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import reduce
+
+import torch
+from torch import Tensor, nn
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.data_parallel.model_split import ModelSplit
+
+
+def combined(splits: Sequence[ModelSplit]) -> ModelSplit | None:
+    """Return one split for several, each made of what those before it have left; None for none."""
+    return reduce(CombinedSplit, splits) if splits else None
+
+
+class CombinedSplit:
+    """Two splits as one.
+
+    Args:
+        inner: Made first, of the full model.
+        outer: Made of what that has left.
+
+    Attributes:
+        full_shapes: The full shape of each parameter that is a part here, or not here.
+    """
+
+    def __init__(self, inner: ModelSplit, outer: ModelSplit) -> None:
+        self._inner, self._outer = inner, outer
+        self.full_shapes: Mapping[nn.Parameter, torch.Size] = {
+            **outer.full_shapes,
+            **inner.full_shapes,
+        }
+
+    @property
+    def groups(self) -> Sequence[Collectives]:
+        """The groups of both."""
+        return (*self._inner.groups, *self._outer.groups)
+
+    @property
+    def groups_of_layers(self) -> Sequence[Collectives]:
+        """Those of both whose ranks have different parameters."""
+        return (*self._inner.groups_of_layers, *self._outer.groups_of_layers)
+
+    @property
+    def group_sets(self) -> Sequence[Sequence[Collectives]]:
+        """Every set of groups that a parameter can be spread over."""
+        return [
+            (*inner, *outer) for inner in self._inner.group_sets for outer in self._outer.group_sets
+        ]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first rank of both."""
+        return self._inner.is_first and self._outer.is_first
+
+    def groups_of(self, param: nn.Parameter) -> Sequence[Collectives]:
+        """Return the groups over whose ranks the elements of `param` are spread."""
+        return (*self._inner.groups_of(param), *self._outer.groups_of(param))
+
+    def is_here(self, param: nn.Parameter) -> bool:
+        """Whether this rank has `param`, or a part of it."""
+        return self._outer.is_here(param) and self._inner.is_here(param)
+
+    def full_shape(self, param: nn.Parameter) -> torch.Size:
+        """Return the full shape of a parameter."""
+        return self.full_shapes.get(param, param.shape)
+
+    def is_spread(self, param: nn.Parameter) -> bool:
+        """Whether a parameter is on other ranks, or in part."""
+        return self._outer.is_spread(param) or self._inner.is_spread(param)
+
+    def is_shared(self, param: nn.Parameter) -> bool:
+        """Whether several ranks of one of the two have a parameter, and not all."""
+        return self._outer.is_shared(param) or self._inner.is_shared(param)
+
+    def counts(self, param: nn.Parameter) -> bool:
+        """Whether this rank's elements count in both."""
+        return self._outer.counts(param) and self._inner.counts(param)
+
+    def full(self, param: nn.Parameter, local: Tensor) -> Tensor:
+        """Return a full tensor; each rank must call."""
+        return self._inner.full(param, self._outer.full(param, local))
+
+    def local(self, param: nn.Parameter, full: Tensor) -> Tensor:
+        """Return this rank's part of a full tensor."""
+        return self._outer.local(param, self._inner.local(param, full))

@@ -1,0 +1,159 @@
+"""A step of the user's module that runs microbatch by microbatch, through the stages of a pipeline.
+
+batch ──> microbatches ──> forwards and backwards ──> one result, one set of logs, on each rank
+                           as the schedule says        gradients handed over in the backward
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.errors import ConfigError
+from lightning_shard.parallel_dimensions.run_view import RunView
+from lightning_shard.parallel_dimensions.step_runner import ModuleStep, StepKind, StepRunner
+from lightning_shard.pipeline_parallel.gradients import GradientStash
+from lightning_shard.pipeline_parallel.microbatches import (
+    Microbatch,
+    batch_size_of,
+    merge_outputs,
+    split_batch,
+)
+from lightning_shard.pipeline_parallel.pipeline import Pipeline
+from lightning_shard.pipeline_parallel.split import PipelineSplit
+from lightning_shard.trainer.step_logs import StepLogs
+
+
+class MicrobatchedSteps(StepRunner):
+    """Runs steps through a pipeline.
+
+    Args:
+        run: That they are part of.
+        engine: Of the model.
+        pipeline: Its stages at work.
+        split: Which of them are here.
+        logs: Of the module.
+        num_parts: Of a batch that has as many samples.
+        on_training: Told of the number of parts of each training batch.
+    """
+
+    def __init__(
+        self,
+        run: RunView,
+        engine: DataParallelEngine,
+        pipeline: Pipeline,
+        split: PipelineSplit,
+        logs: StepLogs,
+        *,
+        num_parts: int,
+        on_training: Callable[[int], None],
+    ) -> None:
+        self._run, self._engine, self._pipeline = run, engine, pipeline
+        self._split, self._logs = split, logs
+        self._num_parts, self._on_training = num_parts, on_training
+        self._num_in_step = 1  # microbatches of the training step that runs
+
+    @override
+    def run(
+        self, kind: StepKind, step: ModuleStep, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        if kind == "training":
+            return self._train(step, args, kwargs)
+        return self._evaluate(kind, step, args, kwargs)
+
+    def check_gather(self) -> None:
+        """Refuse to gather with gradients inside a step of which a microbatch is a part only.
+
+        Raises:
+            ConfigError: With what to do.
+        """
+        if self._num_in_step > 1:
+            raise ConfigError(
+                f"training_step gathers tensors with sync_grads=True, for a loss over the samples "
+                f"of the whole batch, but a pipeline runs it for each of {self._num_in_step} "
+                f"microbatches, which would be compared only within themselves; expected a step of "
+                f"the whole batch. Set num_microbatches=1, or use strategy='zero3'."
+            )
+
+    def _train(self, step: ModuleStep, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        microbatches = self._microbatches(args[0])
+        self._num_in_step = len(microbatches)
+        self._on_training(self._num_in_step)
+        recorded, seed = self._recorded(step, args, kwargs), self._run.loss_scale()
+        with self._engine.step(), isolate_rng():
+            try:
+                results, stash = self._pipeline.train(
+                    "training", microbatches, recorded, _loss, seed
+                )
+            finally:
+                self._num_in_step = 1
+            self._split.sum_ties(stash)
+        taken = [one for one in microbatches if results.get(one.index) is not None]
+        outputs, weight = self._shared(results, taken)
+        if outputs is None:  # which Lightning allows on one device only
+            return self._without_gradients(stash)
+        stash.seed *= weight  # the mean is over the samples that have a loss
+        return self._with_gradients(outputs, stash)
+
+    def _evaluate(
+        self, kind: StepKind, step: ModuleStep, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        microbatches = self._microbatches(args[0])
+        loader = ", ".join(str(one) for one in args[2:])
+        with self._engine.step(), isolate_rng():
+            recorded = self._recorded(step, args, kwargs)
+            results = self._pipeline.evaluate(f"{kind} {loader}", microbatches, recorded)
+        if results is None:  # a step that does not use the network
+            return step(*args, **kwargs)
+        return self._shared(results, microbatches)[0]
+
+    def _microbatches(self, batch: Any) -> list[Microbatch]:
+        return split_batch(batch, min(self._num_parts, batch_size_of(batch)))
+
+    def _recorded(
+        self, step: ModuleStep, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Callable[[Microbatch, bool], Any]:
+        """Return what runs the module's step on one microbatch, and records what it logs."""
+        completed = self._run.completed
+
+        def recorded(microbatch: Microbatch, is_last: bool) -> Any:
+            with self._logs.recording(microbatch.size, counts=is_last, completed=completed):
+                return completed(step(microbatch.content, *args[1:], **kwargs))
+
+        return recorded
+
+    def _shared(self, results: dict[int, Any], microbatches: list[Microbatch]) -> tuple[Any, float]:
+        """Merge what the last stage's steps have returned, and give it to every rank.
+
+        Returns:
+            With the microbatches' share of the batch.
+        """
+        outputs, weight = None, sum(one.weight for one in microbatches)
+        if self._pipeline.has_last_stage and microbatches:
+            sizes = [one.size for one in microbatches]
+            outputs = merge_outputs([results[one.index] for one in microbatches], sizes)
+        outputs, weight = self._logs.replay((outputs, weight))
+        return outputs, float(weight)
+
+    def _without_gradients(self, stash: GradientStash) -> Tensor:
+        """Return a loss that leaves every parameter without a gradient: the batch is skipped."""
+        stash.clear()
+        loss = torch.zeros((), device=self._run.device)
+        return stash.hand_over(loss, self._engine.take_gradient)
+
+    def _with_gradients(self, outputs: Any, stash: GradientStash) -> Any:
+        """Connect the loss that the step returns with the gradients that are already there."""
+        loss = _loss(outputs)
+        if loss is None:
+            return outputs
+        handed = stash.hand_over(loss, self._engine.take_gradient)
+        return {**outputs, "loss": handed} if isinstance(outputs, Mapping) else handed
+
+
+def _loss(result: Any) -> Tensor | None:
+    found = result.get("loss") if isinstance(result, Mapping) else result
+    return found if isinstance(found, Tensor) else None

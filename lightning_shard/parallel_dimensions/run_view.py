@@ -1,0 +1,50 @@
+"""What a parallel dimension is told of the run that it is part of."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.layer_sync import LayerSync
+from torch import nn
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.mesh import Axis, ParallelMesh
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunView:
+    """A strategy's run, as its dimensions see it.
+
+    Attributes:
+        module: The user's.
+        model: What is trained: the module, or what a wrapper has made of it.
+        mesh: The grid of the run's ranks.
+        rank: This rank of it.
+        device: Of this rank.
+        is_fitting: Whether the run trains.
+        layer_sync: How batch norms are to be synchronized, where the user asks for it.
+        matches_tags: Whether the backend tells messages of one rank apart by their tags.
+        groups: This rank's group along each axis of a dimension; there once groups are made.
+        drawn_for_own_data: Inside, ranks that are given different samples draw random numbers of
+            their own.
+        loss_scale: What a loss scaler multiplies losses with.
+        completed: Makes what a step has returned what any code can take: that of all dimensions.
+        forget_activations: Lets go of activations that the layers of any dimension keep.
+    """
+
+    module: "pl.LightningModule"
+    model: nn.Module
+    mesh: ParallelMesh
+    rank: int
+    device: torch.device
+    is_fitting: bool
+    layer_sync: LayerSync | None
+    matches_tags: bool
+    groups: Mapping[Axis, Collectives] = field(default_factory=dict)
+    drawn_for_own_data: Callable[[], AbstractContextManager[None]] = nullcontext
+    loss_scale: Callable[[], float]
+    completed: Callable[[Any], Any]
+    forget_activations: Callable[[], None]

@@ -1,0 +1,90 @@
+"""How a pipeline is cut into stages and what runs when: the options, and what follows from them."""
+
+from dataclasses import dataclass
+from typing import Literal, cast
+
+from torch import nn
+
+from lightning_shard.pipeline_parallel.blocks import BlockList
+from lightning_shard.pipeline_parallel.partition import (
+    BlockCosts,
+    Partition,
+    Split,
+    partition_blocks,
+)
+from lightning_shard.pipeline_parallel.schedules import (
+    Schedule,
+    default_stages_per_rank,
+    make_schedule,
+    place_stages,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageOptions:
+    """A pipeline's options, on any number of ranks.
+
+    Attributes:
+        schedule: Its name.
+        num_microbatches: Parts of a batch; None for twice the ranks.
+        blocks: Path of the list of repeated blocks; None finds it.
+        split: What the stages have alike, or the first block of each stage but the first.
+    """
+
+    schedule: str
+    num_microbatches: int | None
+    blocks: str | None
+    split: str | list[int]
+
+    @property
+    def measured(self) -> Literal["flops", "memory"] | None:
+        """What has to be measured of the blocks before they are cut into stages; None: nothing."""
+        if self.split in ("flops", "memory"):
+            return cast(Literal["flops", "memory"], self.split)
+        return None
+
+    def num_parts(self, num_ranks: int) -> int:
+        """Return the microbatches of a batch that has as many samples."""
+        return self.num_microbatches or 2 * num_ranks
+
+    def num_stages(self, num_ranks: int) -> int:
+        """Return the stages over all ranks of the pipeline."""
+        if isinstance(self.split, list):
+            return len(self.split) + 1
+        return num_ranks * default_stages_per_rank(self.schedule)
+
+    def stage_ranks(self, num_ranks: int) -> tuple[int, ...]:
+        """Return the rank of each stage."""
+        return place_stages(self.schedule, num_ranks, self.num_stages(num_ranks))
+
+    def table(self, num_ranks: int, num_microbatches: int) -> Schedule:
+        """Return what the ranks do with a batch of so many parts.
+
+        Raises:
+            ConfigError: The schedule does not allow it.
+        """
+        return make_schedule(
+            self.schedule,
+            num_ranks=num_ranks,
+            num_microbatches=num_microbatches,
+            num_stages=self.num_stages(num_ranks),
+        )
+
+    def cut(
+        self, model: nn.Module, blocks: BlockList, measured: BlockCosts | None, num_ranks: int
+    ) -> Partition:
+        """Cut a model into stages.
+
+        Args:
+            model: Of the blocks.
+            blocks: In their order.
+            measured: What they cost, where that is asked for.
+            num_ranks: Of the pipeline.
+        """
+        return partition_blocks(
+            model,
+            blocks,
+            num_stages=self.num_stages(num_ranks),
+            split=cast(Split | list[int], self.split),
+            measured=measured,
+        )
