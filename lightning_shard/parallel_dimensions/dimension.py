@@ -35,10 +35,10 @@ class ParallelDimension:
     """What the ranks along one axis of the mesh share; here they do nothing about it.
 
     Args:
-        size: Ranks along the axis; None for all of the world.
+        size: Number of ranks along the axis; None for all of the world.
 
     Attributes:
-        axis: Of the mesh.
+        axis: Axis of the mesh along which the ranks lie.
         averages_gradients: Whether its ranks have the same parameters and other parts of the
             samples, so that gradients are averaged over them, as over the ranks of other samples.
             Else each has parameters, or parts of them, that the others have not.
@@ -90,7 +90,7 @@ class ParallelDimension:
         """Refuse to gather what a step has on its ranks, where that cannot be right.
 
         Raises:
-            ConfigError: With what to do.
+            ConfigError: A gather would compare parts of a batch only; it says what to do.
         """
 
     def hook_context(self) -> Callable[[], AbstractContextManager[None]] | None:
@@ -115,7 +115,7 @@ class ParallelDimension:
         """Return the description of a world that is not there, with what this does in it.
 
         Args:
-            found: With the mesh.
+            found: The description so far, with the mesh.
             module: As for `split`, but its parameters may be on meta.
             measure: Measures the blocks of the module.
         """

@@ -32,13 +32,13 @@ class MicrobatchedSteps(StepRunner):
     """Runs steps through a pipeline.
 
     Args:
-        run: That they are part of.
-        engine: Of the model.
-        pipeline: Its stages at work.
-        split: Which of them are here.
-        logs: Of the module.
-        num_parts: Of a batch that has as many samples.
-        on_training: Told of the number of parts of each training batch.
+        run: The run that the steps are part of.
+        engine: The engine of the model.
+        pipeline: The pipeline of the model's stages.
+        split: The split that says which stages are on this rank.
+        logs: What the module logs in a step.
+        num_parts: Microbatches of a batch that has as many samples.
+        on_training: Called with the number of microbatches of each training batch.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class MicrobatchedSteps(StepRunner):
         """Refuse to gather with gradients inside a step of which a microbatch is a part only.
 
         Raises:
-            ConfigError: With what to do.
+            ConfigError: The step runs on microbatches; it says what to do.
         """
         if self._num_in_step > 1:
             raise ConfigError(
@@ -130,7 +130,7 @@ class MicrobatchedSteps(StepRunner):
         """Merge what the last stage's steps have returned, and give it to every rank.
 
         Returns:
-            With the microbatches' share of the batch.
+            The merged result, and the microbatches' share of the batch.
         """
         outputs, weight = None, sum(one.weight for one in microbatches)
         if self._pipeline.has_last_stage and microbatches:

@@ -19,11 +19,11 @@ class RunView:
     """A strategy's run, as its dimensions see it.
 
     Attributes:
-        module: The user's.
+        module: The user's LightningModule.
         model: What is trained: the module, or what a wrapper has made of it.
         mesh: The grid of the run's ranks.
-        rank: This rank of it.
-        device: Of this rank.
+        rank: Number of this rank in the mesh.
+        device: Device of this rank.
         is_fitting: Whether the run trains.
         layer_sync: How batch norms are to be synchronized, where the user asks for it.
         matches_tags: Whether the backend tells messages of one rank apart by their tags.

@@ -25,8 +25,8 @@ class StageOptions:
     """A pipeline's options, on any number of ranks.
 
     Attributes:
-        schedule: Its name.
-        num_microbatches: Parts of a batch; None for twice the ranks.
+        schedule: Name of the pipeline's schedule.
+        num_microbatches: Microbatches of a batch; None for twice the ranks.
         blocks: Path of the list of repeated blocks; None finds it.
         split: What the stages have alike, or the first block of each stage but the first.
     """
@@ -76,10 +76,10 @@ class StageOptions:
         """Cut a model into stages.
 
         Args:
-            model: Of the blocks.
-            blocks: In their order.
-            measured: What they cost, where that is asked for.
-            num_ranks: Of the pipeline.
+            model: The model that has the blocks.
+            blocks: The repeated blocks, in their order.
+            measured: Costs of the blocks, where `split` asks for them.
+            num_ranks: Number of the pipeline's ranks.
         """
         return partition_blocks(
             model,

@@ -18,10 +18,10 @@ class StepRunner(Protocol):
         """Run one step within one of the engine; each rank must call.
 
         Args:
-            kind: Of the step.
-            step: The module's.
-            args: Its arguments, the batch first.
-            kwargs: Others.
+            kind: Kind of the step, which says what Lightning runs it for.
+            step: Runs the module's own step.
+            args: Positional arguments of the step, the batch first.
+            kwargs: Keyword arguments of the step.
 
         Returns:
             What the step has returned, or what stands for it on this rank.

@@ -66,12 +66,12 @@ class AsyncSGDStrategy(LocalUpdates):
 
     @property
     def counters(self) -> AsyncCounters:
-        """What this rank has done in this fit, or in the last one."""
+        """Counters of this rank in this fit, or in the last one."""
         return self._counters
 
     @property
     def message_traffic(self) -> Traffic:
-        """What this rank has sent to others while training by itself."""
+        """Counters of the messages that this rank has sent while training by itself."""
         return Traffic() if self._mail is None else self._mail.traffic
 
     @override

@@ -1,4 +1,4 @@
-"""What every strategy of this package shares: backend, ranks, processes, small collectives."""
+"""The base of this package's strategies: backend, ranks, processes, small collectives."""
 
 import atexit
 from collections.abc import Sequence
@@ -141,7 +141,7 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
 
     @property
     def num_nodes(self) -> int:
-        """Number of hosts."""
+        """Number of hosts of the run."""
         return self._num_nodes
 
     @num_nodes.setter
@@ -274,10 +274,10 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
     def salvaging(
         self, error: BaseException, *, is_common: bool, gone: Sequence[int]
     ) -> AbstractContextManager[None]:
-        """In which callbacks hear of an exception, and save what can be saved.
+        """Make the context in which callbacks hear of an exception and may save checkpoints.
 
         Args:
-            error: What this rank has raised.
+            error: Exception that this rank has raised.
             is_common: Whether all ranks have raised at the same place, and enter this, too.
             gone: Ranks that have died.
         """
@@ -285,9 +285,9 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
         return nullcontext()
 
     def end_in_common(self) -> None:
-        """After an exception that all ranks have raised at the same place: take down the run.
+        """Tear the run down after an exception that all ranks have raised at the same place.
 
-        The model is then whole where it can be made so; each rank must call.
+        The model is then full where it can be made so; each rank must call.
         """
         self.teardown()
 

@@ -1,4 +1,4 @@
-"""What strategies save and load: whole checkpoints, brought together from the ranks' shards."""
+"""Saving and loading full checkpoints, brought together from the ranks' shards."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -25,7 +25,7 @@ from lightning_shard.strategies.salvage import SalvagingStrategy
 
 
 class CheckpointingStrategy(SalvagingStrategy):
-    """Saves and loads whole checkpoints, during a run from the engine's shards."""
+    """Saves and loads full checkpoints, during a run from the engine's shards."""
 
     _options: EngineOptions
     _compression_state: dict[str, Any]  # of the last fit, on rank 0
@@ -49,7 +49,7 @@ class CheckpointingStrategy(SalvagingStrategy):
         return module is not None and module.trainer.state.fn == TrainerFn.FITTING
 
     def _state_of_compression(self) -> dict[str, Any]:
-        """What compression keeps between steps, on rank 0; each rank must call."""
+        """Return compression's state on rank 0; each rank must call."""
         compressor = self._options.compression
         if self._engine is None or compressor is None:
             return self._compression_state

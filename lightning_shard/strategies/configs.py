@@ -33,7 +33,7 @@ _STAGES: dict[ElasticScheme, int] = {"shard_ddp": 0, "zero1": 1, "zero2": 2, "ze
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(OptionGroup):
-    """What every strategy takes; see `RunOptions`.
+    """The options that every strategy takes; see `RunOptions`.
 
     Raises:
         ConfigError: An unknown backend, or options that contradict each other.
@@ -65,7 +65,7 @@ class RunConfig(OptionGroup):
 
     @property
     def longest_wait(self) -> timedelta:
-        """The timeout."""
+        """Return the longest wait for a peer: the timeout."""
         if isinstance(self.timeout, timedelta):
             return self.timeout
         try:
@@ -76,7 +76,7 @@ class RunConfig(OptionGroup):
 
 @dataclass(frozen=True, kw_only=True)
 class UnitConfig(OptionGroup):
-    """What ranks communicate as one; see `UnitOptions`."""
+    """The options of units, which ranks communicate as one; see `UnitOptions`."""
 
     units: list[str] | None = None
     bucket_mb: float | None = None
@@ -84,7 +84,7 @@ class UnitConfig(OptionGroup):
 
 @dataclass(frozen=True, kw_only=True)
 class GradientConfig(UnitConfig):
-    """How gradients travel; see `GradientOptions`."""
+    """The options of how gradients travel; see `GradientOptions`."""
 
     reduce_dtype: ReduceDType | None = None
 
@@ -98,7 +98,7 @@ class DataParallelConfig(GradientConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig(OptionGroup):
-    """How layers are split; see `PlanOptions`.
+    """The options of how layers are split; see `PlanOptions`.
 
     Raises:
         ConfigError: It is no plan.

@@ -174,7 +174,7 @@ class DataParallelStrategy(CheckpointingStrategy):
 
     @property
     def held_besides(self) -> list[str]:
-        """What each rank of a fit holds besides what `held_bytes` can know before it."""
+        """Names of what each rank of a fit holds besides the bytes that can be known before it."""
         return [] if self._options.compression is None else ["what compression keeps"]
 
     def _explain_shards(self, callbacks: Sequence[Callback]) -> None:
@@ -374,16 +374,16 @@ class DataParallelStrategy(CheckpointingStrategy):
         return global_grad_norm(params, self.engine, norm_type)
 
     def held_bytes(self) -> HeldBytes:
-        """What this rank holds now, counted by storage."""
+        """Return the bytes that this rank holds now, counted by storage."""
         return held(self.engine, self.optimizers)
 
     def replicated_bytes(self) -> HeldBytes:
-        """What each rank would hold if every rank held everything; each rank must call."""
+        """Return the bytes of a rank if every rank held everything; each rank must call."""
         return replicated(self.engine, self.optimizers)
 
     @property
     def compression(self) -> Compressor | None:
-        """What makes gradients smaller before they travel."""
+        """The compressor of gradients; None without compression."""
         return self._options.compression
 
     def compression_tally(self) -> Tally:
@@ -428,7 +428,7 @@ class DataParallelStrategy(CheckpointingStrategy):
         super().teardown()
 
     def _detach(self, engine: DataParallelEngine) -> None:
-        """Make the module whole on every rank, the optimizers' state on rank 0."""
+        """Make the module full on every rank, the optimizers' state on rank 0."""
         states = []
         if engine.exchanges and self._is_fitting():  # to evaluate compresses nothing
             self._compression_state = {} if self._failed else self._state_of_compression()

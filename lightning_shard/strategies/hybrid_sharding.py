@@ -35,8 +35,8 @@ def shard_size(size: DataParallelSize, num_ranks: int) -> int:
     """Return how many of the data-parallel ranks share out one copy of the state.
 
     Args:
-        size: The option.
-        num_ranks: Data-parallel ranks.
+        size: The option as the user gave it.
+        num_ranks: Number of data-parallel ranks.
 
     Raises:
         ConfigError: A pair that does not multiply to `num_ranks`, with those nearest that do.

@@ -1,4 +1,4 @@
-"""What the strategies share whose ranks split one model: their groups, and the same batches."""
+"""The base of the strategies whose ranks split one model: their groups, and the same batches."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -305,11 +305,12 @@ class ModelParallelStrategy(DataParallelStrategy):
 
         Args:
             module: As for `trainer.fit`; its parameters may be on meta, and it needs no trainer.
-            batch: What a data-parallel rank's loader gives; the tensors may be on meta.
+            batch: Batch of a data-parallel rank's loader; its tensors may be on meta.
             world_size: Ranks of that world.
             precision: As for the Trainer.
             ranks_per_node: Ranks that share a node's fast links.
-            state_values: What the optimizer keeps for each trained parameter: 2 of Adam.
+            state_values: Number of values that the optimizer keeps for each trained element: 2 of
+                Adam.
 
         Raises:
             ConfigError: Options that do not fit the world or the module, or a `training_step` that
@@ -331,8 +332,8 @@ class ModelParallelStrategy(DataParallelStrategy):
         """Say what the ranks of a world have and do, for a dry run; nothing is set up.
 
         Args:
-            module: As for `dry_run`.
-            precision: As for the Trainer.
+            module: The module to describe, as in `dry_run`.
+            precision: Precision string, as for the Trainer.
             measure: Measures the blocks of the module.
         """
         dtypes = dtype_policy(precision, self._reduce_dtype)

@@ -1,4 +1,4 @@
-"""What a strategy is called, and what it is told where its ranks cannot be started."""
+"""The names of strategies, and the advice for them where ranks cannot be started."""
 
 from typing import Any
 

@@ -196,8 +196,8 @@ class LocalSGDOptions(SharedOptions, total=False):
         overlap_steps: Steps that training goes on while a fragment travels.
         mixing: The share of its own parameters that a rank keeps when a fragment lands; by default
             0, with `overlap_steps` 0.5.
-        compression: Of what the ranks have changed, when they meet: "fp16", "bf16", "int8", "topk",
-            "powersgd", a compressor, or {"class_path": ..., "init_args": ...}.
+        compression: Compression of the changes that ranks send when they meet: "fp16", "bf16",
+            "int8", "topk", "powersgd", a compressor, or {"class_path": ..., "init_args": ...}.
     """
 
     sync_every: int

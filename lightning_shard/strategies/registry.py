@@ -41,8 +41,8 @@ def register_strategies(lightning: str, package: str) -> None:
     """Make every name usable as `Trainer(strategy=name)`; a second call changes nothing.
 
     Args:
-        lightning: Whose Trainer: "lightning.pytorch" or "pytorch_lightning".
-        package: Has the strategies that are built on it.
+        lightning: Root of Lightning: "lightning.pytorch" or "pytorch_lightning".
+        package: Package whose strategies are built on that root.
     """
     registry = import_module(f"{lightning}.strategies").StrategyRegistry
     for scheme, strategy in SCHEMES.items():

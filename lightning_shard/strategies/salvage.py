@@ -1,4 +1,4 @@
-"""What a run that has failed can still save, while its callbacks hear of the error.
+"""Saving of a failed run's state, while its callbacks hear of the error.
 
     all ranks have raised at the same place   they save together, as ever
     each rank has the full state             the first that is left saves it, and asks nobody
@@ -76,8 +76,8 @@ def saving_alone(
     """Let a rank that has the full state save it by itself, if it is the one that writes.
 
     Args:
-        strategy: The rank's.
-        engine: Its engine, where there is one still.
+        strategy: The strategy of this rank.
+        engine: The strategy's engine; None where there is none any more.
         writes: Whether this rank writes the file.
     """
 
@@ -99,11 +99,11 @@ def saving_alone(
 
 @contextmanager
 def saving_nothing(strategy: Any, reason: str) -> Iterator[None]:
-    """Have whoever asks for the state to save told why there is none.
+    """Raise an error inside when code asks for a state to save, which says why there is none.
 
     Args:
-        strategy: The rank's.
-        reason: A part of a sentence.
+        strategy: The strategy of this rank.
+        reason: Why nothing is saved, as a clause for the error.
     """
 
     def refuse(*_: Any) -> NoReturn:
