@@ -27,6 +27,8 @@ from tests.data_parallel.test_training import (
     weighted_by_gradient,
 )
 
+pytestmark = pytest.mark.each_value
+
 
 @dataclass
 class Output:

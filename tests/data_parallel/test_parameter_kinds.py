@@ -25,6 +25,8 @@ from tests.data_parallel.test_training import (
     clipped,
 )
 
+pytestmark = pytest.mark.each_value
+
 
 class Small(Net):
     """A scalar, a single element and no element at all, also in the blocks."""

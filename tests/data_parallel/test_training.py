@@ -22,6 +22,8 @@ from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
 from lightning_shard.testing import run_ranks
 from tests.data_parallel.copies import in_copies
 
+pytestmark = pytest.mark.each_value
+
 GLOBAL_BATCH = 12
 NUM_STEPS = 4
 NUM_RANKS = [2, pytest.param(3, marks=pytest.mark.slow)]

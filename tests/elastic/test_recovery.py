@@ -27,6 +27,8 @@ from tests.elastic.engines import (
     survivors,
 )
 
+pytestmark = pytest.mark.each_value
+
 Full = tuple[dict[str, Tensor], dict[str, Any]]
 
 

@@ -162,12 +162,16 @@ _GPU = (
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 )
 _MPI = (pytest.mark.mpi,)
+_SLOW = (pytest.mark.slow,)
 
 
 WORLDS = [
-    *(World(name="in_process", backend="in_process", size=size) for size in (1, 2, 3, 4, 7)),
-    *(World(name="gloo", backend="gloo", size=size, start=run_processes) for size in (2, 3)),
-    *(World(name="mpi", backend="mpi", size=size, start=run_mpi, marks=_MPI) for size in (2, 3)),
+    *(World(name="in_process", backend="in_process", size=size) for size in (1, 2, 3, 4)),
+    World(name="in_process", backend="in_process", size=7, marks=_SLOW),
+    World(name="gloo", backend="gloo", size=2, start=run_processes, marks=_SLOW),
+    World(name="gloo", backend="gloo", size=3, start=run_processes),
+    World(name="mpi", backend="mpi", size=2, start=run_mpi, marks=(*_MPI, *_SLOW)),
+    World(name="mpi", backend="mpi", size=3, start=run_mpi, marks=_MPI),
     World(
         name="nccl",
         backend="nccl",
@@ -180,6 +184,17 @@ WORLDS = [
     *(
         World(name=f"exchange_{algorithms}", backend="in_process", size=size, algorithms=algorithms)
         for algorithms in ("ring", "direct")
-        for size in (1, 2, 3, 4)
+        for size in (3, 4)
+    ),
+    *(
+        World(
+            name=f"exchange_{algorithms}",
+            backend="in_process",
+            size=size,
+            algorithms=algorithms,
+            marks=_SLOW,
+        )
+        for algorithms in ("ring", "direct")
+        for size in (1, 2)
     ),
 ]

@@ -223,7 +223,7 @@ def test_data_that_configure_optimizers_had_asked_for_was_not_that_of_the_checkp
 @pytest.mark.parametrize(
     "options",
     [
-        {"val_check_interval": 0.25},
+        pytest.param({"val_check_interval": 0.25}, marks=pytest.mark.slow),
         {"val_check_interval": 0.3},
         {"val_check_interval": 5, "check_val_every_n_epoch": None},
     ],

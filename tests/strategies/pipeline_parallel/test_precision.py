@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.precision.test_plugins import Scales, _error
 from tests.strategies.parity import (
+    MANY_STEPS,
     UPSTREAM_WARNINGS,
     Case,
     build,
@@ -37,7 +38,7 @@ FORMATS = ["64-true", "bf16-true", "16-true"]
 
 
 def case_of(model: str, precision: str) -> Case:
-    return Case(model=model, strategy="", num_ranks=1, precision=precision)
+    return Case(model=model, strategy="", num_ranks=1, precision=precision, num_steps=MANY_STEPS)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,7 @@ def case_of(model: str, precision: str) -> Case:
 def test_is_as_close_to_float32_as_a_single_device(
     model: str, num_ranks: int, schedule: str, precision: str
 ) -> None:
-    options: Any = {"devices": num_ranks, "precision": precision}
+    options: Any = {"devices": num_ranks, "precision": precision, "num_steps": MANY_STEPS}
     run = train(build(model), strategy=pipeline(num_ranks, schedule), **options)
     plain = single_device(case_of(model, precision))
     exact = single_device(case_of(model, "32-true"))

@@ -9,6 +9,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning_shard import TensorParallelStrategy
 from tests.precision.test_plugins import Overflowing, Scales, _error
 from tests.strategies.parity import (
+    MANY_STEPS,
     SMALL_BUCKET_MB,
     UPSTREAM_WARNINGS,
     Case,
@@ -40,7 +41,7 @@ def strategy_of(num_ranks: int, size: int, stage: int, plan: Any) -> TensorParal
 
 
 def case_of(model: str, precision: str) -> Case:
-    return Case(model=model, strategy="", num_ranks=1, precision=precision)
+    return Case(model=model, strategy="", num_ranks=1, precision=precision, num_steps=MANY_STEPS)
 
 
 @pytest.mark.parametrize("precision", FORMATS)
@@ -49,7 +50,7 @@ def test_is_as_close_to_float32_as_a_single_device(
     num_ranks: int, size: int, stage: int, precision: str
 ) -> None:
     strategy = strategy_of(num_ranks, size, stage, PLANS["gpt"])
-    run: Run = train(build("gpt"), strategy=strategy, precision=precision)
+    run: Run = train(build("gpt"), strategy=strategy, precision=precision, num_steps=MANY_STEPS)
     plain = single_device(case_of("gpt", precision))
     exact = single_device(case_of("gpt", "32-true"))
     allowed = (1e-5, 1e-5) if precision == "64-true" else _error(plain, exact)
