@@ -206,6 +206,14 @@ def test_the_norm_counts_each_element_once(stage: int, norm_type: float) -> None
         assert groups == ({"shard"} if stage else set())
 
 
+def test_full_parameters_come_on_rank_0_alone_or_on_the_first_copy() -> None:
+    def body(training: Training) -> list[int]:
+        come = (training.engine.full_parameters(everywhere=wanted) for wanted in (False, True))
+        return [len(list(params)) for params in come]
+
+    assert on_ranks(body, 1) == [[NUM_BLOCKS, NUM_BLOCKS], [0, NUM_BLOCKS], [0, 0], [0, 0]]
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_one_copy_is_saved(stage: int) -> None:
     def body(training: Training) -> tuple[bool, list[int], Sent]:

@@ -196,6 +196,10 @@ def test_containers_are_merged_value_by_value() -> None:
     assert logits.shape == (4,)
 
 
+def test_a_list_longer_than_its_microbatch_is_not_one_value_for_each_sample() -> None:
+    assert merge_outputs([[1.0, 2.0, 3.0], [3.0, 4.0, 5.0]], [2, 2]) == [2.0, 3.0, 4.0]
+
+
 def test_what_cannot_be_merged_comes_as_a_list_of_the_microbatches() -> None:
     objects = [object(), object()]
     assert merge_outputs(objects, [1, 1]) == objects

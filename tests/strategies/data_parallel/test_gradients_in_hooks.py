@@ -87,6 +87,9 @@ READINGS: dict[str, Callable[[nn.Module], Any]] = {
     "numel": lambda module: of_all(module, lambda grad: grad.numel()),
     "shape": lambda module: of_all(module, lambda grad: tuple(grad.shape)),
     "histogram": lambda module: of_all(module, lambda grad: grad.float().histc(8, -0.01, 0.01)),
+    "histogram of signs": lambda module: of_all(module, lambda grad: grad.float().sign().histc()),
+    "histogram of zeros": lambda module: of_all(module, lambda grad: (grad * 0.0).histc(8)),
+    "max of logarithms": lambda module: of_all(module, lambda grad: grad.log().max().isnan()),
     "full": lambda module: of_all(
         module, lambda grad: grad.full_tensor() if hasattr(grad, "full_tensor") else grad.clone()
     ),
