@@ -204,7 +204,9 @@ def test_a_free_port_of_rank_0(host: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("function", [describe, describe_without_variables])
+@pytest.mark.parametrize(
+    "function", [describe, pytest.param(describe_without_variables, marks=pytest.mark.slow)]
+)
 def test_under_mpirun(function: Any) -> None:
     ranks = run_mpi(function, 3)
     assert [one[0] for one in ranks] == [(rank, 3, 3) for rank in range(3)]
@@ -215,6 +217,7 @@ def test_under_mpirun(function: Any) -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.slow
 def test_every_rank_hears_of_rank_0s_wrong_port() -> None:
     messages = run_mpi(raise_of_a_wrong_port, 2, variables={"MASTER_PORT": "no"})
     assert len(messages) == 2

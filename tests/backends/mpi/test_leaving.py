@@ -15,6 +15,7 @@ from lightning_shard.errors import RankFailedError
 from tests.mpirun import run_mpi
 
 pytestmark = pytest.mark.mpi
+SLOW = pytest.mark.slow
 
 
 def join() -> int:
@@ -43,7 +44,10 @@ def miss_rank_1(operation: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter", "new_group"])
+@pytest.mark.parametrize(
+    "operation",
+    ["all_reduce", *(pytest.param(one, marks=SLOW) for one in ("reduce_scatter", "new_group"))],
+)
 def test_a_rank_that_left_early_does_not_keep_its_peers_waiting(operation: str) -> None:
     message, _ = run_mpi(miss_rank_1, 2, operation=operation)
     assert message.startswith("Rank 0 can never go on with ")

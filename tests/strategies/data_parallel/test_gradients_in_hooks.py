@@ -24,11 +24,15 @@ SCHEMES = {name: AVERAGED[name] for name in ("zero1", "zero2", "zero3", "tensor"
     "2x2x1 stage 1": hybrid(2, 2, 1, 1),
     "tensor stage 2": hybrid(1, 2, 2, 2),
 }
+QUICK_SCHEMES = ("zero2", "zero3", "tensor", "2x2x1 stage 1")
 SLOW_SCHEMES = {
     name: AVERAGED[name]
     for name in ("2x2x2 stage 0", "2x2x2 stage 2", "2x2x2 stage 3", "two copies", "pipeline zbv")
 }
-MANY = [*SCHEMES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_SCHEMES)]
+MANY = [
+    pytest.param(name, marks=() if name in QUICK_SCHEMES else pytest.mark.slow)
+    for name in (*SCHEMES, *SLOW_SCHEMES)
+]
 NUM_STEPS = 2
 LOOKED_AT = ("byte_embedding.weight", "1.up.weight", "1.up.bias", "1.down.weight", "unused")
 

@@ -68,6 +68,7 @@ TP2 = Scheme("tensor_parallel", 2, 2)
 TP4 = Scheme("tensor_parallel", 4, 4)
 TP2_STAGES = [Scheme("tensor_parallel", 4, 2, stage) for stage in range(4)]
 SPLIT = [TP2, TP4, *TP2_STAGES]
+QUICK = (TP2, TP2_STAGES[3])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +103,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Scheme], S
     return run
 
 
-@pytest.mark.parametrize("scheme", SPLIT, ids=str)
+@pytest.mark.parametrize(
+    "scheme",
+    [pytest.param(one, marks=() if one in QUICK else pytest.mark.slow) for one in SPLIT],
+    ids=str,
+)
 @pytest.mark.parametrize("model", ["gpt", "gpt2"])
 def test_the_file_is_that_of_a_single_device(model: str, scheme: Scheme, saved: Any) -> None:
     got, expected = saved(model, scheme), saved(model, PLAIN)
@@ -114,8 +119,14 @@ def test_the_file_is_that_of_a_single_device(model: str, scheme: Scheme, saved: 
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        *((one, PLAIN) for one in SPLIT),
-        *((PLAIN, one) for one in SPLIT),
+        *((one, PLAIN) for one in QUICK),
+        *((PLAIN, one) for one in QUICK),
+        *(
+            pytest.param(*pair, marks=pytest.mark.slow)
+            for one in SPLIT
+            if one not in QUICK
+            for pair in ((one, PLAIN), (PLAIN, one))
+        ),
         (TP2, ZERO2),
         (ZERO2, TP2),
         (TP2_STAGES[3], TP4),
