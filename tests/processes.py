@@ -175,9 +175,14 @@ def _run_forked(folder: str, num_processes: int, timeout_seconds: float) -> list
             logs=[Path(logs) / f"rank_{rank}.log" for rank in range(num_processes)],
             timeout_seconds=timeout_seconds,
         )
-        pickle.dump(request, server.stdin)
-        server.stdin.flush()
-        statuses: list[int] = pickle.load(server.stdout)
+        try:
+            pickle.dump(request, server.stdin)
+            server.stdin.flush()
+            statuses: list[int] = pickle.load(server.stdout)
+        except BaseException:  # a time-out of the test: the next one must not read this one's reply
+            _rank_server.cache_clear()
+            _end(server)
+            raise
         return [
             Finished(rank=rank, returncode=status, output=log.read_text(errors="replace"))
             for rank, (status, log) in enumerate(zip(statuses, request.logs, strict=True))
@@ -194,8 +199,17 @@ def _rank_server() -> "subprocess.Popen[bytes]":
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
-    atexit.register(server.communicate)
+    atexit.register(_end, server)
     return server
+
+
+def _end(server: "subprocess.Popen[bytes]") -> None:
+    """End a server, which kills the ranks that it waits for."""
+    assert server.stdin is not None
+    assert server.stdout is not None
+    server.stdin.close()
+    server.wait()
+    server.stdout.close()
 
 
 def check(finished: Sequence[Finished]) -> None:

@@ -61,6 +61,17 @@ def test_a_forked_rank_has_no_more_than_a_launcher_would_give_it() -> None:
     assert first["drawn"] != second["drawn"]
 
 
+def test_an_interrupted_call_left_its_reply_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("tests.processes.pickle.load", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run_processes(fail_on_rank_one, 2)
+    assert [rank for _, rank, *_ in run_processes(describe, 1, word="next")] == ["0"]
+
+
 def test_a_script(tmp_path: Path) -> None:
     script = tmp_path / "hello.py"
     script.write_text("import os, sys; print(sys.argv[1], os.environ['RANK']); sys.exit(3)")

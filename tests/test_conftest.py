@@ -1,0 +1,19 @@
+"""Samples of products of parameters have each value, in no more cases than there are values."""
+
+from itertools import product
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.conftest import covering
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=3))
+def test_a_sample_has_each_value_of_each_parameter(sizes: list[int]) -> None:
+    cases = [
+        {(str(parameter), str(value)) for parameter, value in enumerate(case)}
+        for case in product(*map(range, sizes))
+    ]
+    chosen = [cases[number] for number in covering(cases)]
+    assert set().union(*chosen) == set().union(*cases)
+    assert len(chosen) <= sum(sizes)
