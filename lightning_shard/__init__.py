@@ -13,6 +13,7 @@ from lightning_shard.doors import open_doors
 from lightning_shard.exports import HOMES
 
 if TYPE_CHECKING:
+    from lightning_shard.checkpoint.conversion.loading import load_safetensors
     from lightning_shard.errors import (
         BackendUnavailableError,
         CheckpointError,
@@ -73,6 +74,7 @@ __all__ = [
     "ZeRO1Strategy",
     "ZeRO2Strategy",
     "ZeRO3Strategy",
+    "load_safetensors",
 ]
 
 open_doors()

@@ -2,7 +2,8 @@
 
 torch                                  c10d learns our backends' names
 lightning.pytorch, pytorch_lightning   the registry learns the strategies' names, and a Trainer
-                                       takes a strategy that was made for the other root
+                                       takes a strategy that was made for the other root;
+                                       `load_from_checkpoint` takes folders
 """
 
 import sys
@@ -63,5 +64,6 @@ def _serve(lightning: str) -> None:
     import_module("lightning_shard.strategies.registry").register_strategies(
         lightning, LIGHTNING[lightning]
     )
+    import_module("lightning_shard.load_from_checkpoint").take_folders(lightning)
     counterparts = import_module("lightning_shard.on_pytorch_lightning.counterparts")
     counterparts.take_counterparts(lightning, LIGHTNING)

@@ -38,4 +38,8 @@ class JobOverError(ShardError):
 
 
 class CheckpointError(ShardError, RuntimeError):
-    """A checkpoint that does not fit this run, or a run without a complete state to save."""
+    """A checkpoint that does not fit this run, is damaged or cannot be written."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """A checkpoint that is not there."""

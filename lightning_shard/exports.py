@@ -22,5 +22,6 @@ HOMES = {
     "ZeRO1Strategy": f"{_STRATEGIES}.data_parallel",
     "ZeRO2Strategy": f"{_STRATEGIES}.data_parallel",
     "ZeRO3Strategy": f"{_STRATEGIES}.data_parallel",
+    "load_safetensors": "lightning_shard.checkpoint.conversion.loading",
 }
 """By name, the module that defines it."""

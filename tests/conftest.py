@@ -2,15 +2,21 @@
 
 Products of parameters are more than `make test` has time for where each case is a training. In the
 folders `SAMPLED`, and where a test is marked `each_value`, it runs cases that have each value of
-each parameter between them; `make test-all` runs them all.
+each parameter between them. Of a test that is marked `few_cases(n)` it runs n, others for each test
+so that all tests together have each scheme. `make test-all` runs every case.
 
-    stage 0 to 3  x  2 ranks, 4 ranks     quick (0, 2) (1, 4) (2, 2) (3, 2), the other four slow
+    stage 0 to 3  x  2 ranks, 4 ranks
+        each_value      (0, 2) (1, 4) (2, 2) (3, 2)
+        few_cases(2)    (1, 4) (3, 4)
 """
 
+import gc
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -43,23 +49,42 @@ def own_environment() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)  # before those that are slow are deselected
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow the cases that a covering sample of a test leaves out."""
+    """Mark as slow the cases that the sample of a test leaves out."""
     cases = defaultdict(list)
     for item in items:
         if hasattr(item, "callspec") and _is_sampled(item):
             cases[item.nodeid.split("[")[0]].append(item)
-    for group in cases.values():
-        quick = covering([{(k, repr(v)) for k, v in one.callspec.params.items()} for one in group])
+    for name, group in cases.items():
+        quick = _sample(name, group)
         for number, item in enumerate(group):
             if number not in quick:
                 item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what has been imported and collected out of the garbage collections that runs make."""
+    gc.collect()
+    gc.freeze()
 
 
 def _is_sampled(item: pytest.Item) -> bool:
     if item.get_closest_marker("slow"):
         return False
     folder = item.path.relative_to(TESTS).parts[0]
-    return folder in SAMPLED or item.get_closest_marker("each_value") is not None
+    return folder in SAMPLED or any(map(item.get_closest_marker, ("each_value", "few_cases")))
+
+
+def _sample(name: str, group: Sequence[Any]) -> set[int]:
+    few = group[0].get_closest_marker("few_cases")
+    if few is not None:
+        return spread(name, len(group), *few.args)
+    return covering([{(k, repr(v)) for k, v in one.callspec.params.items()} for one in group])
+
+
+def spread(name: str, num_cases: int, num_quick: int) -> set[int]:
+    """Return the numbers of so many cases, evenly spread from one that the test's name draws."""
+    first = crc32(name.encode())
+    return {(first + k * num_cases // num_quick) % num_cases for k in range(num_quick)}
 
 
 def covering(cases: Sequence[set[tuple[str, str]]]) -> set[int]:

@@ -137,10 +137,12 @@ print("imported", sorted(heavy & set(sys.modules)))
     [
         (["--help"], "lightning-shard fit --config", 0),
         (["--version"], f"lightning-shard {version('lightning-shard')}", 0),
+        (["describe", "--help"], "usage: lightning-shard describe", 0),
+        (["consolidate", "a", "b", "--dtype", "int7"], "invalid choice: 'int7'", 2),
         ([], "usage: lightning-shard", 2),
         (["fti"], "invalid choice: 'fti'", 2),
     ],
-    ids=["help", "version", "nothing", "misspelt"],
+    ids=["help", "version", "describe", "consolidate", "nothing", "misspelt"],
 )
 def test_what_needs_neither_torch_nor_lightning_imported_both(
     arguments: list[str], said: str, status: int

@@ -5,7 +5,7 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.conftest import covering
+from tests.conftest import covering, spread
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=3))
@@ -17,3 +17,10 @@ def test_a_sample_has_each_value_of_each_parameter(sizes: list[int]) -> None:
     chosen = [cases[number] for number in covering(cases)]
     assert set().union(*chosen) == set().union(*cases)
     assert len(chosen) <= sum(sizes)
+
+
+@given(st.text(max_size=5), st.integers(1, 30), st.integers(1, 30))
+def test_a_few_cases_are_as_many_as_were_asked_for(name: str, num_cases: int, asked: int) -> None:
+    quick = spread(name, num_cases, asked)
+    assert quick <= set(range(num_cases))
+    assert len(quick) == min(num_cases, asked)

@@ -49,6 +49,10 @@ EVERYWHERE: dict[str, list[Any]] = {
     "timeout": [*NOT_REAL, 0, -1.0, timedelta(0), 1e30],
     "debug": NOT_FLAG,
     "announce": NOT_FLAG,
+    "checkpoint_format": [*NOT_TEXT, "other"],
+    "save_trainable_only": NOT_FLAG,
+    "async_save": NOT_FLAG,
+    "save_on_sigterm": NOT_FLAG,
 }
 UNITS: dict[str, list[Any]] = {
     "units": [*NOT_TEXTS, []],

@@ -2,7 +2,8 @@
 
     full state, as a single device has it       full, optimizer_state, user_shards, module_snapshot
     the section of our strategies, its number   section
-    does a checkpoint fit the run               resuming, misfits, optimizer_misfits
+    what each rank keeps, its random streams    by_rank, random_state
+    does a checkpoint fit the run               resuming, misfits, optimizer_misfits, kept_misfits
     one rank's shards at a step boundary        rank_snapshot, state_entries, host_buffers
 
 The state of compression is written and read in `data_parallel.compression.state`, below local SGD,

@@ -4,7 +4,7 @@ Parameters come together buffer by buffer, so that no rank but rank 0 holds more
 above its share; rank 0 holds the full tensor on the CPU, as it must to write one file.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -13,7 +13,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_shard.checkpoint.misfits import dtype_misfit, misfit_error, shape_misfit
+from lightning_shard.checkpoint.misfits import (
+    WEIGHTS_ADVICE,
+    dtype_misfit,
+    misfit_error,
+    shape_misfit,
+)
 from lightning_shard.checkpoint.module_snapshot import ModuleSnapshot, named_tensors
 from lightning_shard.checkpoint.optimizer_state import is_shard, params_of
 from lightning_shard.data_parallel.engine import DataParallelEngine
@@ -21,10 +26,6 @@ from lightning_shard.data_parallel.model_split import Unsplit
 from lightning_shard.errors import CheckpointError
 
 _TORCH_REPORTS = "Error(s) in loading state_dict"
-_ADVICE = (
-    "Load it into the model that it was saved from, with the same settings; names that differ on "
-    "purpose are left out with LightningModule.strict_loading = False."
-)
 
 
 def full_module_state(module: nn.Module, engine: DataParallelEngine) -> dict[str, Any]:
@@ -44,7 +45,7 @@ def full_module_state(module: nn.Module, engine: DataParallelEngine) -> dict[str
         return module_shapes(module, engine)
     state = module.state_dict(keep_vars=True)
     for name, value in state.items():  # in place: torch's own mapping knows module versions
-        state[name] = full[id(value)] if id(value) in full else _detached(value, engine)
+        state[name] = full[id(value)] if id(value) in full else detached(value, engine)
     return state
 
 
@@ -58,7 +59,7 @@ def module_shapes(module: nn.Module, engine: DataParallelEngine) -> dict[str, An
     state = module.state_dict(keep_vars=True)
     for name, value in state.items():
         is_param = isinstance(value, nn.Parameter)
-        state[name] = _shape_of(value, engine) if is_param else _detached(value, engine)
+        state[name] = _shape_of(value, engine) if is_param else detached(value, engine)
     return state
 
 
@@ -88,7 +89,8 @@ def _shape_of(
     return torch.empty(tuple(shape), dtype=dtype or param.dtype, device="meta")
 
 
-def _detached(value: Any, engine: DataParallelEngine) -> Any:
+def detached(value: Any, engine: DataParallelEngine) -> Any:
+    """Return an entry that is no parameter as it is saved: on rank 0, a tensor on the CPU."""
     if not isinstance(value, Tensor):
         return value
     return value.detach().cpu() if engine.is_first else value.detach()
@@ -99,6 +101,7 @@ def load_module_state(
     state: Mapping[str, Any],
     *,
     strict: bool,
+    left_out: Collection[str] = (),
     engine: DataParallelEngine | None = None,
     agree: Callable[[CheckpointError | None], None] = lambda error: None,
     paired: Mapping[str, Any] | None = None,
@@ -112,6 +115,7 @@ def load_module_state(
         module: The module to load into.
         state: Full tensors by name.
         strict: Whether the state's names must be the module's.
+        left_out: Names that may be missing all the same, and keep their value.
         engine: The engine that holds the module's parameters; None before there is one.
         agree: Called with the error of what does not fit on this rank, or None; raises if the
             state does not fit on some rank.
@@ -127,7 +131,10 @@ def load_module_state(
     missing: list[str] = []
     try:
         with nullcontext() if engine is None else engine.loading(missing):
-            agree(_load(module, state, strict, missing) or _paired_error(module, state, paired))
+            agree(
+                _load(module, state, strict, left_out, missing)
+                or _paired_error(module, state, paired)
+            )
     except BaseException:
         before.restore()
         raise
@@ -135,26 +142,39 @@ def load_module_state(
 
 
 def _load(
-    module: nn.Module, state: Mapping[str, Any], strict: bool, missing: list[str]
+    module: nn.Module,
+    state: Mapping[str, Any],
+    strict: bool,
+    left_out: Collection[str],
+    missing: list[str],
 ) -> CheckpointError | None:
     """Load, append the names that kept their values, and return what does not fit."""
     wrong_shapes, wrong_kinds = list[str](), list[str]()
     with _watching(module, wrong_shapes, wrong_kinds):
         try:
-            result = module.load_state_dict(state, strict=strict)
+            result = module.load_state_dict(state, strict=strict and not left_out)
         except RuntimeError as error:
             if _TORCH_REPORTS not in str(error):
                 raise  # of a hook of the user's
             told = [line.strip().rstrip(".") for line in str(error).splitlines()[1:]]
             names = [line for line in told if "size mismatch for" not in line]
             found = misfit_error(
-                type(module).__name__, [*wrong_shapes, *wrong_kinds, *names] or told, _ADVICE
+                type(module).__name__, [*wrong_shapes, *wrong_kinds, *names] or told, WEIGHTS_ADVICE
             )
             found.__cause__ = error
             return found
     if wrong_kinds:
-        return misfit_error(type(module).__name__, wrong_kinds, _ADVICE)
-    missing += getattr(result, "missing_keys", ())
+        return misfit_error(type(module).__name__, wrong_kinds, WEIGHTS_ADVICE)
+    absent: Sequence[str] = getattr(result, "missing_keys", ())
+    if strict and left_out:
+        unexpected = getattr(result, "unexpected_keys", ())
+        lacking = [
+            f"Missing key in state_dict: {name!r}" for name in absent if name not in left_out
+        ]
+        wrong = [*lacking, *(f"Unexpected key in state_dict: {name!r}" for name in unexpected)]
+        if wrong:
+            return misfit_error(type(module).__name__, wrong, WEIGHTS_ADVICE)
+    missing += absent
     return None
 
 
@@ -171,7 +191,7 @@ def _paired_error(
             value = paired.get(full_name)
             if isinstance(value, Tensor) and not is_lazy(tensor):
                 found += _tensor_misfits(f"{full_name!r} of current_model_state", value, tensor)
-    return misfit_error(type(module).__name__, found, _ADVICE) if found else None
+    return misfit_error(type(module).__name__, found, WEIGHTS_ADVICE) if found else None
 
 
 def _tensor_misfits(what: str, value: Tensor, tensor: Tensor) -> list[str]:

@@ -11,6 +11,10 @@ import torch
 
 from lightning_shard.errors import CheckpointError
 
+WEIGHTS_ADVICE = (
+    "Load it into the model that it was saved from, with the same settings; names that differ on "
+    "purpose are left out with LightningModule.strict_loading = False."
+)
 _MOST_TOLD = 8
 
 

@@ -4,7 +4,7 @@ A state tensor belongs to a parameter's elements when it has as many of them as 
 is cut and joined as the parameter is. Everything else (step counters) is the same on all ranks.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -81,31 +81,82 @@ def full_state_dict(optimizer: Optimizer, engine: DataParallelEngine) -> dict[st
         On rank 0 the `state_dict` of a single device, with tensors on the CPU; on other ranks an
         empty dictionary.
     """
-    if not engine.groups.is_first_copy:
-        return {}
-    packed = optimizer.state_dict()
-    if not optimizer.param_groups:  # what stands for none at all
-        return packed if engine.is_first else {}
-    params = params_of(optimizer)
-    shard_slices, common = _agree_on_keys(packed["state"], params, engine)
-    state: dict[int, dict[str, Any]] = {}
-    joined = _JoinedShards(packed["state"], params, shard_slices, engine)
-    position = {param: place for place, param in enumerate(engine.model.parameters())}
-    for index in sorted(shard_slices, key=lambda index: position[params[index]]):
-        param = params[index]
-        for key, dtype in shard_slices[index].items():
-            full = param.new_empty(0, dtype=dtype)
+    state = FullOptimizerState(optimizer, engine)
+    return state.with_tensors(
+        {place: full.to("cpu", copy=True) for place, full in state.tensors()},
+    )
+
+
+class FullOptimizerState:
+    """An optimizer's full state: which entries it has, and their elements one after the other.
+
+    Each rank must make one, and run through its `tensors`, while the state stays as it is.
+
+    Args:
+        optimizer: Optimizer whose state the engine has in shards.
+        engine: The engine that holds its parameters.
+
+    Attributes:
+        shapes: On rank 0, by parameter's number and key, the full shape and the format of each
+            entry that has an element for each of its parameter's.
+    """
+
+    def __init__(self, optimizer: Optimizer, engine: DataParallelEngine) -> None:
+        self.shapes: dict[tuple[int, str], tuple[Sequence[int], torch.dtype]] = {}
+        self._engine, self._params = engine, params_of(optimizer)
+        self._packed: dict[str, Any] = {}
+        self._common: dict[int, dict[str, Any]] = {}
+        self._slices: dict[int, dict[str, torch.dtype]] = {}
+        if not engine.groups.is_first_copy:
+            return
+        self._packed = optimizer.state_dict()
+        if not optimizer.param_groups:  # what stands for none at all
+            return
+        agreed, self._common = _agree_on_keys(self._packed["state"], self._params, engine)
+        self._slices = agreed
+        if engine.is_first:
+            self.shapes = {
+                (index, key): (engine.full_shape(self._params[index]), dtype)
+                for index, entries in agreed.items()
+                for key, dtype in entries.items()
+            }
+
+    def tensors(self) -> Iterator[tuple[tuple[int, str], Tensor]]:
+        """Bring the entries together, key by key in the order of the model; each rank must call.
+
+        Returns:
+            On rank 0, by parameter's number and key, each full tensor; on other ranks nothing.
+        """
+        engine = self._engine
+        if not self._packed or not self._params:
+            return
+        position = {param: place for place, param in enumerate(engine.model.parameters())}
+        joined = _JoinedShards(self._packed["state"], self._params, self._slices, engine)
+        entries = [(index, key) for index, keys in self._slices.items() for key in keys]
+        entries.sort(key=lambda one: (str(one[1]), position[self._params[one[0]]]))
+        for index, key in entries:
+            param = self._params[index]
+            full = param.new_empty(0, dtype=self._slices[index][key])
             if engine.split.is_here(param):
                 full = joined.full(index, key)
             if engine.collectives.rank == 0:
                 full = engine.split.full(param, full)
             if engine.is_first:
-                state.setdefault(index, {})[key] = full.to("cpu", copy=True)
-    if not engine.is_first:
-        return {}
-    for index, entries in common.items():
-        state[index] = {**entries, **state.get(index, {})}
-    return {"state": dict(sorted(state.items())), "param_groups": packed["param_groups"]}
+                yield (index, key), full
+            del full  # its unit is let go of before the next one comes
+
+    def with_tensors(self, tensors: Mapping[tuple[int, str], Tensor]) -> dict[str, Any]:
+        """Return the `state_dict` of a single device with these tensors in it; empty elsewhere."""
+        if not self._engine.is_first or not self._params:
+            return self._packed if self._engine.is_first else {}
+        state = {
+            index: {
+                **self._common.get(index, {}),
+                **{key: tensors[index, key] for key in self._slices.get(index, ())},
+            }
+            for index in sorted({*self._common, *self._slices})
+        }
+        return {**self._packed, "state": state}
 
 
 class _JoinedShards:
@@ -124,17 +175,19 @@ class _JoinedShards:
             shard_slices,
             engine,
         )
-        self._flat: FlatParameters | None = None
-        self._full: dict[str, list[Tensor]] = {}
+        self._key = ""
+        self._full: dict[FlatParameters, list[Tensor]] = {}  # of one unit
 
     def full(self, index: int, key: str) -> Tensor:
         """Return the full tensor; each rank of the data-parallel group must call."""
         flat, place = self._engine.owner(self._params[index])
-        if flat is not self._flat:
-            self._flat, self._full = flat, {}
-        if key not in self._full:
-            self._full[key] = self._join(flat, key, self._shard_slices[index][key])
-        return self._full[key][place]
+        if key != self._key:
+            self._key, self._full = key, {}
+        if flat not in self._full:
+            same = next(unit.flats for unit in self._engine.units if flat in unit.flats)
+            self._full = {one: values for one, values in self._full.items() if one in same}
+            self._full[flat] = self._join(flat, key, self._shard_slices[index][key])
+        return self._full[flat][place]
 
     def _join(self, flat: FlatParameters, key: str, dtype: torch.dtype) -> list[Tensor]:
         shard = torch.zeros_like(flat.shard, dtype=dtype)

@@ -10,14 +10,16 @@ Weights come first since hooks of the module may change it by what they find in 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.checkpoint.misfits import kind_of, misfit_error, shape_misfit
+from lightning_shard.checkpoint.kept_misfits import kept_misfits
+from lightning_shard.checkpoint.misfits import misfit_error
 from lightning_shard.checkpoint.module_snapshot import ModuleSnapshot
 from lightning_shard.checkpoint.optimizer_misfits import optimizer_misfits
 from lightning_shard.data_parallel.engine import DataParallelEngine
@@ -27,14 +29,6 @@ _ADVICE = (
     "Resume with the model, the optimizers and the settings that it was saved with, or load only "
     "the weights."
 )
-_OF_LOCAL_SGD = {"own", "common", "arriving", "outer", "compression"}
-_OF_GRADIENTS = {"residual", "momentum"}  # of what compression keeps; PowerSGD's q is shaped by it
-_OF_ELEMENTS = {
-    "momentum_buffer",
-    "exp_avg",
-    "exp_avg_sq",
-    "max_exp_avg_sq",
-}  # of an outer optimizer
 
 
 def agree_on_misfit(collectives: Collectives | None, error: CheckpointError | None) -> None:
@@ -53,7 +47,25 @@ def agree_on_misfit(collectives: Collectives | None, error: CheckpointError | No
     if not ranks:
         return
     where = "" if len(ranks) == len(told) else f"On rank {ranks[0]}: "
-    raise CheckpointError(f"{where}{told[ranks[0]]}") from error
+    kind = type(error) if error is not None else CheckpointError
+    raise kind(f"{where}{told[ranks[0]]}") from error
+
+
+def agree_on_failure(collectives: Collectives | None, error: Exception | None) -> None:
+    """Raise on every rank if reading or writing a checkpoint has failed on some.
+
+    Args:
+        collectives: Group of all ranks, each of which must call; None where this is the only rank.
+        error: What was raised on this rank, which raises it again if it is no CheckpointError;
+            None where nothing was.
+    """
+    if error is None or isinstance(error, CheckpointError):
+        agree_on_misfit(collectives, error)
+        return
+    told = CheckpointError(f"{type(error).__name__}: {error}")
+    with suppress(CheckpointError):
+        agree_on_misfit(collectives, told)
+    raise error
 
 
 class Resuming:
@@ -116,7 +128,7 @@ def run_misfits(
     }
     return [
         *_states_misfits(checkpoint["optimizer_states"], optimizers, shapes),
-        *_kept_misfits(kept, dict(shapes.values())),
+        *kept_misfits(kept, dict(shapes.values())),
         *_scaler_misfits(scaler_state, scaler),
     ]
 
@@ -137,53 +149,6 @@ def _states_misfits(
         for optimizer, state in zip(optimizers, states, strict=True)
         for misfit in optimizer_misfits(state, optimizer, named_shapes)
     ]
-
-
-def _kept_misfits(kept: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> Iterator[str]:
-    """Yield the misfits of the state that only this package's strategies keep.
-
-    Args:
-        kept: The checkpoint's section of this package's strategies.
-        shapes: Full shapes of the parameters by name; entries for other names are left out.
-    """
-    yield from _compression_misfits(kept.get("compression") or {}, shapes)
-    local = kept.get("local_sgd")
-    if not local:
-        return
-    lacking = sorted(_OF_LOCAL_SGD - local.keys())
-    if lacking:
-        yield f"what local SGD keeps has no {lacking}, expected {sorted(_OF_LOCAL_SGD)}"
-        return
-    yield from _tensor_misfits("the own value", local["own"], shapes)
-    yield from _tensor_misfits("the common value", local["common"], shapes)
-    yield from _compression_misfits(local["compression"] or {}, shapes)
-    for flight in local["arriving"]:
-        yield from _tensor_misfits("the mean on its way", flight["mean"], shapes)
-    for name, entries in local["outer"].get("state", {}).items():
-        for key in _OF_ELEMENTS & entries.keys():
-            yield from _tensor_misfits(f"the outer optimizer's {key}", {name: entries[key]}, shapes)
-
-
-def _compression_misfits(
-    state: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]
-) -> Iterator[str]:
-    for kind in _OF_GRADIENTS & state.keys():
-        yield from _tensor_misfits(f"compression's {kind}", state[kind], shapes)
-
-
-def _tensor_misfits(what: str, tensors: Any, shapes: Mapping[str, Sequence[int]]) -> Iterator[str]:
-    if not isinstance(tensors, Mapping):
-        yield f"{what} is a {type(tensors).__name__}, expected tensors by name"
-        return
-    for name, value in tensors.items():
-        if name not in shapes or value is None:
-            continue
-        if not isinstance(value, Tensor):
-            yield f"{what} of {name!r} is a {type(value).__name__}, expected a tensor"
-        elif (found := shape_misfit(f"{what} of {name!r}", value.shape, shapes[name])) is not None:
-            yield found
-        elif kind_of(value.dtype) == "integer":
-            yield f"{what} of {name!r} is of {value.dtype}, expected floating-point numbers"
 
 
 def _scaler_misfits(state: Any, scaler: GradScaler | None) -> Iterator[str]:

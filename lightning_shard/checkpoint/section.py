@@ -1,10 +1,11 @@
 """The section of a checkpoint that only this package's strategies read, and its format number.
 
-    checkpoint["lightning_shard"] = {"format": 1, "compression": ..., "local_sgd": ...}
+    checkpoint["lightning_shard"] = {"format": 2, "compression": ..., "rank_0": ..., "rank_1": ...}
 
 Everything else in a checkpoint is Lightning's and torch's. A section without a number is of format
-1, which was written before there were numbers. The number changes when an older version of this
-package would misread what a newer one writes.
+1, which was written before there were numbers; format 2 has what each rank keeps, too, see
+`by_rank`. The number changes when an older version of this package would misread what a newer one
+writes, or go on from less than there is.
 """
 
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from typing import Any
 from lightning_shard.errors import CheckpointError
 
 CHECKPOINT_KEY = "lightning_shard"
-FORMAT = 1
+FORMAT = 2
 
 
 def writable_section(checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -34,8 +35,8 @@ def section_of(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(number, int) or number > FORMAT:
         raise CheckpointError(
             f"This checkpoint's section {CHECKPOINT_KEY!r} has format {number!r}, expected at most "
-            f"{FORMAT}: a newer lightning-shard has written it. Install that version or a later "
-            f"one (pip install -U lightning-shard), or load the weights alone with "
+            f"{FORMAT}: a newer lightning-shard has written it. Install that version or a "
+            f"later one (pip install -U lightning-shard), or load the weights alone with "
             f"load_from_checkpoint."
         )
     return section

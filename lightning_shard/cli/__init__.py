@@ -3,8 +3,12 @@
     lightning-shard fit --config configs/gpt_zero3.yaml
     lightning-shard test --config configs/digits_zero2.yaml --trainer.devices 2
 
-The subcommands are `fit`, `validate`, `test` and `predict`: see `shard_cli`, which imports torch
-and Lightning. What needs neither is answered without them: see `entry`.
+    lightning-shard describe last.ckpt
+    lightning-shard consolidate last.ckpt model.safetensors
+
+The subcommands `fit`, `validate`, `test` and `predict` are in `shard_cli`, which imports torch and
+Lightning; `describe` and `consolidate` are in `checkpoints`, which imports torch. What needs
+neither is answered without them: see `entry`, `parsers`.
 """
 
 from lightning_shard.cli.entry import main

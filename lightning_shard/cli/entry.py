@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
+from lightning_shard.cli.parsers import TEXTS, parser_of
+
 _SUBCOMMANDS = {
     "fit": "Train a model.",
     "validate": "Run the validation epoch once.",
@@ -13,10 +15,15 @@ _SUBCOMMANDS = {
     "predict": "Predict with a trained model.",
 }
 _EPILOG = """\
-Each subcommand is Lightning's own, with the strategies of this package:
+The first four are Lightning's own, with the strategies of this package:
 
     lightning-shard fit --config configs/gpt_zero3.yaml
     lightning-shard fit --model my_file.MyModel --trainer.strategy zero3 --trainer.devices 4
+
+The others read checkpoints:
+
+    lightning-shard describe last.ckpt
+    lightning-shard consolidate last.ckpt model.safetensors
 
 `lightning-shard fit --help` lists the options of `fit`. An error of this package ends the command
 with one message and exit code 1; with --debug after the subcommand the traceback comes too.
@@ -26,6 +33,9 @@ with one message and exit code 1; with --debug after the subcommand the tracebac
 def main() -> int:
     """Run the command line in `sys.argv` and return the process's exit code."""
     arguments = sys.argv[1:]
+    if arguments and arguments[0] in TEXTS:
+        parsed = parser_of(arguments[0]).parse_args(arguments[1:])  # which may exit
+        return int(import_module("lightning_shard.cli.checkpoints").run(arguments[0], parsed))
     if _is_for_a_subcommand(arguments):
         return int(import_module("lightning_shard.cli.shard_cli").run())
     _parser().parse_args(arguments)  # which exits
@@ -48,7 +58,7 @@ def _parser() -> ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=_versions())
     subcommands = parser.add_subparsers(required=True, metavar="SUBCOMMAND", dest="subcommand")
-    for name, text in _SUBCOMMANDS.items():
+    for name, text in {**_SUBCOMMANDS, **TEXTS}.items():
         subcommands.add_parser(name, help=text, add_help=False)
     return parser
 

@@ -408,10 +408,12 @@ class DataParallelEngine:
             if param in self._homes:
                 flat, index = self.owner(param)
                 if flat not in come:
-                    come = {**_of_one_unit(come, flat, self.units), flat: flat.full_values()}
+                    come = _of_one_unit(come, flat, self.units)
+                    come[flat] = flat.full_values()
                 value = come[flat][index]
             if everywhere or self.collectives.rank == 0:
                 yield param, self.split.full(param, value.detach())
+            del value  # its unit is let go of before the next one comes
 
     def numbered_shards(self) -> dict[tuple[int, int], int]:
         """Return by address and size a number for each shard on this rank, also of copies."""

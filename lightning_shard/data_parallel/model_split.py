@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.layout.boxes import PlacedBox, whole
 
 
 class ModelSplit(Protocol):
@@ -66,6 +67,14 @@ class ModelSplit(Protocol):
     def local(self, param: nn.Parameter, full: Tensor) -> Tensor:
         """Return this rank's part of a tensor of the full shape of `param`; others as is."""
 
+    def places(self, param: nn.Parameter, shape: Sequence[int]) -> Sequence[PlacedBox]:
+        """Return where the parts of this rank's own tensor of `param` lie in the full one.
+
+        Args:
+            param: A parameter that is here.
+            shape: Shape of this rank's own tensor of it.
+        """
+
 
 class Unsplit:
     """A model of which every rank has all parameters."""
@@ -107,3 +116,12 @@ class Unsplit:
     def local(self, param: nn.Parameter, full: Tensor) -> Tensor:
         """Return the tensor."""
         return full
+
+    def places(self, param: nn.Parameter, shape: Sequence[int]) -> Sequence[PlacedBox]:
+        """Return the one place of all elements."""
+        return [in_place(shape)]
+
+
+def in_place(shape: Sequence[int]) -> PlacedBox:
+    """Return the place of a tensor that is full."""
+    return PlacedBox(whole(shape), (0,) * len(shape))

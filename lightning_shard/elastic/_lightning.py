@@ -265,9 +265,10 @@ def newest_checkpoint(trainer: "pl.Trainer", since: float) -> str | None:
 
 
 def _is_full(trainer: "pl.Trainer", path: Path) -> bool:
-    """Whether a file can be gone back to: not weights alone, nor one whose writer was lost."""
+    """Whether one can be gone back to: not weights alone, nor one whose writer was lost."""
+    strategy: Any = trainer.strategy
     try:
-        checkpoint = trainer.strategy.checkpoint_io.load_checkpoint(path)
+        checkpoint = strategy.read_alone(path)
     except Exception as error:  # of any format
         rank_zero_warn(f"{path} cannot be read and is passed over: {type(error).__name__}: {error}")
         return False

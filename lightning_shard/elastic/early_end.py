@@ -95,4 +95,5 @@ class EarlyEnd:
         step = self._fit.trainer.global_step
         path = Path(self._fit.trainer.default_root_dir) / f"elastic-step={step}.ckpt"
         self._fit.trainer.save_checkpoint(path)
+        self._fit.strategy.finish_save()
         return path

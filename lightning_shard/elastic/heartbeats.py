@@ -97,7 +97,7 @@ class HeartbeatThread(threading.Thread):
         self._sigterms.come(self)
 
     @property
-    def has_verdict(self) -> bool:
+    def is_ending(self) -> bool:
         """Whether the process is ending already, so that a second signal changes nothing."""
         return self._is_leaving
 

@@ -66,6 +66,9 @@ class Reconfigurable(Protocol):
     def end_training(self) -> None:
         """Make the module full again after the last step; each rank must call."""
 
+    def finish_save(self) -> None:
+        """Wait until a save in the background is complete; each rank must call."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticFit:

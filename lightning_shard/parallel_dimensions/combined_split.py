@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.model_split import ModelSplit
+from lightning_shard.layout.boxes import Box, PlacedBox, placed_in
 
 
 def combined(splits: Sequence[ModelSplit]) -> ModelSplit | None:
@@ -89,3 +90,18 @@ class CombinedSplit:
     def local(self, param: nn.Parameter, full: Tensor) -> Tensor:
         """Return this rank's part of a full tensor."""
         return self._outer.local(param, self._inner.local(param, full))
+
+    def places(self, param: nn.Parameter, shape: Sequence[int]) -> Sequence[PlacedBox]:
+        """Return where the parts of this rank's own tensor lie in the full one."""
+        inner = self._inner.places(param, self._outer.full_shape(param))
+        return [
+            PlacedBox(_moved(one.local, place), one.offsets)
+            for place in self._outer.places(param, shape)
+            for one in placed_in(place.full, inner)
+        ]
+
+
+def _moved(box: Box, place: PlacedBox) -> Box:
+    """Return a box of what the outer split was made of as one of what it has left."""
+    moved = zip(box.offsets, place.offsets, place.local.offsets, strict=True)
+    return Box(tuple(at - full + local for at, full, local in moved), box.sizes)

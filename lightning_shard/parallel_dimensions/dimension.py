@@ -106,6 +106,15 @@ class ParallelDimension:
     def share_state(self) -> None:
         """Bring what a checkpoint takes from this rank up to date; each rank must call."""
 
+    @property
+    def random_state(self) -> Any:
+        """What its own random numbers come from, for a checkpoint; None for none."""
+        return None
+
+    @random_state.setter
+    def random_state(self, state: Any) -> None:
+        """Draw what a run would have drawn that has saved its state."""
+
     def restore(self, *, full: bool) -> None:
         """Undo `split` and `attach`, as far as they have come; with `full` each rank must call."""
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -168,6 +169,16 @@ class PipelineDimension(ParallelDimension):
         if self._split is not None and self._logs is not None:
             self._split.share_buffers()
             self._logs.share_persistent_metrics()
+
+    @property
+    @override
+    def random_state(self) -> Any:
+        return None if self._pipeline is None else self._pipeline.randomness.state
+
+    @random_state.setter
+    def random_state(self, state: Any) -> None:
+        if self._pipeline is not None and state is not None:
+            self._pipeline.randomness.state = state
 
     @override
     def restore(self, *, full: bool) -> None:

@@ -135,8 +135,8 @@ class Pipeline:
         self._lending = Lending(model, group, self._stage_ranks)
         self._rehearsed: set[str] = set()
         self._wanted: dict[int, frozenset[str]] | None = None  # in a rehearsal
-        self._randomness = StageRandomness(group, device)
-        self._needs = Needs(model, group, stage_params, self._stage_ranks, self._randomness)
+        self.randomness = StageRandomness(group, device)
+        self._needs = Needs(model, group, stage_params, self._stage_ranks, self.randomness)
         self._actions: dict[str, Callable[[Action], None]] = {
             "F": self._forward,
             "B": self._backward,
@@ -213,7 +213,7 @@ class Pipeline:
     def _run(self, batch: _Batch, schedule: Schedule) -> bool:
         """Run this rank's actions of a schedule; return whether the step uses the network."""
         self._batch = batch
-        self._randomness.next_batch()
+        self.randomness.next_batch()
         training = batch.stash is not None
         with self._model.batch(), self._buffers.batch(len(batch.microbatches), training=training):
             self._lending.lend(self.at_hand)
@@ -376,10 +376,10 @@ class Pipeline:
             self._model.block_names,
             needed=self._needs.of(batch.kind, stage + 1),
             received=self._inputs(stage, index),
-            entering=lambda: self._randomness.enter(index, stage),
+            entering=lambda: self.randomness.enter(index, stage),
         )
         run.is_skipped = self._wanted is not None and self._is_sender_skipped
-        self._randomness.begin(index)
+        self.randomness.begin(index)
         with self._buffers.forward(stage):
             self._run_step(run, batch, microbatch)
         if stage == self.num_stages - 1:

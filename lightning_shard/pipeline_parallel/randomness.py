@@ -9,6 +9,7 @@ not repeat another stage's. Seeds come from a number that the pipeline's ranks a
 
 import random
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,6 +33,17 @@ class StageRandomness:
         drawn = int(torch.randint(_NUM_SEEDS, ()).item())
         self._generator = random.Random(group.broadcast_object(drawn))
         self._batch = 0
+
+    @property
+    def state(self) -> list[Any]:
+        """What the seeds of later batches come from, as numbers and lists."""
+        version, words, second = self._generator.getstate()
+        return [version, list(words), second]
+
+    @state.setter
+    def state(self, state: list[Any]) -> None:
+        version, words, second = state
+        self._generator.setstate((version, tuple(words), second))
 
     def next_batch(self) -> None:
         """Go on to the seeds of another batch; each rank must call."""

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.data_parallel.model_split import in_place
+from lightning_shard.layout.boxes import PlacedBox
 from lightning_shard.pipeline_parallel.gradients import GradientStash
 from lightning_shard.pipeline_parallel.partition import Partition, buffer_stages, parameter_stages
 
@@ -135,6 +137,10 @@ class PipelineSplit:
     def local(self, param: nn.Parameter, full: Tensor) -> Tensor:
         """Return the tensor itself, since a parameter that is here is full."""
         return full
+
+    def places(self, param: nn.Parameter, shape: Sequence[int]) -> Sequence[PlacedBox]:
+        """Return the one place of all elements, since a parameter that is here is full."""
+        return [in_place(shape)]
 
     @torch.no_grad()
     def full(self, param: nn.Parameter, local: Tensor) -> Tensor:

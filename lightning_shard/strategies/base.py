@@ -8,7 +8,7 @@ from typing import Any, TypeVar, Unpack
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins.precision import Precision
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -33,12 +33,18 @@ from lightning_shard.launchers.in_process import InProcessLauncher
 from lightning_shard.launchers.processes import ProcessLauncher
 from lightning_shard.parallel_dimensions.run_groups import RunGroups
 from lightning_shard.precision.plugins import sharded_plugin
+from lightning_shard.strategies.checkpoint_files import with_files
 from lightning_shard.strategies.configs import RunConfig
 from lightning_shard.strategies.flat_options import part, takes
 from lightning_shard.strategies.names import check_interactive
 from lightning_shard.strategies.option_names import OptionNames
 from lightning_shard.strategies.options import LightningOptions, RunOptions
-from lightning_shard.trainer._lightning import accept_compiled_modules, share_class_wrapping
+from lightning_shard.trainer._lightning import (
+    accept_compiled_modules,
+    before_batches,
+    before_training_ends,
+    share_class_wrapping,
+)
 from lightning_shard.trainer.batch_samplers import assigns_batch_samplers
 from lightning_shard.trainer.gathered_tensors import gathered
 from lightning_shard.trainer.logged_reductions import reduce_op_name, reduced
@@ -65,6 +71,10 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
         self._timeout = run.longest_wait
         self._debug = settings.debug() or run.debug
         self._announces = run.announce
+        self.checkpoint_format = run.checkpoint_format
+        self.save_trainable_only = run.save_trainable_only
+        self._save_on_sigterm = run.save_on_sigterm
+        self.async_save = run.async_save
         self._num_ranks = run.num_ranks
         self._num_nodes = 1
         self._collectives: Collectives | None = None
@@ -89,6 +99,11 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
     def is_in_process(self) -> bool:
         """Whether all ranks run inside this process."""
         return self._backend is not None and self._backend.name == "in_process"
+
+    @property
+    def saves_on_sigterm(self) -> bool:
+        """Whether a fit that SIGTERM ends is saved though no callback does so."""
+        return self._save_on_sigterm and not self.requeues
 
     @property
     def is_distributed(self) -> bool:
@@ -131,6 +146,16 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
         self._precision_plugin = sharded_plugin(plugin)
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        self._checkpoint_io = with_files(self._checkpoint_io)
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, checkpoint_io: CheckpointIO | None) -> None:
+        self._checkpoint_io = checkpoint_io
 
     @property
     @override
@@ -234,6 +259,13 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
             )
         )
 
+        self._in_run.enter_context(before_batches(trainer, lambda: self.begin_step()))
+        self._in_run.enter_context(before_training_ends(trainer, lambda: self._end_steps()))
+
+    def _end_steps(self) -> None:
+        """After the last step of a fit, before the hooks `on_train_end`."""
+        self.begin_step()
+
     @override
     def teardown(self) -> None:
         self._in_run.close()
@@ -289,7 +321,10 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
 
         The model is then full where it can be made so; each rank must call.
         """
+        collectives = self._collectives
         self.teardown()
+        if collectives is not None:
+            collectives.barrier()  # a rank that raises ends what others still wait for
 
     @override
     def model_to_device(self) -> None:

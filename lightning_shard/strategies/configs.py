@@ -25,7 +25,7 @@ from lightning_shard.pipeline_parallel.partition import Split
 from lightning_shard.pipeline_parallel.schedules import check_name
 from lightning_shard.strategies.flat_options import OptionGroup
 from lightning_shard.strategies.hybrid_sharding import DataParallelSize, checked_size
-from lightning_shard.strategies.options import ElasticScheme, ReduceDType
+from lightning_shard.strategies.options import CheckpointFormat, ElasticScheme, ReduceDType
 
 _LONGEST = timedelta(days=365)  # torch counts milliseconds
 _STAGES: dict[ElasticScheme, int] = {"shard_ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
@@ -44,11 +44,20 @@ class RunConfig(OptionGroup):
     timeout: float | timedelta = DEFAULT_TIMEOUT
     debug: bool = False
     announce: bool = True
+    checkpoint_format: CheckpointFormat = "full"
+    save_trainable_only: bool = False
+    save_on_sigterm: bool = True
+    async_save: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what cannot be."""
         if self.backend != "auto":
             get_backend(self.backend)
+        if self.checkpoint_format not in get_args(CheckpointFormat):
+            raise ConfigError(
+                f"checkpoint_format must be one of {', '.join(get_args(CheckpointFormat))}, got "
+                f"{self.checkpoint_format!r}."
+            )
         if not timedelta(0) < self.longest_wait <= _LONGEST:
             raise ConfigError(
                 f"timeout must be positive seconds, and at most {_LONGEST.days} days, got "
@@ -62,6 +71,12 @@ class RunConfig(OptionGroup):
             )
         if self.num_ranks is not None and self.num_ranks < 1:
             raise ConfigError(f"num_ranks must be at least 1, got {self.num_ranks}.")
+        if self.async_save and self.checkpoint_format != "sharded":
+            raise ConfigError(
+                f"async_save=True writes what each rank has in the background, but with "
+                f"checkpoint_format={self.checkpoint_format!r} rank 0 gathers all of it first. Set "
+                f"checkpoint_format='sharded' beside it."
+            )
 
     @property
     def longest_wait(self) -> timedelta:

@@ -23,7 +23,6 @@ from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.held_bytes import HeldBytes, held, replicated
 from lightning_shard.data_parallel.options import DTypePolicy, EngineOptions
 from lightning_shard.errors import ConfigError
-from lightning_shard.mesh import ParallelMesh
 from lightning_shard.optim.clipping import global_grad_norm
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
 from lightning_shard.parallel_dimensions.combined_split import combined
@@ -77,7 +76,6 @@ class DataParallelStrategy(CheckpointingStrategy):
             dtypes=dtype_policy("32-true", data.reduce_dtype),
             compression=find_compressor(data.compression),
         )
-        self._compression_state: dict[str, Any] = {}  # of the last fit, on rank 0
         self._step_bytes = StepBytes(self._bytes_so_far, self._tally_of_codecs)
         self._engine: DataParallelEngine | None = None
         self._runner: StepRunner | None = None
@@ -86,7 +84,7 @@ class DataParallelStrategy(CheckpointingStrategy):
         self._replaced: Collection[ShardedOptimizer] = ()  # in the middle of the fit
         self._averages: list[AverageOfShards] = []
         self._failed = False
-        self._resuming = None
+        self._resuming = self._streamed = self._may_stream = None
         self._left_sharded = False  # by a failed run: there is nothing whole to save
         self._cpu_layer_sync: SyncBatchNormOnCpu | None = None
         self._may_differ_in_batches = False  # of prediction
@@ -124,12 +122,14 @@ class DataParallelStrategy(CheckpointingStrategy):
                 self._resuming.check(self._misfits, self.collectives)
         num_parameters = count_parameters(self.model)
         self._start_engine()
+        self._read_stored_weights()
         for callback in averaging_callbacks(callbacks, fitting=fitting):
             self._averages.append(self._average_of_shards(callback))
         if fitting:
             check_same_optimizers(self.optimizers, self.model, self.collectives)
             self._sharded = [ShardedOptimizer(opt, self.engine) for opt in self.optimizers]
             self._explain_shards(callbacks)
+            self._find_place(trainer)
         self.setup_precision_plugin()
         if fitting and self._announces:
             announce(self, strategy_name(self), num_parameters)
@@ -225,11 +225,6 @@ class DataParallelStrategy(CheckpointingStrategy):
         elif (sync := layer_sync(self)) is not None:
             self.model = sync.revert(self.model)
 
-    @property
-    def mesh(self) -> ParallelMesh:
-        """The grid of this run's ranks; here all are given different samples."""
-        return ParallelMesh(dp=self.world_size)
-
     def _run_view(self) -> RunView:
         """Return what dimensions may know of this run."""
         assert self.lightning_module is not None
@@ -311,14 +306,17 @@ class DataParallelStrategy(CheckpointingStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.begin_step()
         return self._run_step("validation", super().validation_step, args, kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.begin_step()
         return self._run_step("test", super().test_step, args, kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.begin_step()
         return self._run_step("predict", super().predict_step, args, kwargs)
 
     @contextmanager
@@ -423,6 +421,7 @@ class DataParallelStrategy(CheckpointingStrategy):
             self._left_sharded = self._failed and self._holds_shards
         self._engine, self._sharded, self._averages, self._failed = None, [], [], False
         self._resuming, self._runner, self._replaced = None, None, ()
+        self._stored_weights = None
         self._may_differ_in_batches = False
         self._revert_layer_sync()
         super().teardown()
@@ -430,8 +429,8 @@ class DataParallelStrategy(CheckpointingStrategy):
     def _detach(self, engine: DataParallelEngine) -> None:
         """Make the module full on every rank, the optimizers' state on rank 0."""
         states = []
-        if engine.exchanges and self._is_fitting():  # to evaluate compresses nothing
-            self._compression_state = {} if self._failed else self._state_of_compression()
+        if self._is_fitting():
+            self._keep_state(failed=self._failed)
         if not self._failed and self._holds_shards:
             states = [full_state_dict(sharded.optimizer, engine) for sharded in self._sharded]
         for average in self._averages:

@@ -9,7 +9,12 @@ The strategy holds an `ElasticRun`, which says what happens at a boundary and af
 `ElasticRanks`, which know who takes part.
 """
 
+import os
+import signal
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
+from types import FrameType
 from typing import Any, Unpack
 
 import lightning.pytorch as pl
@@ -27,7 +32,7 @@ from lightning_shard.data_parallel.leftovers import take_leftovers
 from lightning_shard.elastic import _lightning
 from lightning_shard.elastic.checks import check_backend, check_trainer
 from lightning_shard.elastic.data_assignment import DataAssignment
-from lightning_shard.elastic.generation import Generation, Membership
+from lightning_shard.elastic.generation import Generation, Membership, SignalHandler
 from lightning_shard.elastic.launcher import ElasticLauncher
 from lightning_shard.elastic.loop import make_elastic
 from lightning_shard.elastic.next_generation import refuse_strangers
@@ -43,7 +48,7 @@ from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from lightning_shard.strategies.flat_options import part, takes
 from lightning_shard.strategies.names import check_interactive
 from lightning_shard.strategies.options import ElasticOptions, SharedOptions
-from lightning_shard.trainer._lightning import handle_sigterm
+from lightning_shard.trainer._lightning import handle_requeue, handle_sigterm
 from lightning_shard.trainer.termination import TerminationHandler
 from lightning_shard.trainer.weight_averaging import averaging_callbacks
 
@@ -65,6 +70,7 @@ class ElasticStrategy(DataParallelStrategy):
         self.stage = self._elastic.stage
         self._ranks = ElasticRanks()
         self._run: ElasticRun | None = None  # the present fit, or the last one
+        self._asks_requeue = self._requeues = False  # this rank, and all by agreement
         super().__init__(**part(SharedOptions, options))
 
     # --- which ranks there are --------------------------------------------------------------------
@@ -142,17 +148,51 @@ class ElasticStrategy(DataParallelStrategy):
     def watch_for_termination(self, trainer: "pl.Trainer") -> None:
         if (world := current_world()) is not None:
             world.termination.ask_to_leave(world.scheduler)
-            handle_sigterm(trainer, TerminationHandler(world.termination))
+            self._handle_signals(trainer, TerminationHandler(world.termination))
         elif (handler := self._ranks.membership.watch_signals()) is not None:
-            handle_sigterm(trainer, handler)
+            self._handle_signals(trainer, handler)
         else:
             super().watch_for_termination(trainer)
+
+    def _handle_signals(self, trainer: "pl.Trainer", handler: SignalHandler) -> None:
+        """Have all ranks leave at either signal; SLURM then starts a job anew at its own."""
+        process = os.getpid()
+        self._asks_requeue = self._requeues = False
+
+        def ask_requeue(signum: int, frame: FrameType | None) -> None:
+            if os.getpid() == process:  # no forked child, which is no rank
+                self._asks_requeue = True
+                handler(signal.SIGTERM, frame)
+
+        handle_sigterm(trainer, handler)
+        handle_requeue(trainer, ask_requeue)
+
+    @override
+    def salvaging(
+        self, error: BaseException, *, is_common: bool, gone: Sequence[int]
+    ) -> AbstractContextManager[None]:
+        if is_common and self._ends_in_common:
+            self._requeues = self.reduce_boolean_decision(self._asks_requeue, all=False)
+        return super().salvaging(error, is_common=is_common, gone=gone)
+
+    @property
+    @override
+    def requeues(self) -> bool:
+        return self._requeues or super().requeues
+
+    @property
+    @override
+    def saves_on_sigterm(self) -> bool:
+        return super().saves_on_sigterm and not self._ends_in_common  # it has saved already
+
+    @property
+    def _ends_in_common(self) -> bool:
+        return self._run is not None and self._run.early_end.is_common
 
     @property
     @override
     def has_shut_down_together(self) -> bool:
-        in_common = self._run is not None and self._run.early_end.is_common
-        return in_common or super().has_shut_down_together
+        return self._ends_in_common or super().has_shut_down_together
 
     @override
     def _leave(self) -> None:
@@ -228,6 +268,7 @@ class ElasticStrategy(DataParallelStrategy):
 
     def drop_generation(self) -> None:
         """Leave the engine and the groups as they are, broken or not; not collective."""
+        self._discard_save()
         if self._engine is not None:
             for sharded in self._sharded:
                 sharded.detach()

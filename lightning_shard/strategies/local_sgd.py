@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from lightning_shard.checkpoint.by_rank import own_entry
 from lightning_shard.checkpoint.optimizer_state import local_state_dict
 from lightning_shard.checkpoint.section import section_of, writable_section
 from lightning_shard.data_parallel.compression import Compressor, Tally, find_compressor
@@ -30,7 +31,11 @@ from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.held_bytes import HeldBytes, storage_bytes
 from lightning_shard.data_parallel.local_sgd.engine import LocalEngine
 from lightning_shard.data_parallel.local_sgd.local_sgd import LocalSGD, check_model
-from lightning_shard.data_parallel.local_sgd.optimizer_state import averaged_state
+from lightning_shard.data_parallel.local_sgd.optimizer_state import (
+    averaged_state,
+    state_by_name,
+    with_state_by_name,
+)
 from lightning_shard.data_parallel.local_sgd.outer import outer_factory, plain_average
 from lightning_shard.data_parallel.local_sgd.rules import Averaging, OuterOptimization, SyncRule
 from lightning_shard.data_parallel.local_sgd.sending import check_compressor
@@ -67,6 +72,7 @@ class LocalSGDStrategy(LocalUpdates):
         self._alone: DataGroups | None = None
         self._local: LocalSGD | None = None  # while ranks train by themselves
         self._loaded: Mapping[str, Any] | None = None  # of a checkpoint, until training starts
+        self._loaded_own: Mapping[str, Any] | None = None  # the same of this rank alone
         self._last_state: Mapping[str, Any] = {}  # of the last run, on rank 0
         self._num_steps = 0
         self._steps_by_trainer = False
@@ -123,7 +129,7 @@ class LocalSGDStrategy(LocalUpdates):
             optimizer.register_step_post_hook(self._check_step) for optimizer in self.optimizers
         ]
         self._part_if_time()
-        self._loaded = None
+        self._loaded = self._loaded_own = None
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -146,7 +152,7 @@ class LocalSGDStrategy(LocalUpdates):
             self._compressor,
         )
         if self._loaded is not None:
-            self._local.load_state_dict(self._loaded)
+            self._local.load_state_dict(self._loaded, self._loaded_own)
 
     def _rule(self, trained: Mapping[str, Tensor]) -> SyncRule:
         return Averaging() if self._outer is None else OuterOptimization(trained, self._outer)
@@ -254,12 +260,33 @@ class LocalSGDStrategy(LocalUpdates):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
+    def _own_state(self) -> dict[str, Any]:
+        own = super()._own_state()
+        if self._local is not None:
+            own["local_sgd"] = self._local.own_state()
+            own["optimizers"] = [state_by_name(one, self._names()) for one in self.optimizers]
+        return own
+
+    def _names(self) -> dict[nn.Parameter, str]:
+        assert self.lightning_module is not None
+        return {param: name for name, param in self.lightning_module.named_parameters()}
+
+    @override
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        self._loaded = section_of(checkpoint).get("local_sgd")
+        section = section_of(checkpoint)
+        own = own_entry(section, self.mesh, self.global_rank)
+        self._loaded, self._loaded_own = section.get("local_sgd"), own.get("local_sgd")
+        states = checkpoint["optimizer_states"]
+        for optimizer, state, mine in zip(
+            self.optimizers, states, own.get("optimizers", ()), strict=False
+        ):
+            mixed = with_state_by_name(state, mine, optimizer, self._names())
+            with self.engine.optimizer_view():
+                optimizer.load_state_dict(local_state_dict(mixed, optimizer, self.engine))
 
     @override
     def teardown(self) -> None:
-        self._local = self._loaded = None
+        self._local = self._loaded = self._loaded_own = None
         self._guards = []
         super().teardown()

@@ -20,7 +20,6 @@ from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from lightning_shard.trainer._lightning import (
     after_training_epochs,
     around_validation,
-    before_training_ends,
     without_sigterm_broadcast,
 )
 
@@ -33,6 +32,8 @@ class LocalUpdates(DataParallelStrategy):
     """
 
     keeps_optimizers = True
+    saves_shards = False  # ranks agree for a moment only, in which their state is copied
+    meets_at_steps = False
     _in_loops: ExitStack | None = None  # what is put into the loops of a fit
 
     @override
@@ -43,7 +44,12 @@ class LocalUpdates(DataParallelStrategy):
             self._in_loops.enter_context(without_sigterm_broadcast(trainer))
             self._in_loops.enter_context(around_validation(trainer, self._consensus))
             self._in_loops.enter_context(after_training_epochs(trainer, self._end_epoch))
-            self._in_loops.enter_context(before_training_ends(trainer, self._end_training))
+            self._in_loops.enter_context(after_training_epochs(trainer, self._advance_save))
+
+    @override
+    def _end_steps(self) -> None:
+        super()._end_steps()
+        self._end_training()
 
     @abstractmethod
     def _consensus(self) -> AbstractContextManager[None]:

@@ -214,6 +214,10 @@ class ModelParallelStrategy(DataParallelStrategy):
         return nullcontext() if self._weights is None else self._weights.hidden()
 
     @override
+    def _seeing_shards(self) -> AbstractContextManager[None]:
+        return self._hidden()
+
+    @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         for one in self.dimensions:
             one.before_backward(closure_loss)

@@ -23,6 +23,7 @@ from lightning_shard.data_parallel.local_sgd.outer import OuterOptimizer
 from lightning_shard.mesh import Axis
 
 ReduceDType = Literal["float32", "bfloat16", "float16"]
+CheckpointFormat = Literal["full", "sharded"]
 ElasticScheme = Literal["shard_ddp", "zero1", "zero2", "zero3"]
 
 
@@ -56,6 +57,16 @@ class RunOptions(LightningOptions, total=False):
             error that names both call sites. Slow. On as well when LIGHTNING_SHARD_DEBUG is 1, and
             always within one process.
         announce: Say in one line, when a fit starts, what runs and what each rank will hold.
+        checkpoint_format: "full", one file as a single device writes it, which rank 0 gathers; or
+            "sharded", a folder to which each rank writes what it has. Either loads, whatever is
+            set here.
+        save_trainable_only: Save no parameters that are frozen (`requires_grad=False`) then, such
+            as the base of an adapter; buffers are saved. A run that loads such a checkpoint keeps
+            its own values of them.
+        save_on_sigterm: Save a fit that SIGTERM ends as `last-sigterm.ckpt` beside the files of the
+            trainer's `ModelCheckpoint`, unless a callback saves on the exception.
+        async_save: Let training go on while checkpoints of a fit are written: each rank copies
+            what it has to host memory, which a thread writes. For the sharded format.
     """
 
     backend: str
@@ -63,6 +74,10 @@ class RunOptions(LightningOptions, total=False):
     timeout: float | timedelta
     debug: bool
     announce: bool
+    checkpoint_format: CheckpointFormat
+    save_trainable_only: bool
+    save_on_sigterm: bool
+    async_save: bool
 
 
 class UnitOptions(TypedDict, total=False):

@@ -1,6 +1,7 @@
 """Saving of a failed run's state, while its callbacks hear of the error.
 
     all ranks have raised at the same place   they save together, as ever
+    a signal has stopped all of them          so they do, and once if nobody asks: see `preemption`
     each rank has the full state             the first that is left saves it, and asks nobody
     other ranks have parts of the state       an error says why there is no file
 
@@ -21,6 +22,7 @@ from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.errors import CheckpointError
 from lightning_shard.strategies.base import ShardStrategy
+from lightning_shard.strategies.preemption import saving_once
 
 
 class SalvagingStrategy(ShardStrategy):
@@ -38,6 +40,8 @@ class SalvagingStrategy(ShardStrategy):
         self, error: BaseException, *, is_common: bool, gone: Sequence[int]
     ) -> AbstractContextManager[None]:
         if is_common and self._collectives is not None:
+            if self.has_shut_down_together:
+                return self._salvaging_after_signal(error)
             return self._salvaging_together()
         if self._has_all:
             left = (rank for rank in range(self.world_size) if rank not in gone)
@@ -47,6 +51,11 @@ class SalvagingStrategy(ShardStrategy):
             f"the ranks have stopped at different places, this one with {type(error).__name__}, "
             f"and each has a part of the state only",
         )
+
+    @contextmanager
+    def _salvaging_after_signal(self, error: BaseException) -> Iterator[None]:
+        with self._salvaging_together(), saving_once(self, error):
+            yield
 
     def _salvaging_together(self) -> AbstractContextManager[None]:
         assert self.lightning_module is not None
@@ -83,9 +92,7 @@ def saving_alone(
 
     def save_checkpoint(checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
         if writes:
-            strategy.checkpoint_io.save_checkpoint(
-                checkpoint, filepath, storage_options=storage_options
-            )
+            strategy.write_alone(checkpoint, filepath, storage_options)
 
     sole: Any = Sole()
     with ExitStack() as stack:

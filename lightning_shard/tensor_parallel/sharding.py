@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.errors import LayoutError
+from lightning_shard.layout.boxes import Box, PlacedBox
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +71,18 @@ class Sharding:
         blocks = full.split(self.blocks, dim=self.dim)  # type: ignore[no-untyped-call]
         own = [block.chunk(self.num_shards, dim=self.dim)[index] for block in blocks]
         return torch.cat(own, dim=self.dim).contiguous()
+
+    def places(self, local_shape: Sequence[int], index: int) -> list[PlacedBox]:
+        """Return where the blocks of rank `index`'s shard lie in the full tensor."""
+        places, local_start, full_start = [], 0, 0
+        for block, size in zip(self.blocks, self.local_blocks, strict=True):
+            at, sizes = [0] * len(local_shape), list(local_shape)
+            at[self.dim], sizes[self.dim] = local_start, size
+            full = [*at]
+            full[self.dim] = full_start + index * size
+            places.append(PlacedBox(Box(tuple(at), tuple(sizes)), tuple(full)))
+            local_start, full_start = local_start + size, full_start + block
+        return places
 
     def assemble(self, shards: Sequence[Tensor]) -> Tensor:
         """Return the full tensor from every rank's shard, in rank order."""

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.data_parallel.model_split import in_place
 from lightning_shard.data_parallel.torch_private import pass_for_parameter, saving_hook, untraced
 from lightning_shard.errors import ConfigError, LayoutError
+from lightning_shard.layout.boxes import PlacedBox
 from lightning_shard.placeholders import Placeholder, is_placeholder
 from lightning_shard.tensor_parallel.attention import attention_cuts, fast_paths
 from lightning_shard.tensor_parallel.candidates import check_heads
@@ -341,6 +343,11 @@ class SplitModel:
         if sharding is None or full.shape != self.full_shapes[param]:
             return full
         return sharding.shard(full, self.group.rank)
+
+    def places(self, param: nn.Parameter, shape: Sequence[int]) -> Sequence[PlacedBox]:
+        """Return where the blocks of this rank's shard of `param` lie in the full one."""
+        sharding = self.shardings.get(self._copies.original(param))
+        return [in_place(shape)] if sharding is None else sharding.places(shape, self.group.rank)
 
     @torch.no_grad()
     def full(self, param: nn.Parameter, local: Tensor) -> Tensor:

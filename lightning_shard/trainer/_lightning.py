@@ -1,18 +1,23 @@
 """The private names of Lightning that this room and the strategies touch.
 
 Checked with lightning 2.6; `tests/strategies/tensor_parallel/test_batches.py`,
-`tests/trainer/test_measured_stages.py`, `tests/trainer/test_lightning_loops.py` and
+`tests/trainer/test_measured_stages.py`, `tests/trainer/test_lightning_loops.py`,
+`tests/trainer/test_place_in_data.py`, `tests/checkpoint/test_same_bits.py`,
+`tests/checkpoint/async_save/test_model_checkpoint.py` and
 `tests/strategies/data_parallel/test_compile.py` fail when one changes.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from types import FrameType
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from functools import partial
+from types import FrameType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import lightning.pytorch as pl
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn as seed_workers
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper as with_indices
 from lightning.pytorch.plugins.layer_sync import LayerSync
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
@@ -28,18 +33,31 @@ __all__ = [
     "after_training_epochs",
     "around_validation",
     "assign_under_indices",
+    "before_batches",
+    "before_making_iterators",
     "before_training_ends",
-    "forget_sigterm_handler",
+    "begin_validation_anew",
+    "end_saved_epoch",
+    "forget_signal_handlers",
+    "handle_requeue",
     "handle_sigterm",
     "is_assigned_by_trainer",
+    "knowing_saves_in_flight",
     "layer_sync",
+    "load_loader_states",
+    "loader_states",
     "prepare_dataloader",
     "request_dataloader",
+    "requeue",
+    "requeue_path",
+    "requeue_signal",
     "runners_of",
     "sampler_of_rank",
     "seed_workers",
     "share_class_wrapping",
+    "skip_batches",
     "training_data",
+    "training_loaders",
     "with_indices",
     "without_samplers_of_ranks",
     "without_sigterm_broadcast",
@@ -197,6 +215,19 @@ def after_training_epochs(trainer: "pl.Trainer", then: Callable[[], None]) -> It
 
 
 @contextmanager
+def before_batches(trainer: "pl.Trainer", first: Callable[[], None]) -> Iterator[None]:
+    """Call `first` before a fit fetches each batch that it trains on."""
+    loop = trainer.fit_loop.epoch_loop
+
+    def first_then(data_fetcher: Any) -> None:
+        first()
+        type(loop).advance(loop, data_fetcher)  # of the class that it has by then
+
+    with patch.object(loop, "advance", first_then):
+        yield
+
+
+@contextmanager
 def before_training_ends(trainer: "pl.Trainer", first: Callable[[], None]) -> Iterator[None]:
     """Call `first` before the hooks `on_train_end`."""
     loop = trainer.fit_loop
@@ -210,13 +241,162 @@ def before_training_ends(trainer: "pl.Trainer", first: Callable[[], None]) -> It
         yield
 
 
+@contextmanager
+def before_making_iterators(trainer: "pl.Trainer", first: Callable[[], None]) -> Iterator[None]:
+    """Call `first` each time before a fit makes iterators of loaders that it has asked for."""
+    loop = trainer.fit_loop
+    load = loop._load_combined_loader_states
+
+    def load_then() -> None:
+        load()
+        first()
+
+    with patch.object(loop, "_load_combined_loader_states", load_then):
+        yield
+
+
+def training_loaders(trainer: "pl.Trainer") -> list[Any]:
+    """Return the loaders of a fit, each by itself."""
+    combined = trainer.fit_loop._combined_loader
+    return [] if combined is None else list(combined.flattened)
+
+
+def loader_states(trainer: "pl.Trainer") -> list[Any]:
+    """Return the states of this rank's training loaders that have one; Lightning saves rank 0's."""
+    combined = trainer.fit_loop._combined_loader
+    return [] if combined is None else combined._state_dicts()
+
+
+def load_loader_states(trainer: "pl.Trainer", states: Sequence[Any]) -> None:
+    """Have these states loaded, in the place of a checkpoint's, before iterators are made."""
+    trainer.fit_loop._combined_loader_states_to_load = list(states)
+
+
+def end_saved_epoch(trainer: "pl.Trainer") -> None:
+    """End the epoch in whose last hooks a checkpoint was saved that a fit is resumed from.
+
+    Where steps limit the fit, Lightning 2.6 would take the epoch up again and repeat a batch.
+    """
+    loop = trainer.fit_loop
+    if not loop.restarted_on_epoch_end:
+        return
+    loop.epoch_progress.increment_completed()
+    within = loop.epoch_loop
+    for one in (loop, within, within.val_loop, within.automatic_optimization):
+        one._restarting = False
+        one.reset_restart_stage()
+
+
+def skip_batches(fetcher: Any, num_batches: int) -> None:
+    """Fetch so many batches of a loop's data that has just begun, and drop them.
+
+    The loop itself counts them as fetched, and ends the epoch where there are no more. Where the
+    data has no length, the fetcher is one ahead.
+    """
+    ahead = bool(getattr(fetcher, "batches", ()))
+    with suppress(StopIteration):
+        for _ in range(num_batches):
+            next(fetcher if ahead else fetcher.iterator)
+    fetcher.fetched = len(getattr(fetcher, "batches", ()))
+
+
+@contextmanager
+def knowing_saves_in_flight(
+    callback: ModelCheckpoint,
+    will_exist: Callable[[str, bool], bool],
+    once_complete: Callable[[Callable[[], None]], bool],
+) -> Iterator[None]:
+    """Let a callback choose names, and make links, as if what is in flight were complete.
+
+    Args:
+        callback: The callback; only inside.
+        will_exist: Returns whether a path will be there once no save is in flight; it is also told
+            whether it is there now.
+        once_complete: Has rank 0 do something once the save in flight is complete; returns False
+            if there is none.
+    """
+    exists, link = callback.file_exists, callback._link_checkpoint
+
+    def file_exists(filepath: str, trainer: "pl.Trainer") -> bool:
+        return will_exist(filepath, exists(filepath, trainer))
+
+    def link_checkpoint(trainer: "pl.Trainer", filepath: str, linkpath: str) -> None:
+        alone: Any = SimpleNamespace(
+            is_global_zero=True, strategy=SimpleNamespace(barrier=lambda: None)
+        )
+        if not once_complete(partial(link, alone, filepath, linkpath)):
+            link(trainer, filepath, linkpath)
+
+    with (
+        patch.object(callback, "file_exists", file_exists),
+        patch.object(callback, "_link_checkpoint", link_checkpoint),
+    ):
+        yield
+
+
 def handle_sigterm(trainer: "pl.Trainer", handler: Callable[[int, FrameType | None], None]) -> None:
     """Have `handler` called on SIGTERM in the run; call before Lightning registers its own."""
     connector: Any = trainer._signal_connector
     connector._sigterm_notifier_fn = handler
 
 
-def forget_sigterm_handler(module: "pl.LightningModule") -> None:
-    """Undo `handle_sigterm`, for the next run."""
+def handle_requeue(trainer: "pl.Trainer", handler: Callable[[int, FrameType | None], None]) -> None:
+    """Have `handler` called on SLURM's signal, as `handle_sigterm` has one called on SIGTERM."""
+    connector: Any = trainer._signal_connector
+    connector._slurm_sigusr_handler_fn = handler
+
+
+def forget_signal_handlers(module: "pl.LightningModule") -> None:
+    """Undo `handle_sigterm` and `handle_requeue`, for the next run."""
     if module._trainer is not None:
-        vars(module.trainer._signal_connector).pop("_sigterm_notifier_fn", None)
+        for name in ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"):
+            vars(module.trainer._signal_connector).pop(name, None)
+
+
+def requeue_signal(trainer: "pl.Trainer") -> int:
+    """Return the number of the signal at which Lightning has SLURM requeue the job; 0 for none."""
+    environment = trainer._accelerator_connector.cluster_environment
+    if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
+        return 0
+    return int(environment.requeue_signal or 0)
+
+
+def requeue_path(trainer: "pl.Trainer") -> str:
+    """Return a new place for a checkpoint that a job finds when SLURM starts it again."""
+    connector = trainer._checkpoint_connector
+    return str(connector.hpc_save_path(trainer.default_root_dir))
+
+
+def requeue(trainer: "pl.Trainer", save: Callable[[], None]) -> None:
+    """Finish loggers, save, and on rank 0 have SLURM requeue the job; each rank must call.
+
+    Args:
+        trainer: The trainer of a run under SLURM.
+        save: Saves a checkpoint where a job finds it when SLURM starts it again.
+    """
+    connector: Any = trainer._signal_connector
+    places = trainer._checkpoint_connector
+    with (
+        patch.object(places, "hpc_save_path", lambda _: ""),
+        patch.object(trainer, "save_checkpoint", lambda _: save()),
+    ):
+        type(connector)._slurm_sigusr_handler_fn(connector, requeue_signal(trainer), None)
+
+
+def begin_validation_anew(trainer: "pl.Trainer") -> bool:
+    """Let a fit that has ended within a batch of a validation be saved as one that begins it.
+
+    Lightning 2.6 would go on at the batch after the last one that was validated, but with the first
+    batches once more, and with the metrics of those alone.
+
+    Returns:
+        Whether it has ended there.
+    """
+    progress: Any = trainer.fit_loop.epoch_loop.val_loop.batch_progress
+    if progress.total.started == progress.total.processed:
+        return False
+    for count in ("ready", "started", "processed", "completed"):
+        begun = getattr(progress.total, count) - progress.current.completed
+        setattr(progress.total, count, begun)
+    progress.current.reset()
+    return True

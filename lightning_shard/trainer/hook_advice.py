@@ -36,6 +36,12 @@ def may_edit_gradients(module: "pl.LightningModule", callbacks: Sequence[Callbac
     )
 
 
+def may_see_checkpoints(module: "pl.LightningModule", callbacks: Sequence[Callback]) -> bool:
+    """Whether user code has a hook that is given a checkpoint before it is saved."""
+    owners = [(module, pl.LightningModule), *((one, Callback) for one in callbacks)]
+    return any(is_overridden("on_save_checkpoint", owner, parent) for owner, parent in owners)
+
+
 @contextmanager
 def hooks_inside(
     around: Callable[[], AbstractContextManager[None]],

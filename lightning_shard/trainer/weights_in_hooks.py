@@ -34,7 +34,8 @@ from lightning_shard.tensor_parallel.dim_sharded_tensor import writes
 
 _PACKAGE = __name__.partition(".")[0]
 _LAYERS = f"{_PACKAGE}.tensor_parallel."
-_PASSED_THROUGH = ("torch.", f"{_PACKAGE}.pipeline_parallel.staged_model", __name__)
+_LOADING = f"{_PACKAGE}.checkpoint.conversion.loading."  # on behalf of the hook
+_PASSED_THROUGH = ("torch.", f"{_PACKAGE}.pipeline_parallel.staged_model", _LOADING, __name__)
 
 
 @dataclass(eq=False)

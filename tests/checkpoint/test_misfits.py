@@ -278,6 +278,11 @@ def of_compression(checkpoint: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
+def of_rank(checkpoint: dict[str, Any], name: str) -> dict[str, Any]:
+    kept: dict[str, Any] = checkpoint["lightning_shard"]["rank_1"][name]
+    return kept
+
+
 def of_local_sgd(checkpoint: dict[str, Any]) -> dict[str, Any]:
     kept: dict[str, Any] = checkpoint["lightning_shard"]["local_sgd"]
     return kept
@@ -302,6 +307,21 @@ KEPT: dict[str, tuple[Callable[[], Any], Callable[[dict[str, Any]], Any], str]] 
         lambda: STRATEGIES["local_sgd"](),
         lambda c: of_local_sgd(c).pop("arriving"),
         r"what local SGD keeps has no \['arriving'\]",
+    ),
+    "one rank's residual": (
+        lambda: ZeRO1Strategy(compression="topk", **IN_PROCESS),
+        lambda c: put(of_rank(c, "compression")["residual"], "head.bias", lambda w: w[:2]),
+        r"rank_1's compression's residual of 'head.bias' has shape \(2,\), expected \(3,\)",
+    ),
+    "one rank's parameters": (
+        lambda: STRATEGIES["local_sgd"](),
+        lambda c: put(of_rank(c, "local_sgd")["parameters"], "head.bias", lambda w: w.int()),
+        r"rank_1's own value of 'head.bias' is of torch.int32",
+    ),
+    "one rank's random streams": (
+        lambda: ZeRO1Strategy(**IN_PROCESS),
+        lambda c: put(of_rank(c, "random"), "torch", lambda state: state[:8]),
+        r"rank_1's random streams: got \[\(8, torch.uint8\)",
     ),
 }
 
@@ -415,6 +435,7 @@ def _half_with_fewer_names(checkpoint: dict[str, Any]) -> None:
     states["state"] = {100 + number: entries for number, entries in states["state"].items()}
 
 
+@pytest.mark.few_cases(4)
 @everywhere
 def test_what_loads_on_one_device_loads(strategy: str, saved: Path, tmp_path: Path) -> None:
     path = altered(saved, tmp_path, _half_with_fewer_names)
@@ -437,57 +458,3 @@ class Holds(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         state = trainer.strategy.lightning_module_state_dict()
         self.weights = {name: value.clone() for name, value in state.items()}
-
-
-OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
-    "adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-3),
-    "lbfgs": lambda params: torch.optim.LBFGS(params, lr=1e-2),
-    "sgd without state": lambda params: torch.optim.SGD(params, lr=1e-2),
-    "amsgrad": lambda params: torch.optim.Adam(params, amsgrad=True, foreach=True),
-    "asgd": lambda params: torch.optim.ASGD(params),
-    "rprop": lambda params: torch.optim.Rprop(params),
-}
-
-
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_state_of_every_optimizer_loads(kind: str, tmp_path: Path) -> None:
-    class Optimized(Counted):
-        def configure_optimizers(self) -> Any:
-            return OPTIMIZERS[kind](self.parameters())
-
-    trainer = trainer_of("auto")
-    trainer.fit(fresh(Optimized)[0])
-    trainer.save_checkpoint(tmp_path / "own.ckpt")
-    resume("shard_ddp", tmp_path / "own.ckpt", fresh(Optimized)[0], max_steps=3)
-
-
-class Extending(Counted):
-    """Takes the first rows of the head from what was saved, and leaves the embedding out."""
-
-    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
-        rows = state["head.weight"]
-        kept = {name: value for name, value in state.items() if not name.startswith("embed.")}
-        kept.pop("head.weight")
-        result = super().load_state_dict(kept, strict=False)
-        self.head.weight.data[: len(rows)].copy_(rows)
-        result.missing_keys.clear()
-        return result
-
-
-@pytest.mark.parametrize("strategy", ["zero3", "zero1"])
-def test_what_hooks_leave_alone_keeps_its_value(strategy: str) -> None:
-    """Loaded in the middle of a run, when parameters are in shards."""
-    model, before = fresh(Extending)
-    ones = {name: torch.ones_like(value) for name, value in before.items()}
-    ones["head.weight"] = ones["head.weight"][:2]
-
-    class Loads(L.Callback):
-        def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-            trainer.strategy.load_model_state_dict({"state_dict": ones})
-            self.got = trainer.strategy.lightning_module_state_dict()
-
-    trainer_of(STRATEGIES[strategy](), callbacks=[loads := Loads()]).fit(model)
-    expected = {name: torch.ones_like(value) for name, value in before.items()}
-    expected["head.weight"][2] = before["head.weight"][2]
-    expected |= {name: before[name] for name in before if name.startswith("embed.")}
-    assert_same(dict(loads.got), expected)

@@ -7,7 +7,12 @@ import pytest
 import torch
 
 from lightning_shard import DDPStrategy
-from lightning_shard.checkpoint.section import CHECKPOINT_KEY, FORMAT, section_of, writable_section
+from lightning_shard.checkpoint.section import (
+    CHECKPOINT_KEY,
+    FORMAT,
+    section_of,
+    writable_section,
+)
 from lightning_shard.errors import CheckpointError
 from tests.checkpoint.kept_runs import RANKS, SAVED_AFTER, fit
 from tests.examples.commands import ignore_upstream_warnings
@@ -22,7 +27,7 @@ def test_what_is_written_has_a_number_and_is_read_again() -> None:
     checkpoint: dict[str, Any] = {}
     writable_section(checkpoint)["elastic"] = 7
     writable_section(checkpoint)["compression"] = 8
-    assert checkpoint == {CHECKPOINT_KEY: {"format": 1, "elastic": 7, "compression": 8}}
+    assert checkpoint == {CHECKPOINT_KEY: {"format": FORMAT, "elastic": 7, "compression": 8}}
     assert section_of(checkpoint) == checkpoint[CHECKPOINT_KEY]
 
 
@@ -32,10 +37,10 @@ def test_a_section_without_a_number_is_of_the_first_format(section: dict[str, An
     assert section_of({}) == {}
 
 
-@pytest.mark.parametrize("number", [FORMAT + 1, "2"])
+@pytest.mark.parametrize("number", [FORMAT + 1, "3"])
 def test_a_newer_format_is_refused_with_what_to_do(number: Any) -> None:
     with pytest.raises(
-        CheckpointError, match=rf"format {number!r}, expected at most 1.*pip install"
+        CheckpointError, match=rf"format {number!r}, expected at most {FORMAT}.*pip install"
     ):
         section_of({CHECKPOINT_KEY: {"format": number}})
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning as L  # noqa: N812
 import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lightning_shard.errors
 from lightning_shard.strategies.base import ShardStrategy
@@ -34,6 +35,7 @@ pytestmark = [
         r".*`DistributedSampler`",  # Lightning's advice about evaluation on several ranks
         r"The number of training batches",
         r"`torch.load`",
+        r".fit\(ckpt_path=\"last\"\) is set, but there is no last checkpoint",
     )
 ]
 
@@ -49,7 +51,8 @@ def trainers_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
             strategy = type(strategy)(*args, **{**given, "backend": "in_process"})
         elif not strategy.endswith("_in_process"):
             strategy += "_in_process"
-        return trainer(strategy=strategy, **{**options, **QUIET})
+        saves = any(isinstance(one, ModelCheckpoint) for one in options.get("callbacks", ()))
+        return trainer(strategy=strategy, **{**options, **QUIET, "enable_checkpointing": saves})
 
     monkeypatch.setattr(L, "Trainer", here)
 

@@ -221,6 +221,7 @@ def train_alone(num_epochs: int) -> Regression:
     return model
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.filterwarnings(*(f"ignore:{message}" for message in UPSTREAM_WARNINGS))
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
 def test_lightning_takes_the_steps_of_a_single_device(num_ranks: int) -> None:

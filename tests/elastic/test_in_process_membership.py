@@ -416,6 +416,7 @@ def some_faults(chance: random.Random, num_ranks: int) -> list[Fault]:
     return faults
 
 
+@pytest.mark.few_cases(6)
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_comes_the_one_that_is_spared_gets_to_the_end(seed: int) -> None:
     chance = random.Random(seed)

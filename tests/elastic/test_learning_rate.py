@@ -90,6 +90,7 @@ def run(kind: str, num_ranks: int, changes: dict[int, int], rule: Any = "linear"
     return seen
 
 
+@pytest.mark.few_cases(6)
 @pytest.mark.filterwarnings("ignore:To get the last learning rate computed:UserWarning")
 @pytest.mark.parametrize("rule", ["linear", "sqrt"])
 @pytest.mark.parametrize("kind", SCHEDULES)

@@ -78,18 +78,21 @@ LOWER = {
 }
 
 
+@pytest.mark.few_cases(6)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("stage", range(4))
 def test_training_goes_on_as_from_a_full_checkpoint(change: str, stage: int) -> None:
     check(Setting(stage=stage), *CHANGES[change])
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("stage", range(4))
 def test_masters_keep_their_digits(precision: str, stage: int) -> None:
     check(Setting(stage=stage, **LOWER[precision]), 4, [1], 0)
 
 
+@pytest.mark.few_cases(3)
 @pytest.mark.parametrize("optimizer", ["SGD", "NAdam", "fused AdamW"])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_other_optimizers(optimizer: str, stage: int) -> None:
@@ -111,6 +114,7 @@ def check(setting: Setting, size: int, lost: list[int], num_new: int) -> None:
     assert extras == [(f"rank {speaks} at 3".encode(), one) for one in own]
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("stage", range(4))
 def test_survivors_keep_model_and_optimizer(stage: int) -> None:
     setting = Setting(stage=stage)

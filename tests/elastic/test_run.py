@@ -52,6 +52,9 @@ class FakeStrategy:
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         return self.collectives.broadcast_object(obj, src=src)
 
+    def finish_save(self) -> None:
+        self.calls.append("finish")
+
     def drop_generation(self) -> None:
         self.calls.append("drop")
         self.rank.sharded.detach()

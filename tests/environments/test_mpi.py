@@ -204,9 +204,8 @@ def test_a_free_port_of_rank_0(host: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize(
-    "function", [describe, pytest.param(describe_without_variables, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("function", [describe, describe_without_variables])
 def test_under_mpirun(function: Any) -> None:
     ranks = run_mpi(function, 3)
     assert [one[0] for one in ranks] == [(rank, 3, 3) for rank in range(3)]
@@ -231,6 +230,7 @@ def fail_on_rank_one() -> None:
     time.sleep(600)
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_a_rank_that_fails_does_not_wait_for_the_others() -> None:
     """The interpreter's end ran MPI_Finalize, which waits for every rank: no word, no end."""

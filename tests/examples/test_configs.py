@@ -61,6 +61,7 @@ def test_gpt_zero3_over_gloo_prints_the_table(tmp_path: Path) -> None:
     assert largest_shares(run.stdout) == ["50.0%"] * 4
 
 
+@pytest.mark.slow
 def test_gpt_tensor_parallel_over_gloo_holds_about_half(tmp_path: Path) -> None:
     config = "--config=configs/gpt_tensor_parallel.yaml"
     run = run_command(tmp_path, "fit", config, "--trainer.max_steps=3")
@@ -68,6 +69,7 @@ def test_gpt_tensor_parallel_over_gloo_holds_about_half(tmp_path: Path) -> None:
     assert all(50.0 <= float(share.rstrip("%")) < 55.0 for share in largest_shares(run.stdout))
 
 
+@pytest.mark.slow
 def test_gpt_pipeline_parallel_over_gloo_trains_and_validates(tmp_path: Path) -> None:
     config = "--config=configs/gpt_pipeline_parallel.yaml"
     limits = ["--trainer.max_steps=3", "--trainer.limit_val_batches=2"]
@@ -77,6 +79,7 @@ def test_gpt_pipeline_parallel_over_gloo_trains_and_validates(tmp_path: Path) ->
     assert bigram < loss < 8.0
 
 
+@pytest.mark.slow
 def test_gpt_3d_holds_a_quarter_on_each_rank(tmp_path: Path) -> None:
     limits = ["--trainer.max_steps=2", "--trainer.limit_val_batches=1"]
     run = run_command(tmp_path, "fit", "--config=configs/gpt_3d.yaml", *limits)

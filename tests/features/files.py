@@ -11,7 +11,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 
-from tests.features.columns import Here
+from tests.features.columns import COLUMNS, Here
 from tests.features.declared import add, feature
 from tests.features.network import Loaders, Network, Report, fitted, left_by, weights
 
@@ -109,9 +109,9 @@ def resume(here: Here) -> Report:
 @feature(
     GROUP,
     "fit(ckpt_path) in the middle of an epoch",
-    own=("elastic",),
+    own=tuple(COLUMNS),
     why="one device trains as many batches as were left, but begins with the epoch's first "
-    "samples again; elastic trains the samples that were left, as if never interrupted.",
+    "samples again; these train the samples that were left, as if never interrupted.",
 )
 def resume_in_the_middle(here: Here) -> Report:
     saving = ModelCheckpoint(here.folder, filename="middle", every_n_train_steps=3)

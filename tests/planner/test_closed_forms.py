@@ -45,6 +45,7 @@ def test_bytes_of_mixed_precision() -> None:
         assert memory.optimizer_state == pytest.approx(memory.gradients * 2 / D, rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "precision",
     ["bf16-true", "bf16-mixed"],  # norms give fp32, but their gradients are those of casts

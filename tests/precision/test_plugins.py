@@ -67,6 +67,7 @@ def _check(case: Case) -> None:
         assert weight.dtype == plain.weights[name].dtype
 
 
+@pytest.mark.few_cases(4)
 @pytest.mark.parametrize("case", QUICK, ids=str)
 def test_is_as_close_to_float32_as_a_single_device(case: Case) -> None:
     _check(case)
@@ -138,6 +139,7 @@ def train_mixed_over_gloo() -> dict[str, Formats]:
     return {strategy: _train_mixed(strategy, "gloo")[2] for strategy in STRATEGIES}
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_bf16_mixed_keeps_and_saves_fp32(strategy: str, tmp_path: Path) -> None:
     trainer, model, formats = _train_mixed(strategy, "in_process")

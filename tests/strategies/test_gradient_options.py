@@ -62,6 +62,7 @@ def seen(scheme: str, **options: Any) -> Seen:
     return callback
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_small_buckets_make_more_units_and_the_same_training(scheme: str) -> None:
     usual, small = seen(scheme), seen(scheme, bucket_mb=SMALL_BUCKET_MB)
@@ -69,6 +70,7 @@ def test_small_buckets_make_more_units_and_the_same_training(scheme: str) -> Non
     assert small.losses == pytest.approx(usual.losses, rel=1e-5)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_units_are_named_by_the_classes_of_the_model_that_was_split(scheme: str) -> None:
     small = seen(scheme, bucket_mb=SMALL_BUCKET_MB)

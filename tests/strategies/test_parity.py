@@ -69,6 +69,7 @@ def test_equals_a_single_device_everywhere(case: Case) -> None:
     assert_parity(train_ranks(case), single_device(case))
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize(
     "case",
     [
@@ -84,12 +85,14 @@ def test_is_exact_in_float64(case: Case) -> None:
     assert_parity(train_ranks(case), single_device(case), rtol=1e-10, atol=1e-15)
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_same_seed_gives_the_same_bits(strategy: str) -> None:
     case = Case(model="gpt", strategy=strategy, num_ranks=4)
     assert_bitwise_equal(train_ranks(case), first_run(case))
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_same_seed_gives_the_same_bits_with_dropout(
     strategy: str, monkeypatch: pytest.MonkeyPatch
@@ -105,6 +108,7 @@ def test_the_same_seed_gives_the_same_bits_with_dropout(
     assert run(seed=2).losses != first.losses
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_clipping_by_value(strategy: str) -> None:
     clipping = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}

@@ -85,6 +85,7 @@ def results(fitted: L.Trainer, model: Trained) -> tuple[float, float, list[Tenso
     return validated["val_loss"], tested["test_loss"], fitted.predict(model, datamodule=data)
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_fit_then_validate_test_predict_and_fit_again(strategy: str) -> None:
     num_ranks = 3
@@ -106,6 +107,7 @@ def test_fit_then_validate_test_predict_and_fit_again(strategy: str) -> None:
         torch.testing.assert_close(value, full.state_dict()[name], rtol=1e-5, atol=2e-7)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_callers_module_is_full_and_free_after_a_fit(strategy: str) -> None:
     model = seeded(EvaluatedGPT)
@@ -128,6 +130,7 @@ def test_the_callers_module_is_full_and_free_after_a_fit(strategy: str) -> None:
     assert not any(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_rank_validates_with_rank_zeros_running_statistics(strategy: str) -> None:
     num_ranks = 2

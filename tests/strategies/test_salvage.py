@@ -137,6 +137,7 @@ def assert_same(saved: dict[str, Any], expected: dict[str, Any]) -> None:
     torch.testing.assert_close(state, expected["optimizer"]["state"])
 
 
+@pytest.mark.few_cases(3)
 @pytest.mark.parametrize("strategy", [*STRATEGIES, *SPLITTING])
 def test_the_users_error_became_ours_and_nothing_was_saved(strategy: str, tmp_path: Path) -> None:
     torch.manual_seed(1)

@@ -98,6 +98,7 @@ class OwnClippingManual(Manual):
         optimizer.step()
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("style", [OwnClipping, OwnClippingManual])
 @pytest.mark.parametrize("stage", range(4))
 def test_torch_clipping_is_right_or_refused(style: type[Automatic], stage: int) -> None:
@@ -142,6 +143,7 @@ class MovingAverage(Automatic):
         return [EMAWeightAveraging(decay=0.5)]
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("style", [Averaged, MovingAverage])
 @pytest.mark.parametrize("stage", range(4))
 def test_weight_averaging(style: type[Automatic], stage: int) -> None:
@@ -170,6 +172,7 @@ def test_copies_during_training(stage: int) -> None:
     check(Copies, stage)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("stage", range(4))
 def test_two_fits_of_one_module(stage: int) -> None:
     def fit_twice(strategy: Callable[[], Any]) -> dict[str, Tensor]:
@@ -183,6 +186,7 @@ def test_two_fits_of_one_module(stage: int) -> None:
     )
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("callback", [ModelSummary, RichModelSummary])
 @pytest.mark.parametrize("stage", range(4))
 def test_model_summaries_count_full_parameters(

@@ -97,6 +97,7 @@ def check(line: str, held: list[HeldBytes]) -> None:
         assert sizes(line) == pytest.approx(counted, rel=0.01)
 
 
+@pytest.mark.few_cases(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_line_tells_the_bytes_that_are_counted_later(
     name: str, caplog: pytest.LogCaptureFixture

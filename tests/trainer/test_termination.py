@@ -7,20 +7,21 @@ import subprocess
 import sys
 from unittest.mock import patch
 
+import pytest
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.trainer.trainer import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_shard.backends.liveness import TERMINATED_STATUS, Lifeline, termination
 from lightning_shard.backends.liveness.termination import TOGETHER_SECONDS
-from lightning_shard.trainer.termination import TerminationHandler
+from lightning_shard.trainer.termination import RequeueHandler, TerminationHandler
 from tests.processes import REPOSITORY
 
 
 class Announcements(Lifeline):
     """Counts them."""
 
-    has_verdict = False
+    is_ending = False
 
     def __init__(self) -> None:
         self.number = 0
@@ -32,6 +33,7 @@ class Announcements(Lifeline):
 def test_lightning_registers_the_handler_that_it_finds_after_the_environment() -> None:
     registering = inspect.getsource(_SignalConnector.register_signal_handlers)
     assert "[self._sigterm_notifier_fn]" in registering
+    assert "append(self._slurm_sigusr_handler_fn)" in registering
     running = inspect.getsource(Trainer._run)
     assert running.index("setup_environment()") < running.index("register_signal_handlers()")
 
@@ -48,11 +50,28 @@ def test_the_first_signal_is_announced() -> None:
 
 def test_a_rank_that_is_ending_takes_its_time() -> None:
     lifeline = Announcements()
-    lifeline.has_verdict = True
+    lifeline.is_ending = True
     handler = TerminationHandler(lifeline)
     for _ in range(3):
         handler(signal.SIGTERM, None)
     assert lifeline.number == 3
+
+
+def test_lightning_saves_and_requeues_with_the_names_that_are_exchanged() -> None:
+    handling = inspect.getsource(_SignalConnector._slurm_sigusr_handler_fn)
+    places = "self.trainer._checkpoint_connector.hpc_save_path(self.trainer.default_root_dir)"
+    assert f"= {places}" in handling
+    assert "self.trainer.save_checkpoint(hpc_save_path)" in handling
+
+
+def test_a_forked_child_passes_over_slurms_signal() -> None:
+    told = Announcements()
+    told.announce_requeue = lambda: os._exit(1)  # type: ignore[method-assign]
+    handler = RequeueHandler(told)
+    if (child := os.fork()) == 0:
+        handler(signal.SIGUSR1, None)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def outcome(call: str) -> int:
@@ -81,6 +100,7 @@ def receive_in_a_child() -> None:
     assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
 
 
+@pytest.mark.slow
 def test_a_signal_that_comes_again_later_ends_the_rank_at_once() -> None:
     assert outcome("receive_insisting") == TERMINATED_STATUS
 

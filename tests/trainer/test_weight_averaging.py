@@ -193,6 +193,7 @@ def assert_same(got: Result, expected: Result) -> None:
     )
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("name", "kind"),
     [

@@ -30,6 +30,7 @@ pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPS
 alone: Any = cache(fit)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("strategy", [tensor, pipeline])
 def test_hooks_had_a_rank_s_own_part_of_the_weights(style: type[Hooked], strategy: Any) -> None:

@@ -18,16 +18,24 @@ class Termination:
 
     Attributes:
         was_terminated: Whether this process has been sent SIGTERM.
-        has_stopped: Whether a rank has stopped because of the SIGTERM.
+        requeues: Whether it has been sent the signal by which SLURM has the job requeued, in time.
+        has_stopped: Whether a rank has stopped because of a signal.
     """
 
-    has_verdict = False  # a signal that insists ends the process
-
     def __init__(self) -> None:
-        self.was_terminated = self.has_stopped = False
+        self.was_terminated = self.requeues = self.has_stopped = False
         self._steps: Counter[int] = Counter()  # by thread
         self._stop_step: int | None = None
         self._asked: Scheduler | None = None
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the ranks are stopping, so that a signal that comes again changes nothing."""
+        return self.has_stopped
+
+    def announce_requeue(self) -> None:
+        """Have all ranks stop, to be started again; called by a signal's handler."""
+        self.requeues = self.requeues or self._stop_step is None
 
     def announce_termination(self) -> None:
         """Have all ranks stop, or leave at the next boundary; called by a signal's handler."""
@@ -42,7 +50,7 @@ class Termination:
     def begin_step(self, thread: int) -> None:
         """Note that a rank is about to begin a step."""
         self._steps[thread] += 1
-        if self.was_terminated and self._stop_step is None:
+        if (self.was_terminated or self.requeues) and self._stop_step is None:
             others = [steps for one, steps in self._steps.items() if one != thread]
             self._stop_step = max(self._steps[thread], max(others, default=0) + 1)
 
@@ -68,6 +76,11 @@ class RanksTermination:
     def was_terminated(self) -> bool:
         """Whether this process has been sent SIGTERM."""
         return self._shared.was_terminated
+
+    @property
+    def requeues(self) -> bool:
+        """Whether all ranks stop because SLURM will start the job again."""
+        return self._shared.requeues
 
     @property
     def stops(self) -> bool:

@@ -24,6 +24,7 @@ from lightning_shard.backends.liveness.meeting import (
 from lightning_shard.backends.liveness.termination import (
     TERMINATED_STATUS,
     RepeatedSignal,
+    Requeueable,
     Terminable,
 )
 
@@ -32,6 +33,7 @@ __all__ = [
     "KeyValueStore",
     "Lifeline",
     "RepeatedSignal",
+    "Requeueable",
     "Terminable",
     "current",
     "start",

@@ -13,7 +13,8 @@ says so, and the verdict comes at once.
 
 A SIGTERM is no failure yet: the ranks agree on where to stop. Told to *hold*, each answers how many
 steps it has begun and waits before it begins the step after the next; the hub then has all of them
-*stop* where the foremost will be.
+*stop* where the foremost will be. So does SLURM's signal before it requeues the job; ranks that
+stop are told whether one of them was sent it.
 """
 
 from collections.abc import Callable
@@ -64,6 +65,7 @@ class Hub:
         self._silence_seconds = silence_seconds
         self._tell = tell
         self._terminated: int | None = None
+        self._requeues: Message = {}  # what the ranks are told of it
         self._announced: dict[str, Message] = {}  # by kind, for those who come late
 
     def heard(self, rank: int, message: Message, now: float) -> None:
@@ -83,7 +85,7 @@ class Hub:
             case "failed" | "raised" | "past":
                 self._hear_of_failure(rank, message, now)
             case "terminating":
-                self._hold(rank)
+                self._hold(rank, requeues="requeues" in message)
             case "hold":
                 member.steps = message["steps"]
                 self._stop_when_all_hold()
@@ -161,18 +163,21 @@ class Hub:
         doing = f"it {self._members[rank].describe(now)}"
         self._announce({"kind": "verdict", "rank": rank, "event": event, "doing": doing})
 
-    def _hold(self, rank: int) -> None:
-        self._members[rank].was_terminated = True
+    def _hold(self, rank: int, *, requeues: bool) -> None:
+        self._members[rank].was_terminated |= not requeues
+        if requeues:
+            self._requeues = {"requeues": True}
         if self._terminated is None:
             self._terminated = rank
-            self._announce({"kind": "hold", "rank": rank})
+            self._announce({"kind": "hold", "rank": rank, **self._requeues})
 
     def _stop_when_all_hold(self) -> None:
         steps = [member.steps for member in self._members.values() if not member.has_left]
         known = [count for count in steps if count is not None]
         if self._terminated is not None and len(known) == len(steps):
             step = max(known, default=0) + 1
-            self._announce({"kind": "stop", "rank": self._terminated, "step": step})
+            stop = {"kind": "stop", "rank": self._terminated, "step": step}
+            self._announce({**stop, **self._requeues})
 
     def _announce(self, message: Message) -> None:
         """Tell everybody, once for each kind."""

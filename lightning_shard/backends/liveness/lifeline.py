@@ -43,6 +43,8 @@ class Lifeline:
 
     Attributes:
         was_terminated: Whether this process has been sent SIGTERM.
+        requeue_signal: The number of the signal by which SLURM has the job requeued; 0 for none.
+        requeues: Whether all ranks stop for that, once it is known where.
         has_told_of_operations: Whether the hub knows that this rank has begun.
     """
 
@@ -62,6 +64,8 @@ class Lifeline:
         self.world_size = world_size
         self.signal_fd = signal_fd
         self.was_terminated = False
+        self.requeue_signal = 0
+        self.requeues = False
         self.has_told_of_operations = False
         self._silence_seconds = silence_seconds
         self._send = send
@@ -72,6 +76,7 @@ class Lifeline:
         self._all_have_come = False
         self._hub_heard = now
         self._hub_has_left = False
+        self._has_announced_requeue = False
         self._steps = 0
         self._terminated: int | None = None
         self._stop_step: int | None = None
@@ -185,10 +190,21 @@ class Lifeline:
             self.was_terminated = True
             self._send({"kind": "terminating"})
 
+    def announce_requeue(self) -> None:
+        """Tell all ranks that SLURM will start the job again, so that they stop together."""
+        if not self._has_announced_requeue:
+            self._has_announced_requeue = True
+            self._send({"kind": "terminating", "requeues": True})
+
     @property
     def has_verdict(self) -> bool:
         """Whether a rank is known to have failed, so that this one is ending."""
         return self._verdict is not None
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether this rank ends: one has failed, or all have come to where they stop."""
+        return self.has_verdict or self.stops
 
     @property
     def dead_rank(self) -> int | None:
@@ -205,7 +221,7 @@ class Lifeline:
 
     @property
     def terminated_rank(self) -> int | None:
-        """The first rank that was sent SIGTERM, if any."""
+        """The first rank that was sent SIGTERM or SLURM's signal, if any."""
         return self._terminated
 
     def step(self) -> bool:
@@ -263,9 +279,13 @@ class Lifeline:
                     self._terminated = message["rank"]
                     steps = self._steps
                 self._send({"kind": "hold", "steps": steps})
-                self._print(f"rank {message['rank']} received SIGTERM; all stop at the next step")
+                received = "SLURM's requeue signal" if "requeues" in message else "SIGTERM"
+                self._print(
+                    f"rank {message['rank']} received {received}; all stop at the next step"
+                )
             case "stop":
                 with self._news:
+                    self.requeues = "requeues" in message
                     self._stop_step = message["step"]
                     self._news.notify_all()
             case "raised":

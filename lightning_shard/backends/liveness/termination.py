@@ -1,4 +1,4 @@
-"""The effects of one SIGTERM on a rank, and of repeated ones."""
+"""The effects of one SIGTERM on a rank, of repeated ones, and of SLURM's signal to requeue."""
 
 import os
 import signal
@@ -15,11 +15,18 @@ class Terminable(Protocol):
     """An object that is told of a SIGTERM: a lifeline, or an elastic run's membership."""
 
     @property
-    def has_verdict(self) -> bool:
-        """Whether this process is ending already."""
+    def is_ending(self) -> bool:
+        """Whether this process is ending already, and perhaps saves what there is."""
 
     def announce_termination(self) -> None:
         """Tell the other ranks that this one was sent SIGTERM."""
+
+
+class Requeueable(Protocol):
+    """An object that is told of the signal by which SLURM says that it will start a job again."""
+
+    def announce_requeue(self) -> None:
+        """Tell the other ranks that they end here, and that rank 0 has the job requeued."""
 
 
 class RepeatedSignal:
@@ -37,7 +44,8 @@ class RepeatedSignal:
         now = monotonic()
         self._first = min(self._first, now)
         insists = now - self._first > TOGETHER_SECONDS
-        # After a verdict the rank is ending already, and mpirun then sends the signal repeatedly.
-        if insists and not told.has_verdict:
+        # The rank may be ending already: mpirun sends the signal repeatedly, and SLURM once more at
+        # the end of the grace period, half a minute before it kills.
+        if insists and not told.is_ending:
             os._exit(TERMINATED_STATUS)
         told.announce_termination()

@@ -156,6 +156,8 @@ class LifelineThread(threading.Thread):
             signals = self._wake_read.recv(1 << 12)
         if signal.SIGTERM in signals:
             self._sigterms.come(self.lifeline)  # the main thread may be where no handler runs
+        if self.lifeline.requeue_signal and self.lifeline.requeue_signal in signals:
+            self.lifeline.announce_requeue()
 
     def _close(self) -> None:
         self._to_hub.close()

@@ -165,6 +165,18 @@ class Exchange(ABC):
             Tensors by kind and tensor name; values to be sent later are averages over the ranks.
         """
 
+    def own_state(self) -> State:
+        """Return what this rank alone keeps, of which `state` has the average; no communication.
+
+        Returns:
+            Tensors by kind and tensor name, which may share memory with the kept ones; {} where
+            ranks keep nothing that differs.
+        """
+        return {}
+
+    def load_own(self, own: Mapping[str, Mapping[str, Tensor]]) -> None:  # noqa: B027
+        """Take over what `own_state` has returned on this rank of as many, after `load`."""
+
     @property
     def kept(self) -> list[Tensor]:
         """Tensors that are held between two averages."""

@@ -21,6 +21,8 @@ from lightning_shard.backends.traffic import ring_share
 from lightning_shard.data_parallel.compression.buffer import FlatBuffer
 from lightning_shard.data_parallel.compression.compressor import State, if_sound
 
+_GAPS = "_gaps"  # of a kind of kept values: those that belong to no tensor
+
 
 class ErrorFeedbackRules(Protocol):
     """The options of a codec that decide which values are kept; see `Codec`."""
@@ -183,6 +185,48 @@ class ErrorFeedback:
             kept["residual"] += owned
         return {kind: self._buffer.views(full.view(-1)) for kind, full in kept.items()}
 
+    def own_state(self) -> State:
+        """Return what this rank keeps; of the averages that it owns, only what lies in them.
+
+        What decoding has left between the tensors is kept, too: it is in the scales of blocks.
+        """
+        own: State = {}
+        for kind, flat, places in self._own_parts():
+            own[kind] = {name: flat[one] for name, one in places.items()}
+            if gaps := _gaps(flat, places):
+                own[kind + _GAPS] = {self._buffer.names[0]: torch.cat([flat[one] for one in gaps])}
+        for kind in ("residual", "momentum"):
+            for slot in self._buffer.layout.slots if kind in own else ():
+                own[kind][slot.name] = own[kind][slot.name].view(slot.shape)
+        return own
+
+    def load_own(self, own: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Take over what `own_state` has returned on this rank; the buffers must be the same."""
+        for kind, flat, places in self._own_parts():
+            for name, place in places.items():
+                if name in own.get(kind, {}):
+                    flat[place] = own[kind][name].flatten()
+            between = own.get(kind + _GAPS, {}).get(self._buffer.names[0])
+            gaps = _gaps(flat, places)
+            if between is not None and between.numel() == sum(one.stop - one.start for one in gaps):
+                for gap, values in zip(gaps, _cut(between, gaps), strict=True):
+                    flat[gap] = values
+
+    def _own_parts(self) -> Iterator[tuple[str, Tensor, dict[str, slice]]]:
+        """Yield each kind of kept values: the flat tensor, and where in it tensors lie by name."""
+        buffer = self._buffer
+        slots = {slot.name: slice(slot.offset, slot.stop) for slot in buffer.layout.slots}
+        for kind, full in (("residual", self._residual), ("momentum", self._momentum)):
+            if full is not None:
+                yield kind, full.view(-1), slots
+        if self._owner_residual is not None:
+            owned = {
+                name: buffer.within(buffer.ranks.rank, index)
+                for index, name in enumerate(buffer.names)
+            }
+            there = {name: place for name, place in owned.items() if place.stop > place.start}
+            yield "owned", self._owner_residual, there
+
     def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Take over a state of any number of ranks; names that are not here are passed over."""
         if any(name in state.get(kind, {}) for kind in state for name in self._buffer.names):
@@ -197,3 +241,15 @@ class ErrorFeedback:
         for name, view in self._buffer.views(full.view(-1)).items():
             if name in tensors:
                 view.copy_(tensors[name])
+
+
+def _gaps(flat: Tensor, places: Mapping[str, slice]) -> list[slice]:
+    """Return the places of a flat tensor before, between and behind those of named tensors."""
+    ends = [0, *(place.stop for place in places.values())]
+    starts = [*(place.start for place in places.values()), flat.numel()]
+    between = zip(ends, starts, strict=True)
+    return [slice(end, start) for end, start in between if start > end]
+
+
+def _cut(values: Tensor, places: Sequence[slice]) -> Sequence[Tensor]:
+    return torch.split(values, [place.stop - place.start for place in places])

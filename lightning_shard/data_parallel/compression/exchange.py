@@ -305,6 +305,15 @@ class CodecExchange(Exchange):
         return self._kept_values.state()
 
     @override
+    def own_state(self) -> State:
+        return self._kept_values.own_state()
+
+    @override
+    @torch.no_grad()
+    def load_own(self, own: Mapping[str, Mapping[str, Tensor]]) -> None:
+        self._kept_values.load_own(own)
+
+    @override
     @torch.no_grad()
     def load(self, state: Mapping[str, Mapping[str, Tensor]], step: int) -> None:
         self.step = step

@@ -266,6 +266,17 @@ class LowRankExchange(Exchange):
         q = {one.slot.name: one.q.clone() for one in self._factors}
         return {"residual": self.buffer.views(residual), "q": q}
 
+    @override
+    def own_state(self) -> State:
+        return {} if self._first is None else {"residual": self.buffer.views(self._residual)}
+
+    @override
+    @torch.no_grad()
+    def load_own(self, own: Mapping[str, Mapping[str, Tensor]]) -> None:
+        for name, view in self.own_state().get("residual", {}).items():
+            if name in own.get("residual", {}):
+                view.copy_(own["residual"][name])
+
     @property
     @override
     def kept(self) -> list[Tensor]:

@@ -1,27 +1,31 @@
-"""The exchanges' state in a checkpoint: by parameter name, whatever the ranks and buffers.
+"""The exchanges' state in a checkpoint: what all ranks share, and what each keeps for itself.
 
-    {"compressor": "TopK", "freezes_variance": False, "step": {name: 120},
-     "residual": {name: tensor}, "momentum": {...}}
+    shared        {"compressor": "TopK", "freezes_variance": False, "step": {name: 120},
+                   "layout": "5f0c...", "residual": {name: tensor}, "momentum": {...}}
+    of a rank     {"residual": {name: tensor}, "momentum": {...}, "owned": {name: elements}}
 
-A residual is what is still to be sent, on average over the ranks: the average of what each has
-kept of its gradients and what owners have kept of their segments. Every rank takes the same one
-up, since only the average matters.
+As many ranks with the same buffers go on with what each has kept, to the bit. Others take up the
+shared state: a residual in it is what is still to be sent, on average over the ranks, the average
+of what each has kept of its gradients and what owners have kept of their segments. Only the
+average matters for what will have been sent in the end, so that nothing is lost.
 """
 
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from typing import Any
 
-from lightning_shard.data_parallel.compression.compressor import Compressor, Exchange
+from lightning_shard.data_parallel.compression.compressor import Compressor, Exchange, State
 
 _FREEZES = "freezes_variance"
 _FREEZES_BEFORE = "sends_momentum"  # its name in older checkpoints
-_SETTINGS = {"compressor", "step", _FREEZES, _FREEZES_BEFORE}  # all but the kinds of tensors
+_LAYOUT = "layout"
+_SETTINGS = {"compressor", "step", _FREEZES, _FREEZES_BEFORE, _LAYOUT}  # all but tensors
 
 
 def full_state(
     compressor: Compressor, exchanges: Sequence[Exchange], *, keep: bool
 ) -> dict[str, Any]:
-    """Bring the state together, one buffer at a time; each rank must call.
+    """Bring the shared state together, one buffer at a time; each rank must call.
 
     Args:
         compressor: The compressor that has made the exchanges.
@@ -33,6 +37,7 @@ def full_state(
     """
     full: dict[str, Any] = {"compressor": type(compressor).__name__, "step": {}}
     full[_FREEZES] = any(exchange.freezes_variance for exchange in exchanges)
+    full[_LAYOUT] = layout_of(exchanges)
     for exchange in exchanges:
         state = exchange.state()
         if not keep:
@@ -44,14 +49,45 @@ def full_state(
     return full if keep else {}
 
 
+def own_state(exchanges: Sequence[Exchange]) -> State:
+    """Return what this rank keeps by kind and parameter name; no communication.
+
+    Returns:
+        Views of the kept tensors, on their device.
+    """
+    own: State = {}
+    for exchange in exchanges:
+        for kind, tensors in exchange.own_state().items():
+            own.setdefault(kind, {}).update(tensors)
+    return own
+
+
+def layout_of(exchanges: Sequence[Exchange]) -> str:
+    """Return a digest that is equal where ranks and buffers are: what a rank keeps fits then."""
+    buffers = [
+        (one.ranks.size, one.numel, one.keeps_all, [(s.name, s.offset) for s in one.layout.slots])
+        for one in (exchange.buffer for exchange in exchanges)
+    ]
+    return blake2b(repr(buffers).encode(), digest_size=8).hexdigest()
+
+
 def load_full_state(
-    compressor: Compressor, exchanges: Sequence[Exchange], full: Mapping[str, Any]
+    compressor: Compressor,
+    exchanges: Sequence[Exchange],
+    full: Mapping[str, Any],
+    own: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> None:
     """Take up the state of any number of ranks and any buffers; no communication.
 
     Of another kind of compressor only the residual is taken, which is in gradients in any case. A
     compressor that freezes Adam's second moment now and did not before is another kind, and has
     its warm-up.
+
+    Args:
+        compressor: The compressor that has made the exchanges.
+        exchanges: Exchanges of all buffers.
+        full: The shared state.
+        own: What this rank has kept for itself, where there were as many ranks; else None.
     """
     freezes = any(exchange.freezes_variance for exchange in exchanges)
     is_same = full.get("compressor") == type(compressor).__name__
@@ -62,3 +98,6 @@ def load_full_state(
     for exchange in exchanges:
         names = [slot.name for slot in exchange.buffer.layout.slots]
         exchange.load(state, step=max((steps.get(name, 0) for name in names), default=0))
+    if own and is_same and full.get(_LAYOUT) == layout_of(exchanges):
+        for exchange in exchanges:
+            exchange.load_own(own)

@@ -90,6 +90,7 @@ class LocalSGD:
         self._stale: set[str] = set()  # changed here since they were last sent
         self._flights: list[PendingSync] = []
         self._kept: dict[str, Tensor] | None = None  # own values, while the module has others
+        self._kept_buffers: list[Tensor] = []  # the same of buffers that have been averaged
 
     def after_step(self) -> None:
         """Note an optimizer step, and exchange what it is time for; each rank must call."""
@@ -208,9 +209,11 @@ class LocalSGD:
         own = [buffer.clone() for buffer in buffers]
         self._average_buffers()
         averages = [buffer.clone() for buffer in buffers]
+        self._kept_buffers = own
         try:
             yield
         finally:
+            self._kept_buffers = []
             self._engine.buffers_moved = moved
             for buffer, value, average in zip(buffers, own, averages, strict=True):
                 if torch.allclose(buffer, average, rtol=0, atol=0, equal_nan=True):
@@ -267,11 +270,29 @@ class LocalSGD:
             return {}
         return {
             "own": on_cpu(means),
+            "stale": [name for name in self._own.views if name in self._stale],
             "sends": self.rule.sends,
             "arriving": [{"due": due, "mean": on_cpu(mean)} for due, mean in arrived],
             "common": on_cpu(self._wide()),
             "outer": self.rule.state(),
             "compression": kept_back,
+        }
+
+    def own_state(self) -> dict[str, Any]:
+        """Return what this rank alone has, right after `state_dict`; no communication.
+
+        Returns:
+            Its own values of parameters that may differ between ranks, its buffers where training
+            has moved them, and what compression keeps; views of the tensors.
+        """
+        own = self._own.views if self._kept is None else self._kept
+        moved, buffers = self._moved(), list[Tensor]()
+        if self._engine.buffers_moved or self._kept_buffers:
+            buffers = self._kept_buffers or self._engine.buffers.changing()
+        return {
+            "parameters": {name: value for name, value in own.items() if name in moved},
+            "buffers": buffers,
+            "compression": self._sender.own_state(),
         }
 
     def _wide(self) -> dict[str, Tensor]:
@@ -280,16 +301,25 @@ class LocalSGD:
         return {name: one for name, one in common if one.dtype != self._own.views[name].dtype}
 
     @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave on any number of ranks; no communication."""
-        own = {name: value for name, value in state["own"].items() if name in self._own.views}
+    def load_state_dict(
+        self, state: Mapping[str, Any], kept: Mapping[str, Any] | None = None
+    ) -> None:
+        """Go on from what `state_dict` gave on any number of ranks; no communication.
+
+        Args:
+            state: What `state_dict` returned.
+            kept: What `own_state` returned on this rank of as many; None to go on from the mean.
+        """
+        values = {**state["own"], **(kept["parameters"] if kept else {})}
+        own = {name: value for name, value in values.items() if name in self._own.views}
         self._own.set(own)
-        self._stale.update(own)
+        self._stale.update(own if not kept else own.keys() & set(state["stale"]))
+        self._load_buffers(kept["buffers"] if kept else [])
         for name, value in state["common"].items():
             if name in self.rule.common:
                 self.rule.common[name].copy_(value)
         self.rule.load(state["outer"])
-        self._sender.load(state["compression"])
+        self._sender.load(state["compression"], kept["compression"] if kept else None)
         for flight in self._understood(state):
             mean = {name: one for name, one in flight["mean"].items() if name in self._own.views}
             place = next(iter(self._own.views.values())).device
@@ -298,6 +328,14 @@ class LocalSGD:
                 self._flights.append(
                     PendingSync(list(mean), list(mean), flight["due"], buffer, None)
                 )
+
+    def _load_buffers(self, values: Sequence[Tensor]) -> None:
+        buffers = self._engine.buffers.changing()
+        if [one.shape for one in values] != [one.shape for one in buffers]:
+            return
+        for buffer, value in zip(buffers, values, strict=True):
+            buffer.copy_(value)
+        self._engine.buffers_moved = bool(values)
 
     def _understood(self, state: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
         """Return the means on their way, if this rule sends the same; another misreads them."""

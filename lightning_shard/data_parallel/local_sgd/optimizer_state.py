@@ -1,6 +1,6 @@
-"""The mean of the ranks' optimizer states, for a checkpoint."""
+"""The ranks' optimizer states in a checkpoint: their mean, and each rank's own by name."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,6 +32,43 @@ def averaged_state(optimizer: Optimizer, collectives: Collectives) -> Iterator[N
         for param in params:
             optimizer.state.pop(param, None)
         optimizer.state.update(before)
+
+
+def state_by_name(
+    optimizer: Optimizer, names: Mapping[nn.Parameter, str]
+) -> dict[str, dict[str, Any]]:
+    """Return an optimizer's state on this rank, by parameter name; nothing is copied."""
+    return {
+        names[param]: dict(optimizer.state[param])
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if param in optimizer.state
+    }
+
+
+def with_state_by_name(
+    packed: Mapping[str, Any],
+    own: Mapping[str, Mapping[str, Any]],
+    optimizer: Optimizer,
+    names: Mapping[nn.Parameter, str],
+) -> dict[str, Any]:
+    """Return a `state_dict` with this rank's own state in the place of the mean.
+
+    Args:
+        packed: The `state_dict` of a checkpoint.
+        own: What `state_by_name` has returned on this rank.
+        optimizer: The optimizer, whose parameters are in the same order.
+        names: Names of the parameters.
+    """
+    groups = packed.get("param_groups", ())  # none where there is no optimizer
+    numbers = [number for group in groups for number in group["params"]]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    state = {
+        number: dict(own[names[param]])
+        for number, param in zip(numbers, params, strict=True)
+        if names[param] in own
+    }
+    return {**packed, "state": state}
 
 
 def _means(

@@ -13,7 +13,12 @@ from lightning_shard.data_parallel.compression import (
     FlatBuffer,
     Tally,
 )
-from lightning_shard.data_parallel.compression.state import full_state, load_full_state
+from lightning_shard.data_parallel.compression.compressor import State
+from lightning_shard.data_parallel.compression.state import (
+    full_state,
+    load_full_state,
+    own_state,
+)
 from lightning_shard.errors import ConfigError
 from lightning_shard.layout.flat import build_layout
 
@@ -88,10 +93,19 @@ class Sender:
             return {}
         return full_state(self._compressor, self._exchanges, keep=keep)
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state` returned for any fragments and any number of ranks."""
+    def own_state(self) -> State:
+        """Return what compression keeps on this rank; nothing may be on its way."""
+        return own_state(self._exchanges)
+
+    def load(self, state: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> None:
+        """Take over what `state` returned for any fragments and any number of ranks.
+
+        Args:
+            state: What `state` returned.
+            own: What `own_state` returned on this rank of as many; None to go on from averages.
+        """
         if self._compressor is not None:
-            load_full_state(self._compressor, self._exchanges, state)
+            load_full_state(self._compressor, self._exchanges, state, own)
 
 
 def on_cpu(values: Mapping[str, Tensor]) -> dict[str, Tensor]:

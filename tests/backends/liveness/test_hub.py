@@ -121,6 +121,16 @@ def test_all_stop_where_the_foremost_will_be(
     assert room.verdicts == set()
 
 
+def test_ranks_that_stop_are_told_whether_slurm_requeues_the_job(room: Room) -> None:
+    room.hub.heard(1, {"kind": "terminating"}, 1.0)
+    room.hub.heard(2, {"kind": "terminating", "requeues": True}, 1.0)
+    room.hub.heard(0, {"kind": "terminating", "requeues": True}, 1.0)
+    for rank in range(3):
+        room.hub.heard(rank, {"kind": "hold", "steps": 4}, 1.0)
+    stop = {"kind": "stop", "rank": 1, "step": 5, "requeues": True}
+    assert [room.said_to(rank, "stop") for rank in range(3)] == [[stop]] * 3
+
+
 def test_who_has_left_need_not_agree(room: Room) -> None:
     room.hub.heard(1, {"kind": "terminating"}, 1.0)
     for rank in (0, 1):

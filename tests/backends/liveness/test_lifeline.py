@@ -182,6 +182,22 @@ def test_a_second_sigterm_is_not_announced_again(rank: Rank) -> None:
     assert rank.sent == [{"kind": "terminating"}]
 
 
+def test_a_second_signal_of_slurms_is_not_announced_again(rank: Rank) -> None:
+    rank.lifeline.announce_requeue()
+    rank.lifeline.announce_requeue()
+    assert rank.sent == [{"kind": "terminating", "requeues": True}]
+    assert not rank.lifeline.was_terminated
+
+
+@pytest.mark.parametrize("more", [{}, {"requeues": True}])
+def test_a_rank_is_ending_from_where_all_stop(rank: Rank, more: dict[str, Any]) -> None:
+    rank.told(kind="stop", rank=1, step=1, **more)
+    assert not rank.lifeline.is_ending
+    assert rank.lifeline.step()
+    assert rank.lifeline.is_ending
+    assert rank.lifeline.requeues == bool(more)
+
+
 def test_all_have_raised_at_the_same_place(rank: Rank) -> None:
     threading.Timer(0.05, rank.told, kwargs={"kind": "common"}).start()
     assert rank.lifeline.fail(ValueError("no"), 7)

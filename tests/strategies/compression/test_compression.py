@@ -66,6 +66,7 @@ def short(model: str, name: str, num_ranks: int, *, compression: Any, **options:
     return train(build(model), strategy=made, **(defaults | options))
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("name", STAGES)
 def test_none_is_dense_bit_for_bit(name: str) -> None:
     """With clipping and accumulation."""
@@ -73,6 +74,7 @@ def test_none_is_dense_bit_for_bit(name: str) -> None:
     assert_bitwise_equal(short("gpt", name, 2, compression="none", max_steps=2), dense)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("name", STAGES)
 @pytest.mark.parametrize("model", ["mixture", pytest.param("lstm", marks=pytest.mark.slow)])
 def test_an_exact_codec_trains_as_dense_does(name: str, model: str) -> None:
@@ -94,6 +96,7 @@ def test_mixed_precision(name: str) -> None:
     assert exact.norms == pytest.approx(dense.norms, rel=5e-2)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("name", "compression"), [("shard_ddp", "topk"), ("zero1", "onebit")])
 def test_a_loss_scale_that_grows_changes_nothing(name: str, compression: str) -> None:
     """The residual does not carry the scale of the step that left it."""
@@ -182,6 +185,7 @@ def check_wire(name: str, num_ranks: int, compression: str | Compressor, times: 
     assert dense_bytes(name, num_ranks)[-1] / sent[-1] >= times
 
 
+@pytest.mark.few_cases(3)
 @pytest.mark.parametrize(("name", "num_ranks", "compression", "times"), WIRES)
 def test_bytes_on_the_wire(
     name: str, num_ranks: int, compression: str | Compressor, times: float
@@ -230,6 +234,7 @@ RATIOS = [
 ]
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("name", "compression", "precision", "num_ranks"), RATIOS)
 def test_the_ratio_is_that_of_all_bytes_of_a_step(
     name: str, compression: str, precision: str, num_ranks: int
@@ -355,6 +360,7 @@ def test_momentum_that_would_be_wrong_is_refused(
         trainer.fit(made, datamodule=GlobalBatches(made, num_steps=2))
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("name", STAGES)
 def test_momentum_correction_trains_as_sgd_with_momentum(name: str) -> None:
     """Where everything is sent at once, momentum starts anew each time: SGD without it."""

@@ -50,6 +50,7 @@ def single_device(update: str, hook: str) -> Result:
     return train(partial(Taught, update, hook))
 
 
+@pytest.mark.few_cases(3)
 @pytest.mark.parametrize("strategy", STAGES)
 @pytest.mark.parametrize(("update", "hook"), WAYS)
 def test_view_is_put_back_over_an_assigned_tensor(update: str, hook: str, strategy: str) -> None:
@@ -57,6 +58,7 @@ def test_view_is_put_back_over_an_assigned_tensor(update: str, hook: str, strate
     assert_same(result, single_device(update, hook))
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
 def test_edit_of_frozen_shards_before_the_update_reaches_one_rank_only(strategy: str) -> None:
     make = partial(Taught, "in_place", "on_before_optimizer_step")
@@ -68,6 +70,7 @@ def in_single_precision(update: str) -> Taught:
     return Taught(update).float()
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("strategy", "precision"),
     [
@@ -182,6 +185,7 @@ class WithOldOptimizer(Taught):
         return Assigning([p for p in self.parameters() if p.requires_grad], lr=0.1)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("strategy", ["shard_ddp", "zero2", "zero3"])
 @pytest.mark.parametrize("make", [ByHand, WithOldOptimizer])
 def test_step_loses_what_it_has_assigned(make: Callable[[], Taught], strategy: str) -> None:
@@ -221,6 +225,7 @@ def constrained(**options: Any) -> dict[str, Tensor]:
     return model.state_dict()
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", SPLIT)
 def test_split_model_loses_what_was_assigned(scheme: str) -> None:
     num_ranks, make = SPLIT[scheme]
@@ -256,6 +261,7 @@ class KeptSmall(Taught):
             block.up.__class__ = layer
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("layer", [Renormed, AssigningForward])
 def test_block_forgets_what_its_forward_did_to_its_weight(layer: type[Renormed]) -> None:
     make = partial(KeptSmall, layer)
@@ -291,6 +297,7 @@ class Swapping(Taught):
         self._assign(self.kept)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("strategy", ["shard_ddp", "zero1", "zero2", "zero3"])
 def test_weights_that_were_kept_aside_are_overwritten(strategy: str) -> None:
     result = train(Swapping, strategy=f"{strategy}_in_process", devices=2)
@@ -309,6 +316,7 @@ class SwappingByCopies(SwappingInSinglePrecision):
         self._assign(self.average)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("strategy", "precision"), [("zero2", "bf16-mixed"), ("local_sgd", "32-true")]
 )

@@ -129,6 +129,7 @@ def fit_compiled(
     return replace(run, weights=weights)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     "way",
     [
@@ -141,6 +142,7 @@ def test_dynamo_traced_the_collectives_of_stage_3s_hooks(way: str) -> None:
     assert_parity(fit_compiled("zero3", way), not_compiled())
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("strategy", "way"),
     [
@@ -154,6 +156,7 @@ def test_compiled_code_of_another_rank_called_the_module_of_rank_0(strategy: str
     assert_parity(fit_compiled(strategy, way), not_compiled())
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("strategy", "way"),
     [
@@ -234,6 +237,7 @@ class GraphsPerStep(L.Callback):
         self.outputs.append(pl_module(torch.ones(2, 4)).detach().clone())
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("way", ["net_in_place", "blocks_in_place"])
 def test_no_step_but_the_first_compiles_and_code_outside_of_steps_gathers(way: str) -> None:
     backend = CountGraphs()
@@ -279,6 +283,7 @@ def breaks_of_stage_3(net: type[LoopedNet], way: str) -> tuple[int, int]:
     return backend.calls, sum(counters["graph_break"].values())
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("net", [UnrolledNet, NormedNet])
 @pytest.mark.parametrize(("way", "num_breaks"), [("net_in_place", 4), ("blocks_in_place", 0)])
 def test_stage_3_breaks_a_graph_where_fsdp2_does(

@@ -172,6 +172,7 @@ def check(style: type[ByHand], **options: Any) -> None:
         torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("strategy", ["shard_ddp", "zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("style", ADDING)
 def test_what_was_added_to_grad_stayed_a_ranks_own(style: type[ByHand], strategy: str) -> None:

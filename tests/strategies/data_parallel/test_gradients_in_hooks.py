@@ -289,6 +289,7 @@ EDIT_CASES = [
 ]
 
 
+@pytest.mark.few_cases(4)
 @pytest.mark.parametrize(
     ("name", "edit", "hook"),
     [

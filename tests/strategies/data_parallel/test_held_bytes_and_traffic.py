@@ -123,6 +123,7 @@ def count(model: Trained, strategy: str, num_ranks: int, **options: Any) -> Cens
     return census
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_held_bytes(strategy: str, num_ranks: int) -> None:
@@ -139,6 +140,7 @@ def test_held_bytes(strategy: str, num_ranks: int) -> None:
         assert held.total == pytest.approx(sum(expected), rel=PADDING)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_traffic_of_a_step(strategy: str, num_ranks: int) -> None:
@@ -175,6 +177,7 @@ def test_traffic_of_stage_3_is_3p_when_every_parameter_lies_in_a_block() -> None
         assert sent == 3 * num_params * 3 // 4
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_traffic_of_accumulation(strategy: str) -> None:
     """Stages 0 and 1 send no gradients until the boundary; 2 and 3 have nowhere to keep them."""

@@ -40,6 +40,7 @@ def single_device(*arguments: Any) -> Result:
     return train(partial(Taught, *arguments))
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize(
     "arguments",
@@ -59,6 +60,7 @@ def test_teacher_meets_other_elements_than_its_students(
     assert_same(result, single_device(*arguments))
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("make", "num_ranks"),
     [
@@ -87,6 +89,7 @@ class MovedAfterStudent(Taught):
         return loss + nn.functional.cross_entropy(self.head(self.neck(features)), y)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("update", ["in_place", "assigned"])
 def test_teacher_is_gathered_before_it_is_moved(update: str) -> None:
     make = partial(MovedAfterStudent, update, "never")
@@ -150,6 +153,7 @@ def averaged(hook: str, make: Callable[[nn.Module], Any], **options: Any) -> Own
     return callback
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("make", [AverageOfState, torchs_average])
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_batch_start"])
 def test_average_of_a_callback_has_full_tensors_or_keeps_shards(

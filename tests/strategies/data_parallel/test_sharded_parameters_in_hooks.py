@@ -129,6 +129,7 @@ SCHEMES: dict[str, tuple[Callable[[], Any], int]] = {
 }
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_norms_and_elements_were_those_of_a_ranks_own_shard(scheme: str) -> None:
     make, num_ranks = SCHEMES[scheme]
@@ -217,6 +218,7 @@ def edited_alone() -> Any:
     return train(Edits)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", ["zero3", "two copies"])
 def test_edit_by_index_reached_one_element_of_each_shard(scheme: str) -> None:
     make, num_ranks = SCHEMES[scheme]
@@ -271,6 +273,7 @@ class ByHand(Taught):
         return None
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("strategy", ["shard_ddp", "zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("foreach", [False, True])
 def test_updates_by_hand_were_refused(strategy: str, foreach: bool) -> None:

@@ -65,6 +65,7 @@ def test_undisturbed_ranks_see_each_sample_once() -> None:
     ]
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     "scheme",
     [
@@ -85,6 +86,7 @@ def test_a_rank_is_lost_and_another_joins(scheme: Any) -> None:
     assert trainer.callback_metrics["train_loss_epoch"] > 0
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", ["shard_ddp", "zero2"])
 def test_at_most_snapshot_every_steps_are_done_again(scheme: Any) -> None:
     journal, _ = fit([Fault(1, 1, "drop", at_step=5)], scheme=scheme)
@@ -201,11 +203,14 @@ def test_the_users_own_error_is_raised_as_it_is() -> None:
         fit(module=Broken(Journal()))
 
 
-def test_too_many_lost_goes_back_to_the_newest_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("checkpoint_format", ["full", "sharded"])
+def test_too_many_lost_goes_back_to_the_newest_checkpoint(
+    checkpoint_format: str, tmp_path: Path
+) -> None:
     faults = [Fault(1, 3, "drop", at_step=8), Fault(2, 4, "drop", at_step=8)]  # buddies
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=5, save_top_k=-1)
     options = {"enable_checkpointing": True, "callbacks": [saver]}
-    journal, _ = fit(faults, trainer_options=options)
+    journal, _ = fit(faults, trainer_options=options, checkpoint_format=checkpoint_format)
     assert journal.samples() == EVERY_SAMPLE
     assert journal.losses() == pytest.approx(undisturbed().losses(), rel=1e-4)
 
@@ -352,6 +357,7 @@ def random_faults(seed: int) -> list[Fault]:
     return faults
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     "seed", [*range(2), *(pytest.param(s, marks=pytest.mark.slow) for s in range(2, 200))]
 )

@@ -40,6 +40,7 @@ def saved(folder: Path, options: dict[str, Any], **saver: Any) -> list[Path]:
 # --- checkpoints ----------------------------------------------------------------------------------
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("num_ranks", [4, 3])
 @pytest.mark.parametrize("faults", [[], [Fault(1, 3, "drop", at_step=5)]], ids=["", "loss"])
 def test_a_checkpoint_of_a_validation_within_an_epoch_was_resumed_a_step_further(
@@ -176,6 +177,7 @@ def halves(module: Scheduled, optimizer: Any) -> LRScheduler:
     return StepLR(optimizer, 1, gamma=0.5)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("make", "config", "faults"),
     [
@@ -220,6 +222,7 @@ def test_data_that_configure_optimizers_had_asked_for_was_not_that_of_the_checkp
 # --- validations and limits -----------------------------------------------------------------------
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -241,6 +244,7 @@ def test_validations_came_at_other_steps_after_a_loss(
     assert len(got) > 1
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("faults", [[], LOSS], ids=["", "loss"])
 def test_a_time_between_validations_was_taken_for_batches(faults: list[Fault]) -> None:
     options = {"val_check_interval": "00:01:00:00", "check_val_every_n_epoch": None}
@@ -260,6 +264,7 @@ def test_fewer_batches_than_between_two_validations_ended_the_job() -> None:
     assert list(journal.validations) == list(expected.validations) == [5, 12]
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("limit", "num_samples"), [(0.6, 64), (3, 48)])
 def test_a_limit_of_batches_cut_a_step_in_two_after_a_loss(limit: float, num_samples: int) -> None:
     options = {"limit_train_batches": limit}

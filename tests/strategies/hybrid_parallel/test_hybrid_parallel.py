@@ -94,6 +94,7 @@ FULL = [
 ]
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "layout",

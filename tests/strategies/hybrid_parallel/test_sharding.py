@@ -118,6 +118,7 @@ ALL = [
 ]
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "layout",
@@ -176,6 +177,7 @@ class Census(L.Callback):
         self.held, self.sent, self.shards = (list(one) for one in zip(*dp, strict=True))
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_rank_holds_and_gathers_what_one_of_its_copy_does(stage: int) -> None:
     model, census = ExampleGPT(), Census()
@@ -244,6 +246,7 @@ def saved(layout: Layout | None, folder: Path) -> tuple[Path, Path, Curve]:
 ZERO2_OF_THREE = Layout(size=3, num_ranks=3, zero_stage=2)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("before", "after"),
     [

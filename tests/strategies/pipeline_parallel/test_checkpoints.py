@@ -140,6 +140,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Scheme], S
     return run
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("model", "scheme"),
     [

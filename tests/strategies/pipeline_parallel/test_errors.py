@@ -312,6 +312,7 @@ class Stops(Exception):  # noqa: N818
     """Stops a fit."""
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("num_ranks", "schedule"), PIPELINES)
 @pytest.mark.parametrize("place", ["embed", "blocks.0", "blocks.2", "blocks.3", "head"])
 def test_an_error_in_any_stage_ends_every_rank(place: str, num_ranks: int, schedule: str) -> None:

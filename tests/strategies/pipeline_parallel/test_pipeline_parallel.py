@@ -79,6 +79,7 @@ EVERYWHERE = [
 ]
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("case", QUICK, ids=str)
 def test_equals_a_single_device(case: Pipelined) -> None:
     assert_parity(case.run(), single_device(case.model))
@@ -90,6 +91,7 @@ def test_equals_a_single_device_everywhere(case: Pipelined) -> None:
     assert_parity(case.run(), single_device(case.model))
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     "case",
     [
@@ -142,6 +144,7 @@ def test_the_same_seed_gives_the_same_bits(case: Pipelined) -> None:
     assert_bitwise_equal(case.run(), case.run())
 
 
+@pytest.mark.few_cases(3)
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_live_activations_are_those_of_the_theory(schedule: str, num_ranks: int) -> None:

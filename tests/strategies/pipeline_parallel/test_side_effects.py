@@ -171,6 +171,7 @@ STYLES = [
 ]
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize(("num_ranks", "schedule"), PIPELINES)
 @pytest.mark.parametrize("style", STYLES)
 def test_values_beside_the_results(style: type[Stack], num_ranks: int, schedule: str) -> None:
@@ -185,6 +186,7 @@ def test_a_step_draws_the_same_after_a_dropout_of_another_stage(
     assert max(staged.curve.losses) == 0
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch mutes it, but not by thread
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_compiled_blocks_are_skipped_as_they_are_written(schedule: str) -> None:
@@ -247,6 +249,7 @@ class Collected(Stack):
         return super().loss(batch) + sum(x.square().mean() for x in self.collected)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     "schedule", ["1f1b", "zbv", pytest.param("interleaved_1f1b", marks=pytest.mark.slow)]
 )
@@ -257,6 +260,7 @@ def test_losses_that_blocks_of_other_stages_keep_were_left_out(
     refused(style, "the step's result holds a value .* on another stage", schedule)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_losses_that_blocks_keep_which_cannot_be_skipped_were_left_out(schedule: str) -> None:
     refused(KeptLossesOfRouters, "'blocks.0' keeps tensors that require gradients", schedule)

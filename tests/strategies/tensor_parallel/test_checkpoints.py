@@ -103,6 +103,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Scheme], S
     return run
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     "scheme",
     [pytest.param(one, marks=() if one in QUICK else pytest.mark.slow) for one in SPLIT],
@@ -116,6 +117,7 @@ def test_the_file_is_that_of_a_single_device(model: str, scheme: Scheme, saved: 
     assert_same(load(got.afterwards), load(expected.afterwards))
 
 
+@pytest.mark.few_cases(4)
 @pytest.mark.parametrize(
     ("before", "after"),
     [

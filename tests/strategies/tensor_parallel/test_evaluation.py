@@ -39,6 +39,7 @@ def trainer(num_ranks: int, size: int, stage: int = 0, plan: str = "gpt", **opti
     )
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("num_ranks", "size", "stage"), [(2, 2, 0), (4, 2, 3), (4, 4, 0)])
 def test_fit_then_validate_test_predict_and_fit_again(
     num_ranks: int, size: int, stage: int
@@ -87,6 +88,7 @@ def test_the_callers_module_is_full_and_free_after_a_fit() -> None:
         assert state["exp_avg"].shape == state["exp_avg_sq"].shape == param.shape
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("num_ranks", "size", "stage"), [(2, 2, 0), (4, 2, 3)])
 def test_a_graph_that_lived_on_remembered_the_shape_of_a_part(
     num_ranks: int, size: int, stage: int
@@ -159,6 +161,7 @@ def test_sampling_without_a_seed_wrote_another_text_on_each_rank(
         assert torch.equal(ranks[0], ranks[1])
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.filterwarnings("ignore:You called `self.log")
 @pytest.mark.filterwarnings("ignore:The number of training batches")
 @pytest.mark.parametrize(("num_ranks", "size", "stage"), [(2, 2, 0), (4, 2, 2)])
@@ -201,6 +204,7 @@ class Stopping(Callback):
             raise RuntimeError("no space left")
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("ranks", [(0, 1, 2, 3), (1,), (2,)])
 def test_an_exception_in_fit_ends_all_ranks_with_that_exception(ranks: tuple[int, ...]) -> None:
     model = seeded(EvaluatedGPT)

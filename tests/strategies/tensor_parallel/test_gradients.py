@@ -97,6 +97,7 @@ def fit_pair(clip: dict[str, Any], **options: Any) -> TwoOptimizers:
     return model
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     "clip",
     [
@@ -187,6 +188,7 @@ SHARES = {  # of a parameter's bytes, on 2 data-parallel ranks: parameters, grad
 }
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("stage", range(4))
 def test_held_bytes_are_divided_by_the_ranks_of_a_group(stage: int) -> None:
     model, census = build("gpt"), Census()

@@ -35,24 +35,28 @@ def split(model: str, size: int, **options: Any) -> TensorParallelStrategy:
     return strategy
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("model", "size"), [("gpt", 4), ("llama", 2), ("gpt2", 4)])
 def test_equals_a_single_device(model: str, size: int) -> None:
     run = train(build(model), strategy=split(model, size), devices=size)
     assert_parity(run, single_device(Case(model=model, strategy="", num_ranks=1)))
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("model", HEADS)
 def test_under_zero_3_it_equals_a_single_device(model: str) -> None:
     run = train(build(model), strategy=split(model, 2, zero_stage=3), devices=4)
     assert_parity(run, single_device(Case(model=model, strategy="", num_ranks=2)))
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("model", "size"), [("gpt", 4), ("llama", 2), ("gpt2", 2)])
 def test_with_sequence_parallel_it_equals_a_single_device(model: str, size: int) -> None:
     run = train(build(model), strategy=split(model, size, sequence_parallel=True), devices=size)
     assert_parity(run, single_device(Case(model=model, strategy="", num_ranks=1)))
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_with_sequence_parallel_and_zero_it_equals_a_single_device(stage: int) -> None:
     strategy = split("llama", 2, sequence_parallel=True, zero_stage=stage)
@@ -60,6 +64,7 @@ def test_with_sequence_parallel_and_zero_it_equals_a_single_device(stage: int) -
     assert_parity(run, single_device(Case(model="llama", strategy="", num_ranks=2)))
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_in_bf16_it_trains_as_a_single_device_does(sequence_parallel: bool) -> None:
     alone = train(build("gpt"), precision="bf16-mixed")

@@ -1,0 +1,21 @@
+"""Checkpoints of the sharded format that are written while training goes on.
+
+    what a rank writes, copied to host memory          staged_items
+    torch's writer of folders, in two halves           staged_writer
+    one folder that is being written                   unfinished_folder
+    one save, from the copy to its place               save_in_flight
+
+    rank 0   copy ─┬─ steps ─────────┬─ steps ───────────┬─ steps
+             plan  │ writer: my file │ index, rename     │ complete
+    rank 1   copy ─┼─ steps ─────────┼─ steps ───────────┼─ steps
+                   │ writer: my file │                   │
+                   └ all ranks talk  └ at boundaries     └ of steps only
+
+Writers are threads that hold no lock of training and talk to no other rank. A folder is in its
+place once all of it is on the disk; until then it has the name of a leftover.
+
+torch's `async_save` is not used: its thread (or process) talks to other ranks while training does,
+which needs a second group and mixes up collectives where ranks are threads; its stagers copy all
+that a rank has, before it is known which rank writes what; and its failures are in a future that
+each rank sees at another step.
+"""

@@ -1,0 +1,191 @@
+"""A checkpoint written as another kind of file, in the memory of one tensor."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Any, Literal, get_args
+
+import torch
+
+from lightning_shard.checkpoint.conversion.safetensors_files import check_formats
+from lightning_shard.checkpoint.conversion.source import Source, open_source
+from lightning_shard.checkpoint.conversion.targets import (
+    HuggingFaceFolder,
+    Target,
+    write_archive_file,
+    write_safetensors_file,
+)
+from lightning_shard.checkpoint.conversion.unread import (
+    Cast,
+    Unread,
+    bytes_in,
+    exchanged,
+    is_unread,
+    like,
+    tensors_in,
+)
+from lightning_shard.checkpoint.conversion.verifying import verify
+from lightning_shard.errors import ConfigError
+
+Format = Literal["ckpt", "pt", "safetensors", "huggingface"]
+MAX_SHARD_BYTES = 5 * 10**9  # as `save_pretrained` has it
+_SUFFIXES: dict[str, Format] = {
+    ".ckpt": "ckpt",
+    ".pt": "pt",
+    ".pth": "pt",
+    ".safetensors": "safetensors",
+    "": "huggingface",
+}
+_NOT_WEIGHTS = (  # what Lightning leaves out of a checkpoint with save_weights_only
+    "optimizer_states",
+    "lr_schedulers",
+    "callbacks",
+    "MixedPrecision",
+    "native_amp_scaling_state",
+    "lightning_shard",
+)
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Consolidation:
+    """How a checkpoint is written elsewhere.
+
+    Attributes:
+        to: Kind of the output; by its suffix when left out, a folder where it has none.
+        weights_only: Whether a `.ckpt` is written without optimizers and callbacks; the other kinds
+            have only weights.
+        dtype: Format of floating-point weights; as they are when left out.
+        prefix: Only weights whose names begin so are written, without it.
+        max_shard_bytes: The longest file of a folder in Hugging Face layout.
+        trust: Whether objects may be loaded whose loading runs code.
+    """
+
+    to: Format | None = None
+    weights_only: bool = False
+    dtype: torch.dtype | None = None
+    prefix: str = ""
+    max_shard_bytes: int = MAX_SHARD_BYTES
+    trust: bool = False
+
+
+@dataclass
+class Outcome:
+    """What was written.
+
+    Attributes:
+        to: Kind of the output.
+        num_tensors: How many tensors.
+        num_bytes: Bytes of them together.
+        left_out: Names in the `state_dict` of what is no tensor, and has no place in the output.
+    """
+
+    to: Format
+    num_tensors: int
+    num_bytes: int
+    left_out: list[str] = field(default_factory=list)
+
+
+def consolidate(
+    source: Any,
+    output: Any,
+    options: Consolidation | None = None,
+    progress: Progress = lambda done, total: None,
+) -> Outcome:
+    """Write a checkpoint as another kind of file; the output is there whole, or not at all.
+
+    Args:
+        source: A folder or a file, local or any path of fsspec's; compared with its checksums.
+        output: Path of what is written.
+        options: How it is written.
+        progress: Called with bytes written and bytes of all.
+
+    Raises:
+        CheckpointError: The source is damaged, or the output cannot be written.
+        ConfigError: Options that cannot be.
+    """
+    options = options or Consolidation()
+    to = options.to or _format_of(output)
+    is_whole = to == "ckpt" and not options.weights_only
+    verify(source)
+    opened = open_source(
+        source, objects=to in ("ckpt", "pt"), trust=options.trust, weights_only=not is_whole
+    )
+    content, left_out = _content(opened, to, options)
+    tensors = {id(one): one for one in tensors_in(content)}.values()
+    total = sum(map(bytes_in, tensors))
+    done = 0
+
+    def written(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        progress(done, total)
+
+    progress(0, total)
+    _target(to, options)(output, content, written)
+    return Outcome(to, len(tensors), total, left_out)
+
+
+def _format_of(output: Any) -> Format:
+    suffix = PurePosixPath(str(output)).suffix
+    if suffix not in _SUFFIXES:
+        raise ConfigError(
+            f"{str(output)!r} ends in {suffix!r}, expected {', '.join(filter(None, _SUFFIXES))}, "
+            f"or no suffix for a folder in Hugging Face layout. Give --format, one of "
+            f"{', '.join(get_args(Format))}."
+        )
+    return _SUFFIXES[suffix]
+
+
+def _target(to: Format, options: Consolidation) -> Target:
+    if to == "safetensors":
+        return write_safetensors_file
+    if to == "huggingface":
+        return HuggingFaceFolder(options.max_shard_bytes)
+    return write_archive_file
+
+
+def _content(source: Source, to: Format, options: Consolidation) -> tuple[Any, list[str]]:
+    """Return what is written, and the names of what cannot be."""
+    weights = _weights(source, options)
+    if to == "pt":
+        return weights, []
+    if to == "ckpt":
+        rest = {
+            key: value
+            for key, value in source.checkpoint.items()
+            if not (options.weights_only and key in _NOT_WEIGHTS)
+        }
+        return {**rest, "state_dict": weights}, []
+    tensors = {name: value for name, value in weights.items() if is_unread(value)}
+    check_formats(tensors)
+    return tensors, [name for name in weights if name not in tensors]
+
+
+def _weights(source: Source, options: Consolidation) -> dict[str, Any]:
+    own: Mapping[str, Any] = source.weights
+    if not options.prefix and options.dtype is None and own:
+        return source.weights
+    chosen = {
+        name.removeprefix(options.prefix): value
+        for name, value in own.items()
+        if name.startswith(options.prefix)
+    }
+    if not chosen:
+        raise ConfigError(
+            f"{str(source.path)!r} has no weights whose names begin with {options.prefix!r}; the "
+            f"first are {', '.join(list(own)[:5]) or 'none at all'}."
+        )
+    dtype = options.dtype
+    if dtype is None:
+        return chosen
+    casts: dict[int, Unread] = {}
+
+    def cast(tensor: Unread) -> Unread:
+        if not tensor.dtype.is_floating_point or tensor.dtype == dtype:
+            return tensor
+        return casts.setdefault(id(tensor), Cast(tensor, dtype))
+
+    found = {name: exchanged(value, cast) for name, value in chosen.items()}
+    return found if options.prefix else like(own, found)

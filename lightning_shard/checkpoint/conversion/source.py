@@ -1,0 +1,187 @@
+"""Any path as a checkpoint whose tensors are not read: what kind it is decides its content.
+
+a folder with .metadata                           torch.distributed.checkpoint
+a folder with model.safetensors[.index.json]      Hugging Face
+a file that begins as an archive                  torch.save: .ckpt, .pt
+*.safetensors                                     safetensors
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from lightning_shard.checkpoint.conversion.archive import ArchiveFile
+from lightning_shard.checkpoint.conversion.folder_source import folder_checkpoint, nothing_kept
+from lightning_shard.checkpoint.conversion.safetensors_files import read_safetensors
+from lightning_shard.checkpoint.conversion.unread import is_unread, present
+from lightning_shard.checkpoint.files.places import inside, local_path, remote_place
+from lightning_shard.checkpoint.files.reading import read_file
+from lightning_shard.checkpoint.sharded.folder import META_FILE, StoredFolder
+from lightning_shard.checkpoint.sharded.index import INDEX_FILE
+from lightning_shard.errors import CheckpointError, CheckpointNotFoundError
+
+Kind = Literal["sharded", "full", "weights", "safetensors", "huggingface"]
+INDEX_OF_SAFETENSORS = "model.safetensors.index.json"
+_SUFFIX = ".safetensors"
+_ARCHIVE = b"PK\x03\x04"
+
+
+@dataclass
+class Source:
+    """A checkpoint that was opened.
+
+    Attributes:
+        path: Where it lies.
+        kind: "sharded", a folder of torch.distributed.checkpoint; "full", a file with more than
+            weights; "weights", a file with a `state_dict`; "safetensors", a file; "huggingface", a
+            folder.
+        checkpoint: Lightning's dictionary, with unread tensors in it.
+        folder: The folder behind it, of kind "sharded".
+    """
+
+    path: Any
+    kind: Kind
+    checkpoint: dict[str, Any]
+    folder: StoredFolder | None = None
+
+    @property
+    def weights(self) -> dict[str, Any]:
+        """The weights by name, with what else the `state_dict` holds."""
+        weights: dict[str, Any] = self.checkpoint["state_dict"]
+        return weights
+
+
+def open_source(
+    path: Any, *, objects: bool = False, trust: bool = False, weights_only: bool = False
+) -> Source:
+    """Open a checkpoint, of which no tensor is read.
+
+    Args:
+        path: Local, or any path of fsspec's.
+        objects: Whether what is no tensor is needed as it was; else classes are not looked up.
+        trust: Whether objects may be loaded whose loading runs code.
+        weights_only: Whether optimizers are left out.
+
+    Raises:
+        CheckpointError: There is none, it is damaged, or holds objects that are not trusted.
+    """
+    filesystem, inner = remote_place(path)
+    if not filesystem.exists(inner):
+        raise CheckpointNotFoundError(
+            f"There is no checkpoint {str(path)!r}, expected a file or a folder. Check the path."
+        )
+    if filesystem.isdir(inner):
+        return _open_folder(path, objects=objects, trust=trust, weights_only=weights_only)
+    if str(path).endswith(_SUFFIX):
+        return _of_weights(path, "safetensors", read_safetensors(path))
+    with filesystem.open(inner, "rb") as file:
+        is_archive = file.read(len(_ARCHIVE)) == _ARCHIVE
+    archive = ArchiveFile(path) if is_archive else None
+    if archive is not None and not (objects and archive.has_objects):
+        return _of_content(path, archive.content)
+    return _of_content(path, _loaded(path, trust))
+
+
+def _open_folder(path: Any, *, objects: bool, trust: bool, weights_only: bool) -> Source:
+    names = set(file_sizes(path))
+    if INDEX_FILE in names:
+        folder = StoredFolder(path, not trust)
+        meta = folder.meta() if objects else {}
+        if META_FILE in names and not objects:
+            meta = ArchiveFile(inside(path, META_FILE)).content
+        checkpoint = folder_checkpoint(folder, meta, weights_only=weights_only)
+        return Source(path, "sharded", checkpoint, folder)
+    if any(name.endswith(_SUFFIX) for name in names):
+        return _of_weights(path, "huggingface", read_hugging_face(path))
+    raise CheckpointError(
+        f"{str(path)!r} is a folder without {INDEX_FILE}, expected a sharded checkpoint (its "
+        f"{INDEX_FILE} is written last: saving may not have come to its end), or safetensors. It "
+        f"holds {', '.join(sorted(names)[:5]) or 'nothing'}."
+    )
+
+
+def file_sizes(path: Any) -> dict[str, int]:
+    """Return the bytes of each file of a folder, by its name, or of a file, under its own."""
+    filesystem, inner = remote_place(path)
+    if not filesystem.isdir(inner):
+        return {inner.rpartition("/")[2]: int(filesystem.size(inner))}
+    entries = filesystem.ls(inner, detail=True)
+    return {
+        str(one["name"]).rstrip("/").rpartition("/")[2]: int(one["size"])
+        for one in entries
+        if one["type"] == "file"
+    }
+
+
+def read_hugging_face(path: Any) -> dict[str, Any]:
+    """Return the tensors of a folder of safetensors by name; none is read.
+
+    Raises:
+        CheckpointError: A file is damaged or missing, or lacks what the index says of it.
+    """
+    names = file_sizes(path)
+    if INDEX_OF_SAFETENSORS not in names:
+        found: dict[str, Any] = {}
+        for name in sorted(names):
+            if name.endswith(_SUFFIX):
+                found |= read_safetensors(inside(path, name))
+        return found
+    filesystem, inner = remote_place(inside(path, INDEX_OF_SAFETENSORS))
+    try:
+        with filesystem.open(inner, "rb") as file:
+            places: Mapping[str, str] = json.loads(file.read())["weight_map"]
+        files = sorted(set(places.values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{inside(path, INDEX_OF_SAFETENSORS)} cannot be read ({error!r}), expected the index "
+            f"of a model in Hugging Face layout. Copy it again from where it is whole."
+        ) from error
+    missing = [name for name in files if name not in names]
+    if missing:
+        raise CheckpointError(
+            f"{str(path)!r} lacks {', '.join(missing)}, expected the {len(files)} files of its "
+            f"index. Copy the whole folder."
+        )
+    held = {name: read_safetensors(inside(path, name)) for name in files}
+    for name, where in places.items():
+        if name not in held[where]:
+            raise CheckpointError(
+                f"{inside(path, where)} holds no {name!r}, expected it as the index says. Copy "
+                f"the whole folder again."
+            )
+    return {name: held[where][name] for name, where in places.items()}
+
+
+def _loaded(path: Any, trust: bool) -> Any:
+    """Load a file with its objects: local ones are mapped into memory."""
+    place = local_path(path)
+    if place is None:
+        return read_file(path, "cpu", weights_only=not trust)
+    try:
+        return torch.load(place, "cpu", weights_only=not trust, mmap=True)
+    except Exception:  # told by name, or it is of torch before 1.6
+        return read_file(path, "cpu", weights_only=not trust)
+
+
+def _of_content(path: Any, content: Any) -> Source:
+    if not isinstance(content, Mapping):
+        raise CheckpointError(
+            f"{str(path)!r} holds a {type(content).__name__}, expected a checkpoint or a "
+            f"state_dict. Load it with torch.load."
+        )
+    whole = present(content)
+    if not isinstance(whole.get("state_dict"), Mapping):
+        if not any(is_unread(value) for value in whole.values()):
+            raise CheckpointError(
+                f"{str(path)!r} holds {', '.join(map(repr, list(whole)[:5])) or 'nothing'}, "
+                f"expected 'state_dict', or tensors by name."
+            )
+        return _of_weights(path, "weights", whole)
+    return Source(path, "full", whole)
+
+
+def _of_weights(path: Any, kind: Kind, weights: Mapping[str, Any]) -> Source:
+    return Source(path, kind, {**nothing_kept(), "state_dict": weights})

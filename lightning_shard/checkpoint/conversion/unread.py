@@ -1,0 +1,134 @@
+"""A tensor of a checkpoint whose elements are read when they are written elsewhere, not before."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from math import prod
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Unread(Protocol):
+    """A tensor of which nothing has been read."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """Its shape."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its format."""
+
+    def read(self) -> Tensor:
+        """Read it: contiguous, on the CPU, the reader's own."""
+
+
+class Present:
+    """A tensor that is in memory anyway, or mapped into it.
+
+    Args:
+        tensor: The tensor in memory.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor.detach()
+        self.shape, self.dtype = tensor.shape, tensor.dtype
+
+    def read(self) -> Tensor:
+        """Return it, contiguous and on the CPU."""
+        return self._tensor.cpu().contiguous()
+
+
+class Cast:
+    """A tensor that is turned into another format when it is read.
+
+    Args:
+        source: The tensor as it is stored.
+        dtype: The other format.
+    """
+
+    def __init__(self, source: Unread, dtype: torch.dtype) -> None:
+        self._source = source
+        self.shape, self.dtype = source.shape, dtype
+
+    def read(self) -> Tensor:
+        """Read and turn it."""
+        return self._source.read().to(self.dtype)
+
+
+def is_unread(value: Any) -> bool:
+    """Whether a value in nested containers stands for a tensor."""
+    return hasattr(value, "read") and isinstance(getattr(value, "dtype", None), torch.dtype)
+
+
+def numel_of(tensor: Unread) -> int:
+    """Return the number of its elements."""
+    return prod(tensor.shape)
+
+
+def bytes_in(tensor: Unread) -> int:
+    """Return the number of its bytes."""
+    return numel_of(tensor) * tensor.dtype.itemsize
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor on the CPU, without a copy."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    elements: Any = flat.numpy()
+    return memoryview(elements)
+
+
+def tensors_in(nested: Any) -> Iterator[Unread]:
+    """Yield the tensors of nested mappings, lists and tuples."""
+    if is_unread(nested):
+        yield nested
+    elif isinstance(nested, Mapping):
+        for child in nested.values():
+            yield from tensors_in(child)
+    elif isinstance(nested, (list, tuple)):
+        for child in nested:
+            yield from tensors_in(child)
+
+
+def exchanged(nested: Any, exchange: Callable[[Any], Any]) -> Any:
+    """Return nested containers with something else in the place of each unread tensor.
+
+    Containers without any stay the same objects, of whatever class.
+    """
+    if is_unread(nested):
+        return exchange(nested)
+    if not isinstance(nested, (Mapping, list, tuple)) or next(tensors_in(nested), None) is None:
+        return nested
+    if isinstance(nested, Mapping):
+        return like(nested, {key: exchanged(value, exchange) for key, value in nested.items()})
+    children = [exchanged(value, exchange) for value in nested]
+    return tuple(children) if isinstance(nested, tuple) else children
+
+
+def present(nested: Any) -> Any:
+    """Return nested containers with `Present` in the place of each tensor in memory."""
+    if isinstance(nested, Tensor) and nested.layout == torch.strided:
+        return Present(nested)
+    if isinstance(nested, Mapping):
+        found = {key: present(value) for key, value in nested.items()}
+        return like(nested, found) if _differ(found.values(), nested.values()) else nested
+    if isinstance(nested, (list, tuple)):
+        children = [present(value) for value in nested]
+        if not _differ(children, nested):
+            return nested
+        return tuple(children) if isinstance(nested, tuple) else children
+    return nested
+
+
+def like(nested: Mapping[Any, Any], entries: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return entries as torch's own mapping, which knows module versions, if `nested` is one."""
+    if not isinstance(nested, OrderedDict):
+        return dict(entries)
+    made = OrderedDict(entries)
+    vars(made).update(vars(nested))
+    return made
+
+
+def _differ(some: Any, others: Any) -> bool:
+    return any(one is not other for one, other in zip(some, others, strict=True))

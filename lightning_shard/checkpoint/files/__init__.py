@@ -1,0 +1,15 @@
+"""Files and folders of checkpoints: written so that they are never half there, read with checks.
+
+    temporary beside its place ──> fsync ──> rename ──> fsync of the folder
+    .last.ckpt.<writer>.part                 last.ckpt
+
+    a file, a folder, all or nothing           new_file, new_folder
+    what a killed writer has left              parts
+    rename, exchange, fsync                    renames
+    why something cannot be written            failures
+    checksums of files beside each other       checksums
+    torch's archive: its records               torch_archive (writes), archive_check (verifies)
+    a checkpoint file, with errors by name     reading
+
+On object stores nothing is renamed: there an object is there when all of it has arrived.
+"""

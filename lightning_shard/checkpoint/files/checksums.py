@@ -1,0 +1,118 @@
+"""Checksums of the files of a folder, in a file beside them.
+
+    checksums.json    {"format": 1, "files": {"__0_0.distcp": {"bytes": 123, "crc32": "0f1e2d3c"}}}
+
+A folder without one, which somebody else has written, is taken as it is.
+"""
+
+import json
+import zlib
+from collections.abc import Iterable, Mapping
+from typing import Any, TypedDict
+
+from lightning_shard.checkpoint.files.places import inside, remote_place
+from lightning_shard.errors import CheckpointError
+
+CHECKSUMS = "checksums.json"
+_FORMAT = 1
+_CHUNK_BYTES = 1 << 18  # stays in the processor's cache between the copy and the sum
+
+
+class Checksum(TypedDict):
+    """What is known of a file.
+
+    Attributes:
+        bytes: How long it is.
+        crc32: Its CRC-32, in eight hexadecimal digits.
+    """
+
+    bytes: int
+    crc32: str
+
+
+def checksum_of(path: Any) -> Checksum:
+    """Read a file, local or remote, and return its length and checksum."""
+    filesystem, inner = remote_place(path)
+    length, crc = 0, 0
+    with filesystem.open(inner, "rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            length += len(chunk)
+            crc = zlib.crc32(chunk, crc)
+    return {"bytes": length, "crc32": f"{crc:08x}"}
+
+
+def write_checksums(folder: Any, files: Mapping[str, Checksum]) -> None:
+    """Write the checksums of a folder's files, whose names are relative to it."""
+    filesystem, inner = remote_place(inside(folder, CHECKSUMS))
+    with filesystem.open(inner, "wb") as file:
+        file.write(json.dumps({"format": _FORMAT, "files": files}, indent=1).encode())
+
+
+def read_checksums(folder: Any) -> dict[str, Checksum] | None:
+    """Return the checksums of a folder's files; None where nobody has written any.
+
+    Raises:
+        CheckpointError: They cannot be read, or a newer version has written them.
+    """
+    path = inside(folder, CHECKSUMS)
+    filesystem, inner = remote_place(path)
+    try:
+        with filesystem.open(inner, "rb") as file:
+            told = json.loads(file.read())
+        number, files = told["format"], told["files"]
+        known: dict[str, Checksum] = {
+            str(name): {"bytes": int(one["bytes"]), "crc32": str(one["crc32"])}
+            for name, one in files.items()
+        }
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {type(error).__name__}: {error}. Expected the checksums of "
+            f"the folder's files. Load another checkpoint; if the other files are known to be "
+            f"good, remove this one."
+        ) from error
+    if number != _FORMAT:
+        raise CheckpointError(
+            f"{path} has format {number!r}, expected {_FORMAT}: another version of lightning-shard "
+            f"has written it. Install that version or a later one."
+        )
+    return known
+
+
+def verify_folder(folder: Any, files: Iterable[str] | None = None) -> None:
+    """Check files of a folder against its checksums.
+
+    Args:
+        folder: Local, or any path of fsspec's. Nothing is checked if it has no checksums.
+        files: Names relative to the folder; all that have a checksum if left out.
+
+    Raises:
+        CheckpointError: A file is missing, has another length or another checksum.
+    """
+    known = read_checksums(folder)
+    if known is None:
+        return
+    for name in known if files is None else files:
+        if name in known:
+            _verify(inside(folder, name), known[name])
+
+
+def _verify(path: str, expected: Checksum) -> None:
+    try:
+        found = checksum_of(path)
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{path} is missing, expected a file of {expected['bytes']} bytes. Copy the whole "
+            f"folder, or load another checkpoint."
+        ) from error
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {error.strerror or error}. Load another checkpoint."
+        ) from error
+    if found != expected:
+        raise CheckpointError(
+            f"{path} is damaged: it has {found['bytes']} bytes with the checksum "
+            f"{found['crc32']}, expected {expected['bytes']} bytes with {expected['crc32']}. Copy "
+            f"it again from where it is whole, or load another checkpoint."
+        )

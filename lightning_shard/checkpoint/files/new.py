@@ -1,0 +1,202 @@
+"""A file or a folder that takes its place when all of it is on the disk, or not at all.
+
+    with new_file("last.ckpt") as file:        .last.ckpt.ls-….part ──fsync, rename──> last.ckpt
+        file.write(...)
+    with new_folder("last.ckpt") as folder:    .last.ckpt.ls-….part/ ──exchange──> last.ckpt/
+        ranks write files into `folder`
+
+Whatever ends the process inside, the checkpoint that was there before is as it was, and the next
+save into the folder removes the rest.
+"""
+
+import io
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from typing_extensions import override
+
+from lightning_shard.checkpoint.files.failures import explaining_failures
+from lightning_shard.checkpoint.files.parts import part_of, remove, remove_leftovers
+from lightning_shard.checkpoint.files.places import local_path, remote_place
+from lightning_shard.checkpoint.files.renames import put_in_place, sync_file
+from lightning_shard.errors import CheckpointError
+
+_BUFFER_BYTES = 1 << 20
+_INDEX = ".metadata"  # of torch.distributed.checkpoint, written last
+_OF_CHECKPOINTS = (_INDEX, "meta.pt", "*.distcp")
+
+
+@contextmanager
+def new_file(path: Any) -> Iterator[BinaryIO]:
+    """Write a file that is there when the block ends, whole, and not at all if it raises.
+
+    Args:
+        path: Local, or any path of fsspec's. Folders above it are made. A checkpoint folder of
+            this name is replaced; what is no regular file (a pipe) is written as it is.
+
+    Yields:
+        A binary file to write to. On an object store what is written arrives at the end.
+
+    Raises:
+        CheckpointError: The operating system's reason, or another folder has this name.
+    """
+    with explaining_failures(path):
+        place = local_path(path)
+        if place is None:
+            with _remote_file(path) as file:
+                yield file
+        elif _is_special(place):
+            with place.open("wb") as file:
+                yield file
+        else:
+            with _local_file(place) as file:
+                yield file
+
+
+@contextmanager
+def new_folder(path: Any) -> Iterator[str]:
+    """Write a folder that is there when the block ends, whole, and not at all if it raises.
+
+    One rank enters this, and tells the others the folder; all have written when it leaves. Its
+    files are flushed to the disk here; on a filesystem of several hosts each rank calls
+    `sync_file` of its own, too.
+
+    Args:
+        path: Local, or any path of fsspec's. Folders above it are made. A checkpoint, file or
+            folder, of this name is replaced.
+
+    Yields:
+        The folder to write into. On an object store it is `path` itself, which has lost its index
+        (`.metadata`) meanwhile: write a new one last.
+
+    Raises:
+        CheckpointError: The operating system's reason, or a folder of this name is no checkpoint.
+    """
+    with explaining_failures(path):
+        place = local_path(path)
+        if place is None:
+            yield _remote_folder(path)
+            return
+        _make_room(place)
+        if place.is_dir() and not is_checkpoint_folder(place) and any(place.iterdir()):
+            raise _is_another(place, "a folder of checkpoints")
+        part = part_of(place)
+        part.mkdir()
+        with _removed_unless_done(part):
+            yield str(part)
+            _sync_all(part)
+            put_in_place(part, place)
+
+
+def is_checkpoint_folder(path: Path) -> bool:
+    """Whether a folder holds a sharded checkpoint, complete or not."""
+    return any(next(path.glob(pattern), None) is not None for pattern in _OF_CHECKPOINTS)
+
+
+@contextmanager
+def _local_file(place: Path) -> Iterator[BinaryIO]:
+    _make_room(place)
+    if place.is_dir() and not place.is_symlink() and not is_checkpoint_folder(place):
+        raise _is_another(place, "a file")
+    part = part_of(place)
+    with _removed_unless_done(part):
+        raw = _Noticing(part, "xb")
+        try:
+            with _closing(io.BufferedWriter(raw, _BUFFER_BYTES)) as file:
+                yield cast("BinaryIO", file)
+                file.flush()
+                os.fsync(file.fileno())
+        except Exception as error:
+            if raw.failure is not None:  # torch tells another story of it
+                raise raw.failure from error
+            raise
+        put_in_place(part, place)
+
+
+class _Noticing(io.FileIO):
+    """A file that remembers why it could not be written: who writes may raise something else."""
+
+    failure: OSError | None = None
+
+    @override
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.failure = error
+            raise
+
+
+@contextmanager
+def _closing(file: io.BufferedWriter) -> Iterator[io.BufferedWriter]:
+    """Close a file, also one whose last elements cannot be written."""
+    try:
+        yield file
+    except BaseException:
+        with suppress(OSError, ValueError):
+            file.close()
+        with suppress(OSError, ValueError):
+            file.raw.close()
+        raise
+    file.close()
+
+
+@contextmanager
+def _removed_unless_done(part: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        remove(part)
+        raise
+
+
+def _make_room(place: Path) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(place.parent)
+
+
+def _sync_all(folder: Path) -> None:
+    for top, _, names in os.walk(folder):
+        for name in names:
+            sync_file(Path(top) / name)
+
+
+def _is_special(place: Path) -> bool:
+    try:
+        mode = place.stat().st_mode
+    except OSError:
+        return False
+    return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
+
+
+def _is_another(place: Path, expected: str) -> CheckpointError:
+    return CheckpointError(
+        f"{place} was not saved: a folder of this name holds other files, expected {expected} or "
+        f"nothing. Remove it, or save under another name."
+    )
+
+
+@contextmanager
+def _remote_file(path: Any) -> Iterator[BinaryIO]:
+    """Write an object; it is not there before the block ends, and given up if that raises."""
+    filesystem, inner = remote_place(path)
+    with suppress(NotImplementedError):
+        filesystem.makedirs(inner.rpartition("/")[0], exist_ok=True)
+    with filesystem.transaction, filesystem.open(inner, "wb") as file:
+        yield file
+
+
+def _remote_folder(path: Any) -> str:
+    filesystem, inner = remote_place(path)
+    if filesystem.isfile(inner):
+        filesystem.rm_file(inner)
+    with suppress(NotImplementedError):
+        filesystem.makedirs(inner, exist_ok=True)
+    index = f"{inner.rstrip('/')}/{_INDEX}"
+    if filesystem.exists(index):
+        filesystem.rm_file(index)
+    return str(os.fspath(path))

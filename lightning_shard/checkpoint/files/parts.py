@@ -1,0 +1,134 @@
+"""Names of what is not complete yet, and what becomes of it when its writer has died.
+
+    .last.ckpt.ls-1f0c…-4711-81734-0.part         being written; whoever was killed has left it
+    .last.ckpt.ls-1f0c…-4711-81734-1.before.part  the last checkpoint, while the next takes its
+               │      │    │     │                 place on a system that cannot exchange folders
+               │      │    │     └ number in the process
+               │      │    └ when the process began
+               │      └ process
+               └ host, boot and process namespace
+
+Names begin with a dot and end in `.part`, so that nothing that looks for `*.ckpt` finds them. A
+writer in the same namespace is known to live or not. One elsewhere counts as dead when nothing of
+what it writes has changed for an hour, by the filesystem's own clock.
+"""
+
+import hashlib
+import os
+import re
+import shutil
+import socket
+from functools import cache
+from itertools import count
+from pathlib import Path
+
+_NAME = re.compile(
+    r"\.(?P<name>.*)\.ls-(?P<home>[0-9a-f]{16})-(?P<pid>\d+)-(?P<began>\d+)-\d+"
+    r"(?P<before>\.before)?\.part",
+    re.DOTALL,
+)
+_LONGEST_NAME = 150  # bytes: what a filesystem allows is 255, and the rest of the name takes some
+_SILENT_SECONDS = 3600.0
+_numbers = count()
+
+
+def part_of(path: Path, *, before: bool = False) -> Path:
+    """Return a new name beside `path` for what will take its place, or has had it before."""
+    shown = os.fsencode(path.name)[:_LONGEST_NAME].decode(errors="ignore")
+    writer = f"ls-{_home()}-{os.getpid()}-{_began(os.getpid())}-{next(_numbers)}"
+    return path.with_name(f".{shown}.{writer}{'.before' if before else ''}.part")
+
+
+def is_leftover(path: str | os.PathLike[str]) -> bool:
+    """Whether a path has the name of something incomplete, which is no checkpoint."""
+    return _NAME.fullmatch(Path(path).name) is not None
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what dead writers have left in a folder.
+
+    What another process is still writing stays. A checkpoint that had made room for its successor,
+    which never came, is put back.
+    """
+    for path in _leftovers(folder):
+        found = _NAME.fullmatch(path.name)
+        if found is None or _lives(found, path, folder):
+            continue
+        place = path.with_name(found["name"])
+        if found["before"] and not os.path.lexists(place):
+            path.rename(place)
+        else:
+            remove(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link or a folder, as far as that is possible."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError:
+            return  # of no consequence: the next save tries again
+
+
+def _leftovers(folder: Path) -> list[Path]:
+    try:
+        with os.scandir(folder) as entries:
+            return [Path(one.path) for one in entries if one.name.endswith(".part")]
+    except OSError:
+        return []
+
+
+def _lives(found: re.Match[str], path: Path, folder: Path) -> bool:
+    """Whether the writer of a leftover may still be writing it."""
+    pid = int(found["pid"])
+    if found["home"] != _home() or not _can_tell():
+        return _changed(path, folder)
+    return pid == os.getpid() or 0 < _began(pid) == int(found["began"])
+
+
+def _changed(path: Path, folder: Path) -> bool:
+    """Whether something of a leftover has changed within the last hour."""
+    probe = part_of(folder / "clock")
+    try:
+        probe.touch()
+        now = probe.stat().st_mtime
+        probe.unlink()
+        inside = [Path(top) / name for top, _, names in os.walk(path) for name in names]
+        newest = max(one.lstat().st_mtime for one in (path, *inside))
+    except OSError:
+        return True
+    return now - newest < _SILENT_SECONDS
+
+
+@cache
+def _home() -> str:
+    """Where numbers of processes mean the same: a host since it was booted, or a container."""
+    boot = _read(Path("/proc/sys/kernel/random/boot_id"))
+    try:
+        namespace = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        namespace = 0
+    told = f"{socket.gethostname()} {boot} {namespace}"
+    return hashlib.sha256(told.encode()).hexdigest()[:16]
+
+
+def _can_tell() -> bool:
+    """Whether this system says when a process began."""
+    return _began(os.getpid()) > 0
+
+
+def _began(pid: int) -> int:
+    """When a process began, in ticks since the boot; 0 if there is none, or nobody says."""
+    told = _read(Path(f"/proc/{pid}/stat"))
+    fields = told.rpartition(")")[2].split()
+    is_gone = not fields or fields[0] in "ZX"
+    return 0 if is_gone else int(fields[19])
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,162 @@
+"""The archive of `torch.save`, record by record, as fast as the disk.
+
+    data.pkl    the object, with numbers in the place of storages      first
+    data/0      the elements of a storage                              when they are at hand
+    data/1      ...
+    version     what torch reads
+
+torch makes a checkpoint's pickle and its list of storages, which is private:
+`tests/checkpoint/files/test_torch_archive.py` fails when it changes. Records are written here:
+their elements may come later than the pickle, one storage after the other, and go from memory to
+the file without a copy. They lie as torch's own writer lays them out; `torch.load` reads them, and
+maps them into memory, too.
+"""
+
+import hashlib
+import pickle
+import struct
+import zlib
+from collections.abc import Iterable
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+from torch.serialization import _save
+
+_ALIGNMENT = 64  # of the elements in the file
+_CHUNK_BYTES = 1 << 20  # stays in the processor's cache between its checksum and the write
+_MAX_32 = 0xFFFFFFFF
+_LONG_FROM = _MAX_32  # what takes fields of 64 bits
+_FLAGS = 0x808  # checksum and lengths follow the record; names are UTF-8
+_HEADER = struct.Struct("<4s5H3I2H")
+_ENTRY = struct.Struct("<4s6H3I5H2I")
+_SHORT, _LONG = struct.Struct("<4s3I"), struct.Struct("<4sI2Q")
+_END_64, _LOCATOR = struct.Struct("<4sQ2H2I4Q"), struct.Struct("<4sIQI")
+_END = struct.Struct("<4s4H2IH")
+_FOLDER = "archive"
+
+
+class Record(NamedTuple):
+    """One record of an archive that is yet to be written.
+
+    Attributes:
+        name: Name in the archive, such as "data/3".
+        content: A storage on the CPU, or bytes.
+        num_bytes: How long it is.
+    """
+
+    name: str
+    content: Any
+    num_bytes: int
+
+
+def records_of(obj: object) -> list[Record]:
+    """Return the records of which `torch.save` would make its file, in order; nothing is copied."""
+    collected = _Collected()
+    _save(obj, collected, pickle, 2, False)  # type: ignore[no-untyped-call]
+    return [*collected.records, Record("version", b"3\n", 2)]
+
+
+class _Collected:
+    """Takes what torch writes, in the place of its writer."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+
+    def write_record(self, name: str, content: Any, num_bytes: int) -> None:
+        data = content.encode() if isinstance(content, str) else content
+        self.records.append(Record(name, data, num_bytes))
+
+
+def bytes_of(content: Any, num_bytes: int) -> memoryview:
+    """Return the elements of a storage on the CPU, or bytes, without a copy."""
+    if isinstance(content, torch.UntypedStorage):
+        flat: Any = torch.empty(0, dtype=torch.uint8).set_(content).numpy()
+        return memoryview(flat)[:num_bytes]
+    return memoryview(content)[:num_bytes]
+
+
+def write_archive(file: BinaryIO, records: Iterable[Record]) -> None:
+    """Write a file that `torch.load` reads."""
+    archive = Archive(file)
+    for record in records:
+        archive.write(record.name, bytes_of(record.content, record.num_bytes))
+        del record  # and its elements, before the next one's come
+    archive.close()
+
+
+class Archive:
+    """A zip archive of records that are not compressed, written from its beginning to its end.
+
+    Args:
+        file: Where to; it need not be seekable.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._offset = 0
+        self._entries: list[bytes] = []
+        self._sums = hashlib.sha1(usedforsecurity=False)
+
+    def write(self, name: str, content: memoryview) -> None:
+        """Write one record, whose elements begin at a multiple of 64 bytes."""
+        path, size, begin = f"{_FOLDER}/{name}".encode(), content.nbytes, self._offset
+        is_long = max(size, begin) >= _LONG_FROM
+        extra = _sizes_64(size, size) if is_long else b""
+        extra += _padding(begin + _HEADER.size + len(path) + len(extra))
+        told = (_MAX_32, _MAX_32) if is_long else (0, 0)
+        version = 45 if is_long else 0
+        kind = (version, _FLAGS, 0, 0, 0)
+        self._put(_HEADER.pack(b"PK\3\4", *kind, 0, *told, len(path), len(extra)))
+        self._put(path + extra)
+        crc = 0
+        for start in range(0, size, _CHUNK_BYTES):
+            chunk = content[start : start + _CHUNK_BYTES]
+            crc = zlib.crc32(chunk, crc)
+            self._put(chunk)
+        if size:
+            form = _LONG if is_long else _SHORT
+            self._put(form.pack(b"PK\7\b", crc, size, size))
+        self._sums.update(path + crc.to_bytes(4, "little"))
+        self._entries.append(_entry(path, crc, size, begin))
+
+    def close(self) -> None:
+        """Write what readers begin with, at the end."""
+        self.write(".data/serialization_id", memoryview(self._number()))
+        begin, count = self._offset, len(self._entries)
+        directory = b"".join(self._entries)
+        self._put(directory)
+        size, end = len(directory), self._offset
+        self._put(_END_64.pack(b"PK\6\6", 44, 45, 45, 0, 0, count, count, size, begin))
+        self._put(_LOCATOR.pack(b"PK\6\7", 0, end, 1))
+        short = min(count, 0xFFFF)
+        self._put(
+            _END.pack(b"PK\5\6", 0, 0, short, short, min(size, _MAX_32), min(begin, _MAX_32), 0)
+        )
+
+    def _number(self) -> bytes:
+        """Return forty digits that are another archive's only if it has the same records."""
+        return str(int.from_bytes(self._sums.digest()[:16], "little")).zfill(40).encode()
+
+    def _put(self, content: bytes | memoryview) -> None:
+        self._file.write(content)
+        self._offset += len(content)
+
+
+def _padding(begin: int) -> bytes:
+    """Return an extra field, of four bytes at least, behind which a multiple of 64 bytes begins."""
+    missing = -(begin + 4) % _ALIGNMENT
+    return struct.pack("<2sH", b"FB", missing) + b"Z" * missing
+
+
+def _sizes_64(*sizes: int) -> bytes:
+    return struct.pack(f"<2H{len(sizes)}Q", 1, 8 * len(sizes), *sizes)
+
+
+def _entry(path: bytes, crc: int, size: int, begin: int) -> bytes:
+    """Return what the directory says of one record."""
+    long = [one for one in (size, size, begin) if one >= _LONG_FROM]
+    extra = _sizes_64(*long) if long else b""
+    told, at = (_MAX_32 if one >= _LONG_FROM else one for one in (size, begin))
+    kind = (0, 45 if long else 0, _FLAGS, 0, 0, 0)
+    head = _ENTRY.pack(b"PK\1\2", *kind, crc, told, told, len(path), len(extra), 0, 0, 0, 0, at)
+    return head + path + extra

@@ -1,0 +1,76 @@
+"""One rank's random streams, of torch's generators, numpy and Python, as tensors and numbers."""
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+_OF_NUMPY = "MT19937"
+_NUMPY_WORDS = 624
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Return the state of the streams, readable without unpickling code.
+
+    Args:
+        device: This rank's device, whose generator counts beside the CPU's.
+    """
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": _of_python(random.getstate()),
+    }
+    of_numpy = np.random.get_state(legacy=False)
+    if of_numpy["bit_generator"] == _OF_NUMPY:  # another was put in by user code
+        state["numpy"] = {
+            "keys": torch.from_numpy(of_numpy["state"]["key"].view(np.int32).copy()),
+            "position": int(of_numpy["state"]["pos"]),
+            "has_normal": int(of_numpy["has_gauss"]),
+            "normal": float(of_numpy["gauss"]),
+        }
+    if device.type != "cpu":
+        state["device"] = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def load_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """Set the streams to what `random_state` has returned on this rank."""
+    torch.set_rng_state(state["torch"])
+    random.setstate(_for_python(state["python"]))
+    if "numpy" in state and np.random.get_state(legacy=False)["bit_generator"] == _OF_NUMPY:
+        saved = state["numpy"]
+        keys = saved["keys"].numpy().view(np.uint32)
+        normal = saved["has_normal"], saved["normal"]
+        np.random.set_state((_OF_NUMPY, keys, saved["position"], *normal))
+    if device.type != "cpu" and "device" in state:
+        torch.get_device_module(device).set_rng_state(state["device"], device)
+
+
+def _of_python(state: tuple[Any, ...]) -> dict[str, Any]:
+    """Return the state of a `random.Random` as a tensor and numbers."""
+    version, words, normal = state
+    packed = torch.from_numpy(np.array(words, dtype=np.uint32).view(np.int32))
+    return {"version": version, "words": packed, "normal": normal}
+
+
+def _for_python(state: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what `random.Random.setstate` takes of what `python_state` has returned."""
+    words = state["words"].numpy().view(np.uint32)
+    return state["version"], tuple(words.tolist()), state["normal"]
+
+
+def random_misfit(state: Any) -> str | None:
+    """Return what of a saved state cannot be loaded here; None where all can."""
+    try:
+        found = [state["torch"], state["python"]["words"]]
+        found += [state["numpy"]["keys"]] if "numpy" in state else []
+        sizes = [(one.numel(), one.dtype) for one in found]
+    except (AttributeError, KeyError, TypeError) as error:
+        return f"got {type(error).__name__}: {error}, expected those of torch, Python and numpy"
+    expected = [
+        (torch.get_rng_state().numel(), torch.uint8),
+        (len(random.getstate()[1]), torch.int32),
+        (_NUMPY_WORDS, torch.int32),
+    ][: len(sizes)]
+    return None if sizes == expected else f"got {sizes}, expected {expected}"

@@ -1,0 +1,258 @@
+"""A folder that is read: its index first, then the boxes that a rank needs, and nothing else.
+
+Folders of this package, of Lightning's `ModelParallelStrategy`, of its `FSDPStrategy` (which calls
+the weights "model"), and of `dcp.save` with the same keys differ in nothing else.
+"""
+
+import io
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load
+from typing_extensions import override
+
+from lightning_shard.checkpoint.files.places import inside, remote_place
+from lightning_shard.checkpoint.files.reading import read_file
+from lightning_shard.checkpoint.sharded.boxed_tensor import BoxedTensor
+from lightning_shard.checkpoint.sharded.index import (
+    INDEX_FILE,
+    IndexedReader,
+    by_itself,
+    read_index,
+)
+from lightning_shard.errors import CheckpointError
+
+META_FILE = "meta.pt"
+WEIGHTS = ("state_dict", "model")  # as the strategies call them
+
+
+def is_sharded_folder(path: str | Path) -> bool:
+    """Whether there is a complete checkpoint of the sharded format at `path`."""
+    filesystem, there = remote_place(inside(path, INDEX_FILE))
+    return bool(filesystem.isfile(there))
+
+
+class StoredTensor:
+    """A tensor in a folder, of which nothing has been read.
+
+    Args:
+        folder: The folder that holds the tensor.
+        key: The tensor's key in it.
+        metadata: What the index says about it.
+    """
+
+    def __init__(self, folder: "StoredFolder", key: str, metadata: TensorStorageMetadata) -> None:
+        self.folder, self.key = folder, key
+        self.shape, self.dtype = metadata.size, metadata.properties.dtype
+
+    def read(self) -> Tensor:
+        """Read it by itself, full."""
+        full = torch.empty(self.shape, dtype=self.dtype)
+        self.folder.read({self.key: full})
+        return full
+
+    def placeholder(self) -> Tensor:
+        """Return a tensor of this shape and format without elements, on torch's "meta" device."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+
+class StoredFolder:
+    """What a folder holds.
+
+    Args:
+        path: A folder with an index, local or any path of fsspec's.
+        weights_only: As for `torch.load`, of what is pickled in it.
+
+    Raises:
+        CheckpointError: Its index is damaged.
+    """
+
+    def __init__(self, path: Any, weights_only: bool | None = None) -> None:
+        self.path = path
+        self._weights_only = weights_only
+        self._index = read_index(path)
+
+    @cached_property
+    def _values(self) -> dict[str, Any]:
+        """Everything that is not a tensor, by key."""
+        keys = [key for key in self._entries if not _is_tensor(self._entries[key])]
+        return self.read(dict.fromkeys(keys))
+
+    @property
+    def _entries(self) -> Mapping[str, Any]:
+        return self._index.state_dict_metadata
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """By file that the index refers to, how long it must be at least."""
+        lengths: dict[str, int] = {}
+        for place in (self._index.storage_data or {}).values():
+            end = place.offset + place.length
+            lengths[place.relative_path] = max(end, lengths.get(place.relative_path, 0))
+        return lengths
+
+    @property
+    def roots(self) -> list[str]:
+        """The first part of every key's path."""
+        return list(dict.fromkeys(str(self._path(key)[0]) for key in self._entries))
+
+    def _path(self, key: str) -> tuple[str | int, ...]:
+        """Return the keys and list indices under which a value was before it was flattened."""
+        known: Mapping[str, tuple[str | int, ...]] = self._index.planner_data or {}
+        if key in known:
+            return tuple(known[key])
+        root, _, rest = key.partition(".")
+        return (root, rest) if rest else (root,)
+
+    def nested(self, root: str) -> Any:
+        """Return what was saved under `root`, with tensors that are not read; {} for nothing."""
+        top: dict[str, Any] = {}
+        for key, entry in self._entries.items():
+            path = self._path(key)
+            if path[0] == root:
+                value = StoredTensor(self, key, entry) if _is_tensor(entry) else self._values[key]
+                _put(top, path, value)
+        return top.get(root, {})
+
+    def read(self, targets: dict[str, Any]) -> dict[str, Any]:
+        """Read tensors into the memory given for them, and return everything by key.
+
+        Args:
+            targets: By key a tensor or `BoxedTensor` to fill, of the saved shape; None for what is
+                no tensor.
+
+        Raises:
+            CheckpointError: Something cannot be read.
+        """
+        if not targets:
+            return targets
+        try:
+            with by_itself():
+                load(
+                    targets,
+                    storage_reader=IndexedReader(self.path, self._index),
+                    planner=_LoadPlanner(self._weights_only),
+                    no_dist=True,
+                )
+        except CheckpointException as error:
+            told = "; ".join(repr(one) for one, _ in error.failures.values())
+            raise CheckpointError(
+                f"The checkpoint {str(self.path)!r} cannot be read ({told}), expected all that its "
+                f"index lists. Load another checkpoint."
+            ) from error
+        return targets
+
+    def meta(self) -> dict[str, Any]:
+        """Return what Lightning keeps besides; what it needs at least where there is none."""
+        filesystem, there = remote_place(inside(self.path, META_FILE))
+        if not filesystem.isfile(there):
+            return {}
+        meta: dict[str, Any] = read_file(inside(self.path, META_FILE), "cpu", self._weights_only)
+        return meta
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    """Reads into boxes too, and never unpickles more than it may."""
+
+    def __init__(self, weights_only: bool | None) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._weights_only = weights_only
+
+    @override
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
+    @override
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.state_dict[read_item.dest_index.fqn] = torch.load(
+            value, map_location="cpu", weights_only=self._weights_only
+        )
+
+    @override
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        value = self.state_dict[index.fqn]
+        if isinstance(value, BoxedTensor):
+            return value.__get_tensor_shard__(index)
+        tensor: Tensor = super().lookup_tensor(index)
+        return tensor
+
+
+def _is_tensor(entry: Any) -> bool:
+    return isinstance(entry, TensorStorageMetadata)
+
+
+def _put(container: Any, path: tuple[Any, ...], value: Any) -> None:
+    """Put a value where it was before the state was flattened; an index belongs to a list."""
+    for key, following in pairwise(path):
+        made: Any = {} if isinstance(following, str) else []
+        if isinstance(container, list):
+            _extend(container, key)
+            if container[key] is None:
+                container[key] = made
+            container = container[key]
+        else:
+            container = container.setdefault(key, made)
+    if isinstance(container, list):
+        _extend(container, path[-1])
+    container[path[-1]] = value
+
+
+def _extend(container: list[Any], index: Any) -> None:
+    container += [None] * (index + 1 - len(container))
+
+
+def read_all(nested: Any) -> Any:
+    """Return nested mappings and lists with all tensors read, full."""
+    stored = list(_stored(nested))
+    if not stored:
+        return nested
+    full = {one.key: torch.empty(one.shape, dtype=one.dtype) for one in stored}
+    stored[0].folder.read(dict(full))
+    return exchanged(nested, lambda one: full[one.key])
+
+
+def has_stored(nested: Any) -> bool:
+    """Whether there are tensors in nested mappings and lists that were not read."""
+    return next(_stored(nested), None) is not None
+
+
+def _stored(nested: Any) -> Iterator[StoredTensor]:
+    if isinstance(nested, StoredTensor):
+        yield nested
+    for child in _children(nested):
+        yield from _stored(child)
+
+
+def _children(nested: Any) -> Any:
+    if isinstance(nested, Mapping):
+        return nested.values()
+    return nested if isinstance(nested, list) else ()
+
+
+def exchanged(nested: Any, exchange: Any) -> Any:
+    """Return nested mappings and lists with something else in the place of stored tensors."""
+    if isinstance(nested, StoredTensor):
+        return exchange(nested)
+    if isinstance(nested, Mapping):
+        return {key: exchanged(value, exchange) for key, value in nested.items()}
+    if isinstance(nested, list):
+        return [exchanged(value, exchange) for value in nested]
+    return nested

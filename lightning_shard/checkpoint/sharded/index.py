@@ -1,0 +1,129 @@
+"""Reading the index of a folder, which is a pickle, without running what it may hold.
+
+An index is made of a few classes of torch.distributed.checkpoint, sizes, formats and builtin
+containers: nothing else is looked up.
+"""
+
+import io
+import os
+import pickle
+import warnings
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+from typing_extensions import override
+
+from lightning_shard.checkpoint.files.places import inside, local_path, remote_place
+from lightning_shard.errors import CheckpointError
+
+INDEX_FILE = ".metadata"
+_OF_CHECKPOINTS = "torch.distributed.checkpoint."
+_PATHS = ("Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+_OTHERS = {
+    *(("pathlib", name) for name in _PATHS),
+    *(("pathlib._local", name) for name in _PATHS),  # from Python 3.13 on
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+    ("collections", "defaultdict"),
+    ("builtins", "set"),
+    ("builtins", "dict"),
+    ("builtins", "list"),
+}
+
+
+@contextmanager
+def by_itself() -> Iterator[None]:
+    """Let a rank save or load by itself inside without a warning that it does."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninit")
+        yield
+
+
+class IndexedReader(FileSystemReader):
+    """Reads a folder whose index was read before.
+
+    Args:
+        path: The folder to read from.
+        index: The index of the folder.
+    """
+
+    def __init__(self, path: Any, index: Metadata) -> None:
+        place = local_path(path)
+        super().__init__(path if place is None else place)
+        self._index = index
+        if place is None:
+            self.fs, self.path = _Remote(), os.fspath(path)
+
+    @override
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._index
+
+
+class _Remote(FileSystem):
+    """Opens what fsspec opens."""
+
+    @contextmanager
+    @override
+    def create_stream(
+        self, path: str | os.PathLike[str], mode: str
+    ) -> Generator[io.IOBase, None, None]:
+        filesystem, there = remote_place(path)
+        with filesystem.open(there, mode) as stream:
+            yield stream
+
+    @override
+    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
+        return inside(path, suffix)
+
+
+def read_index(path: Any) -> Metadata:
+    """Return the index of a folder, local or remote.
+
+    Raises:
+        CheckpointError: It is damaged, or holds what no index holds.
+    """
+    try:
+        filesystem, there = remote_place(inside(path, INDEX_FILE))
+        with filesystem.open(there, "rb") as file:
+            index = _Unpickler(file).load()
+    except CheckpointError:
+        raise
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{str(path)!r} is a folder without {INDEX_FILE}, expected a checkpoint's, which is "
+            f"written last: saving has not come to its end. Load another checkpoint."
+        ) from error
+    except Exception as error:  # whatever a damaged pickle leads to
+        raise CheckpointError(
+            f"The index {inside(path, INDEX_FILE)!r} of a checkpoint is damaged ({error!r}), "
+            f"expected what torch.distributed.checkpoint writes. Load another checkpoint."
+        ) from error
+    if not isinstance(index, Metadata):
+        raise CheckpointError(
+            f"The index {inside(path, INDEX_FILE)!r} of a checkpoint is a {type(index).__name__}, "
+            f"expected a Metadata of torch.distributed.checkpoint. Load another checkpoint."
+        )
+    return index
+
+
+class _Unpickler(pickle.Unpickler):
+    @override
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        if (module_name, global_name) in _OTHERS:
+            return super().find_class(module_name, global_name)
+        if module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype):
+            return getattr(torch, global_name)
+        if module_name.startswith(_OF_CHECKPOINTS) and global_name.isidentifier():
+            found = super().find_class(module_name, global_name)
+            if isinstance(found, type) and found.__module__.startswith(_OF_CHECKPOINTS):
+                return found
+        raise CheckpointError(
+            f"The index of a checkpoint asks for {module_name}.{global_name}, expected only what "
+            f"torch.distributed.checkpoint writes; nothing of it was run. Load a checkpoint from a "
+            f"source that you trust."
+        )

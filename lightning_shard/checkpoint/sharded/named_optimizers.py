@@ -1,0 +1,91 @@
+"""Optimizer states by the parameters' names, as folders have them, and by number, as torch does.
+
+    {"state": {"head.weight": ...}, "param_groups": [{"lr": ..., "params": ["head.weight"]}]}
+    {"state": {0: ...},             "param_groups": [{"lr": ..., "params": [0]}]}
+
+An optimizer takes the entries of a name for its own parameter of that name, whatever their order.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+
+def named_state(
+    state: Mapping[str, Any], optimizer: Optimizer, names: Mapping[nn.Parameter, str]
+) -> dict[str, Any]:
+    """Return a state by names.
+
+    Args:
+        state: The optimizer's full state by number, or an empty one.
+        optimizer: The optimizer whose state it is.
+        names: Name of each parameter.
+    """
+    if "param_groups" not in state or is_named(state):  # the groups come from one rank
+        return dict(state)
+    named: dict[int, str] = {}
+    for saved, own in zip(state["param_groups"], optimizer.param_groups, strict=True):
+        named |= {
+            number: names[param]
+            for number, param in zip(saved["params"], own["params"], strict=True)
+        }
+    return {
+        "state": {named.get(number, number): entries for number, entries in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [named[number] for number in group["params"]]}
+            for group in state["param_groups"]
+        ],
+    }
+
+
+def is_named(state: Mapping[str, Any]) -> bool:
+    """Whether a state lists its parameters by name."""
+    groups = state.get("param_groups", ())
+    listed = [name for group in groups for name in group.get("params", ())]
+    return any(isinstance(name, str) for name in listed)
+
+
+def numbered_state(
+    state: Mapping[str, Any], optimizer: Optimizer, names: Mapping[nn.Parameter, str]
+) -> dict[str, Any]:
+    """Return a state by the numbers of an optimizer that has the same names; see `name_misfits`."""
+    if not is_named(state):
+        return dict(state)
+    numbers: dict[str, int] = {}
+    groups: list[dict[str, Any]] = []
+    for group, own in zip(state["param_groups"], optimizer.param_groups, strict=True):
+        first = len(numbers)
+        numbers |= {names[param]: first + at for at, param in enumerate(own["params"])}
+        groups.append({**group, "params": list(range(first, len(numbers)))})
+    entries = {numbers.get(name, name): one for name, one in state.get("state", {}).items()}
+    return {"state": entries, "param_groups": groups}
+
+
+def name_misfits(
+    state: Mapping[str, Any], optimizer: Optimizer, names: Mapping[nn.Parameter, str]
+) -> list[str]:
+    """Return as messages what makes the names of a state others than the optimizer's."""
+    kind = type(optimizer).__name__
+    if not is_named(state):
+        return []
+    saved = [list(group["params"]) for group in state["param_groups"]]
+    own = [[names[param] for param in group["params"]] for group in optimizer.param_groups]
+    lengths, expected = [len(one) for one in saved], [len(one) for one in own]
+    if lengths != expected:
+        return [
+            f"the checkpoint's state of {kind} has groups of {lengths} parameters, expected "
+            f"{expected}"
+        ]
+    return [
+        f"group {number} of the state of {kind} holds {_some(set(theirs) - set(ours))}, expected "
+        f"{_some(set(ours) - set(theirs))}"
+        for number, (theirs, ours) in enumerate(zip(saved, own, strict=True))
+        if set(theirs) != set(ours)
+    ]
+
+
+def _some(names: set[str]) -> str:
+    told = ", ".join(map(repr, sorted(names)[:3]))
+    return f"{told} and {len(names) - 3} more" if len(names) > 3 else told

@@ -1,0 +1,84 @@
+"""Reading a folder into a run: each rank the boxes that it needs, straight into its shards."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_shard.checkpoint.optimizer_state import params_of
+from lightning_shard.checkpoint.sharded.folder import StoredTensor, exchanged, read_all
+from lightning_shard.checkpoint.sharded.run_state import empty_entry, parameter_boxes
+from lightning_shard.data_parallel.engine import DataParallelEngine
+
+
+@torch.no_grad()
+def read_weights(module: nn.Module, state: Mapping[str, Any], engine: DataParallelEngine) -> None:
+    """Read weights into the engine's shards; each rank must call.
+
+    Args:
+        module: The module, whose parameters the engine holds.
+        state: Stored tensors by name, which are known to fit; other entries are left out.
+        engine: The engine that holds the module's parameters.
+    """
+    targets: dict[str, Any] = {}
+    folder = None
+    held = {param for flat in engine.flats for param in flat.params}
+    for name, param in module.named_parameters():
+        stored = state.get(name)
+        if isinstance(stored, StoredTensor) and param in held:
+            targets[stored.key] = parameter_boxes(param, engine, reading=True)
+            folder = stored.folder
+    if folder is not None:
+        with engine.optimizer_view():  # in which only shards are here
+            folder.read(targets)
+    engine.publish_shards()
+
+
+def local_optimizer_state(
+    state: Mapping[str, Any], optimizer: Optimizer, engine: DataParallelEngine
+) -> dict[str, Any]:
+    """Return the state of this rank's shards, read from a folder.
+
+    Args:
+        state: The full state by number, with stored tensors.
+        optimizer: The optimizer, whose parameters have these numbers.
+        engine: The engine that holds the parameters.
+    """
+    params = params_of(optimizer)
+    targets: dict[str, Any] = {}
+    folders = []
+    entries: dict[Any, Any] = {}
+    for number, saved in state["state"].items():
+        if not isinstance(number, int) or not engine.split.is_here(params[number]):
+            continue
+        own = entries[number] = dict(saved)
+        for key, stored in saved.items():
+            if isinstance(stored, StoredTensor) and _is_cut(key, stored, params[number], engine):
+                own[key], boxes = empty_entry(params[number], stored.dtype, engine)
+                targets[stored.key] = boxes
+                folders.append(stored.folder)
+    if folders:
+        folders[0].read(targets)
+    return {**state, "state": read_all_of(entries)}
+
+
+def _is_cut(
+    key: str, stored: StoredTensor, param: nn.Parameter, engine: DataParallelEngine
+) -> bool:
+    """Whether a state tensor is cut as its parameter is; see `optimizer_state`."""
+    if not stored.shape and key == "step":  # the counter of a scalar parameter
+        return False
+    return tuple(stored.shape) == tuple(engine.full_shape(param))
+
+
+def read_all_of(entries: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return entries with what is left of stored tensors read, full: counters and the like."""
+    read: dict[Any, Any] = read_all(dict(entries))
+    return read
+
+
+def placeholders(states: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Return states with placeholders for stored tensors, to be checked."""
+    return [exchanged(state, StoredTensor.placeholder) for state in states]

@@ -1,0 +1,173 @@
+"""A full checkpoint whose tensors come together while its file is written, one unit at a time.
+
+    trainer.save_checkpoint
+      state_dict, optimizer_state     tensors without elements (on torch's "meta" device)
+      callbacks, the data module      may look at shapes; to read an element is an error
+      pickle                          first in the file: it has shapes and numbers, no elements
+      elements                        rank 0 brings each unit together, writes it, lets go of it
+
+So rank 0 holds one unit above its share, and nothing is copied before it is written. While it is
+pickled, such a tensor has memory of its full size that nobody touches, and that takes none.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_shard.checkpoint.files.torch_archive import Record, records_of
+from lightning_shard.checkpoint.files.untouched import untouched
+from lightning_shard.checkpoint.full import detached
+from lightning_shard.checkpoint.optimizer_state import FullOptimizerState
+from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.errors import CheckpointError
+
+_Place = tuple[object, ...]
+
+
+class StreamedState:
+    """What one save writes of a model and its optimizers; each rank must make one.
+
+    Args:
+        engine: The engine that holds the model.
+    """
+
+    def __init__(self, engine: DataParallelEngine) -> None:
+        self._engine = engine
+        self._awaited: dict[_Place, Tensor] = {}  # without elements, on the rank that writes
+        self._module: nn.Module | None = None
+        self._optimizers: list[FullOptimizerState] = []
+        self._tensors = self._bring_together()
+
+    def module_state(self, module: nn.Module) -> dict[str, Any]:
+        """Return the full module's `state_dict`, its parameters without elements; see `full`."""
+        self._module = module
+        self._engine.adopt_assigned()  # what user code has replaced is the model's again
+        places = {param: place for place, param in enumerate(self._engine.model.parameters())}
+        dtypes = _full_dtypes(self._engine)
+        state = module.state_dict(keep_vars=True)
+        for name, value in state.items():  # in place: torch's own mapping knows module versions
+            if isinstance(value, nn.Parameter) and value in places:
+                state[name] = self._await(
+                    ("parameter", places[value]),
+                    self._engine.full_shape(value),
+                    dtypes.get(value, value.dtype),
+                )
+            else:
+                state[name] = detached(value, self._engine)
+        return state
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the full `state_dict` on rank 0, entries of shards without elements.
+
+        Each rank must call.
+        """
+        full, number = FullOptimizerState(optimizer, self._engine), len(self._optimizers)
+        self._optimizers.append(full)
+        return full.with_tensors(
+            {
+                place: self._await(("state", number, *place), shape, dtype)
+                for place, (shape, dtype) in full.shapes.items()
+            }
+        )
+
+    def records(self, checkpoint: Mapping[str, Any]) -> Iterator[Record]:
+        """Yield what is written of a checkpoint, in order, on the rank that writes.
+
+        Other ranks call `finish` meanwhile.
+        """
+        with self._pickled(checkpoint) as (records, places):
+            awaited = dict[_Place, Record]()
+            for record in records:
+                place = places.get(_address(record.content))
+                if place is not None:
+                    awaited[place] = record
+                elif record.name == ".format_version":  # 1 would be: records lie in order
+                    yield record._replace(content=b"0")
+                else:
+                    yield record
+        for place, tensor in self._tensors:
+            if place in awaited:
+                yield _filled(awaited.pop(place), tensor)
+            del tensor  # its unit is let go of before the next one comes, here and below
+        if awaited:
+            raise CheckpointError(
+                f"Nothing was saved: nobody has the elements of {sorted(map(str, awaited))}, "
+                f"expected those of {len(self._awaited)} tensors. Save between two steps."
+            )
+
+    def finish(self) -> None:
+        """Bring together what is left, for the ranks that wait for it; each rank must call."""
+        for _ in self._tensors:
+            pass
+
+    def _await(self, place: _Place, shape: Any, dtype: torch.dtype) -> Tensor:
+        if place not in self._awaited:
+            self._awaited[place] = torch.empty(tuple(shape), dtype=dtype, device="meta")
+        return self._awaited[place]
+
+    def _bring_together(self) -> Iterator[tuple[_Place, Tensor]]:
+        """Bring every tensor together in turn; each rank must run through it."""
+        is_first = self._engine.is_first
+        if self._module is not None:
+            places = {param: place for place, param in enumerate(self._engine.model.parameters())}
+            for param, full in self._engine.full_parameters():
+                if is_first:
+                    yield ("parameter", places[param]), full
+                del full
+        for number, optimizer in enumerate(self._optimizers):
+            for place, full in optimizer.tensors():
+                yield ("state", number, *place), full
+                del full
+
+    @contextmanager
+    def _pickled(
+        self, checkpoint: Mapping[str, Any]
+    ) -> Iterator[tuple[list[Record], dict[int, _Place]]]:
+        """Return a checkpoint's records, and by address the places of those without elements."""
+        memory = {
+            place: untouched(tensor.shape, tensor.dtype) for place, tensor in self._awaited.items()
+        }
+        places = {_address(one.untyped_storage()): place for place, one in memory.items()}
+        places.pop(0, None)
+        pairs = [(tensor, memory[place]) for place, tensor in self._awaited.items()]
+        _swap(pairs)
+        try:
+            records = records_of(checkpoint)
+        finally:
+            _swap(pairs)
+        yield records, places
+
+
+def _full_dtypes(engine: DataParallelEngine) -> dict[nn.Parameter, torch.dtype]:
+    """Return the format in which the engine gives each full parameter that is here."""
+    return {
+        param: (flat.shard if flat.has_master or flat.reshards else flat.full).dtype
+        for flat in engine.flats
+        for param in flat.params
+        if engine.split.is_here(param)
+    }
+
+
+def _swap(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    for one, other in pairs:
+        torch.utils.swap_tensors(one, other)  # type: ignore[no-untyped-call]
+
+
+def _address(content: object) -> int:
+    return content.data_ptr() if isinstance(content, torch.UntypedStorage) else 0
+
+
+def _filled(record: Record, tensor: Tensor) -> Record:
+    """Return a record with its elements."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    content: Any = flat.view(torch.uint8).numpy()
+    if content.nbytes != record.num_bytes:
+        raise CheckpointError(
+            f"Nothing was saved: {record.name} has come as {tuple(tensor.shape)} of "
+            f"{tensor.dtype}, expected {record.num_bytes} bytes. Save between two steps."
+        )
+    return record._replace(content=memoryview(content))

@@ -1,0 +1,180 @@
+"""The subcommands `consolidate` and `describe`: what they print, and their exit codes."""
+
+import json
+import sys
+import traceback
+from argparse import Namespace
+from math import prod
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
+
+from lightning_shard.checkpoint.conversion.consolidating import Consolidation, Outcome, consolidate
+from lightning_shard.checkpoint.conversion.description import describe
+from lightning_shard.cli.parsers import dtype_name
+from lightning_shard.errors import ShardError
+
+_UNITS = ("B", "KB", "MB", "GB", "TB")
+
+
+def run(subcommand: str, arguments: Namespace) -> int:
+    """Run a subcommand and return the process's exit code."""
+    try:
+        return _consolidate(arguments) if subcommand == "consolidate" else _describe(arguments)
+    except ShardError as error:
+        if arguments.debug:
+            traceback.print_exc()
+        else:
+            print(f"lightning-shard: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+
+
+def _consolidate(arguments: Namespace) -> int:
+    options = Consolidation(
+        to=arguments.format,
+        weights_only=arguments.weights_only,
+        dtype=None if arguments.dtype is None else getattr(torch, dtype_name(arguments.dtype)),
+        prefix=arguments.prefix,
+        max_shard_bytes=arguments.max_shard_size,
+        trust=arguments.trust,
+    )
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    with Progress(
+        *columns, TransferSpeedColumn(), console=console, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task(arguments.output)
+        outcome = consolidate(
+            arguments.source,
+            arguments.output,
+            options,
+            lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    _tell(outcome, arguments.output)
+    return 0
+
+
+def _tell(outcome: Outcome, output: str) -> None:
+    if outcome.left_out:
+        names = ", ".join(outcome.left_out[:5])
+        print(
+            f"lightning-shard: {len(outcome.left_out)} entries of the state_dict are no tensors "
+            f"and were left out: {names}",
+            file=sys.stderr,
+        )
+    print(f"{output}: {outcome.num_tensors} tensors, {_size(outcome.num_bytes)}")
+
+
+def _describe(arguments: Namespace) -> int:
+    told = describe(arguments.path, check=arguments.verify)
+    if arguments.json:
+        print(json.dumps(told, indent=1))
+    else:
+        _print(told, arguments.depth)
+    return 1 if told["missing"] or told["damaged"] else 0
+
+
+def _print(told: dict[str, Any], depth: int) -> None:
+    console = Console(highlight=False)
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in _rows(told):
+        table.add_row(name, Text(value))
+    console.print(table)
+    console.print(_tree(told["weights"]["tensors"], depth))
+
+
+def _rows(told: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the lines of the table, each with its name."""
+    weights = told["weights"]
+    dtypes = ", ".join(f"{count:,} {name}" for name, count in weights["dtypes"].items())
+    rows = [
+        ("path", told["path"]),
+        ("format", told["what"]),
+        ("size", f"{_size(told['bytes'])} in {told['files']} files"),
+        ("written by", _writer(told)),
+        ("versions", ", ".join(f"{name} {one}" for name, one in told["versions"].items())),
+        ("progress", _progress(told)),
+        ("weights", f"{dtypes}; {_size(weights['bytes'])}"),
+        ("no tensors", ", ".join(weights["others"])),
+        *((f"optimizer {at}", _optimizer(one)) for at, one in enumerate(told["optimizers"])),
+        *((one["callback"], _scores(one)) for one in told["metrics"]),
+        ("hyperparameters", _pairs(told["hyper_parameters"])),
+        ("kept besides", ", ".join(told["kept"])),
+        ("complete", _state(told)),
+    ]
+    return [(name, value) for name, value in rows if value]
+
+
+def _writer(told: dict[str, Any]) -> str:
+    ranks = f"{told['ranks']} ranks" if told["ranks"] else ""
+    mesh = _pairs(told["mesh"]) if told["mesh"] else ""
+    return ", ".join(filter(None, (told["scheme"], ranks, mesh)))
+
+
+def _progress(told: dict[str, Any]) -> str:
+    if told["global_step"] is None:
+        return ""
+    return f"epoch {told['epoch']}, global step {told['global_step']}"
+
+
+def _optimizer(one: dict[str, Any]) -> str:
+    groups = "; ".join(
+        f"group of {group['parameters']} parameters, lr {group.get('lr')}"
+        for group in one["groups"]
+    )
+    return f"{groups}; keeps {', '.join(one['keeps']) or 'nothing'}; {_size(one['bytes'])}"
+
+
+def _scores(one: dict[str, Any]) -> str:
+    return _pairs({key: value for key, value in one.items() if key != "callback"})
+
+
+def _state(told: dict[str, Any]) -> str:
+    if told["damaged"]:
+        return f"DAMAGED: {told['damaged']}"
+    if told["missing"]:
+        return f"NOT COMPLETE: {'; '.join(told['missing'])}"
+    return "yes, as its checksums say" if told["verified"] else "yes, by lengths (see --verify)"
+
+
+def _pairs(values: Any) -> str:
+    if not isinstance(values, dict):
+        return str(values)
+    return ", ".join(f"{key} {value}" for key, value in values.items() if value is not None)
+
+
+def _tree(tensors: dict[str, Any], depth: int) -> Tree:
+    """Return the modules with their numbers of elements, down to a depth."""
+    tree = Tree("modules")
+    _grow(tree, tensors, depth)
+    return tree
+
+
+def _grow(tree: Tree, tensors: dict[str, Any], depth: int) -> None:
+    children: dict[str, dict[str, Any]] = {}
+    for name, one in tensors.items():
+        first, _, rest = name.partition(".")
+        children.setdefault(first, {})[rest] = one
+    for name, inside in children.items():
+        elements = sum(prod(one["shape"]) for one in inside.values())
+        kinds = ", ".join(sorted({one["dtype"] for one in inside.values()}))
+        shape = inside[""]["shape"] if set(inside) == {""} else ""
+        branch = tree.add(Text(f"{name} {shape} {elements:,} {kinds}".replace("  ", " ")))
+        below = {rest: one for rest, one in inside.items() if rest}
+        if below and depth > 1:
+            _grow(branch, below, depth - 1)
+
+
+def _size(num_bytes: float) -> str:
+    for unit in _UNITS:
+        if num_bytes < 1000 or unit == _UNITS[-1]:
+            break
+        num_bytes /= 1000
+    return f"{num_bytes:,.0f} B" if unit == "B" else f"{num_bytes:,.1f} {unit}"

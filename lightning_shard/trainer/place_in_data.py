@@ -1,0 +1,189 @@
+"""A resumed fit goes on where it was: at the next batch, and with the same random numbers.
+
+    uninterrupted   A make iterators   B draw the order, b0 b1 b2   S b3 ...
+    saved after b2                                                  A, B, S of each rank
+    resumed         A make iterators   B draw the order, b0 b1 b2   S b3 ...
+                                         fetched and dropped
+
+Lightning would begin the epoch's data anew. Batches that were trained on are fetched once more, so
+that whatever draws their order, and workers that augment them, come to be where they were. A loader
+or sampler with `state_dict` and `load_state_dict`, and a data module that loads a state, go there
+by themselves, and nothing is dropped.
+
+Where the random streams are not this rank's own (the mesh has changed), the order is drawn as rank
+0 has drawn it, and the streams are those of the new run.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lightning_shard.checkpoint.random_state import load_random_state, random_state
+from lightning_shard.trainer._lightning import (
+    around_validation,
+    before_making_iterators,
+    begin_validation_anew,
+    end_saved_epoch,
+    load_loader_states,
+    loader_states,
+    skip_batches,
+    training_loaders,
+)
+
+_PARTS = ("sampler", "batch_sampler", "dataset")  # of a loader, which may have a place
+_HOOKS = ("state_dict", "load_state_dict")
+_NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
+
+
+class PlaceInData:
+    """One rank's place in the training data and its random streams, in a fit.
+
+    Args:
+        trainer: The trainer of the fit.
+        device: This rank's device.
+        besides: Returns the states of further random streams, by name.
+    """
+
+    def __init__(
+        self,
+        trainer: "pl.Trainer",
+        device: torch.device,
+        besides: Callable[[], Mapping[str, Any]] = dict,
+    ) -> None:
+        self._trainer, self._device, self._besides = trainer, device, besides
+        self._at_iterators: Mapping[str, Any] = {}  # the streams before iterators were made
+        self._at_order: Mapping[str, Any] = {}  # before the first batch of the epoch was drawn
+        self._at_validation: Mapping[str, Any] = {}  # before one that an error has ended
+        self._resumed: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None
+
+    def state(self) -> dict[str, Any]:
+        """Return the random streams now, and at the beginning of the epoch's data."""
+        if self._resumed is not None:  # loaded, and not gone on from
+            return {"random": self._resumed[0], "data": self._resumed[1], **self._besides()}
+        progress = self._trainer.fit_loop.epoch_loop.batch_progress
+        data: dict[str, Any] = {"iterators": self._at_iterators, "order": self._at_order}
+        if progress.current.ready == 0:
+            data["is_at_first"] = True  # stopped before the first batch of an epoch
+        is_within = bool(self._at_order) and not progress.is_last_batch
+        random = self._at_validation or {"random": self._now(), **self._besides()}
+        own = {**random, "data": data if is_within else {}}
+        loaders = loader_states(self._trainer)
+        return own | {"loaders": loaders} if loaders else own
+
+    def go_on(self, own: Mapping[str, Any], first: Mapping[str, Any]) -> None:
+        """Note the place to go on from, until the fit begins.
+
+        Args:
+            own: What `state` has returned on this rank; {} where the mesh was another.
+            first: What it has returned on rank 0; {} if nothing is known.
+        """
+        self._resumed = own.get("random", {}), (own or first).get("data", {})
+        if "loaders" in own:
+            load_loader_states(self._trainer, own["loaders"])
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Go on from the noted place inside, in which the fit runs."""
+        loop = self._trainer.fit_loop
+        with ExitStack() as stack:
+            stack.enter_context(before_making_iterators(self._trainer, self._note_iterators))
+            stack.enter_context(around_validation(self._trainer, self._validating))
+            for owner, name, instead in (
+                (loop, "reset", self._begin_fit),
+                (loop, "on_advance_start", self._before_epoch),
+                (loop.epoch_loop, "reset", self._without_warning),
+                (loop.epoch_loop, "on_run_start", self._begin_epoch),
+            ):
+                stack.enter_context(_around(owner, name, instead))
+            yield
+
+    @contextmanager
+    def _validating(self) -> Iterator[None]:
+        """Let one that is cut short be done anew, from its first batch."""
+        before = {"random": self._now(), **self._besides()}
+        try:
+            yield
+        except BaseException:
+            if begin_validation_anew(self._trainer):
+                self._at_validation = before
+            raise
+
+    def _now(self) -> dict[str, Any]:
+        return random_state(self._device)
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        if state:
+            load_random_state(state, self._device)
+
+    def _note_iterators(self) -> None:
+        self._at_iterators = self._now()
+
+    def _begin_fit(self, reset: Callable[[], None]) -> None:
+        reset()
+        if self._resumed is not None:
+            end_saved_epoch(self._trainer)
+
+    def _before_epoch(self, advance: Callable[[], None]) -> None:
+        if self._resumed is not None:
+            self._load(self._resumed[0])
+        advance()
+
+    def _without_warning(self, reset: Callable[[], None]) -> None:
+        with warnings.catch_warnings():
+            if self._resumed is not None and not self._places_itself():
+                warnings.filterwarnings("ignore", _NOT_RESUMABLE)
+            reset()
+
+    def _begin_epoch(self, begin: Callable[[Any], None], fetcher: Any) -> None:
+        """Make the epoch's iterators and draw its order, as it was if the fit was resumed."""
+        resumed, self._resumed = self._resumed, None
+        before, iterator = self._now(), fetcher.iterator
+        if resumed is not None and not self._places_itself():
+            self._return_to(*resumed, fetcher)
+            begin(fetcher)
+            return
+        begin(fetcher)
+        if fetcher.iterator is not iterator:
+            self._at_iterators = before
+        self._at_order = self._now()
+
+    def _return_to(self, now: Mapping[str, Any], data: Mapping[str, Any], fetcher: Any) -> None:
+        num_batches = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        has_begun = num_batches > 0 or data.get("is_at_first", False)
+        if has_begun:
+            self._load(data.get("iterators", {}))
+        self._at_iterators = self._now()
+        iter(fetcher)
+        if has_begun:
+            self._load(data.get("order", {}))
+        self._at_order = self._now()
+        skip_batches(fetcher, num_batches)
+        if has_begun:
+            self._load(now)
+
+    def _places_itself(self) -> bool:
+        """Whether user code brings the data to its place."""
+        owner: Any = self._trainer
+        data = owner.datamodule
+        if data is not None and is_overridden("load_state_dict", data, pl.LightningDataModule):
+            return True
+        return any(_has_place(loader) for loader in training_loaders(self._trainer))
+
+
+def _has_place(loader: Any) -> bool:
+    owners = [loader, *(getattr(loader, part, None) for part in _PARTS)]
+    return any(all(hasattr(one, hook) for hook in _HOOKS) for one in owners)
+
+
+@contextmanager
+def _around(owner: Any, name: str, instead: Callable[..., None]) -> Iterator[None]:
+    """Let `instead` be called with a method inside, in its place."""
+    method = getattr(owner, name)
+    with patch.object(owner, name, lambda *args: instead(method, *args)):
+        yield

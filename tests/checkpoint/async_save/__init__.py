@@ -1,0 +1,1 @@
+"""Tests of saves that go on while the run trains."""

@@ -1,0 +1,198 @@
+"""Where a resumed fit goes on in its data: at the next batch, and never twice as far."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L  # noqa: N812
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from typing_extensions import override
+
+from lightning_shard import DDPStrategy, ZeRO3Strategy
+from tests.checkpoint.interrupted import IGNORED, RANKS, SaveAt, fit
+
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in IGNORED]
+
+NOT_RESUMABLE = "ignore:You're resuming from a checkpoint that ended before"
+NUM_SAMPLES, BATCH = 24, 2
+
+
+class Seeing(L.LightningModule):
+    """Notes its samples.
+
+    Args:
+        data: Loader of the samples 0, 1, 2 ...; None for one whose sampler is Lightning's.
+        batch: Number of samples in a batch.
+    """
+
+    def __init__(self, data: Any = None, batch: int = BATCH) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.seen: list[list[float]] = []
+        self._data, self._batch = data, batch
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (x,) = batch
+        rows = self.trainer.strategy.all_gather(x.flatten())
+        self.seen.append(sorted(rows.flatten().tolist()))
+        return (x * self.weight).mean()
+
+    @override
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    @override
+    def train_dataloader(self) -> Any:
+        if self._data is not None:
+            return self._data()
+        return DataLoader(samples(), self._batch, shuffle=True)
+
+
+def samples() -> Dataset[Any]:
+    return TensorDataset(torch.arange(float(NUM_SAMPLES))[:, None])
+
+
+def seen_after(
+    path: Path, at: int, make_module: Any, strategy: Any = None, again: Any = None
+) -> tuple[Any, Any]:
+    """Return what a fit sees, and what one sees that goes on from a checkpoint of it.
+
+    Args:
+        path: Place of the checkpoint.
+        at: Number of steps after which it is saved.
+        make_module: Makes the module.
+        strategy: The strategy of the second fit; None for the same.
+        again: Makes the module of the second fit; None for the same.
+    """
+    whole = fit(DDPStrategy(**RANKS), 6, [SaveAt(path, at)], make_module=make_module)
+    second = strategy or DDPStrategy(**RANKS)
+    broken = fit(second, 6, resume=path, make_module=again or make_module, seed=77)
+    return whole.seen, broken.seen
+
+
+def test_other_ranks_of_the_same_global_batch_began_the_epoch_anew(tmp_path: Path) -> None:
+    whole, got = seen_after(
+        tmp_path / "a",
+        2,
+        Seeing,
+        ZeRO3Strategy(**(RANKS | {"num_ranks": 4})),
+        lambda: Seeing(batch=1),
+    )
+    assert got == whole[2:]
+
+
+def test_a_fit_ended_where_more_ranks_had_fewer_batches_than_were_trained_on(
+    tmp_path: Path,
+) -> None:
+    _, got = seen_after(tmp_path / "a", 5, Seeing, DDPStrategy(**(RANKS | {"num_ranks": 4})))
+    assert len(got) == 1
+    assert len(set(got[0])) == 8
+
+
+class Endless(IterableDataset[Any]):
+    """Samples without a length."""
+
+    @override
+    def __iter__(self) -> Any:
+        return iter([torch.tensor([float(number)]) for number in range(NUM_SAMPLES)])
+
+
+def endless() -> Any:
+    return DataLoader(Endless(), BATCH, collate_fn=lambda rows: [torch.stack(rows)])
+
+
+def test_data_without_a_length_goes_on(tmp_path: Path) -> None:
+    whole, got = seen_after(tmp_path / "a", 2, lambda: Seeing(endless))
+    assert got == whole[2:]
+    assert got[0] == [4.0, 4.0, 5.0, 5.0]
+
+
+class Placed(TensorDataset):
+    """Goes to its place by itself."""
+
+    begin = 0
+
+    @override
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__((index + self.begin) % NUM_SAMPLES)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to the place."""
+
+
+@pytest.mark.filterwarnings(NOT_RESUMABLE)
+def test_data_that_goes_to_its_place_by_itself_went_twice_as_far(tmp_path: Path) -> None:
+    def placed() -> Any:
+        data = Placed(*samples().tensors)  # type: ignore[attr-defined]
+        return DataLoader(data, BATCH)
+
+    whole, got = seen_after(tmp_path / "a", 2, lambda: Seeing(placed))
+    assert got == whole[:4]
+
+
+class Shelf:
+    """A loader that knows its place: samples of its own rank, and how many it has handed out."""
+
+    def __init__(self) -> None:
+        self.rank = torch.distributed.get_rank()
+        self.state = {"rank": self.rank, "next": 0}
+
+    def __iter__(self) -> Any:
+        while self.state["next"] < NUM_SAMPLES:
+            self.state["next"] += 1
+            yield [torch.tensor([100.0 * self.state["rank"] + self.state["next"]])]
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place."""
+        return dict(self.state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to the place."""
+        self.state = dict(state)
+
+
+@pytest.mark.filterwarnings(NOT_RESUMABLE)
+def test_every_rank_went_to_the_place_of_rank_0_in_its_data(tmp_path: Path) -> None:
+    whole, got = seen_after(tmp_path / "a", 2, lambda: Seeing(Shelf))
+    assert whole[2] == [3.0, 103.0]
+    assert got == whole[2:]
+
+
+class PlacedModule(L.LightningDataModule):
+    """Loads a state, so that it may know its place."""
+
+    @override
+    def train_dataloader(self) -> Any:
+        return DataLoader(samples(), BATCH)
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+@pytest.mark.filterwarnings(NOT_RESUMABLE)
+def test_a_data_module_that_loads_a_state_is_left_alone(tmp_path: Path) -> None:
+    fit(DDPStrategy(**RANKS), 2, [SaveAt(tmp_path / "a", 2)], make_module=Seeing)
+    torch.manual_seed(0)
+    model = Seeing()
+    trainer = L.Trainer(
+        strategy=DDPStrategy(**RANKS),
+        accelerator="cpu",
+        max_steps=3,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model, datamodule=PlacedModule(), ckpt_path=tmp_path / "a")
+    assert len(model.seen) == 1
