@@ -174,11 +174,10 @@ class AsyncSavingStrategy(SalvagingStrategy):
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
-        remove = partial(super().remove_checkpoint, filepath)
         if self._in_flight is None:
-            remove()
-        else:  # until then it may be the last one
-            self._in_flight.then(remove)
+            super().remove_checkpoint(filepath)
+        else:  # until then it may be the last one; a thread does it, which is no rank
+            self._in_flight.then(partial(self.checkpoint_io.remove_checkpoint, filepath))
             self._to_remove = {*self._to_remove, os.fspath(filepath)}
 
     @override

@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from lightning_shard import AsyncSGDStrategy, ElasticStrategy, LocalSGDStrategy, ZeRO2Strategy
+from lightning_shard.backends.in_process import current_rank
 from lightning_shard.checkpoint.async_save.save_in_flight import SaveInFlight
 from lightning_shard.checkpoint.async_save.staged_writer import StagedWriter
 from lightning_shard.checkpoint.host_buffers import HostBuffers
@@ -223,6 +224,21 @@ def test_the_best_and_the_last(tmp_path: Path) -> None:
     for name in os.listdir(tmp_path):
         again = fit(sharded("zero2-2"), made(), ckpt_path=tmp_path / name, max_steps=5)
         assert len(again.losses) == (2 if name == "step=3.ckpt" else 1)
+
+
+def test_a_thread_asked_which_rank_it_was_and_removed_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rank_of_caller() -> int | None:
+        is_writer = threading.current_thread().name.startswith("async-save")
+        return 1 if is_writer else current_rank()
+
+    monkeypatch.setattr("lightning_shard.environments.in_process.current_rank", rank_of_caller)
+    writer = ModelCheckpoint(
+        tmp_path, "{step}", monitor="step", mode="max", save_top_k=1, every_n_train_steps=1
+    )
+    fit(sharded("zero2-2"), made(), callbacks=[writer], enable_checkpointing=True)
+    assert os.listdir(tmp_path) == ["step=4.ckpt"]
 
 
 class Raising(L.Callback):
