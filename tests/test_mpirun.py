@@ -51,6 +51,7 @@ def test_a_failure_shows_the_output_and_ends_the_others() -> None:
         run_mpi(fail_on_rank_one, 2)
 
 
+@pytest.mark.slow
 def test_ranks_that_take_too_long_are_ended(tmp_path: Path) -> None:
     with pytest.raises(ProcessesFailedError, match=r"ended with -9\nasleep"):
         run_mpi(sleep_long, 2, timeout_seconds=8, folder=tmp_path)

@@ -61,6 +61,7 @@ def test_a_forked_rank_has_no_more_than_a_launcher_would_give_it() -> None:
     assert first["drawn"] != second["drawn"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_call_left_its_reply_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(_: object) -> None:
         raise KeyboardInterrupt

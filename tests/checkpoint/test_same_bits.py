@@ -105,6 +105,7 @@ KEPT: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 SLOW = ("topk_adam", "onebit_zero1", "int8", "fp16", "local_momentum", "diloco")
 
 
+@pytest.mark.few_cases(4)
 @pytest.mark.parametrize(
     "name", [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in KEPT]
 )

@@ -95,6 +95,7 @@ def assert_trained(
         torch.testing.assert_close(result["weights"], single_device(), rtol=1e-5, atol=2e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rendezvous", ["c10d", pytest.param("static", marks=pytest.mark.slow)])
 def test_two_agents_of_torchrun(rendezvous: str, tmp_path: Path) -> None:
     check(run(agents(tmp_path, rendezvous, 1)))
@@ -108,6 +109,7 @@ def test_two_agents_with_two_ranks_each(tmp_path: Path) -> None:
     assert_trained(tmp_path, "TorchElasticEnvironment", places)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_nodes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_tasks_of_srun(num_nodes: int, tmp_path: Path) -> None:
     check(run(tasks(tmp_path, num_nodes)))
@@ -143,6 +145,7 @@ def test_ranks_of_mpirun_inside_a_slurm_job(tmp_path: Path) -> None:
     assert_trained(tmp_path, "MPIEnvironment", [(0, 2, 0, 0), (1, 2, 1, 0)])
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_mpirun_started_another_number_of_ranks(tmp_path: Path) -> None:
     finished = run_mpi_command(program(tmp_path, "zero2_gloo", 3, 1), 2)
@@ -151,6 +154,7 @@ def test_mpirun_started_another_number_of_ranks(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_torchrun_started_another_number_of_ranks(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python"]
     command = [*torchrun, "--nproc-per-node=1", *program(tmp_path, "zero2", 2, 1)]

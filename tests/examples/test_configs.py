@@ -55,6 +55,7 @@ def test_the_whole_demo_ends_far_below_the_bigram_model(
     assert loss < 0.8 * bigram
 
 
+@pytest.mark.slow
 def test_gpt_zero3_over_gloo_prints_the_table(tmp_path: Path) -> None:
     run = run_command(tmp_path, "fit", "--config=configs/gpt_zero3.yaml", "--trainer.max_steps=3")
     assert run.returncode == 0, run.stderr
@@ -94,6 +95,7 @@ def percent(share: str) -> float:
     return float(share.rstrip("%"))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)  # two commands of two processes each
 def test_digits_zero2_over_gloo_is_tested_from_its_own_checkpoint(tmp_path: Path) -> None:
     config = "--config=configs/digits_zero2.yaml"

@@ -10,7 +10,7 @@ pytestmark = ignore_upstream_warnings
 @pytest.mark.parametrize(
     "stage",
     [
-        "shard_ddp",
+        pytest.param("shard_ddp", marks=pytest.mark.slow),
         pytest.param("zero1", marks=pytest.mark.slow),
         pytest.param("zero2", marks=pytest.mark.slow),
         "zero3",

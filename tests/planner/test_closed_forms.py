@@ -57,6 +57,7 @@ def test_traffic_of_tensor_parallel(precision: str) -> None:
     assert {run(precision).ranks[stage].sent["tp"] for stage in INNER} == {expected}
 
 
+@pytest.mark.slow
 def test_traffic_of_data_parallel() -> None:
     """Gradients are averaged in fp32, parameters come in bf16; and what ranks agree on."""
     for stage in INNER:
@@ -64,6 +65,7 @@ def test_traffic_of_data_parallel() -> None:
         assert run("bf16-true").ranks[stage].sent["dp"] == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_traffic_of_pipeline_parallel() -> None:
     """One activation up and one gradient down a microbatch; the ends sum the tied embedding."""
     first, *inner, last = (one.sent["pp"] for one in run("bf16-true").ranks)

@@ -63,6 +63,7 @@ SCHEMES: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.few_cases(3)
 @pytest.mark.parametrize("name", SCHEMES)
 def test_sigterm_lost_what_was_trained_since_the_last_checkpoint(name: str, tmp_path: Path) -> None:
     whole = fit(SCHEMES[name](), 9)
@@ -94,6 +95,7 @@ def test_the_samples_of_a_fit_were_not_those_that_followed(name: str, tmp_path: 
     assert first.samples + second.samples == whole.samples
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("make", [DDPStrategy, PipelineParallelStrategy])
 @pytest.mark.parametrize(
     ("hook", "step", "at"),

@@ -23,6 +23,7 @@ def test_a_killed_rank_is_named() -> None:
     assert_named(Training(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_named_before_the_time_out() -> None:
     assert_named(Training(timeout=6), signal.SIGSTOP)
 
@@ -41,6 +42,7 @@ def test_the_workers_of_a_killed_rank_do_not_hide_its_death(victim: int) -> None
     assert_named(Training(victim=victim, num_workers=1, timeout=5), signal.SIGKILL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_sigterm_stops_all_at_one_step_where_they_can_save(victim: int, tmp_path: Path) -> None:
     training = Training(victim=victim, saves=True)
@@ -98,6 +100,7 @@ def test_a_rank_that_does_something_else_is_told_of_with_what_it_does() -> None:
         assert "rank 1 was in " in end.message or "rank 2 was in " in end.message
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_well_says_nothing() -> None:
     for end in ends(Training(max_steps=3)):
         assert end.error == ""

@@ -39,6 +39,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.few_cases(9)
 @pytest.mark.parametrize("style", [*AUTOMATIC, *MANUAL])
 @pytest.mark.parametrize("stage", range(4))
 def test_styles(style: type[Automatic], stage: int) -> None:

@@ -62,6 +62,7 @@ def leave_after_a_broadcast() -> float:
     return told.sum().item()
 
 
+@pytest.mark.slow
 def test_the_root_of_a_broadcast_may_leave_before_the_others_come() -> None:
     assert run_mpi(leave_after_a_broadcast, 3) == [0.0] * 3
 
@@ -91,6 +92,7 @@ def _nothing() -> None:
     pass
 
 
+@pytest.mark.slow
 def test_the_thread_stops_before_mpi_ends_whoever_asked_for_that_first() -> None:
     assert run_mpi(leave_with_a_receive_open, 2) == [0, 1]
 

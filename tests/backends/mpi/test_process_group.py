@@ -327,6 +327,7 @@ def call_different_operations() -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_with_debug_different_operations_are_a_mismatch_on_both_ranks() -> None:
     for message in run_mpi(call_different_operations, 2):
         assert "all_reduce(SUM, float32 (3,))" in message

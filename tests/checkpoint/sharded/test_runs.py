@@ -245,6 +245,7 @@ def test_the_best_and_the_last_folder_are_kept(tmp_path: Path) -> None:
     assert len(again.losses) == 1
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize(
     "strategy",
     [

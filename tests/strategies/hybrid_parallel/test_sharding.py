@@ -137,6 +137,7 @@ def test_four_gloo_processes() -> None:
         assert_single_device(run, layout)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bits() -> None:
     layout = Layout(zero_stage=2)
     assert_bitwise_equal(train_layout(layout), train_layout(layout))

@@ -202,6 +202,7 @@ NETWORKS = [
 ]
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.few_cases(4)
 @pytest.mark.parametrize(("num_ranks", "schedule"), ALL_PIPELINES)
 @pytest.mark.parametrize("style", NETWORKS)

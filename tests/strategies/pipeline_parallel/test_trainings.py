@@ -196,6 +196,7 @@ TRAININGS = [
 ]
 
 
+@pytest.mark.few_cases(3)
 @pytest.mark.few_cases(5)
 @pytest.mark.parametrize(("num_ranks", "schedule"), ALL_PIPELINES)
 @pytest.mark.parametrize("style", TRAININGS)

@@ -117,6 +117,7 @@ def test_the_file_is_that_of_a_single_device(model: str, scheme: Scheme, saved: 
     assert_same(load(got.afterwards), load(expected.afterwards))
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.few_cases(4)
 @pytest.mark.parametrize(
     ("before", "after"),

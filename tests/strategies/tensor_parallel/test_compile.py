@@ -87,6 +87,7 @@ def built(cls: type[ExampleGPT]) -> ExampleGPT:
     return cls()
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     "layout",
     [
@@ -147,6 +148,7 @@ class CompiledWhole(ExampleGPT):
         self.compile(backend="aot_eager")
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("cls", "layout"),
     [

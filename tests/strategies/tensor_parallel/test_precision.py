@@ -44,6 +44,7 @@ def case_of(model: str, precision: str) -> Case:
     return Case(model=model, strategy="", num_ranks=1, precision=precision, num_steps=MANY_STEPS)
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("precision", FORMATS)
 @pytest.mark.parametrize(("num_ranks", "size", "stage"), MESHES)

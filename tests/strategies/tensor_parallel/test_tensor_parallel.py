@@ -109,6 +109,7 @@ def train_split(
     return run, single_device(alone)
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.few_cases(4)
 @pytest.mark.parametrize(("model", "layout"), cases(MODELS, LAYOUTS, QUICK))
 def test_equals_a_single_device(model: str, layout: str) -> None:
