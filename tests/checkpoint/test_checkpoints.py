@@ -135,7 +135,7 @@ def load(path: Path) -> dict[str, Any]:
     return checkpoint
 
 
-@pytest.mark.few_cases(3)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 @pytest.mark.parametrize("model", ["mixture", "lstm"])
 def test_the_file_is_that_of_a_single_device(model: str, scheme: Scheme, saved: Any) -> None:
@@ -144,7 +144,7 @@ def test_the_file_is_that_of_a_single_device(model: str, scheme: Scheme, saved: 
     assert_same(load(got.last_epoch), load(expected.last_epoch))
 
 
-@pytest.mark.few_cases(3)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_save_checkpoint_after_fit(scheme: Scheme, saved: Any) -> None:
     got, expected = saved("lstm", scheme), saved("lstm", PLAIN)
@@ -179,7 +179,7 @@ def _check_resume(before: Scheme, after: Scheme, saved: Any) -> None:
     assert_same(dict(model.state_dict()), dict(load(full.last_epoch)["state_dict"]))
 
 
-@pytest.mark.few_cases(3)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("before", "after"), QUICK_RESUMES, ids=str)
 def test_resume(before: Scheme, after: Scheme, saved: Any) -> None:
     _check_resume(before, after, saved)

@@ -45,6 +45,7 @@ class StopAtStepFive(Callback):
             trainer.should_stop = True
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     "faults", [A_LOSS_AND_A_NEWCOMER[:1], A_LOSS_AND_A_NEWCOMER], ids=["lost", "and joined"]
 )
@@ -54,6 +55,7 @@ def test_survivors_still_wanted_to_stop_at_a_step_that_was_taken_back(faults: li
     assert sorted(journal.losses()) == list(range(5))
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     "faults",
     [[Fault(2, 2, "drop", at_step=5)], A_LOSS_AND_A_NEWCOMER],
@@ -70,6 +72,7 @@ def test_a_step_that_was_done_again_was_not_saved_by_ranks_that_had_saved_it(
     assert Path(kept.last_model_path).exists()
 
 
+@pytest.mark.slow
 def test_a_newcomer_did_not_know_the_metric_by_which_the_others_save(tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path, monitor="val_loss", every_n_train_steps=5, save_top_k=2)
     options = {"val_check_interval": 4, "check_val_every_n_epoch": None}
@@ -83,6 +86,7 @@ def test_a_newcomer_did_not_know_the_metric_by_which_the_others_save(tmp_path: P
     }
 
 
+@pytest.mark.slow
 def test_a_timer_counted_the_time_before_a_loss_twice() -> None:
     class Late(Timer):
         def on_train_start(self, *args: Any) -> None:
@@ -110,6 +114,7 @@ class CountsBatches(Callback):
         self.state = state_dict
 
 
+@pytest.mark.slow
 def test_the_state_of_a_callback_was_remembered_as_it_was_later() -> None:
     options = {"callbacks": [CountsBatches()], "max_steps": 6, "limit_val_batches": 0}
     _, trainer = fit(

@@ -7,6 +7,7 @@ from tests.examples.commands import ignore_upstream_warnings, run_example
 pytestmark = ignore_upstream_warnings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stage",
     [

@@ -11,6 +11,8 @@ import pytest
 from examples.dry_run_100b import CONTEXT, NUM_LAYERS, VOCABULARY, WIDTH, dry_run
 from lightning_shard.planner.report import DryRun
 
+pytestmark = pytest.mark.slow  # the plan itself takes half a minute
+
 L, H, S, V = NUM_LAYERS, WIDTH, CONTEXT, VOCABULARY
 P, T, D, M = 8, 8, 8, 64
 INNER = range(1, P - 1)  # stages with neither embedding nor output layer
@@ -45,7 +47,6 @@ def test_bytes_of_mixed_precision() -> None:
         assert memory.optimizer_state == pytest.approx(memory.gradients * 2 / D, rel=1e-4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "precision",
     ["bf16-true", "bf16-mixed"],  # norms give fp32, but their gradients are those of casts
@@ -57,7 +58,6 @@ def test_traffic_of_tensor_parallel(precision: str) -> None:
     assert {run(precision).ranks[stage].sent["tp"] for stage in INNER} == {expected}
 
 
-@pytest.mark.slow
 def test_traffic_of_data_parallel() -> None:
     """Gradients are averaged in fp32, parameters come in bf16; and what ranks agree on."""
     for stage in INNER:
@@ -65,7 +65,6 @@ def test_traffic_of_data_parallel() -> None:
         assert run("bf16-true").ranks[stage].sent["dp"] == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.slow
 def test_traffic_of_pipeline_parallel() -> None:
     """One activation up and one gradient down a microbatch; the ends sum the tied embedding."""
     first, *inner, last = (one.sent["pp"] for one in run("bf16-true").ranks)

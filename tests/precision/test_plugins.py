@@ -68,7 +68,6 @@ def _check(case: Case) -> None:
 
 
 @pytest.mark.few_cases(2)
-@pytest.mark.few_cases(4)
 @pytest.mark.parametrize("case", QUICK, ids=str)
 def test_is_as_close_to_float32_as_a_single_device(case: Case) -> None:
     _check(case)

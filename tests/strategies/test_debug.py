@@ -37,6 +37,7 @@ def train_each(names: list[str], debug: bool) -> list[Run]:
     return runs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names", [["zero3"], pytest.param(["shard_ddp", "zero1", "zero2"], marks=pytest.mark.slow)]
 )

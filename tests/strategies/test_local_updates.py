@@ -60,6 +60,7 @@ class Counters(L.Callback):
         )
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("slow", [0, 2])
 def test_a_slow_rank_held_the_others_up_at_every_batch_long_before_the_bound(slow: int) -> None:
     counters = Counters()
@@ -177,6 +178,7 @@ class TwoLoaders(TinyData):
 VALIDATED = {"limit_val_batches": 1, "val_check_interval": 2, "num_sanity_val_steps": 1}
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("way", STRATEGIES)
 def test_weights_swapped_for_a_validation_went_into_training(way: str) -> None:
     ends = []
@@ -199,6 +201,7 @@ def test_weights_swapped_for_a_validation_went_into_training(way: str) -> None:
         assert_same_weights(other, plain)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("way", STRATEGIES)
 def test_a_checkpoint_of_a_validation_with_swapped_weights_is_one_without(
     way: str, tmp_path: Path

@@ -64,6 +64,7 @@ def test_sigterm_to_everybody(tmp_path: Path) -> None:
     assert (tmp_path / "stopped.ckpt").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_rank_that_raises_is_quoted(victim: int) -> None:
     training = Training(event="raise", victim=victim)

@@ -109,5 +109,6 @@ def test_the_schedulers_signal_and_the_launchers_left_no_time_to_save() -> None:
     receive(100.0, 100.5, 101.0)
 
 
+@pytest.mark.slow
 def test_a_forked_child_ends_as_any_process_does() -> None:
     assert outcome("receive_in_a_child") == 0

@@ -195,6 +195,7 @@ def ranks() -> list[dict[str, Any]]:
     return run_processes(run_all, 2)
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named(ranks: list[dict[str, Any]]) -> None:
     kind, text = ranks[0]["missing_rank"]
     assert kind == "RankFailedError"

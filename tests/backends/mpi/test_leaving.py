@@ -44,6 +44,7 @@ def miss_rank_1(operation: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "operation",
     ["all_reduce", *(pytest.param(one, marks=SLOW) for one in ("reduce_scatter", "new_group"))],

@@ -211,6 +211,7 @@ class OtherGroups(Model):
         return torch.optim.Adam(groups)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
@@ -346,6 +347,7 @@ class LineSearch(Model):
         return torch.optim.LBFGS(params, lr=1e-2, max_iter=2, history_size=3)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("kind", "layout", "precision"),
     [

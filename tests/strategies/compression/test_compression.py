@@ -96,6 +96,7 @@ def test_mixed_precision(name: str) -> None:
     assert exact.norms == pytest.approx(dense.norms, rel=5e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("name", "compression"), [("shard_ddp", "topk"), ("zero1", "onebit")])
 def test_a_loss_scale_that_grows_changes_nothing(name: str, compression: str) -> None:

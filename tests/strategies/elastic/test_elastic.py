@@ -124,6 +124,7 @@ def test_the_rest_of_an_epoch_weighs_the_same_on_fewer_ranks() -> None:
     assert fewer.losses() == pytest.approx(expected.losses(), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_validation_comes_at_the_same_steps_where_more_batches_are_accumulated() -> None:
     options = {"val_check_interval": 3, "check_val_every_n_epoch": None}
     expected, _ = fit(trainer_options=options)
@@ -172,11 +173,13 @@ def test_buddies_that_leave_at_once_take_no_state_along() -> None:
     assert_same_training(journal)
 
 
+@pytest.mark.slow
 def test_a_newcomer_at_an_epochs_end_takes_part_in_its_sums() -> None:
     journal, _ = fit([Fault(4, 1, "add", at_step=6)], snapshot_every=7)
     assert_same_training(journal)
 
 
+@pytest.mark.slow
 def test_a_second_fit_of_the_same_trainer_could_not_copy_what_the_first_remembered() -> None:
     _, trainer = fit([Fault(0, 1, "drop", at_step=2), Fault(2, 1, "leave", at_step=2)])
     assert trainer.accumulate_grad_batches == 1
@@ -229,6 +232,7 @@ def test_a_checkpoint_that_the_callbacks_have_forgotten_is_found(tmp_path: Path)
     assert journal.samples() == EVERY_SAMPLE
 
 
+@pytest.mark.slow
 def test_ranks_that_reconfigure_in_vain_end_with_their_error() -> None:
     class Broken(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -240,6 +244,7 @@ def test_ranks_that_reconfigure_in_vain_end_with_their_error() -> None:
         fit(module=Broken(Journal()), num_ranks=2)
 
 
+@pytest.mark.slow
 def test_below_min_ranks_it_saves_and_ends(tmp_path: Path) -> None:
     faults = [Fault(1, 1, "drop", at_step=8), Fault(3, 1, "drop", at_step=10)]
     with pytest.raises(RankFailedError, match="is saved in"):
@@ -252,6 +257,7 @@ def test_below_min_ranks_it_saves_and_ends(tmp_path: Path) -> None:
     assert max(journal.losses()) == 2 * STEPS_PER_EPOCH - 1
 
 
+@pytest.mark.slow
 def test_above_max_ranks_a_newcomer_waits_for_room() -> None:
     faults = [Fault(4, 1, "add", at_step=2), Fault(1, 1, "drop", at_step=8)]
     journal, _ = fit(faults, max_ranks=4)
@@ -273,6 +279,7 @@ def test_a_checkpoint_in_the_middle_of_an_epoch_goes_on_at_another_size(tmp_path
     assert journal.losses() == pytest.approx({s: expected[s] for s in journal.losses()}, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_the_learning_rate_is_scaled_where_the_batch_of_a_rank_is_held() -> None:
     journal, trainer = fit([Fault(2, 1, "drop", at_step=3)], learning_rate_scaling="linear")
     assert journal.samples() == EVERY_SAMPLE

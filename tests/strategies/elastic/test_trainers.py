@@ -40,6 +40,7 @@ def saved(folder: Path, options: dict[str, Any], **saver: Any) -> list[Path]:
 # --- checkpoints ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("num_ranks", [4, 3])
 @pytest.mark.parametrize("faults", [[], [Fault(1, 3, "drop", at_step=5)]], ids=["", "loss"])
@@ -255,6 +256,7 @@ def test_a_time_between_validations_was_taken_for_batches(faults: list[Fault]) -
     assert module.last_rates()[6] == {round(3e-2 / 8, 8)}
 
 
+@pytest.mark.slow
 def test_fewer_batches_than_between_two_validations_ended_the_job() -> None:
     options = {"val_check_interval": 10, "accumulate_grad_batches": 2}
     two = [Fault(rank, 1, "add", at_step=2) for rank in (2, 3)]
@@ -264,6 +266,7 @@ def test_fewer_batches_than_between_two_validations_ended_the_job() -> None:
     assert list(journal.validations) == list(expected.validations) == [5, 12]
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("limit", "num_samples"), [(0.6, 64), (3, 48)])
 def test_a_limit_of_batches_cut_a_step_in_two_after_a_loss(limit: float, num_samples: int) -> None:
@@ -331,6 +334,7 @@ def test_too_few_ranks_at_the_start_trained_to_the_end(tmp_path: Path) -> None:
     assert (tmp_path / "elastic-step=0.ckpt").exists()
 
 
+@pytest.mark.slow
 def test_a_newcomer_with_another_model_ended_the_job_for_all() -> None:
     class Errors(Callback):
         def __init__(self) -> None:

@@ -204,6 +204,7 @@ class WithExample(EvaluatedGPT):
         self.example_input_array = torch.zeros(2, 16, dtype=torch.long)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["2x2x1 stage 1", pytest.param("2x2x2 stage 3", marks=pytest.mark.slow)]
 )

@@ -63,6 +63,7 @@ def seen_by_ranks(style: type[Stack], **options: Any) -> tuple[list[Any], Parall
     return gather.ranks, strategy.mesh
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("pp", "tp", "axis_order"),
     [

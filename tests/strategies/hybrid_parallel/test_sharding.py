@@ -247,6 +247,7 @@ def saved(layout: Layout | None, folder: Path) -> tuple[Path, Path, Curve]:
 ZERO2_OF_THREE = Layout(size=3, num_ranks=3, zero_stage=2)
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("before", "after"),

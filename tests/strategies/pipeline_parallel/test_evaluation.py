@@ -135,6 +135,7 @@ class Predicted(L.Callback):
     on_test_end = on_predict_end
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("kind", ["predict", "test"])
 def test_callbacks_of_every_rank_get_all_outputs_in_order(kind: str) -> None:
     torch.manual_seed(0)
@@ -166,6 +167,7 @@ class OfEveryRank(L.Callback):
         self.epochs.append(trainer.strategy.collectives.all_gather_object(mine))
 
 
+@pytest.mark.slow
 def test_callbacks_that_watch_stop_and_save_on_every_rank_alike(tmp_path: Any) -> None:
     gather = OfEveryRank()
     best = ModelCheckpoint(tmp_path / "saved", "best", monitor="val_loss")

@@ -49,6 +49,7 @@ def slow_runs() -> list[list[Run]]:
     return run_processes(train_pipelines, 2, cases=SLOW, timeout_seconds=900)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_a_single_device(case: Pipelined, runs: list[list[Run]]) -> None:
     first, second = (of_rank[CASES.index(case)] for of_rank in runs)

@@ -203,13 +203,13 @@ NETWORKS = [
 
 
 @pytest.mark.few_cases(2)
-@pytest.mark.few_cases(4)
 @pytest.mark.parametrize(("num_ranks", "schedule"), ALL_PIPELINES)
 @pytest.mark.parametrize("style", NETWORKS)
 def test_networks(style: type[Stack], num_ranks: int, schedule: str) -> None:
     check(style, num_ranks, schedule)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "schedule"), PIPELINES)
 def test_every_block_of_a_decoder_takes_the_encoders_output(num_ranks: int, schedule: str) -> None:
     check(EncoderDecoder, num_ranks, schedule, blocks="blocks")

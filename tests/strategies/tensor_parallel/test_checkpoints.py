@@ -118,7 +118,6 @@ def test_the_file_is_that_of_a_single_device(model: str, scheme: Scheme, saved: 
 
 
 @pytest.mark.few_cases(2)
-@pytest.mark.few_cases(4)
 @pytest.mark.parametrize(
     ("before", "after"),
     [

@@ -105,6 +105,7 @@ def test_activation_checkpointing(layout: str) -> None:
 CHECKPOINTED = ("llama", "gpt2", "bert", "t5", "mixtral")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
 @pytest.mark.parametrize(
     ("model", "layout"),

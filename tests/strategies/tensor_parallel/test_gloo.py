@@ -33,6 +33,7 @@ def train_over_gloo() -> Run:
     return train(MODELS["gpt"](), strategy=strategy, devices=2)
 
 
+@pytest.mark.slow
 def test_ranks_take_the_weights_of_the_first() -> None:
     runs: list[Run] = run_processes(train_over_gloo, 2)
     expected = single_device(Case(model="gpt", strategy="", num_ranks=1))

@@ -49,6 +49,7 @@ def test_under_zero_3_it_equals_a_single_device(model: str) -> None:
     assert_parity(run, single_device(Case(model=model, strategy="", num_ranks=2)))
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("model", "size"), [("gpt", 4), ("llama", 2), ("gpt2", 2)])
 def test_with_sequence_parallel_it_equals_a_single_device(model: str, size: int) -> None:
@@ -64,6 +65,7 @@ def test_with_sequence_parallel_and_zero_it_equals_a_single_device(stage: int) -
     assert_parity(run, single_device(Case(model="llama", strategy="", num_ranks=2)))
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_in_bf16_it_trains_as_a_single_device_does(sequence_parallel: bool) -> None:

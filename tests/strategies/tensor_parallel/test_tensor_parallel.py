@@ -110,12 +110,12 @@ def train_split(
 
 
 @pytest.mark.few_cases(2)
-@pytest.mark.few_cases(4)
 @pytest.mark.parametrize(("model", "layout"), cases(MODELS, LAYOUTS, QUICK))
 def test_equals_a_single_device(model: str, layout: str) -> None:
     assert_parity(*train_split(model, layout))
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("model", "layout"),
