@@ -10,7 +10,7 @@ Weights come first since hooks of the module may change it by what they find in 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch import nn
@@ -51,21 +51,25 @@ def agree_on_misfit(collectives: Collectives | None, error: CheckpointError | No
     raise kind(f"{where}{told[ranks[0]]}") from error
 
 
-def agree_on_failure(collectives: Collectives | None, error: Exception | None) -> None:
-    """Raise on every rank if reading or writing a checkpoint has failed on some.
+@contextmanager
+def failing_together(collectives: Collectives | None) -> Iterator[None]:
+    """Raise on every rank if reading or writing a checkpoint inside has failed on some.
+
+    A rank on which something else than a CheckpointError was raised raises that.
 
     Args:
-        collectives: Group of all ranks, each of which must call; None where this is the only rank.
-        error: What was raised on this rank, which raises it again if it is no CheckpointError;
-            None where nothing was.
+        collectives: Group of all ranks, each of which must enter; None where this is the only rank.
     """
-    if error is None or isinstance(error, CheckpointError):
-        agree_on_misfit(collectives, error)
-        return
-    told = CheckpointError(f"{type(error).__name__}: {error}")
-    with suppress(CheckpointError):
-        agree_on_misfit(collectives, told)
-    raise error
+    told: CheckpointError | None = None
+    try:
+        yield
+    except CheckpointError as error:
+        told = error
+    except Exception as error:  # a plugin's may be any
+        with suppress(CheckpointError):
+            agree_on_misfit(collectives, CheckpointError(f"{type(error).__name__}: {error}"))
+        raise
+    agree_on_misfit(collectives, told)
 
 
 class Resuming:

@@ -1,50 +1,93 @@
-"""Saving and loading full checkpoints, brought together from the ranks' shards."""
+"""Lightning's hooks of saving and loading, which go to the objects that do it.
 
-from collections.abc import Iterator, Mapping
+    `_folders`    a `RunFolders`: checkpoints as folders, and back
+    `_saves`      `BackgroundSaves`: those that are written while the fit goes on
+    `_kept`       a `KeptState`: what each rank keeps beside Lightning's and torch's entries
+    `salvage`     what is saved of a run that fails
+
+What is here is a full checkpoint, brought together from the ranks' shards.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Unpack
 from unittest.mock import patch
 
 import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.checkpoint.async_save.background_saves import BackgroundSaves
 from lightning_shard.checkpoint.files.checksums import verify_folder
 from lightning_shard.checkpoint.frozen import leave_out_frozen, left_out_of
 from lightning_shard.checkpoint.full import full_module_state, load_module_state
 from lightning_shard.checkpoint.optimizer_state import full_state_dict
 from lightning_shard.checkpoint.resuming import (
     Resuming,
-    agree_on_failure,
     agree_on_misfit,
     error_of,
+    failing_together,
     run_misfits,
 )
+from lightning_shard.checkpoint.run_folders import RunFolders, is_folder, is_stored
 from lightning_shard.checkpoint.section import section_of, writable_section
+from lightning_shard.checkpoint.sharded.load_hooks import loads_plainly
 from lightning_shard.checkpoint.sharded.run_state import module_boxes, optimizer_boxes
 from lightning_shard.checkpoint.streamed import StreamedState
 from lightning_shard.checkpoint.user_shards import join_shards
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.model_split import Unsplit
+from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.errors import CheckpointError, ConfigError
+from lightning_shard.mesh import ParallelMesh
+from lightning_shard.parallel_dimensions.dimension import ParallelDimension
+from lightning_shard.strategies.base import ShardStrategy
 from lightning_shard.strategies.checkpoint_files import CheckpointFiles
-from lightning_shard.strategies.kept_state import KeepingStrategy
-from lightning_shard.strategies.sharded_checkpoints import FolderStrategy, is_folder, is_stored
-from lightning_shard.trainer.hook_advice import may_see_checkpoints
+from lightning_shard.strategies.names import strategy_name
+from lightning_shard.strategies.options import RunOptions
+from lightning_shard.strategies.salvage import salvaging
+from lightning_shard.trainer._lightning import knowing_saves_in_flight
+from lightning_shard.trainer.hook_advice import may_see_checkpoints, may_see_loaded
+from lightning_shard.trainer.kept_state import KeptState
 
 
-class CheckpointingStrategy(FolderStrategy, KeepingStrategy):
-    """Saves and loads full checkpoints, during a run from the engine's shards."""
+class CheckpointingStrategy(ShardStrategy):
+    """Saves and loads checkpoints, during a run from the engine's shards.
 
-    _may_stream: bool | None  # in the middle of a save, as far as this rank can see
-    _streamed: StreamedState | None  # in the middle of a save
-    _left_sharded: bool  # by a failed run: there is nothing whole to save
-    _resuming: Resuming | None  # until everything is known to fit
+    Attributes:
+        dimensions: How ranks share one model; the first splits it first.
+        saves_shards: Whether shards stay as they are while a file is written.
+        meets_at_steps: Whether all ranks begin each step together.
+    """
+
+    dimensions: Sequence[ParallelDimension] = ()
+    saves_shards: ClassVar[bool] = True
+    meets_at_steps: ClassVar[bool] = True
+    _engine: DataParallelEngine | None = None
+    _options: EngineOptions
+    _may_stream: bool | None = None  # in the middle of a save, as far as this rank can see
+    _streamed: StreamedState | None = None  # in the middle of a save
+    _left_sharded = False  # by a failed run: there is nothing whole to save
+    _resuming: Resuming | None = None  # until everything is known to fit
+
+    def __init__(self, **options: Unpack[RunOptions]) -> None:
+        super().__init__(**options)
+        self._saves = BackgroundSaves()
+        self._folders = RunFolders(self, self._saves)
+        self._kept = KeptState(self)
+
+    @property
+    def mesh(self) -> ParallelMesh:
+        """The grid of this run's ranks; here all are given different samples."""
+        return ParallelMesh(dp=self.world_size)
 
     @property
     def engine(self) -> DataParallelEngine:
@@ -54,12 +97,22 @@ class CheckpointingStrategy(FolderStrategy, KeepingStrategy):
         return self._engine
 
     @property
+    def present_engine(self) -> DataParallelEngine | None:
+        """The engine; None before the strategy's setup and after teardown."""
+        return self._engine
+
+    @property
+    def present_collectives(self) -> Collectives | None:
+        """The group of all ranks; None where this rank asks nobody."""
+        return self._collectives if dist.is_initialized() else None
+
+    @property
     def _holds_shards(self) -> bool:
         """Whether this rank's state is less than a single device's."""
         return self._options.stage > 0
 
-    @override
     def _is_fitting(self) -> bool:
+        """Whether a fit runs."""
         module = self.lightning_module
         return module is not None and module.trainer.state.fn == TrainerFn.FITTING
 
@@ -67,17 +120,15 @@ class CheckpointingStrategy(FolderStrategy, KeepingStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        if "optimizer_states" in checkpoint and (entries := self._section_entries()):
+        if "optimizer_states" in checkpoint and (
+            entries := self._kept.entries(is_fitting=self._is_fitting())
+        ):
             writable_section(checkpoint).update(entries)
         self._leave_out_frozen(checkpoint)
         if self._engine is not None and self._options.stage == 3:
             join_shards(checkpoint, self._engine)
-        failure: Exception | None = None
-        try:
+        with failing_together(self.present_collectives):
             self._save(checkpoint, filepath, storage_options)
-        except Exception as error:  # a plugin's may be any
-            failure = error
-        agree_on_failure(self._present_collectives, failure)
 
     def _leave_out_frozen(self, checkpoint: dict[str, Any]) -> None:
         if self.save_trainable_only and self.lightning_module is not None:
@@ -112,6 +163,94 @@ class CheckpointingStrategy(FolderStrategy, KeepingStrategy):
             finally:
                 streamed.finish()
 
+    def _check_writer(self, storage_options: Any) -> None:
+        """Refuse what a folder would pass over.
+
+        Raises:
+            ConfigError: A `CheckpointIO` of the user's, or options for it.
+        """
+        plugin = type(self.checkpoint_io).__name__
+        if storage_options is not None or not isinstance(self.checkpoint_io, CheckpointFiles):
+            raise ConfigError(
+                f"checkpoint_format='sharded' lets each rank write its part of a folder, without a "
+                f"CheckpointIO, got {plugin} and storage_options={storage_options!r}, expected "
+                f"neither. Leave them out, or use checkpoint_format='full'."
+            )
+
+    def _save_folder(self, checkpoint: Mapping[str, Any], filepath: Any, *, alone: bool) -> None:
+        """Write a folder; each rank must call unless one has everything and is alone."""
+        module, step = self.lightning_module, None
+        if not alone and self._engine is not None and module is not None:
+            is_running = module.trainer.state.status == TrainerStatus.RUNNING
+            step = module.trainer.global_step if is_running else None
+        scheme = strategy_name(self)
+        self._folders.save(checkpoint, filepath, scheme=scheme, alone=alone, step=step)
+
+    def finish_save(self) -> None:
+        """Wait until the save in flight is complete, if there is one; each rank must call.
+
+        Raises:
+            CheckpointError: It has failed on some rank.
+        """
+        self._saves.finish()
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if not self._saves.remove_later(filepath, self.checkpoint_io.remove_checkpoint):
+            super().remove_checkpoint(filepath)
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if not self.async_save:
+            return
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        shows = trainer.progress_bar_callback is not None and self.is_global_zero
+        self._saves.open(self.root_device, shows_progress=shows)
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint):
+                self._in_run.enter_context(
+                    knowing_saves_in_flight(
+                        callback, self._saves.will_exist, self._saves.once_complete
+                    )
+                )
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        if self.meets_at_steps:
+            self._saves.advance()
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self._saves.close()
+        self._saves.finish()
+
+    @override
+    def salvaging(
+        self, error: BaseException, *, is_common: bool, gone: Sequence[int]
+    ) -> AbstractContextManager[None]:
+        self._saves.end(error, is_common=is_common)
+        return salvaging(self, error, is_common=is_common, gone=gone, has_all=self._has_all)
+
+    @override
+    def teardown(self) -> None:
+        for part in (self._saves, self._folders, self._kept):
+            part.tear_down()
+        self._resuming = None
+        super().teardown()
+
+    def _follow_data(self, trainer: "pl.Trainer") -> None:
+        """Note the place in the data of the fit that begins, and go on from one that is loaded."""
+        if not self.assigns_samples:
+            self._in_run.enter_context(self._kept.following(trainer))
+
+    def kept_besides(self) -> Mapping[str, Any]:
+        """Return what this rank keeps in this scheme alone; no communication, and no copies."""
+        return {}
+
     @override
     def _begin_run(self, trainer: "pl.Trainer") -> None:
         super()._begin_run(trainer)
@@ -138,7 +277,7 @@ class CheckpointingStrategy(FolderStrategy, KeepingStrategy):
     def _nobody_looks(self, trainer: "pl.Trainer") -> bool:
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         is_seen = may_see_checkpoints(trainer.lightning_module, callbacks)
-        saves_alone = self._present_collectives is None
+        saves_alone = self.present_collectives is None
         is_ours = type(self.checkpoint_io) is CheckpointFiles
         return self.saves_shards and is_ours and not is_seen and not saves_alone
 
@@ -152,14 +291,8 @@ class CheckpointingStrategy(FolderStrategy, KeepingStrategy):
     ) -> dict[str, Any]:
         if self.is_in_process:  # Lightning holds a lock of the process; all see the same file
             return self._load_any(checkpoint_path, weights_only)
-        failure: Exception | None = None
-        checkpoint: dict[str, Any] = {}
-        try:
-            checkpoint = self._load_any(checkpoint_path, weights_only)
-        except Exception as error:  # a plugin's may be any
-            failure = error
-        agree_on_failure(self._present_collectives, failure)
-        return checkpoint
+        with failing_together(self.present_collectives):
+            return self._load_any(checkpoint_path, weights_only)
 
     def read_alone(self, path: Path) -> Mapping[str, Any]:
         """Return a checkpoint that this rank reads by itself, in a run or not.
@@ -172,10 +305,26 @@ class CheckpointingStrategy(FolderStrategy, KeepingStrategy):
             return self._load_folder(path, None)
         return self.checkpoint_io.load_checkpoint(path)
 
+    def _load_folder(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
+        return self._folders.load(path, weights_only, in_full=self._others_see_loaded())
+
+    def _others_see_loaded(self) -> bool:
+        """Whether somebody but us looks at what is loaded."""
+        module = self.lightning_module
+        if module is None or self._engine is not None or not loads_plainly(module):
+            return True
+        return may_see_loaded(module, module.trainer.callbacks)  # type: ignore[attr-defined]
+
     def _load_any(self, checkpoint_path: Any, weights_only: bool | None) -> dict[str, Any]:
         if is_folder(checkpoint_path):
             return self._load_folder(Path(checkpoint_path), weights_only)
         return super().load_checkpoint(checkpoint_path, weights_only)
+
+    @property
+    def _saves_boxes(self) -> bool:
+        """Whether states are asked for as boxes."""
+        is_sharded = self.checkpoint_format == "sharded"
+        return is_sharded and self._engine is not None and self.saves_shards
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -199,7 +348,9 @@ class CheckpointingStrategy(FolderStrategy, KeepingStrategy):
         left_out = left_out_of(checkpoint)
         averages = self._is_fitting() and self._engine is None
         if is_stored(checkpoint["state_dict"]):
-            before = self._take_stored(checkpoint["state_dict"], strict=strict, left_out=left_out)
+            before = self._folders.take_weights(
+                checkpoint["state_dict"], strict=strict, left_out=left_out
+            )
         else:
             before = load_module_state(
                 self.lightning_module,
@@ -207,7 +358,7 @@ class CheckpointingStrategy(FolderStrategy, KeepingStrategy):
                 strict=strict,
                 left_out=left_out,
                 engine=self._engine,
-                agree=partial(agree_on_misfit, self._present_collectives),
+                agree=partial(agree_on_misfit, self.present_collectives),
                 paired=checkpoint.get("current_model_state") if averages else None,  # of averages
             )
         if self._engine is None and "optimizer_states" in checkpoint and self._is_fitting():
@@ -220,7 +371,7 @@ class CheckpointingStrategy(FolderStrategy, KeepingStrategy):
             self._check_full()
             return raw.state_dict() if self.is_global_zero else {}
         if self._saves_boxes:
-            return optimizer_boxes(raw, self._names(), self._engine)
+            return optimizer_boxes(raw, self._folders.names, self._engine)
         if self._streamed is not None:
             return self._streamed.optimizer_state(raw)
         return full_state_dict(raw, self._engine)
@@ -237,15 +388,15 @@ class CheckpointingStrategy(FolderStrategy, KeepingStrategy):
         if self._resuming is None:
             agree_on_misfit(self._collectives, error_of(self._misfits(checkpoint)))
         self._resuming = None
-        self._load_kept(checkpoint)
+        self._kept.load(checkpoint)
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            local = self._local_optimizer_state(state, optimizer)
+            local = self._folders.local_optimizer_state(state, optimizer)
             with self.engine.optimizer_view():
                 optimizer.load_state_dict(local)
 
     def _misfits(self, checkpoint: Mapping[str, Any]) -> list[str]:
         assert self.lightning_module is not None
-        states, misfits = self._checked_names(checkpoint["optimizer_states"])
+        states, misfits = self._folders.checked_names(checkpoint["optimizer_states"])
         return misfits or run_misfits(
             {**checkpoint, "optimizer_states": states},
             self.lightning_module,
@@ -257,8 +408,8 @@ class CheckpointingStrategy(FolderStrategy, KeepingStrategy):
         )
 
     @property
-    @override
     def _has_all(self) -> bool:
+        """Whether this rank alone has the full state, to save it without asking the others."""
         if self._engine is None:
             return not self._left_sharded
         is_split = not isinstance(self._engine.split, Unsplit)

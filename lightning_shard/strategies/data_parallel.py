@@ -26,7 +26,6 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.optim.clipping import global_grad_norm
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
 from lightning_shard.parallel_dimensions.combined_split import combined
-from lightning_shard.parallel_dimensions.dimension import ParallelDimension
 from lightning_shard.parallel_dimensions.run_view import RunView
 from lightning_shard.parallel_dimensions.step_runner import (
     ModuleStep,
@@ -60,7 +59,6 @@ class DataParallelStrategy(CheckpointingStrategy):
     """One model on every rank, each with its own part of the batch."""
 
     stage: int
-    dimensions: Sequence[ParallelDimension] = ()  # of one model; the first splits it first
     engine_type: ClassVar[type[DataParallelEngine]] = DataParallelEngine
     keeps_optimizers: ClassVar[bool] = False  # from a fit's beginning to its end
 
@@ -77,15 +75,12 @@ class DataParallelStrategy(CheckpointingStrategy):
             compression=find_compressor(data.compression),
         )
         self._step_bytes = StepBytes(self._bytes_so_far, self._tally_of_codecs)
-        self._engine: DataParallelEngine | None = None
         self._runner: StepRunner | None = None
         self._in_hooks = ExitStack()  # around the user's, of a fit
         self._sharded: list[ShardedOptimizer] = []
         self._replaced: Collection[ShardedOptimizer] = ()  # in the middle of the fit
         self._averages: list[AverageOfShards] = []
         self._failed = False
-        self._resuming = self._streamed = self._may_stream = None
-        self._left_sharded = False  # by a failed run: there is nothing whole to save
         self._cpu_layer_sync: SyncBatchNormOnCpu | None = None
         self._may_differ_in_batches = False  # of prediction
 
@@ -122,14 +117,14 @@ class DataParallelStrategy(CheckpointingStrategy):
                 self._resuming.check(self._misfits, self.collectives)
         num_parameters = count_parameters(self.model)
         self._start_engine()
-        self._read_stored_weights()
+        self._folders.read_weights()
         for callback in averaging_callbacks(callbacks, fitting=fitting):
             self._averages.append(self._average_of_shards(callback))
         if fitting:
             check_same_optimizers(self.optimizers, self.model, self.collectives)
             self._sharded = [ShardedOptimizer(opt, self.engine) for opt in self.optimizers]
             self._explain_shards(callbacks)
-            self._find_place(trainer)
+            self._follow_data(trainer)
         self.setup_precision_plugin()
         if fitting and self._announces:
             announce(self, strategy_name(self), num_parameters)
@@ -420,8 +415,7 @@ class DataParallelStrategy(CheckpointingStrategy):
             self._detach(self._engine)
             self._left_sharded = self._failed and self._holds_shards
         self._engine, self._sharded, self._averages, self._failed = None, [], [], False
-        self._resuming, self._runner, self._replaced = None, None, ()
-        self._stored_weights = None
+        self._runner, self._replaced = None, ()
         self._may_differ_in_batches = False
         self._revert_layer_sync()
         super().teardown()
@@ -430,7 +424,7 @@ class DataParallelStrategy(CheckpointingStrategy):
         """Make the module full on every rank, the optimizers' state on rank 0."""
         states = []
         if self._is_fitting():
-            self._keep_state(failed=self._failed)
+            self._kept.keep(failed=self._failed)
         if not self._failed and self._holds_shards:
             states = [full_state_dict(sharded.optimizer, engine) for sharded in self._sharded]
         for average in self._averages:

@@ -268,7 +268,7 @@ class ElasticStrategy(DataParallelStrategy):
 
     def drop_generation(self) -> None:
         """Leave the engine and the groups as they are, broken or not; not collective."""
-        self._discard_save()
+        self._saves.discard()
         if self._engine is not None:
             for sharded in self._sharded:
                 sharded.detach()

@@ -260,16 +260,11 @@ class LocalSGDStrategy(LocalUpdates):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
-    def _own_state(self) -> dict[str, Any]:
-        own = super()._own_state()
-        if self._local is not None:
-            own["local_sgd"] = self._local.own_state()
-            own["optimizers"] = [state_by_name(one, self._names()) for one in self.optimizers]
-        return own
-
-    def _names(self) -> dict[nn.Parameter, str]:
-        assert self.lightning_module is not None
-        return {param: name for name, param in self.lightning_module.named_parameters()}
+    def kept_besides(self) -> Mapping[str, Any]:
+        if self._local is None:
+            return {}
+        optimizers = [state_by_name(one, self._folders.names) for one in self.optimizers]
+        return {"local_sgd": self._local.own_state(), "optimizers": optimizers}
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
@@ -281,7 +276,7 @@ class LocalSGDStrategy(LocalUpdates):
         for optimizer, state, mine in zip(
             self.optimizers, states, own.get("optimizers", ()), strict=False
         ):
-            mixed = with_state_by_name(state, mine, optimizer, self._names())
+            mixed = with_state_by_name(state, mine, optimizer, self._folders.names)
             with self.engine.optimizer_view():
                 optimizer.load_state_dict(local_state_dict(mixed, optimizer, self.engine))
 

@@ -44,7 +44,7 @@ class LocalUpdates(DataParallelStrategy):
             self._in_loops.enter_context(without_sigterm_broadcast(trainer))
             self._in_loops.enter_context(around_validation(trainer, self._consensus))
             self._in_loops.enter_context(after_training_epochs(trainer, self._end_epoch))
-            self._in_loops.enter_context(after_training_epochs(trainer, self._advance_save))
+            self._in_loops.enter_context(after_training_epochs(trainer, self._saves.advance))
 
     @override
     def _end_steps(self) -> None:

@@ -10,61 +10,57 @@ rank that has failed alone would wait for peers that are somewhere else, or writ
 state to a file that looks full.
 """
 
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NoReturn
 from unittest.mock import patch
 
-from typing_extensions import override
-
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.errors import CheckpointError
-from lightning_shard.strategies.base import ShardStrategy
 from lightning_shard.strategies.preemption import saving_once
 
 
-class SalvagingStrategy(ShardStrategy):
-    """Knows which part of the state this rank has, and saves accordingly after a failure."""
+def salvaging(
+    strategy: Any, error: BaseException, *, is_common: bool, gone: Sequence[int], has_all: bool
+) -> AbstractContextManager[None]:
+    """Make the context in which callbacks hear of an exception and may save checkpoints.
 
-    _engine: DataParallelEngine | None
+    Args:
+        strategy: The strategy of this rank.
+        error: Exception that this rank has raised.
+        is_common: Whether all ranks have raised at the same place, and enter this, too.
+        gone: Ranks that have died.
+        has_all: Whether this rank alone has the full state, to save it without asking the others.
+    """
+    if is_common and strategy.present_collectives is not None:
+        if strategy.has_shut_down_together:
+            return _saving_after_signal(strategy, error)
+        return _saving_together(strategy)
+    if has_all:
+        left = (rank for rank in range(strategy.world_size) if rank not in gone)
+        writes = strategy.global_rank == next(left, 0)
+        return saving_alone(strategy, strategy.present_engine, writes=writes)
+    return saving_nothing(
+        strategy,
+        f"the ranks have stopped at different places, this one with {type(error).__name__}, and "
+        f"each has a part of the state only",
+    )
 
-    @property
-    @abstractmethod
-    def _has_all(self) -> bool:
-        """Whether this rank alone has the full state, to save it without asking the others."""
 
-    @override
-    def salvaging(
-        self, error: BaseException, *, is_common: bool, gone: Sequence[int]
-    ) -> AbstractContextManager[None]:
-        if is_common and self._collectives is not None:
-            if self.has_shut_down_together:
-                return self._salvaging_after_signal(error)
-            return self._salvaging_together()
-        if self._has_all:
-            left = (rank for rank in range(self.world_size) if rank not in gone)
-            return saving_alone(self, self._engine, writes=self.global_rank == next(left, 0))
-        return saving_nothing(
-            self,
-            f"the ranks have stopped at different places, this one with {type(error).__name__}, "
-            f"and each has a part of the state only",
-        )
+@contextmanager
+def _saving_after_signal(strategy: Any, error: BaseException) -> Iterator[None]:
+    with _saving_together(strategy), saving_once(strategy, error):
+        yield
 
-    @contextmanager
-    def _salvaging_after_signal(self, error: BaseException) -> Iterator[None]:
-        with self._salvaging_together(), saving_once(self, error):
-            yield
 
-    def _salvaging_together(self) -> AbstractContextManager[None]:
-        assert self.lightning_module is not None
-        steps = self.collectives.all_gather_object(self.lightning_module.trainer.global_step)
-        if len(set(steps)) == 1:
-            return nullcontext()
-        return saving_nothing(
-            self, f"the ranks have raised after different numbers of steps, {steps}"
-        )
+def _saving_together(strategy: Any) -> AbstractContextManager[None]:
+    steps = strategy.collectives.all_gather_object(strategy.lightning_module.trainer.global_step)
+    if len(set(steps)) == 1:
+        return nullcontext()
+    return saving_nothing(
+        strategy, f"the ranks have raised after different numbers of steps, {steps}"
+    )
 
 
 class Sole:

@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.core.hooks import CheckpointHooks
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 _HOOKS = sorted(
@@ -40,6 +41,13 @@ def may_see_checkpoints(module: "pl.LightningModule", callbacks: Sequence[Callba
     """Whether user code has a hook that is given a checkpoint before it is saved."""
     owners = [(module, pl.LightningModule), *((one, Callback) for one in callbacks)]
     return any(is_overridden("on_save_checkpoint", owner, parent) for owner, parent in owners)
+
+
+def may_see_loaded(module: "pl.LightningModule", callbacks: Sequence[Callback]) -> bool:
+    """Whether user code has a hook that is given a checkpoint that is loaded."""
+    return type(module).on_load_checkpoint is not CheckpointHooks.on_load_checkpoint or any(
+        type(one).on_load_checkpoint is not Callback.on_load_checkpoint for one in callbacks
+    )
 
 
 @contextmanager

@@ -5,26 +5,19 @@ of `dcp.save` without these has its tensors as weights.
 """
 
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from lightning_shard.checkpoint.conversion.unread import is_unread
-from lightning_shard.checkpoint.sharded.folder import WEIGHTS, StoredFolder
+from lightning_shard.checkpoint.sharded.entries import (
+    nothing_kept,
+    optimizer_entry,
+    roots_of,
+)
+from lightning_shard.checkpoint.sharded.folder import StoredFolder
 from lightning_shard.errors import CheckpointError
 
-_OPTIMIZER = "optimizer_"
 _OTHERS_OPTIMIZERS = ("optimizer", "optim", "optimizers")
 _OTHERS_STATE = (*_OTHERS_OPTIMIZERS, "lr_scheduler", "lr_schedulers", "dataloader", "train_state")
-
-
-def nothing_kept() -> dict[str, Any]:
-    """Return what Lightning asks of a checkpoint, for weights that come without it."""
-    return {
-        "epoch": 0,
-        "global_step": 0,
-        "pytorch-lightning_version": _lightning_version(),
-        "state_dict": {},
-    }
 
 
 def folder_checkpoint(
@@ -40,23 +33,20 @@ def folder_checkpoint(
     Raises:
         CheckpointError: It has an optimizer in a form that cannot be told from its names.
     """
-    weights = next((root for root in WEIGHTS if root in folder.roots), None)
+    weights, states, others = roots_of(folder)
     checkpoint = {**nothing_kept(), **meta}
-    others = [root for root in folder.roots if root != weights]
     if weights is None:
-        names = [root for root in others if _is_weight(root)]
+        names = [root for root in others if root.partition(".")[0] not in _OTHERS_STATE]
         checkpoint["state_dict"] = _flat({root: folder.nested(root) for root in names}, "")
         others = [root for root in others if root not in names]
     else:
         checkpoint["state_dict"] = folder.nested(weights)
-    states = sorted((root for root in others if root.startswith(_OPTIMIZER)), key=_number)
     states += [root for root in others if root in _OTHERS_OPTIMIZERS]
     if weights_only:
         return checkpoint
     if states:
         checkpoint["optimizer_states"] = [
-            numbered({"state": {}, "param_groups": [], **folder.nested(root)}, folder.path)
-            for root in states
+            numbered(optimizer_entry(folder, root), folder.path) for root in states
         ]
     checkpoint |= {root: folder.nested(root) for root in others if root not in states}
     return checkpoint
@@ -93,11 +83,6 @@ def _unknown_form(path: Any) -> CheckpointError:
     )
 
 
-def _is_weight(root: str) -> bool:
-    first = root.partition(".")[0]
-    return first not in _OTHERS_STATE and not first.startswith(_OPTIMIZER)
-
-
 def _flat(nested: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     """Return tensors by the path of their keys; other values are no weights."""
     found: dict[str, Any] = {}
@@ -107,17 +92,3 @@ def _flat(nested: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         elif isinstance(value, Mapping):
             found |= _flat(value, f"{prefix}{key}.")
     return found
-
-
-def _number(root: str) -> int:
-    digits = root.removeprefix(_OPTIMIZER)
-    return int(digits) if digits.isdigit() else 0
-
-
-def _lightning_version() -> str:
-    for name in ("lightning", "pytorch-lightning"):
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return "2.6.0"

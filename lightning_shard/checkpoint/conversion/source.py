@@ -14,11 +14,12 @@ from typing import Any, Literal
 import torch
 
 from lightning_shard.checkpoint.conversion.archive import ArchiveFile
-from lightning_shard.checkpoint.conversion.folder_source import folder_checkpoint, nothing_kept
+from lightning_shard.checkpoint.conversion.folder_source import folder_checkpoint
 from lightning_shard.checkpoint.conversion.safetensors_files import read_safetensors
 from lightning_shard.checkpoint.conversion.unread import is_unread, present
 from lightning_shard.checkpoint.files.places import inside, local_path, remote_place
 from lightning_shard.checkpoint.files.reading import read_file
+from lightning_shard.checkpoint.sharded.entries import nothing_kept
 from lightning_shard.checkpoint.sharded.folder import META_FILE, StoredFolder
 from lightning_shard.checkpoint.sharded.index import INDEX_FILE
 from lightning_shard.errors import CheckpointError, CheckpointNotFoundError

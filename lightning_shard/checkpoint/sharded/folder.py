@@ -36,7 +36,6 @@ from lightning_shard.checkpoint.sharded.index import (
 from lightning_shard.errors import CheckpointError
 
 META_FILE = "meta.pt"
-WEIGHTS = ("state_dict", "model")  # as the strategies call them
 
 
 def is_sharded_folder(path: str | Path) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_shard import AsyncSGDStrategy, ElasticStrategy, LocalSGDStrategy, ZeRO3Strategy
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.checkpoint.run_folders import RunFolders
 from lightning_shard.errors import CheckpointError, ConfigError
 from lightning_shard.strategies.checkpoints import CheckpointingStrategy
 from tests.checkpoint.sharded.runs import LAYOUTS, SAVED_AFTER, Model, fit, quiet_trainer, saving
@@ -69,7 +70,7 @@ STEPS_OF_CHECKPOINTS = (
     "save_checkpoint",
     "load_checkpoint",
     "load_model_state_dict",
-    "_read_stored_weights",
+    "read_weights",
     "load_optimizer_state_dict",
 )
 
@@ -80,8 +81,9 @@ def test_nothing_is_gathered_while_saving_and_loading(
 ) -> None:
     inside, gathered, entered = list[str](), list[str](), set[str]()
 
-    def counting(name: str) -> Any:
-        real = getattr(CheckpointingStrategy, name)
+    def counting(name: str) -> None:
+        owner = RunFolders if name == "read_weights" else CheckpointingStrategy
+        real = getattr(owner, name)
 
         def called(*args: Any, **kwargs: Any) -> Any:
             inside.append(name)
@@ -91,7 +93,7 @@ def test_nothing_is_gathered_while_saving_and_loading(
             finally:
                 inside.remove(name)
 
-        return called
+        monkeypatch.setattr(owner, name, called)
 
     def watching(name: str) -> Any:
         real = getattr(Collectives, name)
@@ -103,7 +105,7 @@ def test_nothing_is_gathered_while_saving_and_loading(
         return called
 
     for name in STEPS_OF_CHECKPOINTS:
-        monkeypatch.setattr(CheckpointingStrategy, name, counting(name))
+        counting(name)
     for name in ("all_gather", "broadcast", "all_reduce"):
         monkeypatch.setattr(Collectives, name, watching(name))
     path = saving(sharded(layout), tmp_path, made())

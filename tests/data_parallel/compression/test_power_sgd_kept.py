@@ -259,7 +259,7 @@ def test_tied_weights_have_one_residual_and_lose_nothing(
     class Look(L.Callback):
         def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
             assert isinstance(trainer.strategy, DataParallelStrategy)
-            states.append(trainer.strategy._shared_state().get("compression", {}))
+            states.append(trainer.strategy._kept.shared_state().get("compression", {}))
 
     made = strategy(backend="in_process", compression=PowerSGD(rank=1))
     plain = {"accumulate_grad_batches": 1, "gradient_clip_val": None}

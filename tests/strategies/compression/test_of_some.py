@@ -56,7 +56,7 @@ class Linear(L.LightningModule):
 
     def on_train_end(self) -> None:
         strategy = self.trainer.strategy
-        self.seen["kept"] = strategy._shared_state().get("compression", {}).get("residual", {})
+        self.seen["kept"] = strategy._kept.shared_state().get("compression", {}).get("residual", {})
         self.seen["moments"] = [
             optimizer.state[param].get("exp_avg", torch.zeros(1)).mean().item()
             for optimizer in self.trainer.optimizers

@@ -1,0 +1,174 @@
+"""Saving and loading folders of the sharded format: no rank gathers what it saves or loads.
+
+    lightning_module_state_dict,    boxes of this rank's shards, by the module's own names
+    optimizer_state
+    save_checkpoint                 writes them; the rest of Lightning's dictionary is meta.pt
+
+    load_checkpoint                 meta.pt, and tensors of which nothing has been read
+    load_model_state_dict           checks them against the module; buffers are loaded
+    setup                           reads the weights into shards, once an engine has them
+    load_optimizer_state_dict       reads the optimizers' state into shards
+
+A module, or a callback, whose own code sees what is loaded gets full tensors instead.
+"""
+
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_shard.checkpoint.async_save.background_saves import BackgroundSaves
+from lightning_shard.checkpoint.checkpointed_run import CheckpointedRun
+from lightning_shard.checkpoint.misfits import WEIGHTS_ADVICE, misfit_error
+from lightning_shard.checkpoint.module_snapshot import ModuleSnapshot
+from lightning_shard.checkpoint.optimizer_state import local_state_dict
+from lightning_shard.checkpoint.resuming import agree_on_misfit
+from lightning_shard.checkpoint.section import writable_section
+from lightning_shard.checkpoint.sharded.entries import (
+    checkpoint_of,
+    folder_entries,
+    lightning_version,
+)
+from lightning_shard.checkpoint.sharded.folder import StoredFolder, StoredTensor, has_stored
+from lightning_shard.checkpoint.sharded.named_optimizers import name_misfits, numbered_state
+from lightning_shard.checkpoint.sharded.reading import (
+    local_optimizer_state,
+    placeholders,
+    read_weights,
+)
+from lightning_shard.checkpoint.sharded.stored_misfits import load_rest, weight_misfits
+from lightning_shard.checkpoint.sharded.writing import verify_share
+
+
+class RunFolders:
+    """How one rank's part of a run's state goes to folders and back.
+
+    Args:
+        run: The run whose state it is.
+        saves: Writes the folders.
+    """
+
+    def __init__(self, run: CheckpointedRun, saves: BackgroundSaves) -> None:
+        self._run, self._saves = run, saves
+        self._stored: Mapping[str, Any] | None = None  # weights, until there is an engine
+
+    @property
+    def names(self) -> dict[nn.Parameter, str]:
+        """Name of each parameter of the module."""
+        module = self._run.lightning_module
+        assert module is not None
+        return {param: name for name, param in module.named_parameters()}
+
+    def save(
+        self,
+        checkpoint: Mapping[str, Any],
+        path: Any,
+        *,
+        scheme: str,
+        alone: bool,
+        step: int | None,
+    ) -> None:
+        """Write a folder; each rank must call unless one has everything and is alone.
+
+        Args:
+            checkpoint: Lightning's checkpoint, with this rank's boxes.
+            path: Where the folder is to be.
+            scheme: Name of the strategy, which the folder tells.
+            alone: Whether this rank has everything, and asks nobody.
+            step: As for `BackgroundSaves.write`.
+        """
+        run = self._run
+        keeps = alone or run.global_rank == 0
+        state, meta = folder_entries(checkpoint, run.optimizers, self.names, keeps=keeps)
+        section, mesh = writable_section(meta), run.mesh
+        section["layout"] = {
+            "scheme": scheme,
+            "ranks": run.world_size,
+            "mesh": {**asdict(mesh), "axis_order": list(mesh.axis_order)},
+        }
+        lightning = checkpoint.get("pytorch-lightning_version", lightning_version())
+        section["versions"] = {"torch": str(torch.__version__), "lightning": lightning}
+        group = None if alone else run.present_collectives
+        self._saves.write(path, state, meta if keeps else None, group, step=step)
+
+    def load(self, path: Path, weights_only: bool | None, *, in_full: bool) -> dict[str, Any]:
+        """Return a folder's checkpoint, whose optimizers' states are not read.
+
+        Args:
+            path: The folder.
+            weights_only: As for `torch.load`.
+            in_full: Whether weights are read, full, since others than this package look at them.
+        """
+        verify_share(path, self._run.global_rank, self._run.world_size)
+        return checkpoint_of(StoredFolder(path, weights_only), in_full=in_full)
+
+    def take_weights(
+        self, state: Mapping[str, Any], *, strict: bool, left_out: Container[str]
+    ) -> ModuleSnapshot:
+        """Check stored weights against the module, load the rest, and read the weights later.
+
+        Args:
+            state: Stored tensors and other values by name.
+            strict: As for `torch.nn.Module.load_state_dict`.
+            left_out: Names that may be missing all the same.
+
+        Returns:
+            The module before.
+        """
+        module = self._run.lightning_module
+        assert module is not None
+        found = weight_misfits(module, state, strict=strict, left_out=left_out)
+        error = misfit_error(type(module).__name__, found, WEIGHTS_ADVICE) if found else None
+        agree_on_misfit(self._run.present_collectives, error)
+        before = ModuleSnapshot(module, with_parameters=False)
+        load_rest(module, state)
+        self._stored = state
+        return before
+
+    def read_weights(self) -> None:
+        """Read the weights that a checkpoint has promised, where there is one; each rank must."""
+        if self._stored is not None:
+            assert self._run.lightning_module is not None
+            assert self._run.present_engine is not None
+            read_weights(self._run.lightning_module, self._stored, self._run.present_engine)
+            self._stored = None
+
+    def tear_down(self) -> None:
+        """Forget weights that were not read."""
+        self._stored = None
+
+    def local_optimizer_state(
+        self, state: Mapping[str, Any], optimizer: Optimizer
+    ) -> dict[str, Any]:
+        """Return this rank's shards of an optimizer's state, full or stored."""
+        engine = self._run.present_engine
+        assert engine is not None
+        numbered = numbered_state(state, optimizer, self.names)
+        if has_stored(numbered):
+            return local_optimizer_state(numbered, optimizer, engine)
+        return local_state_dict(numbered, optimizer, engine)
+
+    def checked_names(self, states: Sequence[Mapping[str, Any]]) -> tuple[list[Any], list[str]]:
+        """Return states by number, without elements, and the misfits of the names in them."""
+        optimizers = self._run.optimizers
+        if len(states) != len(optimizers):
+            return placeholders(states), []
+        names, pairs = self.names, list(zip(states, optimizers, strict=True))
+        found = [misfit for pair in pairs for misfit in name_misfits(*pair, names)]
+        if found:
+            return [], found
+        return placeholders([numbered_state(*pair, names) for pair in pairs]), []
+
+
+def is_stored(state: Mapping[str, Any]) -> bool:
+    """Whether weights are in a folder, and were not read."""
+    return any(isinstance(value, StoredTensor) for value in state.values())
+
+
+def is_folder(filepath: Any) -> bool:
+    """Whether a checkpoint is a folder, as those of the sharded format are."""
+    return Path(filepath).is_dir()

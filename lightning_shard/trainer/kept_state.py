@@ -1,0 +1,138 @@
+"""What a checkpoint holds beside Lightning's and torch's entries, for all ranks and for each.
+
+    shared   compression's averages ...                         for any other mesh
+    own      random streams, place in the data, residuals ...   for this rank of the same mesh
+
+Both are the section `lightning_shard`, see `checkpoint.by_rank`. After a fit each rank keeps its
+own, for a checkpoint that is saved then; ranks of one process bring it together while they are
+there.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import lightning.pytorch as pl
+import torch
+from torch.utils._pytree import tree_map_only
+
+from lightning_shard.checkpoint.by_rank import gather_entries, own_entry
+from lightning_shard.checkpoint.checkpointed_run import CheckpointedRun
+from lightning_shard.checkpoint.section import section_of
+from lightning_shard.data_parallel.compression.state import full_state, load_full_state, own_state
+from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.data_parallel.host_copies import host_copy
+from lightning_shard.trainer.place_in_data import PlaceInData
+
+
+class Dimension(Protocol):
+    """A way in which ranks share a model, which may draw random numbers of its own."""
+
+    random_state: Any  # None where it draws none
+
+    @property
+    def axis(self) -> str:
+        """Its axis of the mesh."""
+
+
+class KeepingRun(CheckpointedRun, Protocol):
+    """A run whose ranks keep something for themselves."""
+
+    @property
+    def is_in_process(self) -> bool:
+        """Whether all ranks run inside this process."""
+
+    @property
+    def dimensions(self) -> Sequence[Dimension]:
+        """The ways in which ranks share the model."""
+
+    def kept_besides(self) -> Mapping[str, Any]:
+        """Return what this rank keeps that no other run does; no communication, and no copies."""
+
+
+class KeptState:
+    """What one rank keeps for checkpoints, in a fit and after it.
+
+    Args:
+        run: The run whose state it is.
+    """
+
+    def __init__(self, run: KeepingRun) -> None:
+        self._run = run
+        self._place: PlaceInData | None = None  # of a fit
+        self._shared: Mapping[str, Any] = {}  # of the last fit; on rank 0
+        self._own: Mapping[str, Any] = {}  # of the last fit
+
+    def following(self, trainer: "pl.Trainer") -> AbstractContextManager[None]:
+        """Inside, note the place in the data, and go on from one that is loaded."""
+        self._place = PlaceInData(trainer, self._run.root_device, self._random_dimensions)
+        return self._place.inside()
+
+    def tear_down(self) -> None:
+        """Forget the fit's place in the data."""
+        self._place = None
+
+    def shared_state(self) -> dict[str, Any]:
+        """Return what counts for all ranks, on rank 0; each rank must call."""
+        engine = self._run.present_engine
+        if engine is None or engine.options.compression is None:
+            return {}
+        keep = engine.is_first
+        state = full_state(engine.options.compression, engine.exchanges, keep=keep)
+        return {"compression": state} if keep else {}
+
+    def _own_state(self, engine: DataParallelEngine) -> dict[str, Any]:
+        """Return what this rank goes on from; no communication, and no copies."""
+        own = self._random_dimensions() if self._place is None else self._place.state()
+        if compression := own_state(engine.exchanges):
+            own["compression"] = compression
+        return {**own, **self._run.kept_besides()}
+
+    def _random_dimensions(self) -> dict[str, Any]:
+        """Return what dimensions draw their own random numbers from, by axis."""
+        states = {one.axis: one.random_state for one in self._run.dimensions}
+        return {axis: {"random": state} for axis, state in states.items() if state is not None}
+
+    def entries(self, *, is_fitting: bool) -> dict[str, Any]:
+        """Return the section's entries on rank 0; each rank must call.
+
+        Args:
+            is_fitting: Whether a fit runs; if not, they are those of the last one.
+        """
+        shared, own, engine = self._shared, self._own, self._run.present_engine
+        if is_fitting and engine is not None:
+            shared, own = self.shared_state(), self._own_state(engine)
+        return {**shared, **self._gathered(own)}
+
+    def _gathered(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        run = self._run
+        if not own or run.present_collectives is None:
+            return {}
+        return gather_entries(own, run.mesh, run.present_collectives, run.root_device)
+
+    def keep(self, *, failed: bool) -> None:
+        """At the end of a fit, keep its state for checkpoints that are saved later; collective."""
+        self._shared, self._own = {}, {}
+        if failed:
+            return
+        assert self._run.present_engine is not None
+        shared, own = self.shared_state(), self._own_state(self._run.present_engine)
+        if self._run.is_in_process:
+            self._shared = {**shared, **self._gathered(own)}
+        else:
+            self._shared, self._own = shared, tree_map_only(torch.Tensor, host_copy, own)
+
+    def load(self, checkpoint: Mapping[str, Any]) -> None:
+        """Go on from what the ranks have kept; no communication."""
+        run, section = self._run, section_of(checkpoint)
+        own = own_entry(section, run.mesh, run.global_rank)
+        assert run.present_engine is not None
+        compressor = run.present_engine.options.compression
+        if compressor is not None:
+            shared, exchanges = section.get("compression", {}), run.present_engine.exchanges
+            load_full_state(compressor, exchanges, shared, own.get("compression"))
+        for one in run.dimensions:
+            if one.axis in own:
+                one.random_state = own[one.axis]["random"]
+        if self._place is not None:
+            self._place.go_on(own, section.get("rank_0", {}))
