@@ -4,6 +4,7 @@
     the section of our strategies, its number   section
     what each rank keeps, its random streams    by_rank, random_state
     does a checkpoint fit the run               resuming, misfits, optimizer_misfits, kept_misfits
+    folders of a run, and what they ask of it   run_folders, checkpointed_run
     one rank's shards at a step boundary        rank_snapshot, state_entries, host_buffers
 
 The state of compression is written and read in `data_parallel.compression.state`, below local SGD,

@@ -4,6 +4,7 @@
     torch's writer of folders, in two halves           staged_writer
     one folder that is being written                   unfinished_folder
     one save, from the copy to its place               save_in_flight
+    a rank's saves, and where in a run they end        background_saves
 
     rank 0   copy ─┬─ steps ─────────┬─ steps ───────────┬─ steps
              plan  │ writer: my file │ index, rename     │ complete

@@ -5,6 +5,8 @@
                                     run_state
     the folder, written             writing
     the folder, read                folder, reading
+    which entry of Lightning's checkpoint is where in it
+                                    entries
     what it may hold, what fits     index, stored_misfits, named_optimizers, load_hooks
 
     NAME/.metadata          DCP's index, written last: a folder without it is no checkpoint
