@@ -48,23 +48,16 @@ class RunFolders:
     """How one rank's part of a run's state goes to folders and back.
 
     Args:
-        run: The run whose state it is.
         saves: Writes the folders.
     """
 
-    def __init__(self, run: CheckpointedRun, saves: BackgroundSaves) -> None:
-        self._run, self._saves = run, saves
+    def __init__(self, saves: BackgroundSaves) -> None:
+        self._saves = saves
         self._stored: Mapping[str, Any] | None = None  # weights, until there is an engine
-
-    @property
-    def names(self) -> dict[nn.Parameter, str]:
-        """Name of each parameter of the module."""
-        module = self._run.lightning_module
-        assert module is not None
-        return {param: name for name, param in module.named_parameters()}
 
     def save(
         self,
+        run: CheckpointedRun,
         checkpoint: Mapping[str, Any],
         path: Any,
         *,
@@ -75,15 +68,15 @@ class RunFolders:
         """Write a folder; each rank must call unless one has everything and is alone.
 
         Args:
+            run: The run that is saved.
             checkpoint: Lightning's checkpoint, with this rank's boxes.
             path: Where the folder is to be.
             scheme: Name of the strategy, which the folder tells.
             alone: Whether this rank has everything, and asks nobody.
             step: As for `BackgroundSaves.write`.
         """
-        run = self._run
         keeps = alone or run.global_rank == 0
-        state, meta = folder_entries(checkpoint, run.optimizers, self.names, keeps=keeps)
+        state, meta = folder_entries(checkpoint, run.optimizers, names_of(run), keeps=keeps)
         section, mesh = writable_section(meta), run.mesh
         section["layout"] = {
             "scheme": scheme,
@@ -95,23 +88,18 @@ class RunFolders:
         group = None if alone else run.present_collectives
         self._saves.write(path, state, meta if keeps else None, group, step=step)
 
-    def load(self, path: Path, weights_only: bool | None, *, in_full: bool) -> dict[str, Any]:
-        """Return a folder's checkpoint, whose optimizers' states are not read.
-
-        Args:
-            path: The folder.
-            weights_only: As for `torch.load`.
-            in_full: Whether weights are read, full, since others than this package look at them.
-        """
-        verify_share(path, self._run.global_rank, self._run.world_size)
-        return checkpoint_of(StoredFolder(path, weights_only), in_full=in_full)
-
     def take_weights(
-        self, state: Mapping[str, Any], *, strict: bool, left_out: Container[str]
+        self,
+        run: CheckpointedRun,
+        state: Mapping[str, Any],
+        *,
+        strict: bool,
+        left_out: Container[str],
     ) -> ModuleSnapshot:
         """Check stored weights against the module, load the rest, and read the weights later.
 
         Args:
+            run: The run that takes them.
             state: Stored tensors and other values by name.
             strict: As for `torch.nn.Module.load_state_dict`.
             left_out: Names that may be missing all the same.
@@ -119,49 +107,72 @@ class RunFolders:
         Returns:
             The module before.
         """
-        module = self._run.lightning_module
+        module = run.lightning_module
         assert module is not None
         found = weight_misfits(module, state, strict=strict, left_out=left_out)
         error = misfit_error(type(module).__name__, found, WEIGHTS_ADVICE) if found else None
-        agree_on_misfit(self._run.present_collectives, error)
+        agree_on_misfit(run.present_collectives, error)
         before = ModuleSnapshot(module, with_parameters=False)
         load_rest(module, state)
         self._stored = state
         return before
 
-    def read_weights(self) -> None:
+    def read_weights(self, run: CheckpointedRun) -> None:
         """Read the weights that a checkpoint has promised, where there is one; each rank must."""
         if self._stored is not None:
-            assert self._run.lightning_module is not None
-            assert self._run.present_engine is not None
-            read_weights(self._run.lightning_module, self._stored, self._run.present_engine)
+            assert run.lightning_module is not None
+            assert run.present_engine is not None
+            read_weights(run.lightning_module, self._stored, run.present_engine)
             self._stored = None
 
     def tear_down(self) -> None:
         """Forget weights that were not read."""
         self._stored = None
 
-    def local_optimizer_state(
-        self, state: Mapping[str, Any], optimizer: Optimizer
-    ) -> dict[str, Any]:
-        """Return this rank's shards of an optimizer's state, full or stored."""
-        engine = self._run.present_engine
-        assert engine is not None
-        numbered = numbered_state(state, optimizer, self.names)
-        if has_stored(numbered):
-            return local_optimizer_state(numbered, optimizer, engine)
-        return local_state_dict(numbered, optimizer, engine)
 
-    def checked_names(self, states: Sequence[Mapping[str, Any]]) -> tuple[list[Any], list[str]]:
-        """Return states by number, without elements, and the misfits of the names in them."""
-        optimizers = self._run.optimizers
-        if len(states) != len(optimizers):
-            return placeholders(states), []
-        names, pairs = self.names, list(zip(states, optimizers, strict=True))
-        found = [misfit for pair in pairs for misfit in name_misfits(*pair, names)]
-        if found:
-            return [], found
-        return placeholders([numbered_state(*pair, names) for pair in pairs]), []
+def load_folder(
+    run: CheckpointedRun, path: Path, weights_only: bool | None, *, in_full: bool
+) -> dict[str, Any]:
+    """Return a folder's checkpoint, whose optimizers' states are not read.
+
+    Args:
+        run: The run that is loaded.
+        path: The folder of the checkpoint.
+        weights_only: As for `torch.load`.
+        in_full: Whether weights are read, full, since others than this package look at them.
+    """
+    verify_share(path, run.global_rank, run.world_size)
+    return checkpoint_of(StoredFolder(path, weights_only), in_full=in_full)
+
+
+def names_of(run: CheckpointedRun) -> dict[nn.Parameter, str]:
+    """Return the name of each parameter of the run's module."""
+    assert run.lightning_module is not None
+    return {param: name for name, param in run.lightning_module.named_parameters()}
+
+
+def local_state(
+    run: CheckpointedRun, state: Mapping[str, Any], optimizer: Optimizer
+) -> dict[str, Any]:
+    """Return this rank's shards of an optimizer's state, full or stored."""
+    assert run.present_engine is not None
+    numbered = numbered_state(state, optimizer, names_of(run))
+    if has_stored(numbered):
+        return local_optimizer_state(numbered, optimizer, run.present_engine)
+    return local_state_dict(numbered, optimizer, run.present_engine)
+
+
+def checked_names(
+    run: CheckpointedRun, states: Sequence[Mapping[str, Any]]
+) -> tuple[list[Any], list[str]]:
+    """Return states by number, without elements, and the misfits of the names in them."""
+    if len(states) != len(run.optimizers):
+        return placeholders(states), []
+    names, pairs = names_of(run), list(zip(states, run.optimizers, strict=True))
+    found = [misfit for pair in pairs for misfit in name_misfits(*pair, names)]
+    if found:
+        return [], found
+    return placeholders([numbered_state(*pair, names) for pair in pairs]), []
 
 
 def is_stored(state: Mapping[str, Any]) -> bool:

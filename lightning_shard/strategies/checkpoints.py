@@ -37,7 +37,15 @@ from lightning_shard.checkpoint.resuming import (
     failing_together,
     run_misfits,
 )
-from lightning_shard.checkpoint.run_folders import RunFolders, is_folder, is_stored
+from lightning_shard.checkpoint.run_folders import (
+    RunFolders,
+    checked_names,
+    is_folder,
+    is_stored,
+    load_folder,
+    local_state,
+    names_of,
+)
 from lightning_shard.checkpoint.section import section_of, writable_section
 from lightning_shard.checkpoint.sharded.load_hooks import loads_plainly
 from lightning_shard.checkpoint.sharded.run_state import module_boxes, optimizer_boxes
@@ -81,8 +89,8 @@ class CheckpointingStrategy(ShardStrategy):
     def __init__(self, **options: Unpack[RunOptions]) -> None:
         super().__init__(**options)
         self._saves = BackgroundSaves()
-        self._folders = RunFolders(self, self._saves)
-        self._kept = KeptState(self)
+        self._folders = RunFolders(self._saves)
+        self._kept = KeptState()
 
     @property
     def mesh(self) -> ParallelMesh:
@@ -121,7 +129,7 @@ class CheckpointingStrategy(ShardStrategy):
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
         if "optimizer_states" in checkpoint and (
-            entries := self._kept.entries(is_fitting=self._is_fitting())
+            entries := self._kept.entries(self, is_fitting=self._is_fitting())
         ):
             writable_section(checkpoint).update(entries)
         self._leave_out_frozen(checkpoint)
@@ -184,7 +192,7 @@ class CheckpointingStrategy(ShardStrategy):
             is_running = module.trainer.state.status == TrainerStatus.RUNNING
             step = module.trainer.global_step if is_running else None
         scheme = strategy_name(self)
-        self._folders.save(checkpoint, filepath, scheme=scheme, alone=alone, step=step)
+        self._folders.save(self, checkpoint, filepath, scheme=scheme, alone=alone, step=step)
 
     def finish_save(self) -> None:
         """Wait until the save in flight is complete, if there is one; each rank must call.
@@ -245,7 +253,7 @@ class CheckpointingStrategy(ShardStrategy):
     def _follow_data(self, trainer: "pl.Trainer") -> None:
         """Note the place in the data of the fit that begins, and go on from one that is loaded."""
         if not self.assigns_samples:
-            self._in_run.enter_context(self._kept.following(trainer))
+            self._in_run.enter_context(self._kept.following(self, trainer))
 
     def kept_besides(self) -> Mapping[str, Any]:
         """Return what this rank keeps in this scheme alone; no communication, and no copies."""
@@ -306,7 +314,7 @@ class CheckpointingStrategy(ShardStrategy):
         return self.checkpoint_io.load_checkpoint(path)
 
     def _load_folder(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
-        return self._folders.load(path, weights_only, in_full=self._others_see_loaded())
+        return load_folder(self, path, weights_only, in_full=self._others_see_loaded())
 
     def _others_see_loaded(self) -> bool:
         """Whether somebody but us looks at what is loaded."""
@@ -349,7 +357,7 @@ class CheckpointingStrategy(ShardStrategy):
         averages = self._is_fitting() and self._engine is None
         if is_stored(checkpoint["state_dict"]):
             before = self._folders.take_weights(
-                checkpoint["state_dict"], strict=strict, left_out=left_out
+                self, checkpoint["state_dict"], strict=strict, left_out=left_out
             )
         else:
             before = load_module_state(
@@ -371,7 +379,7 @@ class CheckpointingStrategy(ShardStrategy):
             self._check_full()
             return raw.state_dict() if self.is_global_zero else {}
         if self._saves_boxes:
-            return optimizer_boxes(raw, self._folders.names, self._engine)
+            return optimizer_boxes(raw, names_of(self), self._engine)
         if self._streamed is not None:
             return self._streamed.optimizer_state(raw)
         return full_state_dict(raw, self._engine)
@@ -388,15 +396,15 @@ class CheckpointingStrategy(ShardStrategy):
         if self._resuming is None:
             agree_on_misfit(self._collectives, error_of(self._misfits(checkpoint)))
         self._resuming = None
-        self._kept.load(checkpoint)
+        self._kept.load(self, checkpoint)
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            local = self._folders.local_optimizer_state(state, optimizer)
+            local = local_state(self, state, optimizer)
             with self.engine.optimizer_view():
                 optimizer.load_state_dict(local)
 
     def _misfits(self, checkpoint: Mapping[str, Any]) -> list[str]:
         assert self.lightning_module is not None
-        states, misfits = self._folders.checked_names(checkpoint["optimizer_states"])
+        states, misfits = checked_names(self, checkpoint["optimizer_states"])
         return misfits or run_misfits(
             {**checkpoint, "optimizer_states": states},
             self.lightning_module,

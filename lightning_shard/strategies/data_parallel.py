@@ -117,7 +117,7 @@ class DataParallelStrategy(CheckpointingStrategy):
                 self._resuming.check(self._misfits, self.collectives)
         num_parameters = count_parameters(self.model)
         self._start_engine()
-        self._folders.read_weights()
+        self._folders.read_weights(self)
         for callback in averaging_callbacks(callbacks, fitting=fitting):
             self._averages.append(self._average_of_shards(callback))
         if fitting:
@@ -424,7 +424,7 @@ class DataParallelStrategy(CheckpointingStrategy):
         """Make the module full on every rank, the optimizers' state on rank 0."""
         states = []
         if self._is_fitting():
-            self._kept.keep(failed=self._failed)
+            self._kept.keep(self, failed=self._failed)
         if not self._failed and self._holds_shards:
             states = [full_state_dict(sharded.optimizer, engine) for sharded in self._sharded]
         for average in self._averages:

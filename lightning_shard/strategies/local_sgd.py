@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from lightning_shard.checkpoint.by_rank import own_entry
 from lightning_shard.checkpoint.optimizer_state import local_state_dict
+from lightning_shard.checkpoint.run_folders import names_of
 from lightning_shard.checkpoint.section import section_of, writable_section
 from lightning_shard.data_parallel.compression import Compressor, Tally, find_compressor
 from lightning_shard.data_parallel.data_groups import DataGroups
@@ -263,7 +264,7 @@ class LocalSGDStrategy(LocalUpdates):
     def kept_besides(self) -> Mapping[str, Any]:
         if self._local is None:
             return {}
-        optimizers = [state_by_name(one, self._folders.names) for one in self.optimizers]
+        optimizers = [state_by_name(one, names_of(self)) for one in self.optimizers]
         return {"local_sgd": self._local.own_state(), "optimizers": optimizers}
 
     @override
@@ -276,7 +277,7 @@ class LocalSGDStrategy(LocalUpdates):
         for optimizer, state, mine in zip(
             self.optimizers, states, own.get("optimizers", ()), strict=False
         ):
-            mixed = with_state_by_name(state, mine, optimizer, self._folders.names)
+            mixed = with_state_by_name(state, mine, optimizer, names_of(self))
             with self.engine.optimizer_view():
                 optimizer.load_state_dict(local_state_dict(mixed, optimizer, self.engine))
 

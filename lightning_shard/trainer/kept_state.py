@@ -10,6 +10,7 @@ there.
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
@@ -53,78 +54,57 @@ class KeepingRun(CheckpointedRun, Protocol):
 class KeptState:
     """What one rank keeps for checkpoints, in a fit and after it.
 
-    Args:
-        run: The run whose state it is.
+    It is told each time which run asks, since another strategy may take it over from a lost rank.
     """
 
-    def __init__(self, run: KeepingRun) -> None:
-        self._run = run
+    def __init__(self) -> None:
         self._place: PlaceInData | None = None  # of a fit
         self._shared: Mapping[str, Any] = {}  # of the last fit; on rank 0
         self._own: Mapping[str, Any] = {}  # of the last fit
 
-    def following(self, trainer: "pl.Trainer") -> AbstractContextManager[None]:
+    def following(self, run: KeepingRun, trainer: "pl.Trainer") -> AbstractContextManager[None]:
         """Inside, note the place in the data, and go on from one that is loaded."""
-        self._place = PlaceInData(trainer, self._run.root_device, self._random_dimensions)
+        self._place = PlaceInData(trainer, run.root_device, partial(_random_dimensions, run))
         return self._place.inside()
 
     def tear_down(self) -> None:
         """Forget the fit's place in the data."""
         self._place = None
 
-    def shared_state(self) -> dict[str, Any]:
-        """Return what counts for all ranks, on rank 0; each rank must call."""
-        engine = self._run.present_engine
-        if engine is None or engine.options.compression is None:
-            return {}
-        keep = engine.is_first
-        state = full_state(engine.options.compression, engine.exchanges, keep=keep)
-        return {"compression": state} if keep else {}
-
-    def _own_state(self, engine: DataParallelEngine) -> dict[str, Any]:
+    def _own_state(self, run: KeepingRun, engine: DataParallelEngine) -> dict[str, Any]:
         """Return what this rank goes on from; no communication, and no copies."""
-        own = self._random_dimensions() if self._place is None else self._place.state()
+        own = _random_dimensions(run) if self._place is None else self._place.state()
         if compression := own_state(engine.exchanges):
             own["compression"] = compression
-        return {**own, **self._run.kept_besides()}
+        return {**own, **run.kept_besides()}
 
-    def _random_dimensions(self) -> dict[str, Any]:
-        """Return what dimensions draw their own random numbers from, by axis."""
-        states = {one.axis: one.random_state for one in self._run.dimensions}
-        return {axis: {"random": state} for axis, state in states.items() if state is not None}
-
-    def entries(self, *, is_fitting: bool) -> dict[str, Any]:
+    def entries(self, run: KeepingRun, *, is_fitting: bool) -> dict[str, Any]:
         """Return the section's entries on rank 0; each rank must call.
 
         Args:
+            run: The run that is saved.
             is_fitting: Whether a fit runs; if not, they are those of the last one.
         """
-        shared, own, engine = self._shared, self._own, self._run.present_engine
+        shared, own, engine = self._shared, self._own, run.present_engine
         if is_fitting and engine is not None:
-            shared, own = self.shared_state(), self._own_state(engine)
-        return {**shared, **self._gathered(own)}
+            shared, own = shared_state(engine), self._own_state(run, engine)
+        return {**shared, **_gathered(run, own)}
 
-    def _gathered(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        run = self._run
-        if not own or run.present_collectives is None:
-            return {}
-        return gather_entries(own, run.mesh, run.present_collectives, run.root_device)
-
-    def keep(self, *, failed: bool) -> None:
+    def keep(self, run: KeepingRun, *, failed: bool) -> None:
         """At the end of a fit, keep its state for checkpoints that are saved later; collective."""
         self._shared, self._own = {}, {}
         if failed:
             return
-        assert self._run.present_engine is not None
-        shared, own = self.shared_state(), self._own_state(self._run.present_engine)
-        if self._run.is_in_process:
-            self._shared = {**shared, **self._gathered(own)}
+        assert run.present_engine is not None
+        shared, own = shared_state(run.present_engine), self._own_state(run, run.present_engine)
+        if run.is_in_process:
+            self._shared = {**shared, **_gathered(run, own)}
         else:
             self._shared, self._own = shared, tree_map_only(torch.Tensor, host_copy, own)
 
-    def load(self, checkpoint: Mapping[str, Any]) -> None:
+    def load(self, run: KeepingRun, checkpoint: Mapping[str, Any]) -> None:
         """Go on from what the ranks have kept; no communication."""
-        run, section = self._run, section_of(checkpoint)
+        section = section_of(checkpoint)
         own = own_entry(section, run.mesh, run.global_rank)
         assert run.present_engine is not None
         compressor = run.present_engine.options.compression
@@ -136,3 +116,24 @@ class KeptState:
                 one.random_state = own[one.axis]["random"]
         if self._place is not None:
             self._place.go_on(own, section.get("rank_0", {}))
+
+
+def shared_state(engine: DataParallelEngine) -> dict[str, Any]:
+    """Return what counts for all ranks, on rank 0; each rank must call."""
+    if engine.options.compression is None:
+        return {}
+    keep = engine.is_first
+    state = full_state(engine.options.compression, engine.exchanges, keep=keep)
+    return {"compression": state} if keep else {}
+
+
+def _random_dimensions(run: KeepingRun) -> dict[str, Any]:
+    """Return what dimensions draw their own random numbers from, by axis."""
+    states = {one.axis: one.random_state for one in run.dimensions}
+    return {axis: {"random": state} for axis, state in states.items() if state is not None}
+
+
+def _gathered(run: KeepingRun, own: Mapping[str, Any]) -> dict[str, Any]:
+    if not own or run.present_collectives is None:
+        return {}
+    return gather_entries(own, run.mesh, run.present_collectives, run.root_device)

@@ -12,6 +12,7 @@ from lightning_shard.data_parallel.compression.state import full_state, load_ful
 from lightning_shard.layout.flat import build_layout
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from lightning_shard.testing import run_ranks
+from lightning_shard.trainer.kept_state import shared_state
 from tests.data_parallel.compression.buffers import (
     average,
     full,
@@ -259,7 +260,7 @@ def test_tied_weights_have_one_residual_and_lose_nothing(
     class Look(L.Callback):
         def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
             assert isinstance(trainer.strategy, DataParallelStrategy)
-            states.append(trainer.strategy._kept.shared_state().get("compression", {}))
+            states.append(shared_state(trainer.strategy.engine).get("compression", {}))
 
     made = strategy(backend="in_process", compression=PowerSGD(rank=1))
     plain = {"accumulate_grad_batches": 1, "gradient_clip_val": None}

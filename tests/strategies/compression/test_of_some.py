@@ -18,6 +18,7 @@ from lightning_shard import ZeRO1Strategy
 from lightning_shard.data_parallel.compression import Compressor, OneBit, PowerSGD, TopK
 from lightning_shard.errors import ConfigError
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
+from lightning_shard.trainer.kept_state import shared_state
 from tests.strategies.parity import STRATEGIES, UPSTREAM_WARNINGS, quiet_trainer
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
@@ -56,7 +57,7 @@ class Linear(L.LightningModule):
 
     def on_train_end(self) -> None:
         strategy = self.trainer.strategy
-        self.seen["kept"] = strategy._kept.shared_state().get("compression", {}).get("residual", {})
+        self.seen["kept"] = shared_state(strategy.engine).get("compression", {}).get("residual", {})
         self.seen["moments"] = [
             optimizer.state[param].get("exp_avg", torch.zeros(1)).mean().item()
             for optimizer in self.trainer.optimizers
