@@ -24,6 +24,7 @@ _WRAPPING_PACKAGES = (
     "torchmetrics",
 )
 _WRAPPING_MODULES = ("typing_extensions", "decorator", "wrapt")
+_RUNNING_USER_CODE = ("lightning", "pytorch_lightning", __name__.partition(".")[0])
 _LIBRARIES = ("purelib", "platlib")
 # Of the import system, and of graphs that torch has traced; "<stdin>" and the like are the user's.
 _GENERATED = ("<frozen ", "<eval_with_key>", "<lambdifygenerated", "<torch_package")
@@ -86,6 +87,22 @@ def find_call_site() -> CallSite:
             return CallSite(filename, frame.f_lineno)
         frame = frame.f_back
     return CallSite("<no Python caller>", 0)
+
+
+def is_called_by_user() -> bool:
+    """Whether the caller was called by code that is neither Lightning's nor of this package.
+
+    Frames of torch between the two are passed over, but for those of its compiler.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        package, _, rest = str(frame.f_globals.get("__name__", "")).partition(".")
+        if package != "torch":
+            return package not in _RUNNING_USER_CODE
+        if rest.startswith("_dynamo"):
+            return False
+        frame = frame.f_back
+    return False
 
 
 def _wraps(filename: str) -> bool:

@@ -126,8 +126,15 @@ class DataParallelEngine:
         )
         for flat in self.flats:
             flat.on_assigned = self._adopt_data
-        presents = options.stage > 0 and not self.split.groups
-        self.user_code = look_full(self.units if presents else (), self.shards, self._unsharder)
+        is_of_part = bool(self.split.groups)
+        presented = self.units if options.stage > (2 if is_of_part else 0) else ()
+        self.user_code = look_full(
+            presented,
+            self.shards,
+            self._unsharder,
+            is_of_part=is_of_part,
+            in_stages=bool(self.split.groups_of_layers),
+        )
         self.around_step: Callable[[], AbstractContextManager[None]] = nullcontext
         self.around_backward: Callable[[], AbstractContextManager[None]] = nullcontext
         self.hook_trainable()

@@ -1,24 +1,38 @@
 """Lets the parameters of an engine look full to user code while they are in shards."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import Any
 
+from torch import Tensor
+
+from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.gradient_shards import GradientShards
 from lightning_shard.data_parallel.sharded_parameter import ParameterHome, UserCode
+from lightning_shard.data_parallel.sharded_tensor import Spread
 from lightning_shard.data_parallel.unit import Unit
 from lightning_shard.data_parallel.unsharding import Unsharder
+from lightning_shard.errors import ConfigError
 
 
 def look_full(
-    units: Iterable[Unit], shards: GradientShards, unsharder: Unsharder | None
+    units: Iterable[Unit],
+    shards: GradientShards,
+    unsharder: Unsharder | None,
+    *,
+    is_of_part: bool = False,
+    in_stages: bool = False,
 ) -> UserCode:
     """Let parameters look full whenever they are in shards and user code runs.
 
     Args:
-        units: Units of a model that is split over no other ranks, from stage 1 on.
+        units: Units of a model, from stage 1 on; of one that is split over other ranks, too, at
+            stage 3 only.
         shards: The engine's gradients, which know how each parameter's elements are spread.
         unsharder: Unshards units for autograd; None below stage 3.
+        is_of_part: Whether the model is split over other ranks, too.
+        in_stages: Whether some of these have other parameters, not parts of the same.
 
     Returns:
         The flag that the caller sets while user code runs.
@@ -29,10 +43,35 @@ def look_full(
         def bring() -> bool:
             return unsharder is not None and unsharder.bring(unit)
 
-        spread = shards.spread_of(flat.params[index])
-        return ParameterHome(spread, flat.note(index), user_code, bring)
+        spread: Spread = shards.spread_of(flat.params[index])
+        spread = _OfOneStage(spread) if in_stages else spread
+        return ParameterHome(spread, flat.note(index), user_code, bring, is_of_part)
 
     for unit in units:
         for flat in unit.flats:
             flat.settle_in(partial(home, unit, flat))
     return user_code
+
+
+class _OfOneStage:
+    """The spread of a parameter whose stage runs a step's user code at a time of its own."""
+
+    def __init__(self, spread: Spread) -> None:
+        self._spread = spread
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._spread, name)
+
+    @property
+    def groups(self) -> Sequence[Collectives]:
+        """Refuse to combine results of ranks that do not come here together."""
+        raise ConfigError(
+            f"training_step reads elements of {self._spread.name!r} outside of autograd, but they "
+            f"are in shards on several ranks, which a pipeline does not bring here at the same "
+            f"time. Read them in a hook, such as on_train_batch_end, or use zero_stage=2."
+        )
+
+    def join(self, local: Tensor) -> Tensor:
+        """Refuse to bring shards together, as `groups` does."""
+        assert self.groups
+        return local

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from lightning_shard.backends.call_site import is_called_by_user
 from lightning_shard.data_parallel.averaged_gradient import AveragedGradient, GradientNote
 from lightning_shard.data_parallel.parameter_shard import (
     ParameterShard,
@@ -78,12 +79,15 @@ class ParameterHome:
         user_code: Knows whether user code runs on this rank.
         bring: Makes the parameter full until the step ends, for autograd; returns False outside of
             a step. Each rank must call.
+        is_of_part: Whether the model is split over other ranks, too, by layers that call on their
+            parameters in the middle of user code.
     """
 
     spread: Spread
     note: GradientNote | None
     user_code: UserCode
     bring: Callable[[], bool]
+    is_of_part: bool = False
 
 
 def settle_in(param: nn.Parameter, home: ParameterHome) -> bool:
@@ -113,6 +117,15 @@ def present(params: Iterable[nn.Parameter], *, sharded: bool) -> None:
     for param in params:
         if type(param) is before and _HOME in vars(param):
             param.__class__ = after
+
+
+def bring_full(param: Tensor) -> bool:
+    """Make a parameter full, until the step ends, where it is in shards; each rank must call.
+
+    Returns:
+        Whether it is full; False for shards outside of a step.
+    """
+    return type(param) is not ShardedParameter or _home_of(param).bring()
 
 
 class ShardedParameter(nn.Parameter):
@@ -160,7 +173,10 @@ class ShardedParameter(nn.Parameter):
                 return func(*given[0], **given[1])
             params = [one for one in tree_flatten(given)[0] if type(one) is ShardedParameter]
             meets_shards = any(issubclass(one, _SHARDS) for one in types)
-            if not (meets_shards or _home_of(params[0]).user_code.runs):
+            home = _home_of(params[0])
+            if not (meets_shards or home.user_code.runs):
+                return func(*given[0], **given[1])
+            if home.is_of_part and not is_called_by_user():
                 return func(*given[0], **given[1])
             return _of_user(func, params, *given)
 

@@ -12,6 +12,7 @@ becomes a subclass made here, and its own again in the end. Weights of Linear an
 in place. A bias that belongs to the full result is added after the sum, once.
 """
 
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from lightning_shard.backends.call_site import is_called_by_user
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.tensor_parallel.attention import ParallelAttention
 from lightning_shard.tensor_parallel.regions import copy_to_region
@@ -40,6 +42,7 @@ Crossing = Callable[[Tensor], Tensor]
 """A function of an activation where a parallel region begins or ends."""
 
 _PLACE = "_tensor_parallel_place"
+_LISTING = nn.Module.named_parameters.__code__.co_filename
 
 
 @dataclass
@@ -203,6 +206,8 @@ _FORMS: dict[str, type] = {
 @cache
 def _parallel_class(form: str, own: type[nn.Module], seen: tuple[str, ...]) -> type[nn.Module]:
     views: dict[str, Any] = {name: _seen_full(name) for name in seen}
+    if seen:
+        views["_parameters"] = property(_listed_full)
     views["stands_for"] = own.__name__  # of `units.class_name`
     return type(f"{form.capitalize()}{own.__name__}", (_FORMS[form], own), views)
 
@@ -212,12 +217,24 @@ def _seen_full(name: str) -> property:
 
     def get(self: Any) -> Tensor:
         view: FullView = getattr(self, _PLACE).view
-        return view.of(name, self._parameters[name])
+        return view.of(name, self.__dict__["_parameters"][name])
 
     def put(self: Any, value: Any) -> None:
         nn.Module.__setattr__(self, name, value)
 
     return property(get, put)
+
+
+def _listed_full(module: nn.Module) -> Mapping[str, Any]:
+    """Return a layer's parameters, full where `parameters()` lists them for the user's code."""
+    own: dict[str, Any] = module.__dict__["_parameters"]
+    if torch.compiler.is_compiling():
+        return own
+    code = sys._getframe(1).f_code
+    if code.co_name != "<lambda>" or code.co_filename != _LISTING or not is_called_by_user():
+        return own
+    view: FullView = getattr(module, _PLACE).view
+    return {name: view.of(name, param) for name, param in own.items()}
 
 
 def split_layer(module: nn.Module, form: str, place: LayerContext) -> None:

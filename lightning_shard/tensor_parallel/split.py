@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.model_split import in_place
+from lightning_shard.data_parallel.sharded_parameter import bring_full
 from lightning_shard.data_parallel.torch_private import pass_for_parameter, saving_hook, untraced
 from lightning_shard.errors import ConfigError, LayoutError
 from lightning_shard.layout.boxes import PlacedBox
@@ -162,7 +163,9 @@ class SplitModel:
     def _look(self, how: tuple[Sharding, torch.Size], tensor: Tensor) -> Tensor:
         """Make a part of a weight look full while a step runs."""
         sharding, shape = how
-        if not self._is_in_step or tensor.shape != sharding.local_shape(shape):
+        if not self._is_in_step or not bring_full(tensor):
+            return tensor
+        if tensor.shape != sharding.local_shape(shape):
             return tensor
         if is_placeholder(tensor):
             return Placeholder.of(tensor, shape, getattr(tensor, "origin", ""))

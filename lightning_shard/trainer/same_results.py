@@ -1,8 +1,7 @@
 """Checks by loss and gradients that ranks which share every layer compute the same.
 
-A weight that is used without its layer, a penalty over parameters of which each rank has a part, or
-a plan that cuts where the module mixes features: each makes a wrong number that differs between the
-ranks. It shows in the loss and in the gradients of parameters that are not split. Like the batches,
+A part of a weight that is used without its layer, or a plan that cuts where the module mixes
+features: each makes a wrong number that differs between the ranks. It shows in the loss and in the gradients of parameters that are not split. Like the batches,
 those of steps 0, 1, 2, 4, 8 ... are compared.
 """
 
@@ -54,10 +53,9 @@ class SameResults:
         if not _is_alike(every, tolerance * every.abs().amax()):
             raise ConfigError(
                 f"{self._begin()} compute the same loss, but it is {_listed(every[:, 0])}. Where "
-                f"training_step reads parameters that are split, each rank has its part: call a "
-                f"layer instead of using its weight, take the optimizer's weight_decay instead of "
-                f"a penalty over parameters, or leave these layers out of the plan. Random numbers "
-                f"that training_step draws have to be the same on these ranks, too."
+                f"training_step uses a weight that is split, call its layer instead, or leave the "
+                f"layer out of the plan. Random numbers that training_step draws have to be the "
+                f"same on these ranks, too."
             )
 
     @torch.no_grad()

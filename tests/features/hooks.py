@@ -209,10 +209,7 @@ MODULES: dict[str, tuple[type[Network], dict[str, Any]]] = {
     # A pipeline's step sees a microbatch.
     "all_gather(sync_grads=True)": (_Gathering, {"refused": by(PIPELINES, "num_microbatches=1")}),
     "a target without gradients": (_Restoring, {}),
-    "a penalty over the parameters": (
-        _Penalised,
-        {"refused": by(("tensor_parallel",), "penalt")},
-    ),
+    "a penalty over the parameters": (_Penalised, {}),
     "activation checkpointing": (_Checkpointed, {}),
     "a mean over an epoch by hand": (_Epochs, {}),
     "parameters thawed in the second epoch": (_Frozen, {}),
