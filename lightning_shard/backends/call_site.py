@@ -92,15 +92,13 @@ def find_call_site() -> CallSite:
 def is_called_by_user() -> bool:
     """Whether the caller was called by code that is neither Lightning's nor of this package.
 
-    Frames of torch between the two are passed over, but for those of its compiler.
+    Frames of torch between the two are passed over.
     """
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        package, _, rest = str(frame.f_globals.get("__name__", "")).partition(".")
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         if package != "torch":
             return package not in _RUNNING_USER_CODE
-        if rest.startswith("_dynamo"):
-            return False
         frame = frame.f_back
     return False
 

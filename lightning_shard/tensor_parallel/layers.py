@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from lightning_shard.backends.call_site import is_called_by_user
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.data_parallel.torch_private import is_traced
 from lightning_shard.tensor_parallel.attention import ParallelAttention
 from lightning_shard.tensor_parallel.regions import copy_to_region
 from lightning_shard.tensor_parallel.sequence import saved_as_slice
@@ -228,7 +229,7 @@ def _seen_full(name: str) -> property:
 def _listed_full(module: nn.Module) -> Mapping[str, Any]:
     """Return a layer's parameters, full where `parameters()` lists them for the user's code."""
     own: dict[str, Any] = module.__dict__["_parameters"]
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or is_traced():
         return own
     code = sys._getframe(1).f_code
     if code.co_name != "<lambda>" or code.co_filename != _LISTING or not is_called_by_user():

@@ -1,8 +1,9 @@
 """Checks by loss and gradients that ranks which share every layer compute the same.
 
 A part of a weight that is used without its layer, or a plan that cuts where the module mixes
-features: each makes a wrong number that differs between the ranks. It shows in the loss and in the gradients of parameters that are not split. Like the batches,
-those of steps 0, 1, 2, 4, 8 ... are compared.
+features: each makes a wrong number that differs between the ranks. It shows in the loss and in the
+gradients of parameters that are not split. Like the batches, those of steps 0, 1, 2, 4,
+8 ... are compared.
 """
 
 from collections import Counter
