@@ -275,13 +275,24 @@ def load_loader_states(trainer: "pl.Trainer", states: Sequence[Any]) -> None:
 def end_saved_epoch(trainer: "pl.Trainer") -> None:
     """End the epoch in whose last hooks a checkpoint was saved that a fit is resumed from.
 
-    Where steps limit the fit, Lightning 2.6 would take the epoch up again and repeat a batch.
+    After `on_train_epoch_end` Lightning 2.6 would take the epoch up again where steps limit the
+    fit, and repeat a batch. After the last batch's `on_train_batch_end` it has counted the epoch as
+    done, but would not begin the next one: without its hooks, and without counting it, so that a
+    second checkpoint of an epoch's last batch would give this epoch's samples again.
     """
     loop = trainer.fit_loop
-    if not loop.restarted_on_epoch_end:
-        return
-    loop.epoch_progress.increment_completed()
     within = loop.epoch_loop
+    if loop.restarted_on_epoch_end:
+        loop.epoch_progress.increment_completed()
+    elif (
+        loop.restarted_mid_epoch
+        and within.restarted_on_train_batch_end
+        and within.batch_progress.is_last_batch
+    ):
+        within.batch_progress.increment_completed()
+        within._batches_that_stepped += 1
+    else:
+        return
     for one in (loop, within, within.val_loop, within.automatic_optimization):
         one._restarting = False
         one.reset_restart_stage()

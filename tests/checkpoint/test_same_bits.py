@@ -187,6 +187,34 @@ def test_the_last_batch_of_an_epoch_was_repeated_after_its_hooks_had_saved(
     check([saving], lambda: tmp_path / "a.ckpt", **options)
 
 
+class Beginning(Dropping):
+    """Notes the epochs that begin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epochs: list[int] = []
+
+    @override
+    def on_train_epoch_start(self) -> None:
+        self.epochs.append(self.current_epoch)
+
+
+@pytest.mark.parametrize("options", [{}, EPOCHS], ids=["steps", "epochs"])
+def test_an_epoch_was_not_counted_after_the_last_batch_of_another_was_saved(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    make, told = SCHEMES["shard_ddp"], {"make_module": Beginning, **options}
+    whole = fit(make(), NUM_STEPS, **told)
+    fit(make(), NUM_STEPS, [SaveAt(tmp_path / "a", AT_END)], **told)
+    second = SaveAt(tmp_path / "b", 2 * AT_END)
+    once = fit(make(), NUM_STEPS, [second], resume=tmp_path / "a", seed=77, **told)
+    twice = fit(make(), NUM_STEPS, resume=tmp_path / "b", seed=78, **told)
+    assert (once.epochs, twice.epochs) == ([1, 2], [2])
+    assert once.losses == whole.losses[AT_END:]
+    assert twice.losses == whole.losses[2 * AT_END :]
+    assert deviation(twice, whole) == 0.0
+
+
 @pytest.mark.parametrize("options", [{}, EPOCHS], ids=["steps", "epochs"])
 def test_a_validation_within_an_epoch_was_repeated_or_left_out(
     options: dict[str, Any], tmp_path: Path
