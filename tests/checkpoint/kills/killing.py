@@ -1,5 +1,4 @@
-"""Trainings that are killed at random moments, one after the other, each going on where the one
-before was saved.
+"""Trainings that are killed at random moments; the next one goes on where the last was saved.
 
     python -m tests.checkpoint.kills.killing --kills 100 --folder /dev/shm --backend in_process
 
@@ -28,7 +27,7 @@ from typing import IO, Any, NamedTuple
 import torch
 
 from lightning_shard.checkpoint.files.parts import is_leftover
-from tests.checkpoint.kills.trainings import Case, Saves, read, undisturbed
+from tests.checkpoint.kills.trainings import Case, Dies, Digests, Saves, read
 from tests.processes import free_port
 
 OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -88,23 +87,60 @@ def start(case: Case, train: Callable[[], Any]) -> list[int]:
     return [forked(lambda rank=rank: run(rank)) for rank in range(num_processes)]  # type: ignore[misc]
 
 
-@cache
-def table(case: Case) -> dict[int, str]:
-    """Return the digest of each step of a training that nobody kills; it saves nothing."""
-    with tempfile.TemporaryDirectory() as folder:
-        kept = Path(folder, "table")
+def digests_of(case: Case, folder: Path | None = None) -> dict[int, str]:
+    """Train to the end in other processes; return the digest of each step that was trained.
+
+    Args:
+        case: What trains; nothing is saved.
+        folder: Holds the checkpoint to go on from; None to begin.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        kept = Path(scratch, "digests")
 
         def note() -> None:
-            digests = undisturbed(case)
-            if os.environ.get("RANK", "0") == "0":
-                kept.write_bytes(pickle.dumps(digests))
+            digests = Digests()
+            resume = {} if folder is None else {"resume": folder / "last.ckpt"}
+            case._replace(format="full").fit(digests, **resume)
+            if digests.by_step:  # on rank 0
+                kept.write_bytes(pickle.dumps(digests.by_step))
 
         for process in start(case, note):
             assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
-        digests: dict[int, str] = pickle.loads(kept.read_bytes())
+        by_step: dict[int, str] = pickle.loads(kept.read_bytes())
+    return by_step
+
+
+@cache
+def table(case: Case) -> dict[int, str]:
+    """Return the digest of each step of a training that nobody kills."""
+    digests = digests_of(case)
     assert sorted(digests) == list(range(1, case.num_steps + 1))
     assert len(set(digests.values())) == case.num_steps
     return digests
+
+
+def after_a_kill(case: Case, rank: int, step: int) -> tuple[dict[int, str], dict[int, str]]:
+    """Train with a kill in the middle of an epoch, and go on from the last checkpoint.
+
+    Args:
+        case: What trains.
+        rank: The rank that kills its process; others end by themselves, some seconds later.
+        step: Number of optimizer steps before.
+
+    Returns:
+        The digests of an undisturbed training, by step, and those after the kill.
+    """
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as there:
+        folder = Path(there, "run")
+
+        def die() -> None:
+            saves = Saves(folder, os.open(os.devnull, os.O_WRONLY))
+            case.fit(saves, Dies(rank, step), enable_checkpointing=True)
+
+        statuses = [os.waitpid(process, 0)[1] for process in start(case, die)]
+        assert -signal.SIGKILL in map(os.waitstatus_to_exitcode, statuses)
+        return table(case._replace(format="full")), digests_of(case, folder)
 
 
 def killed(case: Case, folder: Path, rng: random.Random) -> tuple[Told, bool]:
@@ -156,9 +192,7 @@ class Folder:
         rng: Says when to kill.
     """
 
-    def __init__(
-        self, path: Path, case: Case, digests: dict[int, str], rng: random.Random
-    ) -> None:
+    def __init__(self, path: Path, case: Case, digests: dict[int, str], rng: random.Random) -> None:
         self._path, self._case, self._digests, self._rng = path, case, digests, rng
         self._leftovers: set[str] = set()
         self._steps: dict[str, int] = {}
@@ -180,7 +214,9 @@ class Folder:
     def _look(self, told: Told) -> None:
         names = set(os.listdir(self._path)) if self._path.is_dir() else set()
         leftovers = {name for name in names if is_leftover(name)}
-        assert all(name.endswith(".ckpt") and not name.startswith(".") for name in names - leftovers)
+        assert all(
+            name.endswith(".ckpt") and not name.startswith(".") for name in names - leftovers
+        )
         if told.saved >= 0:  # a save has begun and ended since, which has removed what there was
             assert not leftovers & self._leftovers
         self._steps = {}

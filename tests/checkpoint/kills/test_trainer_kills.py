@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.kills.killing import kill_many
+from tests.checkpoint.interrupted import EPOCH_BATCHES
+from tests.checkpoint.kills.killing import after_a_kill, kill_many
 from tests.checkpoint.kills.trainings import FORMATS, Case
 from tests.processes import run_processes
 
@@ -25,6 +26,15 @@ def kill(case: Case, where: Path, kills: int, seed: int) -> dict[str, int]:
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_killed_training_goes_on_where_it_was_saved(kind: str, tmp_path: Path) -> None:
     assert kill(Case("zero3", kind, num_steps=9), tmp_path, 3, seed=0)["checkpoints read"] > 0
+
+
+@pytest.mark.parametrize("backend", ["in_process", pytest.param("gloo", marks=pytest.mark.slow)])
+def test_a_fit_that_was_killed_in_mid_epoch_has_the_bits_of_one_that_was_not(backend: str) -> None:
+    case, step = Case("zero3", "sharded", backend=backend, num_steps=9), EPOCH_BATCHES + 2
+    told: dict[str, Any] = {"case": case, "rank": 1, "step": step}
+    ((whole, resumed),) = run_processes(after_a_kill, 1, **told)
+    assert sorted(resumed) == list(range(step + 1, case.num_steps + 1))
+    assert resumed == {number: whole[number] for number in resumed}
 
 
 @pytest.mark.slow

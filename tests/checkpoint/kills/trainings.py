@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import signal
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -100,6 +101,23 @@ class Saves(ModelCheckpoint):
         self._tell(trainer, "saved")
 
 
+class Dies(L.Callback):
+    """Has a rank kill its process before a batch.
+
+    Args:
+        rank: The rank.
+        step: Number of optimizer steps before.
+    """
+
+    def __init__(self, rank: int, step: int) -> None:
+        self._at = rank, step
+
+    @override
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if (trainer.global_rank, trainer.global_step) == self._at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 class Digests(L.Callback):
     """Notes the digest of weights and optimizer state after each step, by step, on rank 0."""
 
@@ -115,25 +133,18 @@ class Digests(L.Callback):
             self.by_step[trainer.global_step] = digest(weights, states)
 
 
-def undisturbed(case: Case) -> dict[int, str]:
-    """Train without a kill and without a file; return the digest of each step, on rank 0."""
-    digests = Digests()
-    case.fit(digests)
-    return digests.by_step
-
-
 def digest(weights: Mapping[str, Any], states: Any) -> str:
     """Return a digest of weights by name, and of an optimizer's state whatever it calls them."""
     named = [f"{name} {_of(weights[name])}" for name in sorted(weights)]
-    return hashlib.sha256("\n".join([*named, *sorted(map(_of, _tensors(states)))]).encode()).hexdigest()
+    return hashlib.sha256(
+        "\n".join([*named, *sorted(map(_of, _tensors(states)))]).encode()
+    ).hexdigest()
 
 
 def read(path: Path) -> tuple[int, str]:
     """Load a checkpoint as anybody may; return its step and its digest."""
     found: Any = (
-        whole_checkpoint(path, "cpu", None)
-        if path.is_dir()
-        else read_file(path, weights_only=None)
+        whole_checkpoint(path, "cpu", None) if path.is_dir() else read_file(path, weights_only=None)
     )
     return found["global_step"], digest(found["state_dict"], list(found["optimizer_states"]))
 
