@@ -211,7 +211,7 @@ def test_what_a_killed_save_has_left_was_counted_as_a_checkpoint_of_slurms(
 
 
 def check_processes(run: Any, folder: Path, backend: str, signum: int) -> None:
-    told = {"folder": folder, "backend": backend, "signum": signum}
+    told = {"folder": folder, "backend": backend, "signum": signum, "timeout_seconds": 250}
     ends = run(train_until, 2, **told)
     others = run(go_on, 2, **told)
     requeues = signum != signal.SIGTERM
@@ -225,6 +225,7 @@ def check_processes(run: Any, folder: Path, backend: str, signum: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_one_process_saves_and_all_go_on(
     signum: int, scontrol: Path, tmp_path: Path
@@ -236,5 +237,6 @@ def test_a_signal_to_one_process_saves_and_all_go_on(
 
 @pytest.mark.slow
 @pytest.mark.mpi
+@pytest.mark.timeout(600)
 def test_a_signal_to_one_rank_of_mpi_saves_and_all_go_on(tmp_path: Path) -> None:
     check_processes(run_mpi, tmp_path, "mpi", signal.SIGTERM)

@@ -26,25 +26,28 @@ SAVED_AFTER = 2
 NUM_STEPS = 4
 
 
-def _ranks(number: int) -> dict[str, Any]:
-    return {"backend": "in_process", "num_ranks": number, "announce": False}
+def _ranks(number: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Return options for ranks in this process, unless they are processes by a launcher."""
+    if options.get("backend", "in_process") == "in_process":
+        options = {"backend": "in_process", "num_ranks": number, **options}
+    return {"announce": False, **options}
 
 
 LAYOUTS: dict[str, Callable[..., Any]] = {
-    "shard_ddp-2": lambda **o: DDPStrategy(**_ranks(2), **o),
-    "zero1-3": lambda **o: ZeRO1Strategy(**_ranks(3), **o),
-    "zero2-2": lambda **o: ZeRO2Strategy(**_ranks(2), **o),
-    "zero3-4": lambda **o: ZeRO3Strategy(**_ranks(4), bucket_mb=1e-3, **o),
-    "zero3-3": lambda **o: ZeRO3Strategy(**_ranks(3), **o),
+    "shard_ddp-2": lambda **o: DDPStrategy(**_ranks(2, o)),
+    "zero1-3": lambda **o: ZeRO1Strategy(**_ranks(3, o)),
+    "zero2-2": lambda **o: ZeRO2Strategy(**_ranks(2, o)),
+    "zero3-4": lambda **o: ZeRO3Strategy(**_ranks(4, o), bucket_mb=1e-3),
+    "zero3-3": lambda **o: ZeRO3Strategy(**_ranks(3, o)),
     "tensor-4": lambda **o: TensorParallelStrategy(
-        **_ranks(4), tensor_parallel_size=2, zero_stage=3, **o
+        **_ranks(4, o), tensor_parallel_size=2, zero_stage=3
     ),
-    "pipeline-2": lambda **o: PipelineParallelStrategy(**_ranks(2), num_microbatches=2, **o),
+    "pipeline-2": lambda **o: PipelineParallelStrategy(**_ranks(2, o), num_microbatches=2),
     "hybrid-8": lambda **o: HybridParallelStrategy(
-        **_ranks(8), pipeline_parallel_size=2, tensor_parallel_size=2, zero_stage=2, **o
+        **_ranks(8, o), pipeline_parallel_size=2, tensor_parallel_size=2, zero_stage=2
     ),
     "copies-4": lambda **o: HybridParallelStrategy(
-        **_ranks(4), data_parallel_size=(2, 2), zero_stage=3, **o
+        **_ranks(4, o), data_parallel_size=(2, 2), zero_stage=3
     ),
 }
 
