@@ -46,6 +46,7 @@ __all__ = [
     "TrainingEpochLoop",
     "begin_anew",
     "continue_logs",
+    "emergency_place",
     "epoch_of_samplers",
     "forget_data",
     "is_within_step",
@@ -244,6 +245,19 @@ def continue_logs(trainer: "pl.Trainer") -> None:
             if written:
                 path.write_text(written)
                 writer.metrics_keys = written.splitlines()[0].split(",")
+
+
+def emergency_place(trainer: "pl.Trainer") -> Path:
+    """Return where to save a fit that ends early: where `ckpt_path="last"` finds it, if possible.
+
+    That is beside what the first `ModelCheckpoint` saves, and otherwise in `default_root_dir`.
+    """
+    name = f"elastic-step={trainer.global_step}"
+    for saver in _model_savers(trainer):
+        if saver.dirpath and (saver.save_top_k != 0 or saver.save_last):
+            last = f"{saver.CHECKPOINT_NAME_LAST}-{name}{saver.FILE_EXTENSION}"
+            return Path(saver.dirpath) / last
+    return Path(trainer.default_root_dir) / f"{name}.ckpt"
 
 
 def newest_checkpoint(trainer: "pl.Trainer", since: float) -> str | None:

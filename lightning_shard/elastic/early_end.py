@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_shard.backends import liveness
 from lightning_shard.backends.in_process.world import current_world
+from lightning_shard.elastic import _lightning
 from lightning_shard.elastic.generation import Generation
 from lightning_shard.elastic.reconfigurable import ElasticFit
 from lightning_shard.elastic.snapshot_memory import SnapshotMemory
@@ -92,8 +93,7 @@ class EarlyEnd:
         return leaving
 
     def _save(self) -> Path:
-        step = self._fit.trainer.global_step
-        path = Path(self._fit.trainer.default_root_dir) / f"elastic-step={step}.ckpt"
+        path = _lightning.emergency_place(self._fit.trainer)
         self._fit.trainer.save_checkpoint(path)
         self._fit.strategy.finish_save()
         return path

@@ -137,6 +137,22 @@ class ElasticEpochLoop(TrainingEpochLoop):
             super().reset()
 
     @override
+    def on_run_start(self, data_fetcher: _DataFetcher) -> None:
+        """Begin or take up an epoch; a resumed fit goes on with the checkpoint's random numbers.
+
+        An epoch draws from them as it makes its iterator, which `FitLoop.setup_data` has done too
+        early where a fit is resumed at an epoch's beginning.
+        """
+        if self.batch_progress.current.ready:
+            super().on_run_start(data_fetcher)
+            self.elastic.go_on_drawing()
+            return
+        has_drawn, iterator = self.elastic.go_on_drawing(), data_fetcher.iterator
+        super().on_run_start(data_fetcher)
+        if has_drawn and data_fetcher.iterator is iterator:
+            iter(data_fetcher)
+
+    @override
     def advance(self, data_fetcher: _DataFetcher) -> None:
         if self.elastic.stands_behind_step:
             self.elastic.stands_behind_step = False

@@ -20,8 +20,12 @@ Who says which ranks there are: `ranks`. Heartbeats: `heartbeats`. Who holds the
 `DataAssignment`, which puts it into the training loader.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from lightning_shard.checkpoint.random_state import load_random_state
 from lightning_shard.elastic import _lightning
 from lightning_shard.elastic.early_end import EarlyEnd
 from lightning_shard.elastic.generation import EvictedError
@@ -53,6 +57,8 @@ class ElasticRun:
     Attributes:
         data_assignment: Assigns the samples of the training loader to the ranks.
         early_end: How this rank's part in the fit ends early.
+        random: This rank's random streams in the checkpoint that was just loaded, until the fit
+            goes on with them; None where it has none, or its ranks were others.
         stands_behind_step: Whether the state that was just loaded is that behind an optimizer
             step, whose validation, if due, is still to come.
     """
@@ -62,6 +68,7 @@ class ElasticRun:
         membership.begin_fit()
         self.data_assignment = fit.data_assignment
         self.stands_behind_step = False
+        self.random: Mapping[str, Any] | None = None
         self._fit = fit
         self._has_begun = self.is_newcomer
         self._memory = SnapshotMemory(fit, membership.make_buffers(), membership.held)
@@ -116,6 +123,13 @@ class ElasticRun:
         else:
             self._memory.note_progress()
         self._begin_step()
+
+    def go_on_drawing(self) -> bool:
+        """Go on with the random streams of a checkpoint that was just loaded, if it has them."""
+        random, self.random = self.random, None
+        if random is not None:
+            load_random_state(random, self._fit.strategy.root_device)
+        return random is not None
 
     def finish(self) -> None:
         """Make the module full after the last step, while a loss can still be survived."""

@@ -11,7 +11,7 @@ The strategy holds an `ElasticRun`, which says what happens at a boundary and af
 
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from types import FrameType
@@ -27,6 +27,8 @@ from typing_extensions import override
 from lightning_shard import settings
 from lightning_shard.backends.in_process.world import current_world
 from lightning_shard.backends.rendezvous import unless_a_rank_fails
+from lightning_shard.checkpoint.by_rank import own_entry
+from lightning_shard.checkpoint.random_state import random_state
 from lightning_shard.checkpoint.section import section_of, writable_section
 from lightning_shard.data_parallel.leftovers import take_leftovers
 from lightning_shard.elastic import _lightning
@@ -312,9 +314,17 @@ class ElasticStrategy(DataParallelStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
+    def kept_besides(self) -> Mapping[str, Any]:
+        return {**super().kept_besides(), "random": random_state(self.root_device)}
+
+    @override
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        kept = section_of(checkpoint).get("elastic")
+        section = section_of(checkpoint)
+        if self._run is not None:
+            own = own_entry(section, self.mesh, self.global_rank)
+            self._run.random = own.get("random")
+        kept = section.get("elastic")
         if kept is not None:
             assert self.lightning_module is not None
             assert self._run is not None

@@ -15,6 +15,7 @@ from typing_extensions import override
 from lightning_shard import (
     AsyncSGDStrategy,
     DDPStrategy,
+    ElasticStrategy,
     HybridParallelStrategy,
     LocalSGDStrategy,
     PipelineParallelStrategy,
@@ -140,6 +141,16 @@ def test_a_resumed_fit_dropped_others_and_began_the_epoch_anew(
     name: str, at: int, tmp_path: Path
 ) -> None:
     broken, whole = with_a_break(SCHEMES[name], tmp_path / "a.ckpt", at=at, num_steps=NUM_STEPS)
+    assert broken.losses == whole.losses[at:]
+    assert deviation(broken, whole) == 0.0
+
+
+@pytest.mark.parametrize("at", [WITHIN, AT_END])
+def test_dropout_of_elastic_ranks_was_that_of_another_run(at: int, tmp_path: Path) -> None:
+    def make() -> ElasticStrategy:
+        return ElasticStrategy(**RANKS, scheme="zero2", snapshot_every=1)
+
+    broken, whole = with_a_break(make, tmp_path / "a.ckpt", at=at, num_steps=NUM_STEPS)
     assert broken.losses == whole.losses[at:]
     assert deviation(broken, whole) == 0.0
 
