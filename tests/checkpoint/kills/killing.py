@@ -203,10 +203,11 @@ class Folder:
         told, was_killed = killed(self._case, self._path, self._rng)
         expected = self._steps.get("last.ckpt", 0)
         assert told.begun in ({expected} if told.begun >= 0 else {-1}), (told, self._steps)
+        before = self._leftovers
         self._look(told)
         self.counts["kills"] += was_killed
         self.counts["while saving"] += was_killed and told.is_saving
-        self.counts["leaving something"] += was_killed and bool(self._leftovers)
+        self.counts["leaving something"] += was_killed and bool(self._leftovers - before)
         if self._steps.get("last.ckpt", 0) == self._case.num_steps:
             shutil.rmtree(self._path)
             self._leftovers, self._steps = set(), {}
