@@ -12,7 +12,12 @@ import torch.distributed as dist
 
 from lightning_shard.backends.c10d_names import all_gather_flat, reduce_scatter_flat
 from lightning_shard.backends.pending import StartedTransfer
-from lightning_shard.backends.rank_order import C10D_OPS, ReduceOpName, is_narrow
+from lightning_shard.backends.rank_order import (
+    C10D_OPS,
+    ReduceOpName,
+    combine_in_rank_order,
+    is_narrow,
+)
 from lightning_shard.errors import ConfigError
 
 
@@ -88,6 +93,28 @@ class C10dTransfers:
         work = dist.all_to_all_single(
             output, source, output_splits, input_splits, group=self.group, async_op=True
         )
+        return StartedTransfer(works=[work])
+
+    def _reduce_slices(
+        self, output: torch.Tensor, source: torch.Tensor, sizes: list[int], op: ReduceOpName
+    ) -> StartedTransfer:
+        """Reduce slices of different sizes: each rank is sent the others' of its own."""
+        slices = list(source.split(sizes))
+        addends = [torch.empty_like(slices[self.rank]) for _ in sizes]
+        work = dist.all_to_all(addends, slices, group=self.group, async_op=True)
+
+        def finish() -> None:
+            if output.numel():
+                combine_in_rank_order(addends, self.rank, op, output)
+
+        return StartedTransfer(works=[work], finish=finish)
+
+    def _gather_slices(
+        self, output: torch.Tensor, source: torch.Tensor, sizes: list[int]
+    ) -> StartedTransfer:
+        """Collect slices of different sizes."""
+        slices, own = list(output.split(sizes)), source.clone()  # `source` may be one of them
+        work = dist.all_to_all(slices, [own] * self.size, group=self.group, async_op=True)
         return StartedTransfer(works=[work])
 
     def _broadcast(self, tensor: torch.Tensor, src: int) -> StartedTransfer:

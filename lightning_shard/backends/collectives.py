@@ -29,6 +29,7 @@ from lightning_shard.backends.shapes import (
     check_peer,
     check_result,
     check_same_dtype,
+    check_slices,
     check_sum_dtype,
     checked_splits,
 )
@@ -126,6 +127,7 @@ class Collectives(C10dTransfers):
         input: torch.Tensor,  # noqa: A002 - c10d's name
         op: ReduceOpName = "sum",
         *,
+        sizes: Sequence[int] | None = None,
         async_op: bool = False,
     ) -> Pending:
         """Reduce `input` over the ranks and keep this rank's slice.
@@ -136,6 +138,7 @@ class Collectives(C10dTransfers):
             input: Shape (W * S,); it may be overwritten only when it holds the output.
             op: "sum", "avg", "max" or "min"; "avg" is a sum and one division, and sums narrow
                 types in float32.
+            sizes: Number of elements of each rank's slice; None: S for each.
             async_op: Whether to return before the operation is done.
 
         Raises:
@@ -143,8 +146,16 @@ class Collectives(C10dTransfers):
             RankFailedError: A peer has died.
         """
         check_op(op, input.dtype)
-        check_full_and_local("reduce_scatter", self.rank, self.size, full=input, local=output)
         check_sum_dtype("reduce_scatter", self.rank, output, input)
+        if sizes is not None and len(set(sizes)) > 1:
+            check_slices("reduce_scatter", self.rank, sizes, full=input, local=output)
+            sent = input.numel() - output.numel()
+            self.traffic.count("reduce_scatter", sent, input.itemsize)
+            both = (output.detach(), input.detach())
+            return self._start(
+                "reduce_scatter", lambda: self._reduce_slices(*both, list(sizes), op), async_op
+            )
+        check_full_and_local("reduce_scatter", self.rank, self.size, full=input, local=output)
         sent = ring_share(input.numel(), self.size)
         self.traffic.count(
             "reduce_scatter", sent, self._reduce_scatter_dtype(output, input, op).itemsize
@@ -157,6 +168,7 @@ class Collectives(C10dTransfers):
         output: torch.Tensor,
         input: torch.Tensor,  # noqa: A002 - c10d's name
         *,
+        sizes: Sequence[int] | None = None,
         async_op: bool = False,
     ) -> Pending:
         """Collect each rank's slice on every rank, in rank order.
@@ -164,16 +176,24 @@ class Collectives(C10dTransfers):
         Args:
             output: Shape (W * S,): slice i is rank i's.
             input: Shape (S,), same dtype. May be output[rank * S : (rank + 1) * S] itself.
+            sizes: Number of elements of each rank's slice; None: S for each.
             async_op: Whether to return before the operation is done.
 
         Raises:
             LayoutError: Sizes or types do not fit.
             RankFailedError: A peer has died.
         """
-        check_full_and_local("all_gather", self.rank, self.size, full=output, local=input)
         check_same_dtype("all_gather", self.rank, output, input)
-        self.traffic.count("all_gather", ring_share(output.numel(), self.size), input.itemsize)
         pair = (output.detach(), input.detach())
+        if sizes is not None and len(set(sizes)) > 1:
+            check_slices("all_gather", self.rank, sizes, full=output, local=input)
+            sent = (self.size - 1) * input.numel()
+            self.traffic.count("all_gather", sent, input.itemsize)
+            return self._start(
+                "all_gather", lambda: self._gather_slices(*pair, list(sizes)), async_op
+            )
+        check_full_and_local("all_gather", self.rank, self.size, full=output, local=input)
+        self.traffic.count("all_gather", ring_share(output.numel(), self.size), input.itemsize)
         return self._start("all_gather", lambda: self._all_gather(*pair), async_op)
 
     def all_to_all(

@@ -90,6 +90,22 @@ class ExchangeCollectives(Collectives):
         copy_unless_same(slices[self.rank], source)  # while the messages move
         return StartedTransfer(works=works)
 
+    def _reduce_slices(
+        self, output: torch.Tensor, source: torch.Tensor, sizes: list[int], op: ReduceOpName
+    ) -> StartedTransfer:
+        slices = source.split(sizes)
+        if output.numel():
+            return self._exchange_and_combine(output, slices, op)
+        return StartedTransfer(works=self._exchange(slices, [output] * self.size))
+
+    def _gather_slices(
+        self, output: torch.Tensor, source: torch.Tensor, sizes: list[int]
+    ) -> StartedTransfer:
+        slices = output.split(sizes)
+        works = self._exchange([source] * self.size, slices)
+        copy_unless_same(slices[self.rank], source)  # while the messages move
+        return StartedTransfer(works=works)
+
     def _all_to_all(
         self,
         output: torch.Tensor,

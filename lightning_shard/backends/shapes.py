@@ -44,6 +44,19 @@ def check_full_and_local(
         )
 
 
+def check_slices(
+    operation: str, rank: int, sizes: Sequence[int], *, full: torch.Tensor, local: torch.Tensor
+) -> None:
+    """Raise LayoutError unless slices of these sizes make up `full`, and `local` is the rank's."""
+    check_flat(operation, rank, full=full, local=local)
+    if sum(sizes) != full.numel() or local.numel() != sizes[rank]:
+        raise LayoutError(
+            f"{operation} on rank {rank}: got {full.numel()} full and {local.numel()} local "
+            f"elements, expected {sum(sizes)} and {sizes[rank]}, as sizes={list(sizes)} says. Pass "
+            f"the same sizes on every rank."
+        )
+
+
 def check_same_dtype(operation: str, rank: int, output: torch.Tensor, source: torch.Tensor) -> None:
     """Raise LayoutError unless both tensors hold the same type."""
     if output.dtype != source.dtype:

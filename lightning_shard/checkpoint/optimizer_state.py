@@ -2,10 +2,12 @@
 
 A state tensor belongs to a parameter's elements when it has as many of them as the parameter; it
 is cut and joined as the parameter is. Everything else (step counters) is the same on all ranks.
+Where one rank owns a full parameter, all of its state is there, whatever its shape (Adafactor's
+rows and columns, Shampoo's factors), and nothing on other ranks.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +22,7 @@ from lightning_shard.errors import CheckpointError
 def shard_state(optimizer: Optimizer, engine: DataParallelEngine) -> None:
     """Cut the state that an optimizer has made for full parameters, in place."""
     for param in params_of(optimizer):
-        if not engine.split.is_here(param):
+        if not is_kept(param, engine):
             optimizer.state.pop(param, None)
             continue
         entries = optimizer.state.get(param, {})
@@ -49,7 +51,7 @@ def local_state_dict(
     state = {
         key: _local_entries(entries, params[key], engine) if key in params else entries
         for key, entries in full["state"].items()
-        if key not in params or engine.split.is_here(params[key])
+        if key not in params or is_kept(params[key], engine)
     }
     return {**full, "state": state}
 
@@ -107,18 +109,24 @@ class FullOptimizerState:
         self._packed: dict[str, Any] = {}
         self._common: dict[int, dict[str, Any]] = {}
         self._slices: dict[int, dict[str, torch.dtype]] = {}
+        self._owned: dict[int, dict[str, _Owned]] = {}
         if not engine.groups.is_first_copy:
             return
         self._packed = optimizer.state_dict()
         if not optimizer.param_groups:  # what stands for none at all
             return
-        agreed, self._common = _agree_on_keys(self._packed["state"], self._params, engine)
-        self._slices = agreed
+        agreed = _agree_on_keys(self._packed["state"], self._params, engine)
+        self._slices, self._common, self._owned = agreed
         if engine.is_first:
             self.shapes = {
                 (index, key): (engine.full_shape(self._params[index]), dtype)
-                for index, entries in agreed.items()
+                for index, entries in self._slices.items()
                 for key, dtype in entries.items()
+            }
+            self.shapes |= {
+                (index, key): (value.shape, value.dtype)
+                for index, entries in self._owned.items()
+                for key, value in entries.items()
             }
 
     def tensors(self) -> Iterator[tuple[tuple[int, str], Tensor]]:
@@ -144,6 +152,21 @@ class FullOptimizerState:
             if engine.is_first:
                 yield (index, key), full
             del full  # its unit is let go of before the next one comes
+        yield from self._owned_tensors()
+
+    def _owned_tensors(self) -> Iterator[tuple[tuple[int, str], Tensor]]:
+        """Bring the entries of another shape than their parameters' from their owners."""
+        ranks = self._engine.groups.shard
+        for index, entries in sorted(self._owned.items()):
+            for key, entry in entries.items():
+                if entry.owner == ranks.rank:
+                    full = self._packed["state"][index][key].detach().contiguous()
+                else:
+                    like = self._params[index]
+                    full = torch.empty(entry.shape, dtype=entry.dtype, device=like.device)
+                ranks.broadcast(full, src=entry.owner).wait()
+                if self._engine.is_first:
+                    yield (index, key), full
 
     def with_tensors(self, tensors: Mapping[tuple[int, str], Tensor]) -> dict[str, Any]:
         """Return the `state_dict` of a single device with these tensors in it; empty elsewhere."""
@@ -153,8 +176,9 @@ class FullOptimizerState:
             index: {
                 **self._common.get(index, {}),
                 **{key: tensors[index, key] for key in self._slices.get(index, ())},
+                **{key: tensors[index, key] for key in self._owned.get(index, ())},
             }
-            for index in sorted({*self._common, *self._slices})
+            for index in sorted({*self._common, *self._slices, *self._owned})
         }
         return {**self._packed, "state": state}
 
@@ -197,32 +221,43 @@ class _JoinedShards:
             if value is None or not self._engine.split.is_here(param):
                 continue
             home, place = self._engine.owner(param)
-            if home is flat and is_shard(value, flat, place) and value.numel():
-                views[place].copy_(value)
+            if home is flat and is_shard(value, flat, place) and views[place].numel():
+                views[place].copy_(value.reshape(views[place].shape))
         return flat.gather_shards(shard)
+
+
+class _Owned(NamedTuple):
+    """A state tensor on the owner of its parameter, of another shape than the parameter's.
+
+    Attributes:
+        shape: Shape of the tensor.
+        dtype: Format of the tensor.
+        owner: Rank in the shard group that has it.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    owner: int
 
 
 def _agree_on_keys(
     state: Mapping[int, Mapping[str, Any]], params: list[nn.Parameter], engine: DataParallelEngine
-) -> tuple[dict[int, dict[str, torch.dtype]], dict[int, dict[str, Any]]]:
+) -> tuple[
+    dict[int, dict[str, torch.dtype]], dict[int, dict[str, Any]], dict[int, dict[str, _Owned]]
+]:
     """Agree on the entries to join: a rank without a shard of a parameter has no state for it.
 
     Returns:
-        By parameter and key, the format of entries that lie in shards, and the value of others.
+        By parameter and key, the format of entries that lie in shards, the value of others, and
+            where those lie that only the owner of a parameter has.
     """
     mine: dict[int, dict[str, Any]] = {}
     for index, entries in state.items():
         if not engine.split.is_here(params[index]):
             continue
-        shard_slice = engine.owner(params[index])
-        if is_on_other_ranks(*shard_slice):
+        if is_on_other_ranks(*engine.owner(params[index])):
             continue  # never stepped here: its counters are stale
-        mine[index] = {
-            key: ("shard", value.dtype)
-            if is_shard(value, *shard_slice)
-            else ("common", host_copy(value))
-            for key, value in entries.items()
-        }
+        mine[index] = {key: _told(value, params[index], engine) for key, value in entries.items()}
     for group in (engine.groups.shard, *engine.split.groups):
         theirs = group.all_gather_object(mine)
         mine = {}
@@ -231,11 +266,27 @@ def _agree_on_keys(
                 mine.setdefault(index, {}).update(entries)
     shard_slices: dict[int, dict[str, torch.dtype]] = {}
     common: dict[int, dict[str, Any]] = {}
+    owned: dict[int, dict[str, _Owned]] = {}
+    of_kind: dict[str, dict[int, dict[str, Any]]] = {
+        "shard": shard_slices,
+        "common": common,
+        "owned": owned,
+    }
     for index, entries in mine.items():
         for key, (kind, value) in entries.items():
-            target: dict[int, dict[str, Any]] = shard_slices if kind == "shard" else common
-            target.setdefault(index, {})[key] = value
-    return shard_slices, common
+            of_kind[kind].setdefault(index, {})[key] = value
+    return shard_slices, common, owned
+
+
+def _told(value: Any, param: nn.Parameter, engine: DataParallelEngine) -> tuple[str, Any]:
+    """Return what other ranks have to know of a state entry of this rank, and its kind."""
+    flat, index = engine.owner(param)
+    if is_shard(value, flat, index):
+        return "shard", value.dtype
+    has_elements = isinstance(value, Tensor) and value.ndim > 0
+    if has_elements and flat.is_owned and not engine.split.groups:
+        return "owned", _Owned(value.shape, value.dtype, engine.groups.shard.rank)
+    return "common", host_copy(value)
 
 
 def params_of(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -248,6 +299,14 @@ def _own_part(value: Any, param: nn.Parameter, engine: DataParallelEngine) -> An
     return engine.split.local(param, value) if isinstance(value, Tensor) else value
 
 
+def is_kept(param: nn.Parameter, engine: DataParallelEngine) -> bool:
+    """Whether this rank keeps state of a parameter, and not its owner alone."""
+    if not engine.split.is_here(param):
+        return False
+    flat, index = engine.owner(param)
+    return not (flat.is_owned and is_on_other_ranks(flat, index))
+
+
 def is_on_other_ranks(flat: FlatParameters, index: int) -> bool:
     """Whether all of a parameter's elements lie on other ranks."""
     return flat.layout.slots[index].numel > 0 and not flat.local_views[index].numel()
@@ -255,8 +314,8 @@ def is_on_other_ranks(flat: FlatParameters, index: int) -> bool:
 
 def is_shard(value: Any, flat: FlatParameters, index: int) -> bool:
     """Whether a local state tensor has an element for each of the shard's."""
-    view = flat.local_views[index]
-    return isinstance(value, Tensor) and value.ndim > 0 and value.shape == view.shape
+    shape = flat.layout.slots[index].shape if flat.is_owned else flat.local_views[index].shape
+    return isinstance(value, Tensor) and value.ndim > 0 and tuple(value.shape) == tuple(shape)
 
 
 def _cut(key: str, value: Any, flat: FlatParameters, index: int) -> Any:
@@ -264,6 +323,8 @@ def _cut(key: str, value: Any, flat: FlatParameters, index: int) -> Any:
     slot = flat.layout.slots[index]
     if not isinstance(value, Tensor) or tuple(value.shape) != slot.shape or flat.stage == 0:
         return value
+    if flat.is_owned:
+        return value.clone()
     if value.ndim == 0 and key == "step":  # the counter of a scalar parameter
         return value
     shard_slice = flat.layout.shard_slice(slot, flat.shard_index)

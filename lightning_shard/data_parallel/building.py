@@ -4,7 +4,7 @@ model ──find_units──> specs ──by format and matching parts──> Fl
 Exchange
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TypeVar
 
@@ -22,6 +22,7 @@ from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.data_parallel.unit import Unit
 from lightning_shard.data_parallel.units import UnitSpec, find_units
 from lightning_shard.errors import ConfigError
+from lightning_shard.layout.owned import assign_owners
 
 T = TypeVar("T")
 
@@ -40,20 +41,41 @@ def build_units(
     specs = find_units(
         model, classes=options.units, bucket_mb=options.unit_mb, is_here=split.is_here
     )
-    return [_build_unit(spec, groups, options, split) for spec in specs]
+    owners = _owners(specs, groups, options)
+    return [_build_unit(spec, groups, options, split, owners) for spec in specs]
+
+
+def _owners(
+    specs: Sequence[UnitSpec], groups: DataGroups, options: EngineOptions
+) -> dict[nn.Parameter, int]:
+    """Return the rank that has each parameter full; those that are trained are shared out first."""
+    if options.stage == 0:
+        return {}
+    owned = [param for spec in specs for _, param in spec.params if param in options.owned]
+    owned.sort(key=lambda param: not param.requires_grad)
+    trained = sum(param.requires_grad for param in owned)
+    owners: list[int] = []
+    for some in (owned[:trained], owned[trained:]):
+        owners += assign_owners([param.numel() for param in some], num_ranks=groups.shard.size)
+    return dict(zip(owned, owners, strict=True))
 
 
 def _build_unit(
-    spec: UnitSpec, groups: DataGroups, options: EngineOptions, split: ModelSplit
+    spec: UnitSpec,
+    groups: DataGroups,
+    options: EngineOptions,
+    split: ModelSplit,
+    owners: Mapping[nn.Parameter, int],
 ) -> Unit:
     policy = options.dtypes
 
-    def kind(item: tuple[str, nn.Parameter]) -> tuple[str, str, tuple[bool, ...]]:
+    def kind(item: tuple[str, nn.Parameter]) -> tuple[str, str, tuple[bool, ...], bool]:
         param = item[1]
         compute_dtype = str(policy.compute_dtype(param))
-        return str(param.dtype), compute_dtype, spec.matching.flags_of(param)
+        return str(param.dtype), compute_dtype, spec.matching.flags_of(param), param in owners
 
-    alike = [list(group) for _, group in groupby(sorted(spec.params, key=kind), key=kind)]
+    ordered = sorted(spec.params, key=lambda item: (kind(item), owners.get(item[1], 0)))
+    alike = [list(group) for _, group in groupby(ordered, key=kind)]
     flats = [
         FlatParameters(
             named,
@@ -62,6 +84,7 @@ def _build_unit(
             compute_dtype=policy.compute_dtype(named[0][1]),
             is_split=bool(split.groups_of_layers)
             or any(param in split.full_shapes for _, param in named),
+            owners=[owners[param] for _, param in named if param in owners],
         )
         for named in alike
     ]

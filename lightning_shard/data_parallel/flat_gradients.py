@@ -214,7 +214,9 @@ class FlatGradients:
             self._pending = self._groups.dp.all_reduce(send, "avg", async_op=True), send
             return
         out = self._target(send.dtype)
-        self._pending = self._groups.shard.reduce_scatter(out, send, "avg", async_op=True), out
+        sizes = self.flat.layout.shard_numels
+        pending = self._groups.shard.reduce_scatter(out, send, "avg", sizes=sizes, async_op=True)
+        self._pending = pending, out
         self._copies_differ = self._groups.replicate is not None
 
     def _target(self, dtype: torch.dtype) -> Tensor:

@@ -41,6 +41,7 @@ from lightning_shard.data_parallel.sharded_parameter import (
     settle_in,
 )
 from lightning_shard.layout.flat import FlatLayout, build_layout
+from lightning_shard.layout.owned import OwnedLayout, build_owned_layout
 
 _OWN_REFERENCES = 2  # to a stand-in that nobody else holds: that of the dict, and getrefcount's own
 _ALIGN_BYTES = 16  # vectorised kernels want it
@@ -59,6 +60,8 @@ class FlatParameters:
         is_split: Whether some of the parameters are tensor-parallel parts, or other ranks of the
             model have other parameters. Even the full gradients here are then not the model's, and
             are shown to the optimizer alone.
+        owners: Rank of the shard group that has each parameter full, in ascending order; none for
+            parameters that are cut evenly.
 
     Attributes:
         on_assigned: Called when a parameter shows a tensor that user code has assigned; must adopt
@@ -73,6 +76,7 @@ class FlatParameters:
         stage: int,
         compute_dtype: torch.dtype,
         is_split: bool = False,
+        owners: Sequence[int] = (),
     ) -> None:
         self.params = [param for _, param in named_params]
         self.stage = stage
@@ -81,10 +85,13 @@ class FlatParameters:
         self.has_master = master_dtype != compute_dtype
         self.is_split = is_split
         self.shard_index = groups.shard.rank if stage > 0 else 0
-        self.layout = build_layout(
-            [(name, tuple(param.shape)) for name, param in named_params],
-            num_shards=groups.shard.size if stage > 0 else 1,
-            align=max(_ALIGN_BYTES // min(compute_dtype.itemsize, master_dtype.itemsize), 1),
+        shapes = [(name, tuple(param.shape)) for name, param in named_params]
+        num_shards = groups.shard.size if stage > 0 else 1
+        align = max(_ALIGN_BYTES // min(compute_dtype.itemsize, master_dtype.itemsize), 1)
+        self.layout = (
+            build_owned_layout(shapes, owners, num_shards=num_shards, align=align)
+            if owners
+            else build_layout(shapes, num_shards=num_shards, align=align)
         )
         self.full, self.shard = self._fill(master_dtype, compute_dtype)
         self.full_views = full_views(self.full, self.layout)
@@ -101,6 +108,11 @@ class FlatParameters:
     def reshards(self) -> bool:
         """Whether the full parameters exist only while a forward or backward needs them."""
         return self.stage == 3
+
+    @property
+    def is_owned(self) -> bool:
+        """Whether each parameter lies full on one rank, which updates it."""
+        return isinstance(self.layout, OwnedLayout)
 
     @property
     def has_local_form(self) -> bool:
@@ -325,7 +337,8 @@ class FlatParameters:
             own.copy_(self.shard)
         if self.layout.num_shards == 1:
             return None
-        return self._groups.shard.all_gather(self.full, own, async_op=True)
+        sizes = self.layout.shard_numels
+        return self._groups.shard.all_gather(self.full, own, sizes=sizes, async_op=True)
 
     @torch.no_grad()
     def take_in_edits(self) -> None:
@@ -390,7 +403,7 @@ class FlatParameters:
         if self.layout.num_shards == 1:
             return full_views(shard, self.layout)
         full = shard.new_empty(self.layout.full_numel)
-        self._groups.shard.all_gather(full, shard).wait()
+        self._groups.shard.all_gather(full, shard, sizes=self.layout.shard_numels).wait()
         return full_views(full, self.layout)
 
 

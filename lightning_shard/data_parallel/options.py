@@ -1,9 +1,10 @@
 """The settings of the engine: its stage, its units, its number formats and compression."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 from lightning_shard.data_parallel.compression.compressor import Compressor
 from lightning_shard.errors import ConfigError
@@ -43,6 +44,8 @@ class EngineOptions:
             25, and 12.5 under stage 3, where it took less memory and no more time (`make bench`).
         dtypes: Number formats of compute, traffic and the optimizer's copy.
         compression: How gradients are compressed before they travel; stages 0 to 2.
+        owned: Parameters that lie full on one rank each, from stage 1 on, for optimizers of full
+            matrices; see `layout/owned`.
     """
 
     stage: int
@@ -50,6 +53,7 @@ class EngineOptions:
     bucket_mb: float | None = None
     dtypes: DTypePolicy = field(default_factory=DTypePolicy)
     compression: Compressor | None = None
+    owned: Collection[nn.Parameter] = frozenset()
 
     @property
     def unit_mb(self) -> float:

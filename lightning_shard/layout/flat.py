@@ -87,6 +87,12 @@ class FlatLayout:
         """Number of elements of the whole buffer, padding included."""
         return self.num_shards * self.shard_numel
 
+    @property
+    def shard_numels(self) -> tuple[int, ...]:
+        """Number of elements of each rank's shard."""
+        bounds = map(self.shard_bounds, range(self.num_shards))
+        return tuple(stop - start for start, stop in bounds)
+
     def shard_bounds(self, shard: int) -> tuple[int, int]:
         """Indices in the buffer of a shard's first element and of one past its last."""
         return shard * self.shard_numel, (shard + 1) * self.shard_numel

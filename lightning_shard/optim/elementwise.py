@@ -26,25 +26,71 @@ _LR = 1e-2
 Loss = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 
 
-def why_not_elementwise(optimizer: Optimizer) -> str | None:
+def why_not_elementwise(
+    optimizer: Optimizer, groups: Sequence[dict[str, Any]] | None = None
+) -> str | None:
     """Say why an optimizer's update of a shard differs from its update of the full parameter.
+
+    Args:
+        optimizer: The optimizer; it is not changed.
+        groups: The param groups to try; None tries all.
 
     Returns:
         The result of the trial of the first param group that fails, in words; None when all pass.
     """
-    with torch.random.fork_rng(devices=[]):
-        reasons = [_try_group(optimizer, group, _in_shards) for group in optimizer.param_groups]
-    return next((reason for reason in reasons if reason is not None), None)
+    return _why_not(optimizer, groups, _in_shards)
 
 
-def why_not_separate(optimizer: Optimizer) -> str | None:
+def why_not_separate(
+    optimizer: Optimizer, groups: Sequence[dict[str, Any]] | None = None
+) -> str | None:
     """Say why an optimizer updates some of the parameters differently than all of them.
 
-    Each parameter is full here; the result is as `why_not_elementwise` has it.
+    Each parameter is full here; arguments and result are as `why_not_elementwise` has them.
     """
+    return _why_not(optimizer, groups, _one_by_one)
+
+
+def needs_full_parameters(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Whether an optimizer updates the full parameters of a group each by itself, but no shards."""
+    is_elementwise = why_not_elementwise(optimizer, [group]) is None
+    return not is_elementwise and why_not_separate(optimizer, [group]) is None
+
+
+def _why_not(
+    optimizer: Optimizer,
+    groups: Sequence[dict[str, Any]] | None,
+    parts: Callable[[Tensor], list[list[Tensor]]],
+) -> str | None:
+    if _sends_messages(optimizer):
+        return (
+            "its step sends messages between ranks itself, as if each had all gradients; one "
+            "that is written for a single device can do without"
+        )
+    tried = optimizer.param_groups if groups is None else groups
     with torch.random.fork_rng(devices=[]):
-        reasons = [_try_group(optimizer, group, _one_by_one) for group in optimizer.param_groups]
+        reasons = [_try_group(optimizer, group, parts) for group in tried]
     return next((reason for reason in reasons if reason is not None), None)
+
+
+def _sends_messages(optimizer: Optimizer) -> bool:
+    """Whether the step of an optimizer that is not torch's own names torch.distributed.
+
+    A trial would wait for ranks that do something else.
+    """
+    if type(optimizer).__module__.startswith("torch.optim."):
+        return False
+    step = inspect.unwrap(type(optimizer).step)
+    found = getattr(step, "__globals__", {})
+    names = getattr(getattr(step, "__code__", None), "co_names", ())
+    return any(_is_of_distributed(found.get(name)) for name in names) or (
+        "distributed" in names and found.get("torch") is torch
+    )
+
+
+def _is_of_distributed(value: Any) -> bool:
+    name = value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", None)
+    return str(name).startswith("torch.distributed")
 
 
 def _try_group(

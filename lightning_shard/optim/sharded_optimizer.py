@@ -3,7 +3,8 @@
     optimizer.step(closure)
       ├─ closure()                     forward, backward, clipping: full parameters; the loss
       │                                that the optimizer gets is the mean over the ranks
-      ├─ enter the optimizer view      param.data, param.grad -> local shards
+      ├─ enter the optimizer view      param.data, param.grad -> local shards; full matrices
+      │                                on their owners, where the optimizer needs them
       ├─ the optimizer's own update    its groups, options and state are untouched
       └─ leave the view, publish       shards -> everybody's full parameters
 
@@ -23,6 +24,13 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.optim.common_loss import looks_at_loss, mean_loss
 from lightning_shard.optim.elementwise import why_not_elementwise, why_not_separate
 from lightning_shard.optim.frozen_adam import FrozenAdam
+from lightning_shard.optim.owned_parameters import OwnedParameters, why_not_as_they_lie
+
+
+_WORKS_WITH_OWNERS = (
+    " zero1, zero2, zero3 and pipelines take it without gradient compression, from the beginning of "
+    "a fit."
+)
 
 
 class ShardedOptimizer:
@@ -44,6 +52,7 @@ class ShardedOptimizer:
         self.engine = engine
         self._in_view = False
         self._frozen_adam = FrozenAdam(optimizer, engine)
+        self._owned = OwnedParameters(optimizer, engine)
         shard_state(optimizer, engine)
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -97,9 +106,11 @@ class ShardedOptimizer:
         self._in_view = True
         self.engine.view.enter()
         self._frozen_adam.take()
+        self._owned.take()
 
     def _leave(self) -> None:
         self._in_view = False
+        self._owned.put_back()
         self._frozen_adam.put_back()
         self.engine.view.leave()
         self.engine.publish(self.params)
@@ -111,7 +122,7 @@ def _check_parts(optimizer: Optimizer, engine: DataParallelEngine) -> None:
     unit, reason = "element", None
     if engine.options.stage > 0:
         cut = f"ZeRO stage {engine.options.stage} gives each rank 1-D shards of the parameters"
-        reason = why_not_elementwise(optimizer)
+        reason = why_not_as_they_lie(optimizer, engine)
     elif has_parts_of_layers:
         cut = "tensor parallel gives each rank its part of every layer"
         reason = why_not_elementwise(optimizer)
@@ -119,10 +130,11 @@ def _check_parts(optimizer: Optimizer, engine: DataParallelEngine) -> None:
         unit, cut = "parameter", "pipeline parallel gives each rank the parameters of its stages"
         reason = why_not_separate(optimizer)
     if reason is not None:
+        works = "" if why_not_separate(optimizer) is not None else _WORKS_WITH_OWNERS
         raise ConfigError(
             f"{type(optimizer).__name__} does not update each {unit} by itself, but {cut}, "
             f"which would make its updates wrong ({reason}). Use strategy='shard_ddp', or an "
-            f"element-wise optimizer such as AdamW."
+            f"element-wise optimizer such as AdamW.{works}"
         )
 
 

@@ -52,6 +52,7 @@ class AsyncSGDStrategy(LocalUpdates):
     """
 
     stage = 1
+    owns_matrices = False
     engine_type: ClassVar[type[DataParallelEngine]] = AsyncEngine
 
     @takes(RunConfig, UnitConfig, AsyncSGDConfig)

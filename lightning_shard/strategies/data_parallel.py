@@ -12,7 +12,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -21,9 +21,11 @@ from lightning_shard.data_parallel.agreement import check_same_optimizers
 from lightning_shard.data_parallel.compression import Compressor, Tally, find_compressor
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.held_bytes import HeldBytes, held, replicated
+from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.data_parallel.options import DTypePolicy, EngineOptions
 from lightning_shard.errors import ConfigError
 from lightning_shard.optim.clipping import global_grad_norm
+from lightning_shard.optim.owned_parameters import parameters_to_own
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
 from lightning_shard.parallel_dimensions.combined_split import combined
 from lightning_shard.parallel_dimensions.run_view import RunView
@@ -61,6 +63,7 @@ class DataParallelStrategy(CheckpointingStrategy):
     stage: int
     engine_type: ClassVar[type[DataParallelEngine]] = DataParallelEngine
     keeps_optimizers: ClassVar[bool] = False  # from a fit's beginning to its end
+    owns_matrices: ClassVar[bool] = True  # a rank each, for optimizers that need full ones
 
     @takes(RunConfig, DataParallelConfig)
     def __init__(self, **options: Unpack[DataParallelOptions]) -> None:
@@ -258,12 +261,17 @@ class DataParallelStrategy(CheckpointingStrategy):
         assert isinstance(plugin, ShardedPrecision)
         run = self._run_view()
         splits = [split for one in self.dimensions if (split := one.split(run)) is not None]
+        split = combined(splits)
         self._engine = engine = self.engine_type(
             self.model,
             self.gradient_groups,
-            replace(self._options, dtypes=self._dtypes(str(plugin.precision))),
+            replace(
+                self._options,
+                dtypes=self._dtypes(str(plugin.precision)),
+                owned=self._parameters_to_own(split),
+            ),
             self._reducing,
-            combined(splits),
+            split,
         )
         if self._is_fitting():
             callbacks = run.module.trainer.callbacks  # type: ignore[attr-defined]
@@ -282,6 +290,18 @@ class DataParallelStrategy(CheckpointingStrategy):
 
     def _dtypes(self, precision: str) -> DTypePolicy:
         return dtype_policy(precision, self._reduce_dtype)
+
+    def _parameters_to_own(self, split: ModelSplit | None) -> Collection[nn.Parameter]:
+        """Return the parameters that optimizers of full matrices need on one rank each."""
+        has_parts = split is not None and len(split.groups) > len(split.groups_of_layers)
+        compresses = self._options.compression is not None
+        if not self._is_fitting() or self._options.stage == 0 or has_parts or compresses:
+            return frozenset()
+        assert self.model is not None
+        owned = parameters_to_own(self.optimizers, self.model) if self.owns_matrices else frozenset()
+        if owned:  # ranks that lay parameters out differently could not even compare models
+            check_same_optimizers(self.optimizers, self.model, self.collectives)
+        return owned
 
     @property
     def _has_full_parameters(self) -> bool:

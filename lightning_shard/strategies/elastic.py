@@ -64,6 +64,7 @@ class ElasticStrategy(DataParallelStrategy):
 
     assigns_samples = True
     keeps_optimizers = True
+    owns_matrices = False  # snapshots and resharding go by even shards
 
     @takes(RunConfig, GradientConfig, ElasticConfig)
     def __init__(self, **options: Unpack[ElasticOptions]) -> None:

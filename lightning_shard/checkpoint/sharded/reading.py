@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_shard.checkpoint.optimizer_state import params_of
+from lightning_shard.checkpoint.optimizer_state import is_kept, params_of
 from lightning_shard.checkpoint.sharded.folder import StoredTensor, exchanged, read_all
 from lightning_shard.checkpoint.sharded.run_state import empty_entry, parameter_boxes
 from lightning_shard.data_parallel.engine import DataParallelEngine
@@ -51,7 +51,7 @@ def local_optimizer_state(
     folders = []
     entries: dict[Any, Any] = {}
     for number, saved in state["state"].items():
-        if not isinstance(number, int) or not engine.split.is_here(params[number]):
+        if not isinstance(number, int) or not is_kept(params[number], engine):
             continue
         own = entries[number] = dict(saved)
         for key, stored in saved.items():

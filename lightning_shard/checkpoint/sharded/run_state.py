@@ -129,4 +129,6 @@ def empty_entry(
     """Return memory for a state tensor that is cut as a parameter, and its boxes to read into."""
     flat, index = engine.owner(param)
     value = torch.zeros_like(flat.local_views[index], dtype=dtype)
+    if flat.is_owned:
+        value = value.view(flat.layout.slots[index].shape)
     return value, state_boxes(param, value, engine, reading=True)

@@ -1,0 +1,145 @@
+"""Optimizers of full matrices under the stages 1 to 3: who updates what, and the update itself.
+
+    before the engine   a trial says which param groups need full parameters (Muon's, Adafactor's)
+                        and the engine gives each of their parameters to one rank: `layout/owned`
+    a step              owner    param.data, param.grad   full, in the parameter's own shape
+                        others   the optimizer's groups leave the parameter out
+
+so that the owner takes the step of a single device. State is full on the owner, and nowhere else.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.data_parallel.flat_parameters import FlatParameters
+from lightning_shard.errors import ConfigError
+from lightning_shard.optim.elementwise import (
+    needs_full_parameters,
+    why_not_elementwise,
+    why_not_separate,
+)
+
+
+def parameters_to_own(optimizers: Sequence[Optimizer], model: nn.Module) -> frozenset[nn.Parameter]:
+    """Return the parameters that have to lie full on one rank each; no communication.
+
+    Args:
+        optimizers: Every optimizer of the model, before the engine is made.
+        model: The model that is trained.
+
+    Returns:
+        The parameters of the param groups that need them. Where there are any, also those that no
+            optimizer has yet, since one may be given them later.
+    """
+    groups = [(one, group) for one in optimizers for group in one.param_groups]
+    owned = {
+        param
+        for optimizer, group in groups
+        if needs_full_parameters(optimizer, group)
+        for param in group["params"]
+    }
+    if owned:
+        listed = {param for _, group in groups for param in group["params"]}
+        owned.update(param for param in model.parameters() if param not in listed)
+    return frozenset(owned)
+
+
+class OwnedParameters:
+    """Shows an optimizer the full parameters that this rank owns, inside the optimizer's view.
+
+    Args:
+        optimizer: The user's optimizer, whose parameters lie as it needs them.
+        engine: The engine that holds its parameters.
+    """
+
+    def __init__(self, optimizer: Optimizer, engine: DataParallelEngine) -> None:
+        self._optimizer, self._engine = optimizer, engine
+        self._known = {param for group in optimizer.param_groups for param in group["params"]}
+        self._listed: list[list[nn.Parameter]] = []
+        self._shown: list[tuple[nn.Parameter, Tensor, Tensor | None]] = []
+
+    def take(self) -> None:
+        """Show what is owned here in its own shape, and take what others own off the groups.
+
+        Raises:
+            ConfigError: The optimizer was given parameters since, which lie in shards.
+        """
+        for group in self._optimizer.param_groups:
+            self._check_added(group)
+        for group in self._optimizer.param_groups:
+            self._listed.append(group["params"])
+            homes = [(param, self._home(param)) for param in group["params"]]
+            group["params"] = [param for param, home in homes if not _is_elsewhere(home)]
+            for param, home in homes:
+                if home is not None and home[0].is_owned and not _is_elsewhere(home):
+                    self._show(param, *home)
+
+    def put_back(self) -> None:
+        """Show shards again, and give the groups back what was taken off."""
+        for group, listed in zip(self._optimizer.param_groups, self._listed, strict=False):
+            group["params"] = listed
+        for param, shard, grad in self._shown:
+            updated, left = param.data, param.grad
+            param.grad = None
+            param.data = shard
+            if updated.data_ptr() != shard.data_ptr():  # the optimizer has assigned another tensor
+                shard.copy_(updated.reshape(-1))
+            if left is not None:
+                is_ours = grad is not None and left.data_ptr() == grad.data_ptr()
+                param.grad = grad if is_ours else left.reshape(-1)
+        self._listed, self._shown = [], []
+
+    def _home(self, param: nn.Parameter) -> tuple[FlatParameters, int] | None:
+        return self._engine.owner(param) if self._engine.split.is_here(param) else None
+
+    def _show(self, param: nn.Parameter, flat: FlatParameters, index: int) -> None:
+        shape = flat.layout.slots[index].shape
+        shard, grad = param.data, param.grad
+        self._shown.append((param, shard, grad))
+        param.grad = None
+        param.data = shard.view(shape)
+        param.grad = None if grad is None else grad.view(shape)
+
+    def _check_added(self, group: dict[str, Any]) -> None:
+        added = [param for param in group["params"] if param not in self._known]
+        homes = [home for param in added if (home := self._home(param)) is not None]
+        cut = [home for home in homes if not home[0].is_owned and home[0].stage > 0]
+        if cut and needs_full_parameters(self._optimizer, group):
+            flat, index = cut[0]
+            raise ConfigError(
+                f"Rank {self._engine.collectives.rank}: {type(self._optimizer).__name__} was given "
+                f"{flat.layout.slots[index].name!r} in the middle of the fit, which lies in shards "
+                f"over the ranks, expected a parameter that lies full on one rank: one that such "
+                f"an optimizer, or none, had when the fit began. List it there in "
+                f"configure_optimizers."
+            )
+        self._known.update(added)
+
+
+def _is_elsewhere(home: tuple[FlatParameters, int] | None) -> bool:
+    """Whether another rank owns the parameter, and has all of it."""
+    if home is None or not home[0].is_owned:
+        return False
+    return home[0].layout.slots[home[1]].numel > 0 and not home[0].local_views[home[1]].numel()
+
+
+def why_not_as_they_lie(optimizer: Optimizer, engine: DataParallelEngine) -> str | None:
+    """Say why an optimizer's update of the parameters as they lie here would be wrong.
+
+    Returns:
+        The result of a trial in words: of the first param group with parameters in shards that
+            needs full ones, or with full ones that it does not update one by one; None when each
+            group has what it needs.
+    """
+    known = set(engine.model.parameters())
+    for group in optimizer.param_groups:
+        held = [one for one in group["params"] if one in known and engine.split.is_here(one)]
+        is_cut = any(not engine.owner(param)[0].is_owned for param in held) or not held
+        reason = (why_not_elementwise if is_cut else why_not_separate)(optimizer, [group])
+        if reason is not None:
+            return reason
+    return None
