@@ -61,9 +61,16 @@ class OwnedParameters:
         self._known = {param for group in optimizer.param_groups for param in group["params"]}
         self._listed: list[list[nn.Parameter]] = []
         self._shown: list[tuple[nn.Parameter, Tensor, Tensor | None]] = []
+        # a step may raise, and what there is may be saved then
+        self._handle = optimizer.register_state_dict_pre_hook(lambda _: self.put_back())
+
+    def detach(self) -> None:
+        """Give the optimizer back with all of its parameters."""
+        self._handle.remove()
+        self.put_back()
 
     def take(self) -> None:
-        """Show what is owned here in its own shape, and take what others own off the groups.
+        """Show what is owned here in its own shape, and take what others have off the groups.
 
         Raises:
             ConfigError: The optimizer was given parameters since, which lie in shards.
@@ -121,8 +128,10 @@ class OwnedParameters:
 
 
 def _is_elsewhere(home: tuple[FlatParameters, int] | None) -> bool:
-    """Whether another rank owns the parameter, and has all of it."""
-    if home is None or not home[0].is_owned:
+    """Whether the parameter is another stage's, or another rank owns it and has all of it."""
+    if home is None:
+        return True
+    if not home[0].is_owned:
         return False
     return home[0].layout.slots[home[1]].numel > 0 and not home[0].local_views[home[1]].numel()
 

@@ -68,6 +68,7 @@ class ShardedOptimizer:
         """Give the optimizer back as it was, state in shards."""
         for handle in self._handles:
             handle.remove()
+        self._owned.detach()
 
     def _before_step(
         self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -13,7 +13,8 @@ import transformers
 from torch import Tensor, nn
 from torch.optim import Adafactor, AdamW, Optimizer
 
-from tests.strategies.models import ExampleGPT, Trained
+from tests.checkpoint.sharded.runs import Model
+from tests.strategies.models import ExampleGPT
 
 
 class Muon(Optimizer):
@@ -60,7 +61,7 @@ class Muon(Optimizer):
 
 
 def orthogonalised(matrix: Tensor, dtype: torch.dtype, num_steps: int = 5) -> Tensor:
-    assert matrix.ndim >= 2
+    assert matrix.ndim == 2
     a, b, c = 3.4445, -4.7750, 2.0315
     x = matrix.to(dtype)
     if matrix.size(-2) > matrix.size(-1):
@@ -97,11 +98,13 @@ class Shampoo(Optimizer):
         assert param.grad is not None
         state, grad = self.state[param], param.grad.double()
         if not state:
+            state["num_steps"] = 0
             for dim, size in enumerate(param.shape):
-                state[f"factor_{dim}"] = 1e-2 * torch.eye(size, dtype=grad.dtype)
+                state[f"factor_{dim}"] = 1e-2 * torch.eye(size)
+        state["num_steps"] += 1
         for dim in range(grad.ndim):
             flat = grad.movedim(dim, 0).reshape(grad.shape[dim], -1)
-            factor = state[f"factor_{dim}"].add_(flat @ flat.T)
+            factor = state[f"factor_{dim}"].add_(flat @ flat.T).double()
             values, vectors = torch.linalg.eigh(factor)
             root = vectors @ torch.diag(values.pow(-1 / (2 * grad.ndim))) @ vectors.T
             grad = torch.tensordot(root, grad, dims=([1], [dim])).movedim(0, dim)
@@ -112,7 +115,8 @@ def matrices(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Return the matrices of the blocks, and all other parameters."""
     inner = [p for name, p in model.named_parameters() if "blocks" in name and p.ndim == 2]
     known = set(inner)
-    return inner, [param for param in model.parameters() if param not in known]
+    trained = [param for param in model.parameters() if param.requires_grad]
+    return inner, [param for param in trained if param not in known]
 
 
 def muon_groups(model: nn.Module) -> Optimizer:
@@ -144,26 +148,27 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
 }
 
 
-class Matrices(ExampleGPT):
-    """The example's GPT, trained by one of `OPTIMIZERS`."""
+class Matrices(Model):
+    """A small model with a scalar and a frozen bias, trained by one of `OPTIMIZERS`."""
 
-    def __init__(self, optimizer: str, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, optimizer: str = "muon") -> None:
+        super().__init__()
         self.optimizer = optimizer
 
     def configure_optimizers(self) -> Any:
-        return OPTIMIZERS[self.optimizer](self)
+        optimizer = OPTIMIZERS[self.optimizer](self)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)]
 
 
-class TwoOptimizers(ExampleGPT):
+class TwoOptimizers(Matrices):
     """Muon for the matrices of the blocks and AdamW for the rest, in manual optimization."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self) -> None:
+        super().__init__()
         self.automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.loss(batch)
+        loss = super().training_step(batch, batch_idx)
         self.manual_backward(loss)
         for optimizer in self.optimizers():
             optimizer.step()
@@ -172,13 +177,21 @@ class TwoOptimizers(ExampleGPT):
 
     def configure_optimizers(self) -> Any:
         inner, rest = matrices(self)
-        return [
-            Muon([{"params": inner, "use_muon": True}]),
-            AdamW(rest, lr=3e-3, eps=1e-3),
-        ]
+        return [Muon([{"params": inner, "use_muon": True}]), AdamW(rest, lr=1e-2, eps=1e-3)]
 
 
-def build(name: str, **options: Any) -> Trained:
-    """Return a model with the same values every time."""
-    torch.manual_seed(7)
-    return TwoOptimizers(**options) if name == "two" else Matrices(name, **options)
+class MatricesGPT(ExampleGPT):
+    """The example's GPT, trained by one of `OPTIMIZERS`."""
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__()
+        self.optimizer = optimizer
+
+    def configure_optimizers(self) -> Any:
+        return OPTIMIZERS[self.optimizer](self)
+
+
+def build(name: str) -> Matrices:
+    """Return a small model, with the same values every time."""
+    torch.manual_seed(0)
+    return TwoOptimizers() if name == "two" else Matrices(name)

@@ -1,52 +1,111 @@
 """Optimizers that need full matrices, under ZeRO: one rank owns each parameter and updates it."""
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from tests.strategies.matrix_optimizers import build
-from tests.strategies.parity import (
-    CLIP,
-    SMALL_BUCKET_MB,
-    STRATEGIES,
-    UPSTREAM_WARNINGS,
-    Run,
-    train,
-)
+from lightning_shard import HybridParallelStrategy
+from tests.checkpoint.sharded import runs
+from tests.checkpoint.sharded.runs import SAVED_AFTER
+from tests.examples.commands import ignore_upstream_warnings
+from tests.strategies import parity
+from tests.strategies.matrix_optimizers import Matrices, MatricesGPT, build
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = [
+    *ignore_upstream_warnings,
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
+    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in parity.UPSTREAM_WARNINGS),
+]
 NUM_STEPS = 20
-EACH = ("adafactor", "transformers", "muon", "shampoo")
+LAYOUTS = {
+    **runs.LAYOUTS,
+    "pipeline-zero2-4": lambda **o: HybridParallelStrategy(
+        backend="in_process", num_ranks=4, pipeline_parallel_size=2, tensor_parallel_size=1,
+        zero_stage=2, num_microbatches=2, announce=False, **o,
+    ),
+}  # fmt: skip
+NAMES = ("adafactor", "transformers", "muon", "shampoo", "two")
 
 
-def fit(name: str, strategy: str | None = None, num_ranks: int = 1, **options: Any) -> Run:
-    if name == "two":  # manual optimization
-        options |= {"accumulate_grad_batches": 1, "gradient_clip_val": None}
-    if strategy is not None:
-        made = STRATEGIES[strategy](backend="in_process", bucket_mb=SMALL_BUCKET_MB)
-        options |= {"strategy": made, "devices": num_ranks}
-    return train(build(name), num_steps=NUM_STEPS, **options)
+def fit(name: str, layout: str | None = None, **options: Any) -> Matrices:
+    # In float32 the iteration of Muon amplifies what differs in the last digit of small gradients.
+    defaults = {"max_steps": NUM_STEPS * (2 if name == "two" else 1), "precision": "64-true"}
+    options = defaults | options
+    strategy = "auto" if layout is None else LAYOUTS[layout]()
+    model = build(name)
+    runs.fit(strategy, model, **options)
+    return model
 
 
 @cache
-def alone(name: str) -> Run:
-    return fit(name)
+def alone(name: str, num_steps: int = NUM_STEPS) -> Matrices:
+    return fit(name, max_steps=num_steps * (2 if name == "two" else 1))
 
 
-def assert_same(run: Run, expected: Run) -> None:
-    assert len(run.losses) == len(expected.losses) >= NUM_STEPS
-    assert all(norm > CLIP for norm in expected.norms)
-    for got, wanted in ((run.losses, expected.losses), (run.norms, expected.norms)):
-        torch.testing.assert_close(torch.tensor(got), torch.tensor(wanted), rtol=1e-5, atol=1e-6)
-    for name, weight in run.weights.items():
-        scale = float(expected.weights[name].abs().max())
-        torch.testing.assert_close(weight, expected.weights[name], rtol=1e-5, atol=1e-5 * scale)
+def assert_same(model: Matrices, expected: Matrices, last: int = NUM_STEPS) -> None:
+    assert len(model.losses) == last
+    torch.testing.assert_close(model.losses, expected.losses[-last:], rtol=1e-5, atol=0)
+    torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=1e-5, atol=1e-9)
 
 
+@pytest.mark.few_cases(8)
+@pytest.mark.parametrize("layout", ["zero1-3", "zero2-2", "zero3-4"])
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_equal_a_single_devices(name: str, layout: str) -> None:
+    assert_same(fit(name, layout), alone(name))
+
+
+@pytest.mark.parametrize("layout", ["copies-4", "pipeline-zero2-4"])
+def test_owners_within_a_copy_of_the_state_and_within_a_stage(layout: str) -> None:
+    assert_same(fit("muon", layout), alone("muon"))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
-@pytest.mark.parametrize("name", [*EACH, "two"])
-def test_weights_equal_a_single_devices(name: str, strategy: str) -> None:
-    assert_same(fit(name, strategy, 3), alone(name))
+@pytest.mark.parametrize("name", ["adafactor", "transformers", "muon"])
+def test_a_gpt_equals_a_single_devices(name: str, strategy: str) -> None:
+    def run(**options: Any) -> parity.Run:
+        torch.manual_seed(7)
+        return parity.train(MatricesGPT(name), **options)
+
+    made = parity.STRATEGIES[strategy](backend="in_process", bucket_mb=parity.SMALL_BUCKET_MB)
+    parity.assert_parity(run(strategy=made, devices=3), run(), atol=2e-6)
+
+
+RESUMED = [
+    ("zero1-3", "sharded", "zero3-4"),
+    ("zero3-4", "sharded", "zero2-2"),
+    ("zero3-4", "full", "zero1-3"),
+    ("shard_ddp-2", "sharded", "zero3-3"),
+    ("zero2-2", "sharded", "shard_ddp-2"),
+    ("copies-4", "full", "pipeline-zero2-4"),
+    ("pipeline-zero2-4", "sharded", "copies-4"),
+]
+
+
+@pytest.mark.few_cases(8)
+@pytest.mark.parametrize(("before", "kept_as", "after"), RESUMED)
+@pytest.mark.parametrize("name", ["muon", "adafactor", "shampoo"])
+def test_a_run_goes_on_on_another_layout(
+    name: str, before: str, kept_as: str, after: str, tmp_path: Path
+) -> None:
+    expected = alone(name, 4)
+    path = runs.saving(LAYOUTS[before](checkpoint_format=kept_as), tmp_path, build(name), precision="64-true")
+    assert path.is_dir() == (kept_as == "sharded")
+    model = fit(name, after, ckpt_path=path, max_steps=4)
+    assert_same(model, expected, 4 - SAVED_AFTER)
+
+
+@pytest.mark.parametrize("name", ["adafactor", "shampoo"])
+def test_a_checkpoint_is_that_of_a_single_device(name: str, tmp_path: Path) -> None:
+    paths = [
+        runs.saving(strategy, tmp_path / str(number), build(name), precision="64-true")
+        for number, strategy in enumerate(("auto", LAYOUTS["zero3-4"]()))
+    ]
+    expected, got = (torch.load(path, weights_only=True)["optimizer_states"] for path in paths)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-9)
+    model = fit(name, ckpt_path=paths[1], max_steps=4)
+    assert_same(model, alone(name, 4), 2)
