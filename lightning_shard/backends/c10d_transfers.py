@@ -99,7 +99,7 @@ class C10dTransfers:
         self, output: torch.Tensor, source: torch.Tensor, sizes: list[int], op: ReduceOpName
     ) -> StartedTransfer:
         """Reduce slices of different sizes: each rank is sent the others' of its own."""
-        slices = list(source.split(sizes))
+        slices = list(torch.split(source, sizes))
         addends = [torch.empty_like(slices[self.rank]) for _ in sizes]
         work = dist.all_to_all(addends, slices, group=self.group, async_op=True)
 
@@ -113,7 +113,10 @@ class C10dTransfers:
         self, output: torch.Tensor, source: torch.Tensor, sizes: list[int]
     ) -> StartedTransfer:
         """Collect slices of different sizes."""
-        slices, own = list(output.split(sizes)), source.clone()  # `source` may be one of them
+        slices, own = (
+            list(torch.split(output, sizes)),
+            source.clone(),
+        )  # `source` may be one of them
         work = dist.all_to_all(slices, [own] * self.size, group=self.group, async_op=True)
         return StartedTransfer(works=[work])
 

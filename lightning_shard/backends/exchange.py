@@ -93,7 +93,7 @@ class ExchangeCollectives(Collectives):
     def _reduce_slices(
         self, output: torch.Tensor, source: torch.Tensor, sizes: list[int], op: ReduceOpName
     ) -> StartedTransfer:
-        slices = source.split(sizes)
+        slices = torch.split(source, sizes)
         if output.numel():
             return self._exchange_and_combine(output, slices, op)
         return StartedTransfer(works=self._exchange(slices, [output] * self.size))
@@ -101,7 +101,7 @@ class ExchangeCollectives(Collectives):
     def _gather_slices(
         self, output: torch.Tensor, source: torch.Tensor, sizes: list[int]
     ) -> StartedTransfer:
-        slices = output.split(sizes)
+        slices = torch.split(output, sizes)
         works = self._exchange([source] * self.size, slices)
         copy_unless_same(slices[self.rank], source)  # while the messages move
         return StartedTransfer(works=works)

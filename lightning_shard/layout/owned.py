@@ -1,8 +1,8 @@
 """Flat buffers in which every parameter lies full in the shard of one rank, its owner.
 
     sizes, greatest first    8   6   5   3   2      each to the rank that has least so far
-    rank 0                   8           3
-    rank 1                       6   5       2
+    rank 0                   8           3   2
+    rank 1                       6   5
 
     rank              0               1
     buffer   |-------------|-------------------|    cut between parameters: shards differ in size
@@ -88,7 +88,10 @@ def build_owned_layout(
         )
     ends = [0] * num_shards
     for slot, owner, following in zip(
-        even.slots, owners, [*(slot.offset for slot in even.slots[1:]), even.full_numel], strict=True
+        even.slots,
+        owners,
+        [*(slot.offset for slot in even.slots[1:]), even.full_numel],
+        strict=True,
     ):
         assert following >= slot.offset + prod(slot.shape)
         ends[owner] = following

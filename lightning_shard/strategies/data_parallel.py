@@ -298,7 +298,9 @@ class DataParallelStrategy(CheckpointingStrategy):
         if not self._is_fitting() or self._options.stage == 0 or has_parts or compresses:
             return frozenset()
         assert self.model is not None
-        owned = parameters_to_own(self.optimizers, self.model) if self.owns_matrices else frozenset()
+        owned = (
+            parameters_to_own(self.optimizers, self.model) if self.owns_matrices else frozenset()
+        )
         if owned:  # ranks that lay parameters out differently could not even compare models
             check_same_optimizers(self.optimizers, self.model, self.collectives)
         return owned

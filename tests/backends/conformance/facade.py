@@ -155,6 +155,50 @@ def all_gather_from_the_output(collectives: Collectives) -> None:
         assert torch.equal(output, expected)
 
 
+def slice_sizes(size: int) -> list[int]:
+    """Return sizes of slices that differ, of which the first is empty."""
+    return [3 * rank + 2 * (rank > 1) for rank in range(size)]
+
+
+@check
+def slices_of_different_sizes(collectives: Collectives) -> None:
+    sizes = slice_sizes(collectives.size)
+    numel, own = (
+        sum(sizes),
+        slice(sum(sizes[: collectives.rank]), sum(sizes[: collectives.rank + 1])),
+    )
+    for dtype in DTYPES:
+        expected = all_values(collectives.size, numel, dtype).sum(0, dtype=dtype)
+        full = values(collectives.rank, numel, dtype)
+        output = torch.empty(sizes[collectives.rank], dtype=dtype)
+        both = [
+            collectives.reduce_scatter(output, full, sizes=sizes, async_op=True),
+            collectives.reduce_scatter(full[own], full.clone(), sizes=sizes, async_op=True),
+        ]
+        for pending in reversed(both):
+            pending.wait()
+        assert torch.equal(output, expected[own])
+        assert torch.equal(full[own], expected[own])
+        gathered = torch.zeros_like(expected)
+        collectives.all_gather(gathered, output, sizes=sizes)
+        assert torch.equal(gathered, expected)
+        again = torch.zeros_like(expected)
+        again[own] = output
+        collectives.all_gather(again, again[own], sizes=sizes)
+        assert torch.equal(again, expected)
+
+
+@check
+def halves_of_different_sizes_are_averaged_in_float32(collectives: Collectives) -> None:
+    sizes = slice_sizes(collectives.size)
+    value = 2048.0 if collectives.rank == 0 else 0.5  # no half type holds 2048.5
+    output = torch.empty(sizes[collectives.rank])
+    full = torch.full((sum(sizes),), value, dtype=torch.bfloat16)
+    collectives.reduce_scatter(output, full, "avg", sizes=sizes)
+    mean = (2048 + 0.5 * (collectives.size - 1)) / collectives.size
+    torch.testing.assert_close(output, torch.full_like(output, mean))
+
+
 @check
 def all_to_all_with_even_splits(collectives: Collectives) -> None:
     size = collectives.size
@@ -310,14 +354,19 @@ def traffic_is_counted(collectives: Collectives) -> None:
     collectives.broadcast(full)
     collectives.all_to_all(torch.empty(n), full)
     collectives.barrier()
+    sizes = slice_sizes(size)
+    part, whole = torch.zeros(sizes[collectives.rank]), torch.zeros(sum(sizes))
+    collectives.reduce_scatter(part, whole, sizes=sizes)
+    collectives.all_gather(whole.double(), part.double(), sizes=sizes)
     share = 12 * (size - 1)
+    given, taken = len(whole) - len(part), (size - 1) * len(part)
     counted = {
         name: (one.calls, one.elements, one.bytes) for name, one in traffic.snapshot().items()
     }
     assert counted == {
         "all_reduce": (1, 2 * share, 8 * share),
-        "reduce_scatter": (2, 2 * share, 8 * share),
-        "all_gather": (1, share, 8 * share),
+        "reduce_scatter": (3, 2 * share + given, 8 * share + 4 * given),
+        "all_gather": (2, share + taken, 8 * share + 8 * taken),
         "broadcast": (1, n if size > 1 else 0, 4 * n if size > 1 else 0),
         "all_to_all": (1, share, 4 * share),
         "barrier": (1, 0, 0),
@@ -332,6 +381,8 @@ def misfits_are_refused(collectives: Collectives) -> None:
     flat, local = torch.zeros(size * 2), torch.zeros(2)
     with pytest.raises(LayoutError, match="multiple of"):
         collectives.reduce_scatter(torch.zeros(2), torch.zeros(size * 2 + 1))
+    with pytest.raises(LayoutError, match="as sizes="):
+        collectives.reduce_scatter(local, flat, sizes=range(1, size + 2))
     with pytest.raises(LayoutError, match="one dimension"):
         collectives.all_gather(flat.view(size, 2), local)
     with pytest.raises(LayoutError, match="expected the same type"):

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 
 from lightning_shard import HybridParallelStrategy
 from tests.checkpoint.sharded import runs
 from tests.checkpoint.sharded.runs import SAVED_AFTER
 from tests.examples.commands import ignore_upstream_warnings
 from tests.strategies import parity
+from tests.strategies.data_parallel.test_held_bytes_and_traffic import Census, count
 from tests.strategies.matrix_optimizers import Matrices, MatricesGPT, build
 
 pytestmark = [
@@ -20,6 +22,7 @@ pytestmark = [
     *(pytest.mark.filterwarnings(f"ignore:{message}") for message in parity.UPSTREAM_WARNINGS),
 ]
 NUM_STEPS = 20
+MOVED = ("reduce_scatter", "all_gather", "all_to_all", "broadcast", "send")
 LAYOUTS = {
     **runs.LAYOUTS,
     "pipeline-zero2-4": lambda **o: HybridParallelStrategy(
@@ -93,7 +96,9 @@ def test_a_run_goes_on_on_another_layout(
     name: str, before: str, kept_as: str, after: str, tmp_path: Path
 ) -> None:
     expected = alone(name, 4)
-    path = runs.saving(LAYOUTS[before](checkpoint_format=kept_as), tmp_path, build(name), precision="64-true")
+    path = runs.saving(
+        LAYOUTS[before](checkpoint_format=kept_as), tmp_path, build(name), precision="64-true"
+    )
     assert path.is_dir() == (kept_as == "sharded")
     model = fit(name, after, ckpt_path=path, max_steps=4)
     assert_same(model, expected, 4 - SAVED_AFTER)
@@ -109,3 +114,94 @@ def test_a_checkpoint_is_that_of_a_single_device(name: str, tmp_path: Path) -> N
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-9)
     model = fit(name, ckpt_path=paths[1], max_steps=4)
     assert_same(model, alone(name, 4), 2)
+
+
+@pytest.mark.few_cases(2)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_state_and_traffic(strategy: str, num_ranks: int) -> None:
+    """State is 1/N and at most the largest matrix's more; a step sends what AdamW's does."""
+    plain = count(parity.build("gpt"), strategy, num_ranks)
+    for name, bytes_of_each in (("muon", 8), ("adafactor", 4)):
+        model = MatricesGPT(name)
+        census = count(model, strategy, num_ranks)
+        held = [one.optimizer_state for one in census.held]
+        largest = bytes_of_each * max(param.numel() for param in model.parameters())
+        assert max(held) <= sum(held) / num_ranks + largest
+        assert min(held) > 0
+        for sent, allowed in zip(_sent(census), _sent(plain), strict=True):
+            assert allowed / 2 < sent <= allowed
+
+
+def _sent(census: Census) -> list[int]:
+    """Return the elements of parameters and gradients that all ranks have sent, by step."""
+    return [
+        sum(one.elements for step in steps for key, one in step.items() if key in MOVED)
+        for steps in zip(*census.sent, strict=True)
+    ]
+
+
+@pytest.mark.few_cases(2)
+@pytest.mark.parametrize("layout", ["zero1-3", "zero2-2", "zero3-3"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-mixed"])
+def test_other_formats_train(precision: str, layout: str) -> None:
+    expected = fit("adafactor", precision="32-true")
+    # the Trainer itself has no fp16 on the CPU
+    given: dict[str, Any] = {"precision": precision}
+    if precision == "16-mixed":
+        given = {"precision": None, "plugins": [MixedPrecision(precision, device="cpu")]}
+    model = fit("adafactor", layout, **given)
+    assert len(model.losses) == NUM_STEPS
+    assert model.losses == pytest.approx(expected.losses, rel=0.1)
+
+
+@pytest.mark.parametrize("layout", ["zero2-2", "zero3-3"])
+def test_clipping_and_accumulation(layout: str) -> None:
+    options: dict[str, Any] = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}
+    expected = fit("adafactor", **options)
+    assert_same(fit("adafactor", layout, **options), expected, 2 * NUM_STEPS)
+
+
+def noisy(seed: int, **options: Any) -> "Noisy":
+    torch.manual_seed(7)
+    model = Noisy(seed)
+    parity.train(model, num_steps=NUM_STEPS, **options)
+    return model
+
+
+@cache
+def spread() -> tuple["Noisy", float]:
+    """Return one device's model, and how far noise of 1e-7 in its gradients takes it away."""
+    expected = noisy(0)
+    return expected, max(_distance(noisy(seed), expected) for seed in (1, 2, 3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_torchs_muon_stays_within_its_own_spread(strategy: str) -> None:
+    """Its iteration in bfloat16 turns a last digit of a gradient into a digit of the update."""
+    expected, allowed = spread()
+    made = parity.STRATEGIES[strategy](backend="in_process", bucket_mb=parity.SMALL_BUCKET_MB)
+    distance = _distance(noisy(0, strategy=made, devices=3), expected)
+    print(f"{strategy}: {distance:.2e}, and one device's own spread {allowed:.2e}")
+    assert 0 < distance <= allowed
+
+
+class Noisy(MatricesGPT):
+    """Trained by torch's Muon, on gradients with noise of 1e-7 of their size; none for seed 0."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__("torch muon")
+        self.noise = torch.Generator().manual_seed(seed) if seed else None
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for param in self.parameters() if self.noise is not None else ():
+            if param.grad is not None:
+                noise = torch.randn(param.grad.shape, generator=self.noise, dtype=torch.float64)
+                noisy = param.grad.double() * (1 + 1e-7 * noise)
+                param.grad.copy_(noisy)
+
+
+def _distance(model: MatricesGPT, other: MatricesGPT) -> float:
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    return max(float((one - its).detach().abs().max()) for one, its in pairs)
