@@ -26,10 +26,9 @@ from lightning_shard.optim.elementwise import why_not_elementwise, why_not_separ
 from lightning_shard.optim.frozen_adam import FrozenAdam
 from lightning_shard.optim.owned_parameters import OwnedParameters, why_not_as_they_lie
 
-
 _WORKS_WITH_OWNERS = (
-    " zero1, zero2, zero3 and pipelines take it without gradient compression, from the beginning of "
-    "a fit."
+    " zero1, zero2, zero3 and pipelines take it without gradient compression, from the beginning "
+    "of a fit."
 )
 
 

@@ -62,9 +62,9 @@ def what_is_held(
 ) -> tuple[HeldBytes, tuple[str, ...]]:
     """Return the bytes that this rank will hold, and the optimizers that they leave out."""
     shards = {
-        param: shard
+        param: shard.view(slot.shape) if flat.is_owned and shard.numel() else shard
         for flat in engine.flats
-        for param, shard in zip(flat.params, flat.local_views, strict=True)
+        for param, slot, shard in zip(flat.params, flat.layout.slots, flat.local_views, strict=True)
         if engine.split.is_here(param)
     }
     sizes = [expected_state_bytes(optimizer, shards) for optimizer in optimizers]

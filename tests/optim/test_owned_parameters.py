@@ -11,12 +11,14 @@ from torch.optim import Optimizer
 from lightning_shard.backends.registry import get_backend
 from lightning_shard.checkpoint.optimizer_state import full_state_dict
 from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.data_parallel.held_bytes import held
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.errors import ConfigError
 from lightning_shard.optim.elementwise import needs_full_parameters, why_not_elementwise
 from lightning_shard.optim.owned_parameters import parameters_to_own
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
 from lightning_shard.testing import run_ranks
+from lightning_shard.trainer.announcement import what_is_held
 from tests.optim.test_sharded_optimizer import train
 from tests.strategies.matrix_optimizers import (
     Muon,
@@ -114,6 +116,22 @@ def test_state_lies_on_owners_alone(stage: int) -> None:
     assert sorted([*first, *second, *third]) == list(range(6))
     assert max(map(len, (first, second, third))) < 6
     torch.testing.assert_close(state["state"], expected.state_dict()["state"])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_announced_state_is_that_of_full_parameters(stage: int) -> None:
+    def fn(rank: int) -> tuple[int, int, tuple[str, ...]]:
+        model = make_model()
+        optimizer = optim.Muon([param for param in model.parameters() if param.ndim == 2])
+        engine, _ = attach(model, optimizer, stage)
+        announced, unknown = what_is_held(engine, [optimizer])
+        train(model, optimizer, engine)
+        return announced.optimizer_state, held(engine, [optimizer]).optimizer_state, unknown
+
+    figures = run_ranks(fn, 2)
+    assert [announced for announced, _, _ in figures] == [got for _, got, _ in figures]
+    assert sum(got for _, got, _ in figures) == 4 * (15 + 20 + 4)
+    assert not any(unknown for _, _, unknown in figures)
 
 
 class Fails(Muon):
