@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from lightning_shard.backends.registry import get_backend
 from lightning_shard.checkpoint.optimizer_state import full_state_dict
 from lightning_shard.data_parallel.engine import DataParallelEngine
-from lightning_shard.data_parallel.held_bytes import held
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.errors import ConfigError
 from lightning_shard.optim.elementwise import needs_full_parameters, why_not_elementwise
@@ -118,20 +117,14 @@ def test_state_lies_on_owners_alone(stage: int) -> None:
     torch.testing.assert_close(state["state"], expected.state_dict()["state"])
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_the_announced_state_is_that_of_full_parameters(stage: int) -> None:
-    def fn(rank: int) -> tuple[int, int, tuple[str, ...]]:
+def test_state_of_matrices_was_announced_as_if_they_were_vectors() -> None:
+    def fn(rank: int) -> tuple[str, ...]:
         model = make_model()
-        optimizer = optim.Muon([param for param in model.parameters() if param.ndim == 2])
-        engine, _ = attach(model, optimizer, stage)
-        announced, unknown = what_is_held(engine, [optimizer])
-        train(model, optimizer, engine)
-        return announced.optimizer_state, held(engine, [optimizer]).optimizer_state, unknown
+        optimizer = optim.Adafactor(model.parameters())
+        engine, _ = attach(model, optimizer, 2)
+        return what_is_held(engine, [optimizer])[1]
 
-    figures = run_ranks(fn, 2)
-    assert [announced for announced, _, _ in figures] == [got for _, got, _ in figures]
-    assert sum(got for _, got, _ in figures) == 4 * (15 + 20 + 4)
-    assert not any(unknown for _, _, unknown in figures)
+    assert run_ranks(fn, 2) == [("Adafactor",)] * 2  # rows and columns: no trial tells their size
 
 
 class Fails(Muon):

@@ -170,15 +170,15 @@ def slices_of_different_sizes(collectives: Collectives) -> None:
     for dtype in DTYPES:
         expected = all_values(collectives.size, numel, dtype).sum(0, dtype=dtype)
         full = values(collectives.rank, numel, dtype)
-        output = torch.empty(sizes[collectives.rank], dtype=dtype)
+        again, output = full.clone(), torch.empty(sizes[collectives.rank], dtype=dtype)
         both = [
             collectives.reduce_scatter(output, full, sizes=sizes, async_op=True),
-            collectives.reduce_scatter(full[own], full.clone(), sizes=sizes, async_op=True),
+            collectives.reduce_scatter(again[own], again, sizes=sizes, async_op=True),
         ]
         for pending in reversed(both):
             pending.wait()
         assert torch.equal(output, expected[own])
-        assert torch.equal(full[own], expected[own])
+        assert torch.equal(again[own], expected[own])
         gathered = torch.zeros_like(expected)
         collectives.all_gather(gathered, output, sizes=sizes)
         assert torch.equal(gathered, expected)
