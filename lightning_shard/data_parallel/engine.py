@@ -126,15 +126,9 @@ class DataParallelEngine:
         )
         for flat in self.flats:
             flat.on_assigned = self._adopt_data
-        is_of_part = bool(self.split.groups)
-        presented = self.units if options.stage > (2 if is_of_part else 0) else ()
-        self.user_code = look_full(
-            presented,
-            self.shards,
-            self._unsharder,
-            is_of_part=is_of_part,
-            in_stages=bool(self.split.groups_of_layers),
-        )
+        presents = options.stage > (2 if self.split.groups else 0)
+        units = self.units if presents else ()
+        self.user_code = look_full(units, self.shards, self._unsharder, self.split)
         self.around_step: Callable[[], AbstractContextManager[None]] = nullcontext
         self.around_backward: Callable[[], AbstractContextManager[None]] = nullcontext
         self.hook_trainable()

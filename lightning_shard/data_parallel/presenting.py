@@ -9,6 +9,7 @@ from torch import Tensor
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.gradient_shards import GradientShards
+from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.data_parallel.sharded_parameter import ParameterHome, UserCode
 from lightning_shard.data_parallel.sharded_tensor import Spread
 from lightning_shard.data_parallel.unit import Unit
@@ -20,9 +21,7 @@ def look_full(
     units: Iterable[Unit],
     shards: GradientShards,
     unsharder: Unsharder | None,
-    *,
-    is_of_part: bool = False,
-    in_stages: bool = False,
+    split: ModelSplit,
 ) -> UserCode:
     """Let parameters look full whenever they are in shards and user code runs.
 
@@ -31,8 +30,7 @@ def look_full(
             stage 3 only.
         shards: The engine's gradients, which know how each parameter's elements are spread.
         unsharder: Unshards units for autograd; None below stage 3.
-        is_of_part: Whether the model is split over other ranks, too.
-        in_stages: Whether some of these have other parameters, not parts of the same.
+        split: How the model is split over other ranks.
 
     Returns:
         The flag that the caller sets while user code runs.
@@ -44,8 +42,8 @@ def look_full(
             return unsharder is not None and unsharder.bring(unit)
 
         spread: Spread = shards.spread_of(flat.params[index])
-        spread = _OfOneStage(spread) if in_stages else spread
-        return ParameterHome(spread, flat.note(index), user_code, bring, is_of_part)
+        spread = _OfOneStage(spread) if split.groups_of_layers else spread
+        return ParameterHome(spread, flat.note(index), user_code, bring, bool(split.groups))
 
     for unit in units:
         for flat in unit.flats:
