@@ -110,6 +110,19 @@ class Archive:
 
     def write_parts(self, name: str, size: int, parts: Iterable[memoryview]) -> None:
         """Write one record of `size` bytes, which come part by part."""
+        begin = self._offset
+        path, is_long = self.begin(name, size)
+        first = self._offset
+        crc = self._put_elements(parts)
+        assert self._offset == first + size, f"{name} has come with another size"
+        if size:
+            form = _LONG if is_long else _SHORT
+            self.put(form.pack(b"PK\7\b", crc, size, size))
+        self._sums.update(path + crc.to_bytes(4, "little"))
+        self._entries.append(_entry(path, crc, size, begin))
+
+    def begin(self, name: str, size: int) -> tuple[bytes, bool]:
+        """Write what comes before a record's elements; return its path, and if it is a long one."""
         path, begin = f"{_FOLDER}/{name}".encode(), self._offset
         is_long = max(size, begin) >= _LONG_FROM
         extra = _sizes_64(size, size) if is_long else b""
@@ -119,13 +132,7 @@ class Archive:
         kind = (version, _FLAGS, 0, 0, 0)
         self.put(_HEADER.pack(b"PK\3\4", *kind, 0, *told, len(path), len(extra)))
         self.put(path + extra)
-        crc = self._put_elements(parts)
-        assert self._offset == begin + _HEADER.size + len(path) + len(extra) + size
-        if size:
-            form = _LONG if is_long else _SHORT
-            self.put(form.pack(b"PK\7\b", crc, size, size))
-        self._sums.update(path + crc.to_bytes(4, "little"))
-        self._entries.append(_entry(path, crc, size, begin))
+        return path, is_long
 
     def _put_elements(self, parts: Iterable[memoryview]) -> int:
         """Write a record's elements, and return their checksum."""

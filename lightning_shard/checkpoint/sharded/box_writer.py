@@ -29,7 +29,7 @@ from lightning_shard.checkpoint.files.disk_file import DiskFile
 from lightning_shard.checkpoint.files.torch_archive import Archive, Record, bytes_of, records_of
 from lightning_shard.checkpoint.files.untouched import untouched
 
-_PART_BYTES = 4 << 20
+PART_BYTES = 4 << 20
 _ELEMENTS = "data/0"
 
 
@@ -71,7 +71,7 @@ class _BoxFile:
     def write(self, item: WriteItem, data: Tensor | io.BytesIO) -> WriteResult:
         """Write one item, and return where it lies."""
         begin, archive = self._file.tell(), Archive(cast("BinaryIO", self._file), self.crc)
-        if isinstance(data, Tensor) and _is_plain(data):
+        if isinstance(data, Tensor) and is_plain(data):
             _write_tensor(archive, data.detach())
         else:
             archive.put(_pickled(data))
@@ -81,7 +81,7 @@ class _BoxFile:
         return WriteResult(index=item.index, size_in_bytes=length, storage_data=place)
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor's elements are all that there is to it."""
     return (
         type(tensor) in (Tensor, nn.Parameter)
@@ -115,6 +115,19 @@ def _records_around(shape: torch.Size, dtype: torch.dtype) -> tuple[Record, ...]
     return tuple(one._replace(content=None) if one.name == _ELEMENTS else one for one in records)
 
 
+@lru_cache(maxsize=1024)
+def bytes_before_elements(shape: torch.Size, dtype: torch.dtype) -> bytes:
+    """Return what stands before the elements of a tensor of this kind in the archive of it."""
+    file = io.BytesIO()
+    archive = Archive(file)
+    for record in _records_around(shape, dtype):
+        if record.name == _ELEMENTS:
+            archive.begin(record.name, record.num_bytes)
+            break
+        archive.write(record.name, bytes_of(record.content, record.num_bytes))
+    return file.getvalue()
+
+
 def parts_of(tensor: Tensor) -> Iterator[memoryview]:
     """Yield the bytes of a tensor's elements in order, without a copy where they lie so.
 
@@ -123,13 +136,13 @@ def parts_of(tensor: Tensor) -> Iterator[memoryview]:
     """
     if tensor.is_contiguous():
         flat = tensor.view(-1).view(torch.uint8)
-        parts = (flat,) if flat.is_cpu else flat.split(_PART_BYTES)
+        parts = (flat,) if flat.is_cpu else flat.split(PART_BYTES)
         yield from (memoryview(part.cpu().numpy()) for part in parts)
-    elif tensor.nbytes <= _PART_BYTES:
+    elif tensor.nbytes <= PART_BYTES:
         yield from parts_of(tensor.contiguous())
-    elif tensor[0].nbytes > _PART_BYTES:
+    elif tensor[0].nbytes > PART_BYTES:
         for row in tensor:
             yield from parts_of(row)
     else:
-        for rows in tensor.split(_PART_BYTES // tensor[0].nbytes):
+        for rows in tensor.split(PART_BYTES // tensor[0].nbytes):
             yield from parts_of(rows)

@@ -50,7 +50,7 @@ CASES = {
 @pytest.fixture(autouse=True)
 def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut what is copied in parts of a few numbers."""
-    monkeypatch.setattr(box_writer, "_PART_BYTES", 64)
+    monkeypatch.setattr(box_writer, "PART_BYTES", 64)
 
 
 @pytest.mark.parametrize("case", CASES)
