@@ -15,12 +15,14 @@ saves but the first.
 import argparse
 import os
 import shutil
+import sys
 import tempfile
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import nan
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -292,7 +294,7 @@ def size_of(path: Path) -> float:
     return float(sum(file.stat().st_size for file in files if file.is_file()))
 
 
-def measure(name: str, width: int, folder: Path, num_saves: int) -> dict[str, Any]:
+def measure(name: str, width: int, folder: Path, num_saves: int, *, loads: bool) -> dict[str, Any]:
     """Train a contender on this rank, and return what was measured of each save and of a load."""
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
@@ -300,6 +302,8 @@ def measure(name: str, width: int, folder: Path, num_saves: int) -> dict[str, An
     fit(name, width, saving, None)
     if name == "dcp":
         return {"saves": saving.measured, "load": saving.load}
+    if not loads:
+        return {"saves": saving.measured, "load": nan}
     plain = seconds_to_first_step(name, width, None)
     forget(saving.last)
     resumed = seconds_to_first_step(name, width, saving.last)
@@ -335,6 +339,7 @@ def main() -> None:
     parser.add_argument("--saves", type=int, default=4)
     parser.add_argument("--folder", help="where to save; left out: the temporary folder")
     parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--no-load", action="store_true", help="save only")
     arguments = parser.parse_args()
     columns = ("save", "complete", "copy", "disk", "MB/s", "disk MB/s", "load")
     table = Table("seconds", *columns, "peak MB, ranks", "MB")
@@ -349,8 +354,11 @@ def main() -> None:
                 width=arguments.width,
                 folder=Path(folder),
                 num_saves=arguments.saves,
+                loads=not arguments.no_load,
             )
-        table.add_row(name, *cells(ranks))
+        row = cells(ranks)
+        table.add_row(name, *row)
+        print(name, *row, sep="  ", file=sys.stderr, flush=True)
     Console().print(table)
 
 
