@@ -99,7 +99,7 @@ class DiskFile(io.RawIOBase):
             raise self.failure
         try:
             _write_indirectly(self._descriptor)  # the rest may have any length
-            _write_all(self._descriptor, memoryview(self._filled)[: self._used], self._begin)
+            _write_all(self._descriptor, self._filled.data[: self._used], self._begin)
             os.fsync(self._descriptor)
         except OSError as error:
             self.failure = error
@@ -117,7 +117,7 @@ class DiskFile(io.RawIOBase):
     def _hand_over(self) -> None:
         """Let a thread write the buffer that is full, and have another one to fill."""
         full = self._filled
-        job = self._threads.submit(_write_all, self._descriptor, memoryview(full), self._begin)
+        job = self._threads.submit(_write_all, self._descriptor, full.data, self._begin)
         self._on_their_way.append((job, full))
         self._begin, self._used = self._begin + BUFFER_BYTES, 0
         if not self._idle:

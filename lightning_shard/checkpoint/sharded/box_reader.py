@@ -110,14 +110,15 @@ def read_part(
             for first, size in zip(offsets[1:], target.shape[1:], strict=True)
         ]
         num_rows = PART_BYTES // row_bytes
-        for first, rows in enumerate(target.split(num_rows)):
+        for first in range(0, len(target), num_rows):
+            rows = target[first : first + num_rows]
             read = torch.empty((len(rows), *shape[1:]), dtype=dtype)
-            _fill(file, begin + first * num_rows * row_bytes, read)
+            _fill(file, begin + first * row_bytes, read)
             rows.copy_(read[(slice(None), *columns)])
 
 
 def _fill(file: Any, begin: int, tensor: Tensor) -> None:
-    memory = memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())
+    memory = tensor.detach().view(-1).view(torch.uint8).numpy().data
     file.seek(begin)
     done = 0
     while done < len(memory):

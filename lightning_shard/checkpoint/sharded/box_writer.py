@@ -136,13 +136,15 @@ def parts_of(tensor: Tensor) -> Iterator[memoryview]:
     """
     if tensor.is_contiguous():
         flat = tensor.view(-1).view(torch.uint8)
-        parts = (flat,) if flat.is_cpu else flat.split(PART_BYTES)
-        yield from (memoryview(part.cpu().numpy()) for part in parts)
+        step = max(1, flat.numel()) if flat.is_cpu else PART_BYTES
+        for first in range(0, flat.numel(), step):
+            yield flat[first : first + step].cpu().numpy().data
     elif tensor.nbytes <= PART_BYTES:
         yield from parts_of(tensor.contiguous())
     elif tensor[0].nbytes > PART_BYTES:
         for row in tensor:
             yield from parts_of(row)
     else:
-        for rows in tensor.split(PART_BYTES // tensor[0].nbytes):
-            yield from parts_of(rows)
+        num_rows = PART_BYTES // tensor[0].nbytes
+        for first in range(0, len(tensor), num_rows):
+            yield from parts_of(tensor[first : first + num_rows])
