@@ -36,6 +36,7 @@ MAY_TOUCH_THEM = {
     "backends/in_process/rank_globals.py",
     "checkpoint/conversion/archive.py",
     "checkpoint/files/torch_archive.py",
+    "checkpoint/sharded/box_writer.py",
     "checkpoint/sharded/index.py",
     "checkpoint/sharded/load_hooks.py",
     "data_parallel/torch_private.py",

@@ -133,7 +133,8 @@ class FullOptimizerState:
         """Bring the entries together, key by key in the order of the model; each rank must call.
 
         Returns:
-            On rank 0, by parameter's number and key, each full tensor; on other ranks nothing.
+            On rank 0, by parameter's number and key, each full tensor, which is only good until
+            the next one is asked for; on other ranks nothing.
         """
         engine = self._engine
         if not self._packed or not self._params:
@@ -184,7 +185,10 @@ class FullOptimizerState:
 
 
 class _JoinedShards:
-    """Full state tensors of this rank's parameters, brought together buffer by buffer."""
+    """Full state tensors of this rank's parameters, brought together buffer by buffer.
+
+    Those of one unit are here at a time; what comes next may lie in the same memory.
+    """
 
     def __init__(
         self,
@@ -201,20 +205,37 @@ class _JoinedShards:
         )
         self._key = ""
         self._full: dict[FlatParameters, list[Tensor]] = {}  # of one unit
+        self._buffers: dict[FlatParameters, Tensor] = {}  # where they lie
+        self._idle: list[Tensor] = []
 
     def full(self, index: int, key: str) -> Tensor:
         """Return the full tensor; each rank of the data-parallel group must call."""
         flat, place = self._engine.owner(self._params[index])
-        if key != self._key:
-            self._key, self._full = key, {}
-        if flat not in self._full:
+        if key != self._key or flat not in self._full:
             same = next(unit.flats for unit in self._engine.units if flat in unit.flats)
-            self._full = {one: values for one, values in self._full.items() if one in same}
+            self._let_go(() if key != self._key else same)
+            self._key = key
             self._full[flat] = self._join(flat, key, self._shard_slices[index][key])
         return self._full[flat][place]
 
+    def _let_go(self, kept: Sequence[FlatParameters]) -> None:
+        """Have the memory of all but some buffers serve for what comes next."""
+        for flat in [one for one in self._full if one not in kept]:
+            del self._full[flat]
+            self._idle.append(self._buffers.pop(flat))
+
+    def _buffer(self, flat: FlatParameters, dtype: torch.dtype) -> Tensor:
+        """Return memory for a full buffer: that of one before, where it has the same size."""
+        numel = flat.layout.full_numel
+        for place, one in enumerate(self._idle):
+            if one.dtype == dtype and one.numel() == numel:
+                return self._idle.pop(place)
+        self._idle.clear()
+        return flat.shard.new_empty(numel, dtype=dtype)
+
     def _join(self, flat: FlatParameters, key: str, dtype: torch.dtype) -> list[Tensor]:
-        shard = torch.zeros_like(flat.shard, dtype=dtype)
+        full = self._buffers[flat] = self._buffer(flat, dtype)
+        shard = flat.own_part(full).zero_()
         views = flat.shard_views(shard)
         for index, param in enumerate(self._params):
             value = self._state.get(index, {}).get(key)
@@ -223,7 +244,7 @@ class _JoinedShards:
             home, place = self._engine.owner(param)
             if home is flat and is_shard(value, flat, place) and views[place].numel():
                 views[place].copy_(value.reshape(views[place].shape))
-        return flat.gather_shards(shard)
+        return flat.gather_shards(shard, full)
 
 
 class _Owned(NamedTuple):

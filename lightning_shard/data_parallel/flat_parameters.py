@@ -130,9 +130,13 @@ class FlatParameters:
         for view, param in zip(full_views(staging, self.layout), self.params, strict=True):
             view.copy_(param.data)
         self._groups.dp.broadcast(staging, src=0).wait()
-        own = staging[slice(*self.layout.shard_bounds(self.shard_index))]
+        own = self.own_part(staging)
         full = staging.to(compute) if self.has_master else staging
         return full, own.clone() if self.has_master or self.reshards else own
+
+    def own_part(self, full: Tensor) -> Tensor:
+        """Return this rank's shard of a full-sized flat tensor, as a view."""
+        return full[slice(*self.layout.shard_bounds(self.shard_index))]
 
     def shard_views(self, shard: Tensor) -> list[Tensor]:
         """Return each parameter's local shard as a view of a shard-sized tensor.
@@ -264,7 +268,7 @@ class FlatParameters:
             self.full = self.full.clone()
             self.full_views = full_views(self.full, self.layout)
         if is_part:
-            self.shard = self.full[slice(*self.layout.shard_bounds(self.shard_index))]
+            self.shard = self.own_part(self.full)
         elif not shows_full:
             self.shard = self.shard.clone()
         self.local_views = self.shard_views(self.shard)
@@ -332,7 +336,7 @@ class FlatParameters:
             self.see_assigned()
         if not self.is_unsharded:
             self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
-        own = self.full[slice(*self.layout.shard_bounds(self.shard_index))]
+        own = self.own_part(self.full)
         if own.data_ptr() != self.shard.data_ptr():
             own.copy_(self.shard)
         if self.layout.num_shards == 1:
@@ -347,7 +351,7 @@ class FlatParameters:
         A master keeps its digits wherever the full parameter still is what it was rounded to.
         """
         self.see_assigned()
-        own = self.full[slice(*self.layout.shard_bounds(self.shard_index))]
+        own = self.own_part(self.full)
         if own.data_ptr() == self.shard.data_ptr():
             return
         if not self.has_master:
@@ -391,18 +395,20 @@ class FlatParameters:
         return self.full_views
 
     @torch.no_grad()
-    def gather_shards(self, shard: Tensor) -> list[Tensor]:
+    def gather_shards(self, shard: Tensor, full: Tensor | None = None) -> list[Tensor]:
         """Bring any shard-shaped tensor together in the parameters' own shapes.
 
         Args:
             shard: Shape (S,), laid out as `self.shard`; each rank must call.
+            full: Buffer to gather into, of which `shard` is this rank's part; a new one if None.
 
         Returns:
-            Views of one new buffer, in slot order.
+            Views of the buffer, in slot order.
         """
         if self.layout.num_shards == 1:
             return full_views(shard, self.layout)
-        full = shard.new_empty(self.layout.full_numel)
+        if full is None:
+            full = shard.new_empty(self.layout.full_numel)
         self._groups.shard.all_gather(full, shard, sizes=self.layout.shard_numels).wait()
         return full_views(full, self.layout)
 

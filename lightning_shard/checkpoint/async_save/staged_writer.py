@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
@@ -12,12 +11,13 @@ from torch.futures import Future
 from typing_extensions import override
 
 from lightning_shard.checkpoint.async_save.staged_items import StagedItems
+from lightning_shard.checkpoint.sharded.box_writer import BoxWriter
 
 Staging: TypeAlias = Callable[[SavePlan, SavePlanner], StagedItems | None]
 """Copies what a rank writes by a plan; None where an earlier copy does not hold the same."""
 
 
-class StagedWriter(FileSystemWriter):
+class StagedWriter(BoxWriter):
     """Copies what `save` of torch.distributed.checkpoint would write, and writes it when asked.
 
     Args:
@@ -29,7 +29,7 @@ class StagedWriter(FileSystemWriter):
     """
 
     def __init__(self, folder: Path, staging: Staging) -> None:
-        super().__init__(str(folder), single_file_per_rank=True, thread_count=1)
+        super().__init__(folder)
         self.staged: StagedItems | None = None
         self._staging = staging
         self._plan: SavePlan | None = None

@@ -26,7 +26,11 @@ from lightning_shard.checkpoint.files.checksums import checksum_of, write_checks
 from lightning_shard.checkpoint.files.failures import not_saved
 from lightning_shard.checkpoint.sharded.folder import META_FILE
 from lightning_shard.checkpoint.sharded.index import INDEX_FILE, by_itself
-from lightning_shard.checkpoint.sharded.writing import BoxSavePlanner, agreed_folder, own_checksums
+from lightning_shard.checkpoint.sharded.writing import (
+    BoxSavePlanner,
+    agreed_folder,
+    checksums_of_rank_0,
+)
 from lightning_shard.errors import CheckpointError
 
 
@@ -88,7 +92,8 @@ class UnfinishedFolder:
         with _Explaining(self.path):
             self._write_meta()
             results = self.writer.write_staged()
-            self.written = results, own_checksums(self._folder, self._rank)
+            meta = checksums_of_rank_0(self._folder, self._rank)
+            self.written = results, self.writer.checksums | meta
 
     def link(self, other: "UnfinishedFolder") -> None:
         """Give this rank's file in `other`, which has the same elements, a second name here."""

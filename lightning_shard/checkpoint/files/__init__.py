@@ -4,10 +4,11 @@
     .last.ckpt.<writer>.part                 last.ckpt
 
     a file, a folder, all or nothing           new_file, new_folder
+    to the disk, past the page cache           disk_file
     what a killed writer has left              parts
     rename, exchange, fsync                    renames
     why something cannot be written            failures
-    checksums of files beside each other       checksums
+    checksums of files beside each other       checksums, joined_crc
     torch's archive: its records               torch_archive (writes), archive_check (verifies)
     a checkpoint file, with errors by name     reading
 

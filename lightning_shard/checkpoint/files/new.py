@@ -9,23 +9,20 @@ Whatever ends the process inside, the checkpoint that was there before is as it 
 save into the folder removes the rest.
 """
 
-import io
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from typing_extensions import override
-
+from lightning_shard.checkpoint.files.disk_file import DiskFile
 from lightning_shard.checkpoint.files.failures import explaining_failures
 from lightning_shard.checkpoint.files.parts import part_of, remove, remove_leftovers
 from lightning_shard.checkpoint.files.places import local_path, remote_place
 from lightning_shard.checkpoint.files.renames import put_in_place, sync_file
 from lightning_shard.errors import CheckpointError
 
-_BUFFER_BYTES = 1 << 20
 _INDEX = ".metadata"  # of torch.distributed.checkpoint, written last
 _OF_CHECKPOINTS = (_INDEX, "meta.pt", "*.distcp")
 
@@ -104,45 +101,15 @@ def _local_file(place: Path) -> Iterator[BinaryIO]:
         raise _is_another(place, "a file")
     part = part_of(place)
     with _removed_unless_done(part):
-        raw = _Noticing(part, "xb")
-        try:
-            with _closing(io.BufferedWriter(raw, _BUFFER_BYTES)) as file:
+        with closing(DiskFile(part)) as file:
+            try:
                 yield cast("BinaryIO", file)
-                file.flush()
-                os.fsync(file.fileno())
-        except Exception as error:
-            if raw.failure is not None:  # torch tells another story of it
-                raise raw.failure from error
-            raise
+            except Exception as error:
+                if file.failure is not None:  # torch tells another story of it
+                    raise file.failure from error
+                raise
+            file.finish()
         put_in_place(part, place)
-
-
-class _Noticing(io.FileIO):
-    """A file that remembers why it could not be written: who writes may raise something else."""
-
-    failure: OSError | None = None
-
-    @override
-    def write(self, data: Any, /) -> int:
-        try:
-            return super().write(data)
-        except OSError as error:
-            self.failure = error
-            raise
-
-
-@contextmanager
-def _closing(file: io.BufferedWriter) -> Iterator[io.BufferedWriter]:
-    """Close a file, also one whose last elements cannot be written."""
-    try:
-        yield file
-    except BaseException:
-        with suppress(OSError, ValueError):
-            file.close()
-        with suppress(OSError, ValueError):
-            file.raw.close()
-        raise
-    file.close()
 
 
 @contextmanager

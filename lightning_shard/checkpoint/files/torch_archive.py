@@ -22,6 +22,8 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch.serialization import _save
 
+from lightning_shard.checkpoint.files.joined_crc import joined_crc
+
 _ALIGNMENT = 64  # of the elements in the file
 _CHUNK_BYTES = 1 << 20  # stays in the processor's cache between its checksum and the write
 _MAX_32 = 0xFFFFFFFF
@@ -89,9 +91,14 @@ class Archive:
 
     Args:
         file: Where to; it need not be seekable.
+        crc: CRC-32 of what is in the file before.
+
+    Attributes:
+        crc: CRC-32 of the file so far.
     """
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BinaryIO, crc: int = 0) -> None:
+        self.crc = crc
         self._file = file
         self._offset = 0
         self._entries: list[bytes] = []
@@ -99,37 +106,57 @@ class Archive:
 
     def write(self, name: str, content: memoryview) -> None:
         """Write one record, whose elements begin at a multiple of 64 bytes."""
-        path, size, begin = f"{_FOLDER}/{name}".encode(), content.nbytes, self._offset
+        self.write_parts(name, content.nbytes, [content])
+
+    def write_parts(self, name: str, size: int, parts: Iterable[memoryview]) -> None:
+        """Write one record of `size` bytes, which come part by part."""
+        begin = self._offset
+        path, is_long = self.begin(name, size)
+        first = self._offset
+        crc = self._put_elements(parts)
+        assert self._offset == first + size, f"{name} has come with another size"
+        if size:
+            form = _LONG if is_long else _SHORT
+            self.put(form.pack(b"PK\7\b", crc, size, size))
+        self._sums.update(path + crc.to_bytes(4, "little"))
+        self._entries.append(_entry(path, crc, size, begin))
+
+    def begin(self, name: str, size: int) -> tuple[bytes, bool]:
+        """Write what comes before a record's elements; return its path, and if it is a long one."""
+        path, begin = f"{_FOLDER}/{name}".encode(), self._offset
         is_long = max(size, begin) >= _LONG_FROM
         extra = _sizes_64(size, size) if is_long else b""
         extra += _padding(begin + _HEADER.size + len(path) + len(extra))
         told = (_MAX_32, _MAX_32) if is_long else (0, 0)
         version = 45 if is_long else 0
         kind = (version, _FLAGS, 0, 0, 0)
-        self._put(_HEADER.pack(b"PK\3\4", *kind, 0, *told, len(path), len(extra)))
-        self._put(path + extra)
-        crc = 0
-        for start in range(0, size, _CHUNK_BYTES):
-            chunk = content[start : start + _CHUNK_BYTES]
-            crc = zlib.crc32(chunk, crc)
-            self._put(chunk)
-        if size:
-            form = _LONG if is_long else _SHORT
-            self._put(form.pack(b"PK\7\b", crc, size, size))
-        self._sums.update(path + crc.to_bytes(4, "little"))
-        self._entries.append(_entry(path, crc, size, begin))
+        self.put(_HEADER.pack(b"PK\3\4", *kind, 0, *told, len(path), len(extra)))
+        self.put(path + extra)
+        return path, is_long
+
+    def _put_elements(self, parts: Iterable[memoryview]) -> int:
+        """Write a record's elements, and return their checksum."""
+        crc, begin = 0, self._offset
+        for part in parts:
+            for start in range(0, part.nbytes, _CHUNK_BYTES):
+                chunk = part[start : start + _CHUNK_BYTES]
+                crc = zlib.crc32(chunk, crc)
+                self._file.write(chunk)
+            self._offset += part.nbytes
+        self.crc = joined_crc(self.crc, crc, self._offset - begin)
+        return crc
 
     def close(self) -> None:
         """Write what readers begin with, at the end."""
         self.write(".data/serialization_id", memoryview(self._number()))
         begin, count = self._offset, len(self._entries)
         directory = b"".join(self._entries)
-        self._put(directory)
+        self.put(directory)
         size, end = len(directory), self._offset
-        self._put(_END_64.pack(b"PK\6\6", 44, 45, 45, 0, 0, count, count, size, begin))
-        self._put(_LOCATOR.pack(b"PK\6\7", 0, end, 1))
+        self.put(_END_64.pack(b"PK\6\6", 44, 45, 45, 0, 0, count, count, size, begin))
+        self.put(_LOCATOR.pack(b"PK\6\7", 0, end, 1))
         short = min(count, 0xFFFF)
-        self._put(
+        self.put(
             _END.pack(b"PK\5\6", 0, 0, short, short, min(size, _MAX_32), min(begin, _MAX_32), 0)
         )
 
@@ -137,8 +164,10 @@ class Archive:
         """Return forty digits that are another archive's only if it has the same records."""
         return str(int.from_bytes(self._sums.digest()[:16], "little")).zfill(40).encode()
 
-    def _put(self, content: bytes | memoryview) -> None:
+    def put(self, content: bytes | memoryview) -> None:
+        """Write bytes that are no record."""
         self._file.write(content)
+        self.crc = zlib.crc32(content, self.crc)
         self._offset += len(content)
 
 

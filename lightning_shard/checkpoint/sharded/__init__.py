@@ -3,8 +3,8 @@
     what a rank has of a tensor     boxed_tensor
     of a run's module and optimizers, and where what is read goes
                                     run_state
-    the folder, written             writing
-    the folder, read                folder, reading
+    the folder, written             writing, box_writer
+    the folder, read                folder, reading, box_reader
     which entry of Lightning's checkpoint is where in it
                                     entries
     what it may hold, what fits     index, stored_misfits, named_optimizers, load_hooks

@@ -26,10 +26,10 @@ from typing_extensions import override
 
 from lightning_shard.checkpoint.files.places import inside, remote_place
 from lightning_shard.checkpoint.files.reading import read_file
+from lightning_shard.checkpoint.sharded.box_reader import BoxReader
 from lightning_shard.checkpoint.sharded.boxed_tensor import BoxedTensor
 from lightning_shard.checkpoint.sharded.index import (
     INDEX_FILE,
-    IndexedReader,
     by_itself,
     read_index,
 )
@@ -142,7 +142,7 @@ class StoredFolder:
             with by_itself():
                 load(
                     targets,
-                    storage_reader=IndexedReader(self.path, self._index),
+                    storage_reader=BoxReader(self.path, self._index),
                     planner=_LoadPlanner(self._weights_only),
                     no_dist=True,
                 )

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
 from typing_extensions import override
@@ -23,6 +22,7 @@ from lightning_shard.checkpoint.files.checksums import (
 )
 from lightning_shard.checkpoint.files.failures import not_saved
 from lightning_shard.checkpoint.files.new import new_folder
+from lightning_shard.checkpoint.sharded.box_writer import BoxWriter
 from lightning_shard.checkpoint.sharded.boxed_tensor import BoxedTensor
 from lightning_shard.checkpoint.sharded.folder import META_FILE
 from lightning_shard.checkpoint.sharded.index import INDEX_FILE, by_itself
@@ -64,8 +64,7 @@ def write_folder(
         place = agreed_folder(
             path, group, stack, lambda folder: torch.save(meta, folder / META_FILE)
         )
-        _write(place, state, rank, alone=group is None)
-        own = own_checksums(place, rank)
+        own = _write(place, state, rank, alone=group is None) | checksums_of_rank_0(place, rank)
         written = [own] if group is None else group.all_gather_object(own)
         if rank == 0:
             write_checksums(place, {name: one for each in written for name, one in each.items()})
@@ -115,8 +114,10 @@ def _not_pickled(path: Any, error: Exception) -> str:
     )
 
 
-def _write(folder: Path, state: Mapping[str, Any], rank: int, *, alone: bool) -> None:
-    writer = FileSystemWriter(str(folder), single_file_per_rank=True, thread_count=1)
+def _write(
+    folder: Path, state: Mapping[str, Any], rank: int, *, alone: bool
+) -> dict[str, Checksum]:
+    writer = BoxWriter(folder)
     try:
         with by_itself() if alone else nullcontext():
             save(dict(state), storage_writer=writer, planner=BoxSavePlanner(), no_dist=alone)
@@ -126,14 +127,13 @@ def _write(folder: Path, state: Mapping[str, Any], rank: int, *, alone: bool) ->
             f"The checkpoint could not be written to {str(folder)!r} ({told}). Mend that, and save "
             f"again; earlier checkpoints are as they were."
         ) from error
+    return writer.checksums
 
 
-def own_checksums(folder: Path, rank: int) -> dict[str, Checksum]:
-    """Return the checksums of what a rank has written so far."""
-    names = [path.name for path in folder.glob(f"__{rank}_*.distcp")]
+def checksums_of_rank_0(folder: Path, rank: int) -> dict[str, Checksum]:
+    """Return the checksums of what rank 0 has written so far beside its boxes; its own to call."""
     written = [META_FILE, INDEX_FILE] if rank == 0 else []
-    others = [name for name in written if (folder / name).is_file()]
-    return {name: checksum_of(folder / name) for name in (*names, *others)}
+    return {name: checksum_of(folder / name) for name in written if (folder / name).is_file()}
 
 
 def verify_share(path: Path, rank: int, num_ranks: int) -> None:

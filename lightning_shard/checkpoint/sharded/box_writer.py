@@ -1,0 +1,150 @@
+"""torch's writer of folders, with the elements of a box straight from its memory to the disk.
+
+    __R_0.distcp    ┌ torch.save(box) ┬ torch.save(box) ┬ ...    each box an archive of its own
+
+torch's own copies a box that is a part of something larger, and keeps all copies until its file is
+closed; here a copy is made only of boxes that do not lie in host memory as they are written, a
+few megabytes at a time. The file's checksum comes along with those of its boxes.
+
+Private names of torch stand here: where an item lies in a file. A test fails when it changes.
+"""
+
+import io
+from collections.abc import Iterator
+from contextlib import closing
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+from typing_extensions import override
+
+from lightning_shard.checkpoint.files.checksums import Checksum
+from lightning_shard.checkpoint.files.disk_file import DiskFile
+from lightning_shard.checkpoint.files.torch_archive import Archive, Record, bytes_of, records_of
+from lightning_shard.checkpoint.files.untouched import untouched
+
+PART_BYTES = 4 << 20
+_ELEMENTS = "data/0"
+
+
+class BoxWriter(FileSystemWriter):
+    """Writes a rank's boxes to one file, and flushes it to the disk.
+
+    Args:
+        folder: The folder to write into, on this machine's filesystems.
+
+    Attributes:
+        checksums: By name, those of the files that this rank has written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(str(folder), single_file_per_rank=True, thread_count=1)
+        self.checksums: dict[str, Checksum] = {}
+        self._folder = folder
+
+    @override
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        name = f"{plan.storage_data.prefix}0.distcp"
+        with closing(DiskFile(self._folder / name)) as file:
+            boxes = _BoxFile(name, file)
+            results = [boxes.write(item, planner.resolve_data(item)) for item in plan.items]
+            file.finish()
+        self.checksums[name] = {"bytes": file.tell(), "crc32": f"{boxes.crc:08x}"}
+        written: Future[list[WriteResult]] = Future()
+        written.set_result(results)
+        return written
+
+
+class _BoxFile:
+    """A file of items, each as `torch.save` writes it."""
+
+    def __init__(self, name: str, file: DiskFile) -> None:
+        self.crc = 0
+        self._name, self._file = name, file
+
+    def write(self, item: WriteItem, data: Tensor | io.BytesIO) -> WriteResult:
+        """Write one item, and return where it lies."""
+        begin, archive = self._file.tell(), Archive(cast("BinaryIO", self._file), self.crc)
+        if isinstance(data, Tensor) and is_plain(data):
+            _write_tensor(archive, data.detach())
+        else:
+            archive.put(_pickled(data))
+        self.crc = archive.crc
+        length = self._file.tell() - begin
+        place = _StorageInfo(self._name, begin, length)
+        return WriteResult(index=item.index, size_in_bytes=length, storage_data=place)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor's elements are all that there is to it."""
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.layout is torch.strided
+        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def _pickled(data: Any) -> memoryview:
+    file = data
+    if isinstance(data, Tensor):
+        file = io.BytesIO()
+        torch.save(data.detach().cpu().clone(), file)
+    return memoryview(file.getbuffer())
+
+
+def _write_tensor(archive: Archive, tensor: Tensor) -> None:
+    """Write what `torch.save` writes of a tensor that is contiguous and alone in its memory."""
+    for record in _records_around(tensor.shape, tensor.dtype):
+        if record.name == _ELEMENTS:
+            archive.write_parts(record.name, record.num_bytes, parts_of(tensor))
+        else:
+            archive.write(record.name, bytes_of(record.content, record.num_bytes))
+    archive.close()
+
+
+@lru_cache(maxsize=1024)
+def _records_around(shape: torch.Size, dtype: torch.dtype) -> tuple[Record, ...]:
+    """Return the records of any tensor of this kind, without its elements."""
+    records = records_of(untouched(shape, dtype))
+    return tuple(one._replace(content=None) if one.name == _ELEMENTS else one for one in records)
+
+
+@lru_cache(maxsize=1024)
+def bytes_before_elements(shape: torch.Size, dtype: torch.dtype) -> bytes:
+    """Return what stands before the elements of a tensor of this kind in the archive of it."""
+    file = io.BytesIO()
+    archive = Archive(file)
+    for record in _records_around(shape, dtype):
+        if record.name == _ELEMENTS:
+            archive.begin(record.name, record.num_bytes)
+            break
+        archive.write(record.name, bytes_of(record.content, record.num_bytes))
+    return file.getvalue()
+
+
+def parts_of(tensor: Tensor) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor's elements in order, without a copy where they lie so.
+
+    Args:
+        tensor: On any device, with any strides.
+    """
+    if tensor.is_contiguous():
+        flat = tensor.view(-1).view(torch.uint8)
+        step = max(1, flat.numel()) if flat.is_cpu else PART_BYTES
+        for first in range(0, flat.numel(), step):
+            yield flat[first : first + step].cpu().numpy().data
+    elif tensor.nbytes <= PART_BYTES:
+        yield from parts_of(tensor.contiguous())
+    elif tensor[0].nbytes > PART_BYTES:
+        for row in tensor:
+            yield from parts_of(row)
+    else:
+        num_rows = PART_BYTES // tensor[0].nbytes
+        for first in range(0, len(tensor), num_rows):
+            yield from parts_of(tensor[first : first + num_rows])
