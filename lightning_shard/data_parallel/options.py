@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from lightning_shard.data_parallel.checkpointed_blocks import ActivationCheckpointing
 from lightning_shard.data_parallel.compression.compressor import Compressor
 from lightning_shard.errors import ConfigError
 
@@ -43,6 +44,8 @@ class EngineOptions:
             25, and 12.5 under stage 3, where it took less memory and no more time (`make bench`).
         dtypes: Number formats of compute, traffic and the optimizer's copy.
         compression: How gradients are compressed before they travel; stages 0 to 2.
+        activation_checkpointing: Whose activations are computed again in backward: see
+            `checkpointed_blocks`.
     """
 
     stage: int
@@ -50,6 +53,7 @@ class EngineOptions:
     bucket_mb: float | None = None
     dtypes: DTypePolicy = field(default_factory=DTypePolicy)
     compression: Compressor | None = None
+    activation_checkpointing: ActivationCheckpointing | None = None
 
     @property
     def unit_mb(self) -> float:
@@ -68,6 +72,11 @@ class EngineOptions:
             )
         if self.compression is not None:
             self._check_compression()
+        if self.activation_checkpointing == []:
+            raise ConfigError(
+                "activation_checkpointing is an empty list, expected 'full', 'selective', None or "
+                "module class names such as ['Block']."
+            )
         if isinstance(self.units, str) or (self.units is not None and not self.units):
             raise ConfigError(
                 f"units must be a list of module class names such as ['Block'], got {self.units!r}."
