@@ -158,6 +158,11 @@ def _eagerly(
     args, kwargs = _without_caches(args), _without_caches(kwargs)
     inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     made = partial(contexts, _Call(block, vars(block)[RECOMPUTED].name, inputs))
+    if (observer := _observer.get()) is not None:
+        # a hook on saved tensors, as an observer has, would get a sharded input gathered
+        observer.keep(inputs)
+        called = partial(own, *args, **kwargs)
+        return checkpoint(called, use_reentrant=False, context_fn=made)
     return checkpoint(own, *args, use_reentrant=False, context_fn=made, **kwargs)
 
 

@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_shard.data_parallel.recomputation import observed_by
 from lightning_shard.data_parallel.torch_private import FakeTensorMode, storage_key
+from lightning_shard.tensor_parallel.dim_sharded_tensor import DimShardedTensor
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -101,7 +102,7 @@ class SavedBytes(saved_tensors_hooks):
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
         """Count tensors that are kept, also outside of autograd."""
-        for tensor in tensors:
+        for tensor in map(_local, tensors):
             if storage_key(tensor) not in self._known:
                 self._kept.setdefault(storage_key(tensor), tensor)
 
@@ -112,7 +113,7 @@ class SavedBytes(saved_tensors_hooks):
     @contextmanager
     def recomputing(self, tensors: Iterable[Tensor]) -> Iterator[Callable[[Tensor], None]]:
         """Count what one recomputation saves."""
-        held = {storage_key(one) for one in tensors} | self._known.keys() | self._kept.keys()
+        held = {storage_key(_local(one)) for one in tensors} | self._known.keys() | self._kept.keys()
         found: list[Tensor] = []
 
         def note(tensor: Tensor) -> None:
@@ -128,6 +129,11 @@ class SavedBytes(saved_tensors_hooks):
     def total(self) -> int:
         """Number of bytes counted so far."""
         return storage_bytes(self._kept.values())
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor."""
+    return tensor.part.local if isinstance(tensor, DimShardedTensor) else tensor
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

@@ -144,6 +144,7 @@ _COLUMNS: tuple[tuple[str, Callable[[RankFigures], "int | float"]], ...] = (
     ("in flight", lambda one: one.memory.gradients_in_flight),
     ("optimizer", lambda one: one.memory.optimizer_state),
     ("activations", lambda one: one.memory.activations),
+    ("recomputed", lambda one: one.memory.recomputed),
     ("total", lambda one: one.memory.total),
     ("sent pp", lambda one: one.sent["pp"]),
     ("sent dp", lambda one: one.sent["dp"]),
