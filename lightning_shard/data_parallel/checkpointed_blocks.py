@@ -1,6 +1,6 @@
 """Which blocks of a model are computed again in backward, and putting their forwards back.
 
-    blocks.0  Block   forward (of its class)   ──entered──>   forward (set on it) ──left──> as before
+    blocks.0  Block   forward of its class   ──entered──>   forward set on it ──left──> as before
     blocks.1  Block
 
 A block's class, its names in a state dict and its hooks stay as they are.

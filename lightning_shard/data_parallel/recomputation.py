@@ -132,7 +132,10 @@ def _selectively(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _own_forward(block: Any) -> Callable[..., Any]:
     set_on_block = block.__dict__[RECOMPUTED].forward
-    return type(block).forward.__get__(block) if set_on_block is None else set_on_block
+    own: Callable[..., Any] = (
+        type(block).forward.__get__(block) if set_on_block is None else set_on_block
+    )
+    return own
 
 
 class _Call(NamedTuple):
@@ -167,7 +170,7 @@ def _eagerly(
 
 
 def _without_caches(arguments: Any) -> Any:
-    """Leave out Hugging Face's caches of keys and values, which a recomputation would fill twice."""
+    """Leave out Hugging Face's caches of keys and values, which would be filled twice."""
 
     def present(value: Any) -> Any:
         is_cache = any(cls.__module__ == CACHES for cls in type(value).__mro__)
@@ -185,7 +188,7 @@ def _full_contexts(call: _Call) -> tuple[Any, Any]:
 
 def _selective_contexts(call: _Call) -> tuple[Any, Any]:
     drawn = Drawn()
-    caching, cached = create_selective_checkpoint_contexts(_policy)
+    caching, cached = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
     return (
         _Anew(partial(_keeping, drawn, caching)),
         _Anew(partial(_recomputing_rest, call, drawn, cached)),
@@ -273,11 +276,11 @@ def _is_kept(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     return not given
 
 
-class _NotingKept(TorchDispatchMode):
+class _NotingKept(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Tells an observer of the results that a selective checkpoint keeps."""
 
     def __init__(self, observer: Observer) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._observer = observer
 
     def __torch_dispatch__(

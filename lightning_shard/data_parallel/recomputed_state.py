@@ -1,8 +1,8 @@
 """What a block's recomputation draws and changes beside its tensors: as if there were none.
 
-    random numbers of Python and numpy    drawn again, and put back; torch's checkpoint has its own
-    running statistics of norms           left as they are, since no result in training needs them
-    other buffers                         refused where a recomputation changes them
+random numbers of Python and numpy    drawn again, and put back; torch's checkpoint has its own
+running statistics of norms           left as they are, since no result in training needs them
+other buffers                         refused where a recomputation changes them
 """
 
 import random
@@ -21,7 +21,7 @@ _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 class Drawn:
-    """The random numbers of Python and numpy that a forward draws; torch's checkpoint has its own."""
+    """The random numbers of Python and numpy that a forward draws; torch's are its checkpoint's."""
 
     def __init__(self) -> None:
         self._before: tuple[Any, Any] | None = None
@@ -61,6 +61,7 @@ def _set_states(states: tuple[Any, Any]) -> None:
 
 
 def has_statistics(module: nn.Module) -> bool:
+    """Whether a module is a norm that updates running statistics in training."""
     return isinstance(module, (BatchNorm, *_INSTANCE_NORMS)) and module.track_running_stats
 
 

@@ -113,7 +113,9 @@ class SavedBytes(saved_tensors_hooks):
     @contextmanager
     def recomputing(self, tensors: Iterable[Tensor]) -> Iterator[Callable[[Tensor], None]]:
         """Count what one recomputation saves."""
-        held = {storage_key(_local(one)) for one in tensors} | self._known.keys() | self._kept.keys()
+        held = (
+            {storage_key(_local(one)) for one in tensors} | self._known.keys() | self._kept.keys()
+        )
         found: list[Tensor] = []
 
         def note(tensor: Tensor) -> None:

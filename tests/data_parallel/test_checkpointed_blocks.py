@@ -1,4 +1,4 @@
-"""Blocks whose activations are computed again: the same numbers, fewer bytes, nothing left behind."""
+"""Blocks whose activations are computed again: same numbers, fewer bytes, nothing left behind."""
 
 import copy
 import pickle
