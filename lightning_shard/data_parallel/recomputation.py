@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -36,6 +35,7 @@ from lightning_shard.data_parallel.recomputed_state import (
     statistics_kept,
 )
 from lightning_shard.data_parallel.torch_private import (
+    TorchDispatchMode,
     in_backward,
     is_checkpointing,
     saving_hook,

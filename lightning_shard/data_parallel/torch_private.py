@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Variable
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import _checkpoint_hook, _recomputation_hook
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "FAKE_TENSOR_LOGGER",
     "BatchNorm",
     "FakeTensorMode",
+    "TorchDispatchMode",
     "check_batch_norm_input",
     "forget_forward_hooks",
     "gradient_hooks",

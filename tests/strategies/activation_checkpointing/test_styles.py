@@ -31,7 +31,11 @@ from tests.strategies.stacks import Block, Stack, fit
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{message}")
-    for message in (*UPSTREAM_WARNINGS, r".* microbatches are fewer than the .* stages")
+    for message in (
+        *UPSTREAM_WARNINGS,
+        r".* microbatches are fewer than the .* stages",
+        r"The .grad attribute of a Tensor that is not a leaf",  # of dynamo
+    )
 ]
 SLOW = pytest.mark.slow
 Make = Callable[..., Any]
