@@ -66,8 +66,8 @@ def _chosen(
     model: nn.Module, choice: ActivationCheckpointing, units: Sequence[str] | None
 ) -> Iterator[tuple[str, nn.Module]]:
     """Yield by name the modules to checkpoint, each once; a compiled one without its wrapper."""
-    option = "activation_checkpointing" if isinstance(choice, list) else "units"
-    classes = choice if isinstance(choice, list) else units
+    option = "units" if isinstance(choice, str) else "activation_checkpointing"
+    classes = units if isinstance(choice, str) else choice
     found = dict.fromkeys(_uncompiled(named_blocks(model, classes, option=option)))
     if not found:
         raise ConfigError(

@@ -72,14 +72,19 @@ class EngineOptions:
             )
         if self.compression is not None:
             self._check_compression()
-        if self.activation_checkpointing == []:
-            raise ConfigError(
-                "activation_checkpointing is an empty list, expected 'full', 'selective', None or "
-                "module class names such as ['Block']."
-            )
+        self._check_checkpointing()
         if isinstance(self.units, str) or (self.units is not None and not self.units):
             raise ConfigError(
                 f"units must be a list of module class names such as ['Block'], got {self.units!r}."
+            )
+
+    def _check_checkpointing(self) -> None:
+        choice = self.activation_checkpointing
+        is_known = choice in ("full", "selective") if isinstance(choice, str) else choice != []
+        if not is_known:
+            raise ConfigError(
+                f"activation_checkpointing must be 'full', 'selective' or a list of module class "
+                f"names such as ['Block'], got {choice!r}."
             )
 
     def _check_compression(self) -> None:
