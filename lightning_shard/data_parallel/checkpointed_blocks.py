@@ -33,7 +33,7 @@ def checkpointed_blocks(
     """Compute the activations of a model's blocks again in backward inside.
 
     Args:
-        model: Any module.
+        model: Module whose blocks are checkpointed.
         choice: "full" or "selective" for the model's blocks, or the class names of modules whose
             activations are all dropped; None does nothing.
         units: Class names of the blocks; None takes the repeated children of lists.

@@ -44,7 +44,7 @@ class EngineOptions:
             25, and 12.5 under stage 3, where it took less memory and no more time (`make bench`).
         dtypes: Number formats of compute, traffic and the optimizer's copy.
         compression: How gradients are compressed before they travel; stages 0 to 2.
-        activation_checkpointing: Whose activations are computed again in backward: see
+        activation_checkpointing: Blocks whose activations are computed again in backward: see
             `checkpointed_blocks`.
     """
 

@@ -103,7 +103,7 @@ def named_blocks(
     """Yield the outermost blocks by name: none lies inside another.
 
     Args:
-        model: Any module.
+        model: Module in which blocks are looked for.
         classes: Class names of the blocks; None takes the repeated children of lists.
         option: Name of the option that has named them.
 

@@ -88,9 +88,9 @@ class UnitOptions(TypedDict, total=False):
         units: Class names of the modules that are communicated as one; found when left out.
         bucket_mb: Neighbouring small blocks are joined up to this many MB; by default 25, under
             stage 3 12.5.
-        activation_checkpointing: Whose activations are dropped in forward and computed again in
-            backward: "full", all of the model's blocks; "selective", the same but for results of
-            matrix products, convolutions and attention; or class names of modules, all of theirs.
+        activation_checkpointing: What is dropped in forward and computed again in backward:
+            "full", all activations of the model's blocks; "selective", the same but for results of
+            matrix products, convolutions and attention; or all of modules of these class names.
     """
 
     units: list[str] | None
