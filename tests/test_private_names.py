@@ -68,6 +68,9 @@ EXTENSION_POINTS = {
     "torch.ops.aten._foreach_zero_.default",
     "torch.ops.aten._grouped_mm",
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_mm",
+    *(f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")),
+    *("_grouped_mm", "_scaled_dot_product_flash_attention_for_cpu"),
     *("_foreach_", "_local_scalar_dense", "_reshape_alias", "_to_copy", "_unsafe_view"),
     # Every module, tensor, operation and process has these, as does a fixture of pytest.
     *("_modules", "_parameters", "_version", "_schema", "_fixtureinfo"),

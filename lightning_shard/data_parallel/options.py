@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from lightning_shard.data_parallel.checkpointed_blocks import ActivationCheckpointing
 from lightning_shard.data_parallel.compression.compressor import Compressor
 from lightning_shard.errors import ConfigError
 
@@ -46,6 +47,8 @@ class EngineOptions:
         compression: How gradients are compressed before they travel; stages 0 to 2.
         owned: Parameters that lie full on one rank each, from stage 1 on, for optimizers of full
             matrices; see `layout/owned`.
+        activation_checkpointing: Blocks whose activations are computed again in backward: see
+            `checkpointed_blocks`.
     """
 
     stage: int
@@ -54,6 +57,7 @@ class EngineOptions:
     dtypes: DTypePolicy = field(default_factory=DTypePolicy)
     compression: Compressor | None = None
     owned: Collection[nn.Parameter] = frozenset()
+    activation_checkpointing: ActivationCheckpointing | None = None
 
     @property
     def unit_mb(self) -> float:
@@ -72,9 +76,19 @@ class EngineOptions:
             )
         if self.compression is not None:
             self._check_compression()
+        self._check_checkpointing()
         if isinstance(self.units, str) or (self.units is not None and not self.units):
             raise ConfigError(
                 f"units must be a list of module class names such as ['Block'], got {self.units!r}."
+            )
+
+    def _check_checkpointing(self) -> None:
+        choice = self.activation_checkpointing
+        is_known = choice in ("full", "selective") if isinstance(choice, str) else choice != []
+        if not is_known:
+            raise ConfigError(
+                f"activation_checkpointing must be 'full', 'selective' or a list of module class "
+                f"names such as ['Block'], got {choice!r}."
             )
 
     def _check_compression(self) -> None:

@@ -13,6 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Variable
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import _checkpoint_hook, _recomputation_hook
 
 __all__ = [
     "ACCESS_TO_BACKWARD_HOOKS",
@@ -20,12 +22,14 @@ __all__ = [
     "FAKE_TENSOR_LOGGER",
     "BatchNorm",
     "FakeTensorMode",
+    "TorchDispatchMode",
     "check_batch_norm_input",
     "forget_forward_hooks",
     "gradient_hooks",
     "has_compiled_call",
     "in_backward",
     "innermost_function_mode",
+    "is_checkpointing",
     "is_compiled_function",
     "is_composite",
     "is_persistent",
@@ -67,6 +71,12 @@ def saving_hook() -> Callable[..., object] | None:
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return None if hooks is None else hooks[0]
+
+
+def is_checkpointing(hook: Callable[..., object] | None) -> bool:
+    """Whether a hook from `saving_hook` is a checkpoint's, or that of its recomputation."""
+    name = getattr(hook, "__qualname__", "")
+    return name.startswith((_checkpoint_hook.__name__, _recomputation_hook.__name__))
 
 
 def queue_after_backward(callback: Callable[[], None]) -> None:

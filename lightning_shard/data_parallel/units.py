@@ -68,7 +68,7 @@ def find_units(
     Raises:
         ConfigError: `classes` names a class that the model does not contain.
     """
-    blocks = list(_named_blocks(model, classes))
+    blocks = list(named_blocks(model, classes))
     owner = _owners(model, blocks)
     matching = find_matching_parts(model, [block for _, block in blocks])
     specs: list[UnitSpec] = []
@@ -97,10 +97,19 @@ def class_name(module: nn.Module) -> str:
     return str(vars(kind).get("stands_for", kind.__name__))
 
 
-def _named_blocks(
-    model: nn.Module, classes: Sequence[str] | None
+def named_blocks(
+    model: nn.Module, classes: Sequence[str] | None, *, option: str = "units"
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the outermost blocks by name: none lies inside another."""
+    """Yield the outermost blocks by name: none lies inside another.
+
+    Args:
+        model: Module in which blocks are looked for.
+        classes: Class names of the blocks; None takes the repeated children of lists.
+        option: Name of the option that has named them.
+
+    Raises:
+        ConfigError: `classes` names a class that the model does not contain.
+    """
     if classes is None:
         yield from _repeated_children("", model)
         return
@@ -109,7 +118,7 @@ def _named_blocks(
         if wanted not in present:
             near = difflib.get_close_matches(wanted, present) or sorted(present)[:8]
             raise ConfigError(
-                f"units names the class {wanted!r}, which this model does not contain; "
+                f"{option} names the class {wanted!r}, which this model does not contain; "
                 f"it contains {', '.join(near)}."
             )
     yield from _instances("", model, frozenset(classes))

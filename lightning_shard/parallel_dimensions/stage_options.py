@@ -17,6 +17,7 @@ from lightning_shard.pipeline_parallel.schedules import (
     default_stages_per_rank,
     make_schedule,
     place_stages,
+    with_full_backwards,
 )
 
 
@@ -29,12 +30,15 @@ class StageOptions:
         num_microbatches: Microbatches of a batch; None for twice the ranks.
         blocks: Path of the list of repeated blocks; None finds it.
         split: What the stages have alike, or the first block of each stage but the first.
+        joins_halves: Whether both halves of a backward run at once, since each would compute the
+            activations of checkpointed blocks again.
     """
 
     schedule: str
     num_microbatches: int | None
     blocks: str | None
     split: str | list[int]
+    joins_halves: bool = False
 
     @property
     def measured(self) -> Literal["flops", "memory"] | None:
@@ -63,12 +67,13 @@ class StageOptions:
         Raises:
             ConfigError: The schedule does not allow it.
         """
-        return make_schedule(
+        table = make_schedule(
             self.schedule,
             num_ranks=num_ranks,
             num_microbatches=num_microbatches,
             num_stages=self.num_stages(num_ranks),
         )
+        return with_full_backwards(table) if self.joins_halves else table
 
     def cut(
         self, model: nn.Module, blocks: BlockList, measured: BlockCosts | None, num_ranks: int

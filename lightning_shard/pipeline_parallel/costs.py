@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_shard.data_parallel.recomputation import observed_by
 from lightning_shard.data_parallel.torch_private import (
     FAKE_TENSOR_LOGGER,
     FakeTensorMode,
@@ -140,6 +141,26 @@ class _BytesForBackward(saved_tensors_hooks):
         super().__init__(self._keep, lambda tensor: tensor)
         self._storages = {self._key(param): param for param in params}
         self._total = 0
+        self._observing = ExitStack()
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._observing.enter_context(observed_by(self))
+
+    def __exit__(self, *error: object) -> None:
+        self._observing.close()
+        super().__exit__(*error)
+
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        """Count tensors that checkpoints keep."""
+        for tensor in tensors:
+            self._keep(tensor)
+
+    def recomputing(
+        self, tensors: Iterable[Tensor]
+    ) -> AbstractContextManager[Callable[[Tensor], None]]:
+        """Count nothing of a recomputation, which the measured forward has none of."""
+        return nullcontext(lambda tensor: None)
 
     def read(self) -> int:
         """Return the number of bytes so far."""

@@ -15,7 +15,7 @@ The two schedules of one stage per rank are written here; the others come from t
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Literal, NamedTuple, cast
 
@@ -146,6 +146,18 @@ def forward_schedule(training: Schedule | Sequence[int], num_microbatches: int) 
     for stage, rank in enumerate(ranks):
         tables[rank] += [(stage, "F", microbatch) for microbatch in range(num_microbatches)]
     return _with_messages(FORWARD_ONLY, num_microbatches, ranks, tables)
+
+
+def with_full_backwards(schedule: Schedule) -> Schedule:
+    """Return a schedule that does both halves of each backward where the first one stands."""
+
+    def joined(action: Action) -> Action:
+        return action._replace(kind="B") if action.kind == "I" else action
+
+    rows = (
+        tuple(joined(action) for action in row if action.kind != "W") for row in schedule.actions
+    )
+    return replace(schedule, actions=tuple(rows))
 
 
 def default_stages_per_rank(name: str) -> int:

@@ -24,6 +24,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_shard.data_parallel.recomputation import CACHES
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.leaves import signature, tensors_in
 from lightning_shard.pipeline_parallel.microbatches import held_values
@@ -31,7 +32,6 @@ from lightning_shard.placeholders import Placeholder, births
 
 _PLAIN = (type(None), bool, int, float, str)
 _ORIGIN = "a block of an earlier stage"
-_CACHES = "transformers.cache_utils"  # what they keep of a block is for that block alone
 _MAX_TEMPLATES = 64  # a number that changes with every batch must not fill the memory
 
 
@@ -237,7 +237,7 @@ def _uncompiled() -> AbstractContextManager[None]:
 
 
 def _copied(value: Any) -> Any:
-    if any(cls.__module__ == _CACHES for cls in type(value).__mro__):
+    if any(cls.__module__ == CACHES for cls in type(value).__mro__):
         return copy.deepcopy(value)
     if isinstance(value, Placeholder):
         return value.again()

@@ -25,6 +25,8 @@ class RankMemory:
             takes them over.
         optimizer_state: Bytes of the state of Adam, or an optimizer with as many values.
         activations: Bytes saved for the backwards of the microbatches that are in flight.
+        recomputed: Further bytes of the block whose activations backward computes again, the
+            largest; 0 without activation checkpointing.
     """
 
     parameters: int
@@ -33,12 +35,14 @@ class RankMemory:
     gradients_in_flight: int
     optimizer_state: int
     activations: int
+    recomputed: int = 0
 
     @property
     def total(self) -> int:
         """Sum of the kinds: the peak in bytes, if all have theirs at the same time."""
         held = self.parameters + self.gradients + self.optimizer_state
-        return held + self.gathered + self.gradients_in_flight + self.activations
+        in_step = self.gathered + self.gradients_in_flight + self.activations + self.recomputed
+        return held + in_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +144,7 @@ _COLUMNS: tuple[tuple[str, Callable[[RankFigures], "int | float"]], ...] = (
     ("in flight", lambda one: one.memory.gradients_in_flight),
     ("optimizer", lambda one: one.memory.optimizer_state),
     ("activations", lambda one: one.memory.activations),
+    ("recomputed", lambda one: one.memory.recomputed),
     ("total", lambda one: one.memory.total),
     ("sent pp", lambda one: one.sent["pp"]),
     ("sent dp", lambda one: one.sent["dp"]),

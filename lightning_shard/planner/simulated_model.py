@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_shard.data_parallel.checkpointed_blocks import checkpointed_blocks
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.errors import ConfigError, ShardError
 from lightning_shard.mesh import ParallelMesh
@@ -79,6 +80,13 @@ class SimulatedModel:
         self.layers = SimulatedCollectives(0, options.mesh.tp)
         self.full_shapes: Mapping[nn.Parameter, torch.Size] = {}
         self._forget: Callable[[], None] = lambda: None
+        self._recomputing = checkpointed_blocks(  # which the module is for good
+            module,
+            options.engine.activation_checkpointing,
+            options.engine.units,
+            reads_buffers=False,
+        )
+        self._recomputing.__enter__()
         if options.mesh.tp > 1:
             layers = [replace(one, module=module.get_submodule(one.name)) for one in options.layers]
             split = SplitModel(

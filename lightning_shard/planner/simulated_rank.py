@@ -45,6 +45,7 @@ class SimulatedRank:
         stages: Stages on this rank.
         sent: Bytes that this rank has sent along each axis so far.
         saved: Bytes that the backward of a stage needs of one microbatch, by stage and size.
+        recomputed: Further bytes of the checkpointed block whose recomputation holds most.
     """
 
     def __init__(self, rank: int, model: SimulatedModel) -> None:
@@ -71,7 +72,8 @@ class SimulatedRank:
         self.engine = DataParallelEngine(model.module, data, self.options.engine, data, split)
         self.saved: dict[tuple[int, int], int] = {}
         self.sent: dict[Axis, int] = dict.fromkeys(self._groups, 0)
-        self._runs: dict[tuple[int, int], StageRun] = {}
+        self.recomputed = 0
+        self._runs: dict[tuple[int, int], tuple[StageRun, SavedBytes]] = {}
         self._halves: dict[tuple[int, int], Rest] = {}
         self._used: set[nn.Parameter] = set()
         self._gathered = 0
@@ -90,9 +92,9 @@ class SimulatedRank:
         )
         with self._saved_bytes(microbatch) as saved, self.model.running(run, stage):
             run.forward(lambda: self.model.step(microbatch))
-        saved.add([*run.inputs, *run.outputs])
+        saved.keep([*run.inputs, *run.outputs])
         self.saved[stage, microbatch.size] = saved.total
-        self._runs[stage, microbatch.index] = run
+        self._runs[stage, microbatch.index] = run, saved
         self._note_unsharded()
         return run.outputs
 
@@ -100,8 +102,8 @@ class SimulatedRank:
         self, stage: int, microbatch: Microbatch, grads: Sequence[Tensor] | None
     ) -> list[Tensor]:
         """Run a microbatch's backward; return the gradients of the received tensors."""
-        run, params = self._runs.pop((stage, microbatch.index)), self._params(stage)
-        with self.model.running(run, stage):
+        (run, saved), params = self._runs.pop((stage, microbatch.index)), self._params(stage)
+        with self.model.running(run, stage), saved.backward():
             inputs, found = full_backward(
                 _roots(run, grads),
                 grads,
@@ -110,13 +112,14 @@ class SimulatedRank:
                 reformatted=self.engine.reformats,
             )
         self._note_used(params, found)
+        self.recomputed = max(self.recomputed, saved.recomputed)
         return inputs
 
     def backward_inputs(
         self, stage: int, microbatch: Microbatch, grads: Sequence[Tensor] | None
     ) -> list[Tensor]:
         """Run the first half of a backward; return the gradients of the received tensors."""
-        run, params = self._runs[stage, microbatch.index], self._params(stage)
+        (run, _), params = self._runs[stage, microbatch.index], self._params(stage)
         with self.model.running(run, stage):
             inputs, self._halves[stage, microbatch.index] = input_backward(
                 _roots(run, grads), grads, followed(run.inputs), params, self._at_hand
@@ -126,7 +129,7 @@ class SimulatedRank:
 
     def backward_weights(self, stage: int, microbatch: Microbatch) -> None:
         """Run the second half of a backward: the gradients of the weights."""
-        run, params = self._runs.pop((stage, microbatch.index)), self._params(stage)
+        (run, _), params = self._runs.pop((stage, microbatch.index)), self._params(stage)
         rest = self._halves.pop((stage, microbatch.index))
         with self.model.running(run, stage):
             self._note_used(params, weight_backward(rest, params))
@@ -149,8 +152,9 @@ class SimulatedRank:
         with self._saved_bytes(microbatch) as saved:
             loss = loss_of(self.model.step(microbatch))
         self.saved[0, microbatch.size] = saved.total
-        with self.engine.backward():
+        with self.engine.backward(), saved.backward():
             loss.backward()  # type: ignore[no-untyped-call]
+        self.recomputed = saved.recomputed
         self._note_unsharded()
 
     def _saved_bytes(self, microbatch: Microbatch) -> SavedBytes:
@@ -220,6 +224,7 @@ class SimulatedRank:
             gradients_in_flight=sum(map(self._gradient_bytes, self._trained)) if in_pipeline else 0,
             optimizer_state=state,
             activations=activations,
+            recomputed=self.recomputed,
         )
 
     def _most_gathered(self) -> int:

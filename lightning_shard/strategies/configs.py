@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 from lightning_shard.backends.base import DEFAULT_TIMEOUT
 from lightning_shard.backends.registry import get_backend
 from lightning_shard.data_parallel.async_sgd.async_sgd import StalenessRule
+from lightning_shard.data_parallel.checkpointed_blocks import ActivationCheckpointing
 from lightning_shard.data_parallel.compression import Compressor
 from lightning_shard.data_parallel.local_sgd.outer import OuterOptimizer
 from lightning_shard.data_parallel.local_sgd.schedule import SyncSchedule
@@ -95,6 +96,7 @@ class UnitConfig(OptionGroup):
 
     units: list[str] | None = None
     bucket_mb: float | None = None
+    activation_checkpointing: ActivationCheckpointing | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,13 +177,19 @@ class ScheduleConfig(OptionGroup):
         if self.num_microbatches is not None and self.num_microbatches < 1:
             raise ConfigError(f"num_microbatches must be at least 1, got {self.num_microbatches}.")
 
-    def dimension(self, size: int | None) -> PipelineDimension:
-        """Return what cuts a model into the stages of `size` ranks, of all where that is None."""
+    def dimension(self, size: int | None, *, recomputes: bool = False) -> PipelineDimension:
+        """Return what cuts a model into the stages of `size` ranks, of all where that is None.
+
+        Args:
+            size: Ranks of one pipeline.
+            recomputes: Whether activations are computed again in backward.
+        """
         options = StageOptions(
             schedule=self.schedule,
             num_microbatches=self.num_microbatches,
             blocks=self.blocks,
             split=self.split,
+            joins_halves=recomputes,
         )
         return PipelineDimension(size, options)
 

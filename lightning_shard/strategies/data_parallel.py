@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_shard.checkpoint.optimizer_state import full_state_dict
 from lightning_shard.data_parallel.agreement import check_same_optimizers
+from lightning_shard.data_parallel.checkpointed_blocks import checkpointed_blocks
 from lightning_shard.data_parallel.compression import Compressor, Tally, find_compressor
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.held_bytes import HeldBytes, held, replicated
@@ -76,7 +77,9 @@ class DataParallelStrategy(CheckpointingStrategy):
             bucket_mb=data.bucket_mb,
             dtypes=dtype_policy("32-true", data.reduce_dtype),
             compression=find_compressor(data.compression),
+            activation_checkpointing=data.activation_checkpointing,
         )
+        self._recomputing = ExitStack()  # around a fit, blocks are checkpointed
         self._step_bytes = StepBytes(self._bytes_so_far, self._tally_of_codecs)
         self._runner: StepRunner | None = None
         self._in_hooks = ExitStack()  # around the user's, of a fit
@@ -260,6 +263,12 @@ class DataParallelStrategy(CheckpointingStrategy):
         plugin = self.precision_plugin
         assert isinstance(plugin, ShardedPrecision)
         run = self._run_view()
+        self._recomputing.close()  # of the ranks before, where there were others
+        if self._is_fitting():
+            options = self._options
+            self._recomputing.enter_context(
+                checkpointed_blocks(self.model, options.activation_checkpointing, options.units)
+            )
         splits = [split for one in self.dimensions if (split := one.split(run)) is not None]
         split = combined(splits)
         self._engine = engine = self.engine_type(
@@ -433,6 +442,7 @@ class DataParallelStrategy(CheckpointingStrategy):
     @override
     def teardown(self) -> None:
         self._in_hooks.close()
+        self._recomputing.close()
         if self._engine is not None:
             self._detach(self._engine)
             self._left_sharded = self._failed and self._holds_shards

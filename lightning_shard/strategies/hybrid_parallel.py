@@ -33,7 +33,10 @@ class HybridParallelStrategy(ModelParallelStrategy):
     def __init__(self, **options: Unpack[HybridParallelOptions]) -> None:
         grid = HybridParallelConfig.of(options)
         layers = PlanConfig.of(options).dimension(grid.tensor_parallel_size)
-        self._stages = ScheduleConfig.of(options).dimension(grid.pipeline_parallel_size)
+        self._stages = ScheduleConfig.of(options).dimension(
+            grid.pipeline_parallel_size,
+            recomputes=options.get("activation_checkpointing") is not None,
+        )
         super().__init__(
             [layers, self._stages], zero_stage=grid.zero_stage, **part(SharedOptions, options)
         )

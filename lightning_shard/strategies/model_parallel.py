@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.data_parallel.checkpointed_blocks import checkpointed_blocks
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.model_split import Unsplit
 from lightning_shard.errors import ConfigError
@@ -343,8 +344,12 @@ class ModelParallelStrategy(DataParallelStrategy):
         dtypes = dtype_policy(precision, self._reduce_dtype)
         engine = replace(self._options, dtypes=dtypes)
         found = Description(mesh=self.mesh, engine=engine, shard_size=self.shard_size)
-        for one in reversed(self.dimensions):
-            found = one.described(found, module, measure)
+        checkpointing = checkpointed_blocks(
+            module, engine.activation_checkpointing, engine.units, reads_buffers=False
+        )
+        with checkpointing:  # which what is measured depends on
+            for one in reversed(self.dimensions):
+                found = one.described(found, module, measure)
         return found
 
     @override

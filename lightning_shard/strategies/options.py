@@ -18,6 +18,7 @@ from lightning.pytorch.plugins.precision import Precision
 from typing_extensions import TypedDict
 
 from lightning_shard.data_parallel.async_sgd.async_sgd import StalenessRule
+from lightning_shard.data_parallel.checkpointed_blocks import ActivationCheckpointing
 from lightning_shard.data_parallel.compression import Compressor
 from lightning_shard.data_parallel.local_sgd.outer import OuterOptimizer
 from lightning_shard.mesh import Axis
@@ -81,16 +82,20 @@ class RunOptions(LightningOptions, total=False):
 
 
 class UnitOptions(TypedDict, total=False):
-    """What the ranks communicate as one.
+    """What the ranks communicate as one, and compute again in backward.
 
     Attributes:
         units: Class names of the modules that are communicated as one; found when left out.
         bucket_mb: Neighbouring small blocks are joined up to this many MB; by default 25, under
             stage 3 12.5.
+        activation_checkpointing: What is dropped in forward and computed again in backward:
+            "full", all activations of the model's blocks; "selective", the same but for results of
+            matrix products, convolutions and attention; or all of modules of these class names.
     """
 
     units: list[str] | None
     bucket_mb: float | None
+    activation_checkpointing: ActivationCheckpointing | None
 
 
 class GradientOptions(UnitOptions, total=False):

@@ -24,7 +24,10 @@ class PipelineParallelStrategy(ModelParallelStrategy):
     @takes(RunConfig, PipelineParallelConfig, GradientConfig)
     def __init__(self, **options: Unpack[PipelineParallelOptions]) -> None:
         stages = PipelineParallelConfig.of(options)
-        self._stages = stages.dimension(stages.pipeline_parallel_size)
+        self._stages = stages.dimension(
+            stages.pipeline_parallel_size,
+            recomputes=options.get("activation_checkpointing") is not None,
+        )
         super().__init__([self._stages], **part(SharedOptions, options))
 
     @property

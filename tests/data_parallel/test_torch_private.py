@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
@@ -18,6 +19,7 @@ from lightning_shard.data_parallel.torch_private import (
     has_compiled_call,
     in_backward,
     innermost_function_mode,
+    is_checkpointing,
     is_compiled_function,
     is_composite,
     is_persistent,
@@ -199,3 +201,20 @@ def test_hooks_of_a_gradient_are_read_and_set_through_these() -> None:
     leaf = torch.ones(2, requires_grad=True)
     write(leaf, {})
     assert read(leaf) == {}
+
+
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_is_checkpointing(is_recomputed: bool) -> None:
+    seen = []
+
+    def function(x: Tensor) -> Tensor:
+        seen.append(is_checkpointing(saving_hook()))
+        return x.sin()
+
+    assert not is_checkpointing(saving_hook())
+    loss = checkpoint(function, torch.ones(2, requires_grad=True), use_reentrant=False).sum()
+    if is_recomputed:
+        loss.backward()
+    with saved_tensors_hooks(lambda x: x, lambda x: x):
+        assert not is_checkpointing(saving_hook())
+    assert seen == [True] * (1 + is_recomputed)

@@ -15,6 +15,7 @@ from lightning_shard.pipeline_parallel.schedules import (
     allowed_microbatches,
     forward_schedule,
     make_schedule,
+    with_full_backwards,
 )
 from tests.pipeline_parallel.published import FIGURES, TABLES, Published, rows_of
 from tests.pipeline_parallel.published_rules import RULES, Step
@@ -211,6 +212,15 @@ def test_what_crosses_ranks_is_received_before_it_is_used(schedule: Schedule) ->
                 if 0 <= source < schedule.num_stages:
                     same_rank = schedule.stage_ranks[source] == schedule.stage_ranks[stage]
                     assert same_rank or (stage, direction, microbatch) in here
+
+
+def test_full_backwards_stand_where_their_first_halves_stood() -> None:
+    halves = make_schedule("zbv", num_ranks=2, num_microbatches=4)
+    joined = with_full_backwards(halves)
+    for before, after in zip(halves.actions, joined.actions, strict=True):
+        expected = [str(one).replace("I", "B") for one in before if one.kind != "W"]
+        assert list(map(str, after)) == expected
+        assert {one.kind for one in after if one.computes} == {"F", "B"}
 
 
 @pytest.mark.parametrize(

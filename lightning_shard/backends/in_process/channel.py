@@ -16,6 +16,7 @@ import torch
 
 from lightning_shard.backends.calls import Call, Disagreement, tensor_key
 from lightning_shard.backends.group_handle import describe_group
+from lightning_shard.backends.in_process.rank_globals import for_all_ranks
 from lightning_shard.backends.in_process.semantics import SEMANTICS
 from lightning_shard.backends.packing import raw, write
 from lightning_shard.backends.python_group import ANY_SOURCE
@@ -117,7 +118,7 @@ class Channel:
         if len(calls) == size:
             del self._open[number]
             join_streams([c.posted for c in calls])
-            with torch.inference_mode():
+            with for_all_ranks(), torch.inference_mode():
                 SEMANTICS[call.op](calls)
             meeting.finished = _mark(calls)
             meeting.done = True

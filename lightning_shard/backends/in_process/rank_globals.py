@@ -12,10 +12,12 @@ import os
 import random
 import sys
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_shard.backends import _c10d
 from lightning_shard.backends.in_process.numpy_rng import NumpyRng
@@ -45,6 +47,18 @@ _MODULE_GLOBALS = (
 _ABSENT = object()
 _rank_zero = cast(Any, rank_zero_only)
 _cuda = cast(Any, torch.cuda)
+
+
+def for_all_ranks() -> AbstractContextManager[Any]:
+    """Hide from the dispatch modes of one rank what is computed inside, on its thread, for all.
+
+    Which rank comes last may differ from call to call; a selective checkpoint of activations
+    expects the same operations in forward and in its recomputation.
+    """
+    if not torch._C._len_torch_dispatch_stack():
+        return nullcontext()
+    hidden: AbstractContextManager[Any] = _disable_current_modes()
+    return hidden
 
 
 class RankGlobals:

@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch._dynamo  # whose globals are swapped, once it is imported
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_shard.backends.in_process import current_rank
 from lightning_shard.testing import run_ranks
@@ -146,3 +148,27 @@ def test_recorded_warnings_stay_with_their_rank_over_a_collective() -> None:
             warnings.warn("after", stacklevel=1)
     assert outside == []
     assert (warnings.showwarning, warnings.filters, list(warnings.filters)) == outer
+
+
+class CountOperations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_rank_that_came_last_saw_the_sum_of_all() -> None:
+    """A checkpoint of activations counts operations, and found others than in forward."""
+
+    def operations(rank: int) -> list[str]:
+        with CountOperations() as counting:
+            tensor = torch.full((3,), float(rank))
+            dist.all_reduce(tensor)
+        assert tensor.tolist() == [1.0] * 3
+        return counting.names
+
+    first, last = run_ranks(operations, 2)
+    assert first == last

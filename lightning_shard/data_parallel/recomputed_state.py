@@ -1,0 +1,126 @@
+"""What a block's recomputation draws and changes beside its tensors: as if there were none.
+
+random numbers of Python and numpy    drawn again, and put back; torch's checkpoint has its own
+running statistics of norms           left as they are, since no result in training needs them
+other buffers                         refused where a recomputation changes them
+"""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightning_shard.data_parallel.torch_private import BatchNorm
+from lightning_shard.errors import ConfigError
+
+_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+
+
+class Drawn:
+    """The random numbers of Python and numpy that a forward draws; torch's are its checkpoint's."""
+
+    def __init__(self) -> None:
+        self._before: tuple[Any, Any] | None = None
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Run a forward inside."""
+        before = random.getstate(), np.random.get_state(legacy=False)
+        yield
+        after = random.getstate(), np.random.get_state(legacy=False)
+        if not _same_states(before, after):
+            self._before = before
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Draw inside what the forward has drawn."""
+        if self._before is None:
+            yield
+            return
+        present = random.getstate(), np.random.get_state(legacy=False)
+        _set_states(self._before)
+        try:
+            yield
+        finally:
+            _set_states(present)
+
+
+def _same_states(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
+    ours, others = one[1]["state"], other[1]["state"]
+    same = ours["pos"] == others["pos"] and np.array_equal(ours["key"], others["key"])
+    return bool(same) and one[0] == other[0]
+
+
+def _set_states(states: tuple[Any, Any]) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+
+
+def has_statistics(module: nn.Module) -> bool:
+    """Whether a module is a norm that updates running statistics in training."""
+    return isinstance(module, (BatchNorm, *_INSTANCE_NORMS)) and module.track_running_stats
+
+
+@contextmanager
+def statistics_kept(block: nn.Module) -> Iterator[None]:
+    """Leave running statistics inside as they are: in training no result depends on them."""
+    norms: list[Any] = [one for one in block.modules() if has_statistics(one) and one.training]
+    kept = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
+    for norm in norms:
+        norm.momentum = 0.0  # of what a batch adds
+        norm.num_batches_tracked = norm.num_batches_tracked.clone()
+    try:
+        yield
+    finally:
+        for norm, (momentum, num_batches) in zip(norms, kept, strict=True):
+            norm.momentum, norm.num_batches_tracked = momentum, num_batches
+
+
+@contextmanager
+def buffers_watched(block: nn.Module, name: str) -> Iterator[None]:
+    """Refuse a block whose recomputation inside changes its buffers.
+
+    Raises:
+        ConfigError: The recomputation has changed a buffer of the block.
+    """
+    before = {path: buffer.detach().clone() for path, buffer in block.named_buffers()}
+    try:
+        yield
+    finally:
+        for path, buffer in block.named_buffers():
+            if path in before and not _equal(before[path], buffer):
+                raise ConfigError(
+                    f"The forward of {name!r} ({type(block).__name__}) changes its buffer "
+                    f"{path!r}, and so does the recomputation of its activations, which then "
+                    f"computes something else; expected a forward that changes running statistics "
+                    f"of batch norms at most. Name the classes of other modules in "
+                    f"activation_checkpointing, or leave it out."
+                )
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    if one.is_floating_point():
+        return bool(torch.equal(one.nan_to_num(), other.detach().nan_to_num()))
+    return bool(torch.equal(one, other))
+
+
+@contextmanager
+def explained(block: nn.Module, name: str) -> Iterator[None]:
+    """Say what to do where torch cannot use a result that it has kept."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if "has been mutated" not in text and "backward an extra time" not in text:
+            raise
+        raise ConfigError(
+            f"activation_checkpointing='selective' keeps results of matrix products in "
+            f"{name!r} ({type(block).__name__}) for one backward, but they were changed "
+            f"in place since, or a second backward asks for them ({text}). Use "
+            f"activation_checkpointing='full', or take what works in place out of the block "
+            f"(inplace=True)."
+        ) from error
