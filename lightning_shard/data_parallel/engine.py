@@ -41,7 +41,7 @@ from lightning_shard.data_parallel.shard_advice import explaining_gradients, exp
 from lightning_shard.data_parallel.shard_loading import cut_loaded
 from lightning_shard.data_parallel.sharded_parameter import as_they_are
 from lightning_shard.data_parallel.torch_private import gradient_hooks
-from lightning_shard.data_parallel.unit import Unit
+from lightning_shard.data_parallel.unit import Unit, of_one_unit
 from lightning_shard.data_parallel.unsharding import Unsharder
 from lightning_shard.data_parallel.usage import UsageAgreement
 
@@ -409,7 +409,7 @@ class DataParallelEngine:
             if param in self._homes:
                 flat, index = self.owner(param)
                 if flat not in come:
-                    come = _of_one_unit(come, flat, self.units)
+                    come = of_one_unit(come, flat, self.units)
                     come[flat] = flat.full_values()
                 value = come[flat][index]
             if everywhere or self.collectives.rank == 0:
@@ -424,6 +424,15 @@ class DataParallelEngine:
         """Bring a shard together that has this number on some rank; each rank must call."""
         assert self._unsharder is not None
         return self._unsharder.copies.full(number)
+
+    def rest(self) -> None:
+        """After the last step, keep no more than parameters until `detach`; each rank must call."""
+        self.adopt_assigned()
+        self._buffers.follow(training=False)
+        if self._unsharder is not None:
+            self._unsharder.reshard_all()
+        for gradients in self.gradients:
+            gradients.buffer.drop()
 
     def detach(self, *, restore: bool) -> None:
         """Take the engine off the model; with `restore`, each parameter is full again.
@@ -489,11 +498,3 @@ class DataParallelEngine:
                     param.data = view.to(flat.shard.dtype, copy=True)
                 if not unit.is_full:
                     mark_leftover(param)
-
-
-def _of_one_unit(
-    come: dict[FlatParameters, list[Tensor]], flat: FlatParameters, units: Iterable[Unit]
-) -> dict[FlatParameters, list[Tensor]]:
-    """Return the values that have come for the unit that `flat` belongs to."""
-    same = next(unit.flats for unit in units if flat in unit.flats)
-    return {known: values for known, values in come.items() if known in same}

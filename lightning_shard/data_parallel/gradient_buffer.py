@@ -178,6 +178,15 @@ class GradientBuffer:
         self.states[index].forget()
         self.flat.note(index).zeroed = False  # of a gradient that is gone
 
+    @as_they_are
+    def drop(self) -> None:
+        """Let go of all gradients and their memory."""
+        for index, param in enumerate(self.flat.params):
+            param.grad = None
+            self.forget(index)
+        self.full, self.views, self._stash = None, [], None
+        self.local, self.local_views = None, []
+
     def _leave_to_user(self, index: int) -> None:
         """Let a gradient that user code has kept stay what it is, in memory of its own."""
         kept, slot = self.views[index], self.flat.layout.slots[index]

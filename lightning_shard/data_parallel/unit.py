@@ -5,9 +5,9 @@
 Below stage 3 a unit is always FULL.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_shard.backends.pending import Pending
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
@@ -117,3 +117,11 @@ class Unit:
             return False
         self._forwarded.clear()
         return True
+
+
+def of_one_unit(
+    come: dict[FlatParameters, list[Tensor]], flat: FlatParameters, units: Iterable[Unit]
+) -> dict[FlatParameters, list[Tensor]]:
+    """Return the values that have come for the unit that `flat` belongs to."""
+    same = next(unit.flats for unit in units if flat in unit.flats)
+    return {known: values for known, values in come.items() if known in same}

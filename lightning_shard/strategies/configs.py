@@ -26,7 +26,12 @@ from lightning_shard.pipeline_parallel.partition import Split
 from lightning_shard.pipeline_parallel.schedules import check_name
 from lightning_shard.strategies.flat_options import OptionGroup
 from lightning_shard.strategies.hybrid_sharding import DataParallelSize, checked_size
-from lightning_shard.strategies.options import CheckpointFormat, ElasticScheme, ReduceDType
+from lightning_shard.strategies.options import (
+    AfterFit,
+    CheckpointFormat,
+    ElasticScheme,
+    ReduceDType,
+)
 
 _LONGEST = timedelta(days=365)  # torch counts milliseconds
 _STAGES: dict[ElasticScheme, int] = {"shard_ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
@@ -104,6 +109,25 @@ class GradientConfig(UnitConfig):
     """The options of how gradients travel; see `GradientOptions`."""
 
     reduce_dtype: ReduceDType | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitEndConfig(OptionGroup):
+    """What a fit leaves on its ranks; see `FitEndOptions`.
+
+    Raises:
+        ConfigError: It is neither a flag nor "auto".
+    """
+
+    full_parameters_after_fit: AfterFit = "auto"
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be."""
+        if self.full_parameters_after_fit not in (True, False, "auto"):
+            raise ConfigError(
+                f"full_parameters_after_fit must be True, False or 'auto', got "
+                f"{self.full_parameters_after_fit!r}."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

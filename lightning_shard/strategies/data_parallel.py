@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_shard.checkpoint.optimizer_state import full_state_dict
 from lightning_shard.data_parallel.agreement import check_same_optimizers
 from lightning_shard.data_parallel.checkpointed_blocks import checkpointed_blocks
 from lightning_shard.data_parallel.compression import Compressor, Tally, find_compressor
@@ -38,8 +37,8 @@ from lightning_shard.parallel_dimensions.step_runner import (
 )
 from lightning_shard.precision.plugins import ShardedMixedPrecision, ShardedPrecision
 from lightning_shard.precision.policy import dtype_policy
-from lightning_shard.strategies.checkpoints import CheckpointingStrategy
-from lightning_shard.strategies.configs import DataParallelConfig, RunConfig
+from lightning_shard.strategies.configs import DataParallelConfig, FitEndConfig, RunConfig
+from lightning_shard.strategies.fit_ends import EndingStrategy
 from lightning_shard.strategies.flat_options import part, takes
 from lightning_shard.strategies.names import strategy_name
 from lightning_shard.strategies.options import DataParallelOptions, RunOptions
@@ -58,7 +57,7 @@ from lightning_shard.trainer.weight_averaging import (
 )
 
 
-class DataParallelStrategy(CheckpointingStrategy):
+class DataParallelStrategy(EndingStrategy):
     """One model on every rank, each with its own part of the batch."""
 
     stage: int
@@ -66,9 +65,10 @@ class DataParallelStrategy(CheckpointingStrategy):
     keeps_optimizers: ClassVar[bool] = False  # from a fit's beginning to its end
     owns_matrices: ClassVar[bool] = True  # a rank each, for optimizers that need full ones
 
-    @takes(RunConfig, DataParallelConfig)
+    @takes(RunConfig, DataParallelConfig, FitEndConfig)
     def __init__(self, **options: Unpack[DataParallelOptions]) -> None:
         super().__init__(**part(RunOptions, options))
+        self._decide_end(FitEndConfig.of(options).full_parameters_after_fit)
         data = DataParallelConfig.of(options)
         self._reduce_dtype = data.reduce_dtype
         self._options = EngineOptions(
@@ -123,10 +123,12 @@ class DataParallelStrategy(CheckpointingStrategy):
                 self._resuming.check(self._misfits, self.collectives)
         num_parameters = count_parameters(self.model)
         self._start_engine()
+        self._check_states_in_shards()
         self._folders.read_weights(self)
         for callback in averaging_callbacks(callbacks, fitting=fitting):
             self._averages.append(self._average_of_shards(callback))
         if fitting:
+            self._check_end()
             check_same_optimizers(self.optimizers, self.model, self.collectives)
             self._sharded = [ShardedOptimizer(opt, self.engine) for opt in self.optimizers]
             self._explain_shards(callbacks)
@@ -217,6 +219,7 @@ class DataParallelStrategy(CheckpointingStrategy):
         elif (sync := layer_sync(self)) is not None:
             self.model = sync.apply(self.model)
 
+    @override
     def _revert_layer_sync(self) -> None:
         if self.model is None:
             return
@@ -304,7 +307,8 @@ class DataParallelStrategy(CheckpointingStrategy):
         """Return the parameters that optimizers of full matrices need on one rank each."""
         has_parts = split is not None and len(split.groups) > len(split.groups_of_layers)
         compresses = self._options.compression is not None
-        if not self._is_fitting() or self._options.stage == 0 or has_parts or compresses:
+        updates = self._is_fitting() or self._states_in_shards is not None  # those of the fit
+        if not updates or self._options.stage == 0 or has_parts or compresses:
             return frozenset()
         assert self.model is not None
         owned = (
@@ -313,11 +317,6 @@ class DataParallelStrategy(CheckpointingStrategy):
         if owned:  # ranks that lay parameters out differently could not even compare models
             check_same_optimizers(self.optimizers, self.model, self.collectives)
         return owned
-
-    @property
-    def _has_full_parameters(self) -> bool:
-        """Whether each rank has full parameters between the steps."""
-        return self._options.stage < 3
 
     def _run_step(
         self, kind: StepKind, step: ModuleStep, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -443,40 +442,11 @@ class DataParallelStrategy(CheckpointingStrategy):
     def teardown(self) -> None:
         self._in_hooks.close()
         self._recomputing.close()
-        if self._engine is not None:
-            self._detach(self._engine)
-            self._left_sharded = self._failed and self._holds_shards
-        self._engine, self._sharded, self._averages, self._failed = None, [], [], False
+        self._end_run()
+        self._sharded, self._averages, self._failed = [], [], False
         self._runner, self._replaced = None, ()
         self._may_differ_in_batches = False
-        self._revert_layer_sync()
         super().teardown()
-
-    def _detach(self, engine: DataParallelEngine) -> None:
-        """Make the module full on every rank, the optimizers' state on rank 0."""
-        states = []
-        if self._is_fitting():
-            self._kept.keep(self, failed=self._failed)
-        if not self._failed and self._holds_shards:
-            states = [full_state_dict(sharded.optimizer, engine) for sharded in self._sharded]
-        for average in self._averages:
-            average.restore(full=not self._failed)
-        engine.detach(restore=not self._failed)
-        self._restore_dimensions(full=not self._failed)
-        for sharded in self._sharded:
-            sharded.detach()
-        for sharded, state in zip(self._sharded, states, strict=False):
-            sharded.optimizer.state.clear()
-            if state:
-                sharded.optimizer.load_state_dict(state)
-        for sharded in self._replaced:  # an exchanged optimizer begins anew after the fit
-            sharded.detach()
-            sharded.optimizer.state.clear()
-
-    def _restore_dimensions(self, *, full: bool) -> None:
-        """Undo what has split the model; with `full` each rank must call."""
-        for one in reversed(self.dimensions):
-            one.restore(full=full)
 
 
 class DDPStrategy(DataParallelStrategy):

@@ -10,6 +10,7 @@ from lightning_shard.mesh import NodePlacement, ParallelMesh
 from lightning_shard.pipeline_parallel.pipeline import Pipeline
 from lightning_shard.pipeline_parallel.schedules import Schedule
 from lightning_shard.strategies.configs import (
+    FitEndConfig,
     GradientConfig,
     HybridParallelConfig,
     PlanConfig,
@@ -19,7 +20,7 @@ from lightning_shard.strategies.configs import (
 from lightning_shard.strategies.flat_options import part, takes
 from lightning_shard.strategies.hybrid_sharding import shard_size, warning_of_unshards
 from lightning_shard.strategies.model_parallel import ModelParallelStrategy
-from lightning_shard.strategies.options import HybridParallelOptions, SharedOptions
+from lightning_shard.strategies.options import HybridParallelOptions, SplitOptions
 
 
 class HybridParallelStrategy(ModelParallelStrategy):
@@ -29,7 +30,9 @@ class HybridParallelStrategy(ModelParallelStrategy):
         ConfigError: Sizes that do not fit the ranks, or what either of the two refuses.
     """
 
-    @takes(RunConfig, HybridParallelConfig, PlanConfig, ScheduleConfig, GradientConfig)
+    @takes(
+        RunConfig, HybridParallelConfig, PlanConfig, ScheduleConfig, GradientConfig, FitEndConfig
+    )
     def __init__(self, **options: Unpack[HybridParallelOptions]) -> None:
         grid = HybridParallelConfig.of(options)
         layers = PlanConfig.of(options).dimension(grid.tensor_parallel_size)
@@ -38,7 +41,7 @@ class HybridParallelStrategy(ModelParallelStrategy):
             recomputes=options.get("activation_checkpointing") is not None,
         )
         super().__init__(
-            [layers, self._stages], zero_stage=grid.zero_stage, **part(SharedOptions, options)
+            [layers, self._stages], zero_stage=grid.zero_stage, **part(SplitOptions, options)
         )
         self._data_parallel_size = grid.data_parallel_size
         self._axis_order = grid.axis_order

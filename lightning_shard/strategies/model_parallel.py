@@ -28,7 +28,7 @@ from lightning_shard.planner.report import DryRun
 from lightning_shard.precision.policy import dtype_policy
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from lightning_shard.strategies.hybrid_sharding import replicate_ranks, shard_ranks
-from lightning_shard.strategies.options import SharedOptions
+from lightning_shard.strategies.options import SplitOptions
 from lightning_shard.tensor_parallel.randomness import drawn_apart
 from lightning_shard.trainer._lightning import seed_workers
 from lightning_shard.trainer.batch_counts import check_same_lengths
@@ -62,7 +62,7 @@ class ModelParallelStrategy(DataParallelStrategy):
         dimensions: Sequence[ParallelDimension],
         *,
         zero_stage: int = 0,
-        **options: Unpack[SharedOptions],
+        **options: Unpack[SplitOptions],
     ) -> None:
         self.stage = zero_stage
         super().__init__(**options)
@@ -355,7 +355,8 @@ class ModelParallelStrategy(DataParallelStrategy):
     @override
     def teardown(self) -> None:
         super().teardown()
-        self._restore_dimensions(full=False)  # where the set-up has failed
+        if self._at_rest is None:
+            self._restore_dimensions(full=False)  # where the set-up has failed
         if self._metrics is not None:
             self._metrics.restore()
         self._metrics = self._same_batches = self._weights = None

@@ -25,6 +25,7 @@ from lightning_shard.mesh import Axis
 
 ReduceDType = Literal["float32", "bfloat16", "float16"]
 CheckpointFormat = Literal["full", "sharded"]
+AfterFit = bool | Literal["auto"]
 ElasticScheme = Literal["shard_ddp", "zero1", "zero2", "zero3"]
 
 
@@ -113,7 +114,24 @@ class SharedOptions(RunOptions, GradientOptions, total=False):
     """What all strategies share whose ranks average gradients."""
 
 
-class DataParallelOptions(SharedOptions, total=False):
+class FitEndOptions(TypedDict, total=False):
+    """What a fit leaves on its ranks.
+
+    Attributes:
+        full_parameters_after_fit: Whether each rank has the full parameters after a fit whose
+            ranks had shards. False leaves the shards, for `trainer.save_checkpoint` and further
+            runs; "auto" does so where the full parameters would not fit into the memory that is
+            free then. Ranks of one process end with the fit: True there.
+    """
+
+    full_parameters_after_fit: AfterFit
+
+
+class SplitOptions(SharedOptions, FitEndOptions, total=False):
+    """What all strategies share whose ranks keep shards between the steps of a fit."""
+
+
+class DataParallelOptions(SplitOptions, total=False):
     """What replicated data parallel and ZeRO take.
 
     Attributes:
@@ -154,7 +172,7 @@ class ScheduleOptions(TypedDict, total=False):
     split: str | list[int]
 
 
-class TensorParallelOptions(SharedOptions, PlanOptions, total=False):
+class TensorParallelOptions(SplitOptions, PlanOptions, total=False):
     """What tensor parallelism takes.
 
     Attributes:
@@ -170,7 +188,7 @@ class TensorParallelOptions(SharedOptions, PlanOptions, total=False):
     sequence_parallel: bool
 
 
-class PipelineParallelOptions(SharedOptions, ScheduleOptions, total=False):
+class PipelineParallelOptions(SplitOptions, ScheduleOptions, total=False):
     """What pipeline parallelism takes.
 
     Attributes:
@@ -181,7 +199,7 @@ class PipelineParallelOptions(SharedOptions, ScheduleOptions, total=False):
     pipeline_parallel_size: int | None
 
 
-class HybridParallelOptions(SharedOptions, PlanOptions, ScheduleOptions, total=False):
+class HybridParallelOptions(SplitOptions, PlanOptions, ScheduleOptions, total=False):
     """What data, tensor and pipeline parallelism together take.
 
     Attributes:

@@ -5,13 +5,14 @@ from typing import Unpack
 from lightning_shard.pipeline_parallel.pipeline import Pipeline
 from lightning_shard.pipeline_parallel.schedules import Schedule
 from lightning_shard.strategies.configs import (
+    FitEndConfig,
     GradientConfig,
     PipelineParallelConfig,
     RunConfig,
 )
 from lightning_shard.strategies.flat_options import part, takes
 from lightning_shard.strategies.model_parallel import ModelParallelStrategy
-from lightning_shard.strategies.options import PipelineParallelOptions, SharedOptions
+from lightning_shard.strategies.options import PipelineParallelOptions, SplitOptions
 
 
 class PipelineParallelStrategy(ModelParallelStrategy):
@@ -21,14 +22,14 @@ class PipelineParallelStrategy(ModelParallelStrategy):
         ConfigError: A size, schedule or split that cannot be.
     """
 
-    @takes(RunConfig, PipelineParallelConfig, GradientConfig)
+    @takes(RunConfig, PipelineParallelConfig, GradientConfig, FitEndConfig)
     def __init__(self, **options: Unpack[PipelineParallelOptions]) -> None:
         stages = PipelineParallelConfig.of(options)
         self._stages = stages.dimension(
             stages.pipeline_parallel_size,
             recomputes=options.get("activation_checkpointing") is not None,
         )
-        super().__init__([self._stages], **part(SharedOptions, options))
+        super().__init__([self._stages], **part(SplitOptions, options))
 
     @property
     def pipeline(self) -> Pipeline:

@@ -2,10 +2,15 @@
 
 from typing import Unpack
 
-from lightning_shard.strategies.configs import GradientConfig, RunConfig, TensorParallelConfig
+from lightning_shard.strategies.configs import (
+    FitEndConfig,
+    GradientConfig,
+    RunConfig,
+    TensorParallelConfig,
+)
 from lightning_shard.strategies.flat_options import part, takes
 from lightning_shard.strategies.model_parallel import ModelParallelStrategy
-from lightning_shard.strategies.options import SharedOptions, TensorParallelOptions
+from lightning_shard.strategies.options import SplitOptions, TensorParallelOptions
 
 
 class TensorParallelStrategy(ModelParallelStrategy):
@@ -15,10 +20,10 @@ class TensorParallelStrategy(ModelParallelStrategy):
         ConfigError: A size, stage or plan that cannot be.
     """
 
-    @takes(RunConfig, TensorParallelConfig, GradientConfig)
+    @takes(RunConfig, TensorParallelConfig, GradientConfig, FitEndConfig)
     def __init__(self, **options: Unpack[TensorParallelOptions]) -> None:
         layers = TensorParallelConfig.of(options)
         dimension = layers.dimension(
             layers.tensor_parallel_size, sequence_parallel=layers.sequence_parallel
         )
-        super().__init__([dimension], zero_stage=layers.zero_stage, **part(SharedOptions, options))
+        super().__init__([dimension], zero_stage=layers.zero_stage, **part(SplitOptions, options))
