@@ -61,6 +61,7 @@ UNITS: dict[str, list[Any]] = {
 REDUCED: dict[str, list[Any]] = {"reduce_dtype": [*NOT_TEXT, "float8"]}
 SHARED = EVERYWHERE | UNITS | REDUCED
 COMPRESSED: dict[str, list[Any]] = {"compression": [1, True, 2.5, "gzip", object(), {"a": 1}]}
+ENDS: dict[str, list[Any]] = {"full_parameters_after_fit": ["yes", 0, 1, None, 1.5]}
 DATA = SHARED | COMPRESSED
 SIZE = optional(NOT_WHOLE)
 PLAN: dict[str, list[Any]] = {"plan": [1, True, "all", {}, ["a"]]}
@@ -72,19 +73,21 @@ PIPELINE: dict[str, list[Any]] = {
     "split": [1, True, 2.5, [1.5], ["a"], [True], "halves"],
 }
 TABLE: dict[Any, dict[str, list[Any]]] = {
-    DDPStrategy: DATA,
-    ZeRO1Strategy: DATA,
-    ZeRO2Strategy: DATA,
-    ZeRO3Strategy: DATA,
+    DDPStrategy: DATA | ENDS,
+    ZeRO1Strategy: DATA | ENDS,
+    ZeRO2Strategy: DATA | ENDS,
+    ZeRO3Strategy: DATA | ENDS,
     TensorParallelStrategy: SHARED
+    | ENDS
     | PLAN
     | {
         "tensor_parallel_size": SIZE,
         "zero_stage": [*NOT_WHOLE, 4, -1],
         "sequence_parallel": NOT_FLAG,
     },
-    PipelineParallelStrategy: SHARED | PIPELINE,
+    PipelineParallelStrategy: SHARED | ENDS | PIPELINE,
     HybridParallelStrategy: SHARED
+    | ENDS
     | PLAN
     | PIPELINE
     | {

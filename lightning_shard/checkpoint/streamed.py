@@ -10,7 +10,7 @@ So rank 0 holds one unit above its share, and nothing is copied before it is wri
 pickled, such a tensor has memory of its full size that nobody touches, and that takes none.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_shard.checkpoint.files.torch_archive import Record, records_of
 from lightning_shard.checkpoint.files.untouched import untouched
+from lightning_shard.checkpoint.frozen import frozen_entries
 from lightning_shard.checkpoint.full import detached
 from lightning_shard.checkpoint.optimizer_state import FullOptimizerState
 from lightning_shard.data_parallel.engine import DataParallelEngine
@@ -33,12 +34,15 @@ class StreamedState:
 
     Args:
         engine: The engine that holds the model.
+        with_frozen: Whether frozen parameters are saved. Those that are not stay where they are:
+            the state has their shapes only.
     """
 
-    def __init__(self, engine: DataParallelEngine) -> None:
-        self._engine = engine
+    def __init__(self, engine: DataParallelEngine, *, with_frozen: bool = True) -> None:
+        self._engine, self._with_frozen = engine, with_frozen
         self._awaited: dict[_Place, Tensor] = {}  # without elements, on the rank that writes
         self._module: nn.Module | None = None
+        self._stay: Collection[nn.Parameter] = ()
         self._optimizers: list[FullOptimizerState] = []
         self._tensors = self._bring_together()
 
@@ -49,7 +53,8 @@ class StreamedState:
         places = {param: place for place, param in enumerate(self._engine.model.parameters())}
         dtypes = _full_dtypes(self._engine)
         state = module.state_dict(keep_vars=True)
-        for name, value in state.items():  # in place: torch's own mapping knows module versions
+        values = dict(state)
+        for name, value in values.items():  # in place: torch's own mapping knows module versions
             if isinstance(value, nn.Parameter) and value in places:
                 state[name] = self._await(
                     ("parameter", places[value]),
@@ -58,6 +63,8 @@ class StreamedState:
                 )
             else:
                 state[name] = detached(value, self._engine)
+        if not self._with_frozen:
+            self._stay = frozen_entries(module, values)
         return state
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -114,7 +121,7 @@ class StreamedState:
         is_first = self._engine.is_first
         if self._module is not None:
             places = {param: place for place, param in enumerate(self._engine.model.parameters())}
-            for param, full in self._engine.full_parameters():
+            for param, full in self._engine.full_parameters(without=self._stay):
                 if is_first:
                     yield ("parameter", places[param]), full
                 del full

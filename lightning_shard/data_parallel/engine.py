@@ -120,7 +120,7 @@ class DataParallelEngine:
         self.view = OptimizerView(
             self.gradients, self.reducer, self._unsharder, self.absent, self.edits, self._weights
         )
-        self._loading = cut_loaded(model, self._homes) if options.stage == 3 else []
+        self._loading = cut_loaded(model, self._homes, self.split) if options.stage == 3 else []
         self._places = ParameterPlaces(
             model, self.collectives.rank, fixed_modules=options.stage == 3 or split is not None
         )
@@ -390,11 +390,14 @@ class DataParallelEngine:
         flat, index = self.owner(param)
         return flat.layout.slots[index].shape
 
-    def full_parameters(self, *, everywhere: bool = False) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    def full_parameters(
+        self, *, everywhere: bool = False, without: Container[nn.Parameter] = ()
+    ) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Bring the model's parameters together, one after the other; each rank must call.
 
         Args:
             everywhere: Whether each rank of the first copy gets the full parameters.
+            without: Parameters that stay as they are, the same on all ranks.
 
         Returns:
             Each parameter with its full value in the optimizer's format, on the ranks that are
@@ -405,6 +408,8 @@ class DataParallelEngine:
             return
         come: dict[FlatParameters, list[Tensor]] = {}
         for param in self.model.parameters():
+            if param in without:
+                continue
             value = param.data
             if param in self._homes:
                 flat, index = self.owner(param)
@@ -453,7 +458,7 @@ class DataParallelEngine:
             for param, value in zip(flat.params, flat.full_values(), strict=True):
                 param.data = value.clone()
         for unit in self.units if not restore else ():
-            self._leave_as_is(unit)
+            unit.leave_as_is()
         for param in self.model.parameters():
             param.grad = None
             if not restore and param in self.split.full_shapes:
@@ -488,13 +493,3 @@ class DataParallelEngine:
                 param.grad = None
                 param.data = flat.shard.new_empty(slot.shape)
                 mark_leftover(param)
-
-    def _leave_as_is(self, unit: Unit) -> None:
-        """After a failure, leave full parameters in their own format where this rank has them."""
-        for flat in unit.flats:
-            for param, view in zip(flat.params, flat.full_views, strict=True):
-                if unit.is_full:
-                    param.grad = None
-                    param.data = view.to(flat.shard.dtype, copy=True)
-                if not unit.is_full:
-                    mark_leftover(param)

@@ -32,32 +32,40 @@ class ShardsAtRest:
         self.wake = wake
         self._module, self._rank = module, rank
         self._is_open = False
-        self._parts = list(module.modules())
+        self._parts = [
+            part for part in module.modules() if next(part.parameters(), None) is not None
+        ]
         self._handles = [handle for part in self._parts for handle in self._hooks(part)]
         for part in self._parts:
             vars(part)[_STANDS] = self
 
     def _hooks(self, part: nn.Module) -> list[Any]:
-        def called(module: nn.Module, _: Any) -> None:
-            self._refuse(f"A {type(module).__name__} is called")
-
-        def saved(module: nn.Module, *_: Any) -> None:
-            self._refuse(f"The state_dict of a {type(module).__name__} is asked for")
-
-        def loaded(module: nn.Module, *_: Any) -> None:
-            self._refuse(f"A state_dict is loaded into a {type(module).__name__}")
-
+        called, saved, loaded = (
+            _Refusal(self, what)
+            for what in (
+                "{} is called",
+                "the state_dict of {} is asked for",
+                "{} loads a state_dict",
+            )
+        )
         return [
             part.register_forward_pre_hook(called, prepend=True),
             part.register_state_dict_pre_hook(saved),  # type: ignore[no-untyped-call]
             part.register_load_state_dict_pre_hook(loaded),  # type: ignore[no-untyped-call]
         ]
 
-    def _refuse(self, what: str) -> None:
-        if not self._is_open:
-            raise self._error(what)
+    def refuse(self, what: str, module: nn.Module) -> None:
+        """Raise ConfigError unless this is `opened`.
 
-    def _error(self, what: str) -> ConfigError:
+        Args:
+            what: What is done to the module, whose class is named at "{}".
+            module: The module, or a part of it.
+        """
+        if not self._is_open:
+            raise self.error(what.format(f"the {type(module).__name__}"))
+
+    def error(self, what: str) -> ConfigError:
+        """Return the error for what takes shards for the parameters."""
         return ConfigError(
             f"Rank {self._rank}: {what}, but the fit has left the parameters in shards, expected "
             f"full ones. Save with trainer.save_checkpoint and load the file, go on with "
@@ -82,10 +90,20 @@ class ShardsAtRest:
             vars(part).pop(_STANDS, None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise self._error(f"A {type(self._module).__name__}, or a part of it, is copied")
+        raise self.error(f"the {type(self._module).__name__}, or a part of it, is copied")
 
     def __reduce__(self) -> NoReturn:
-        raise self._error(f"A {type(self._module).__name__}, or a part of it, is pickled")
+        raise self.error(f"the {type(self._module).__name__}, or a part of it, is pickled")
+
+
+class _Refusal:
+    """A hook that refuses; copied or pickled with its module, it does so, too."""
+
+    def __init__(self, rest: ShardsAtRest, what: str) -> None:
+        self._rest, self._what = rest, what
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        self._rest.refuse(self._what, module)
 
 
 def wake(module: nn.Module) -> None:
@@ -96,4 +114,6 @@ def wake(module: nn.Module) -> None:
     """
     stands: ShardsAtRest | None = vars(module).get(_STANDS)
     if stands is not None and not stands.wake():
-        raise stands._error(f"A run takes a {type(module).__name__} whose strategy is gone")
+        raise stands.error(
+            f"the {type(module).__name__} is to run, whose strategy, which has its shards, is gone"
+        )

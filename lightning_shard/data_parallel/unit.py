@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_shard.backends.pending import Pending
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
+from lightning_shard.data_parallel.leftovers import mark_leftover
 
 
 class Unit:
@@ -104,6 +105,16 @@ class Unit:
                 flat.reshard()
         self._pending, self.is_full, self.brought = None, False, False
         self._forwarded.clear()
+
+    def leave_as_is(self) -> None:
+        """After a failure, leave full parameters in their own format where this rank has them."""
+        for flat in self.flats:
+            for param, view in zip(flat.params, flat.full_views, strict=True):
+                if self.is_full:
+                    param.grad = None
+                    param.data = view.to(flat.shard.dtype, copy=True)
+                if not self.is_full:
+                    mark_leftover(param)
 
     def forget_calls(self) -> None:
         """Forget open calls and what they keep, since none of their backwards comes any more."""

@@ -344,7 +344,9 @@ class CheckpointingStrategy(ShardStrategy):
             return module_boxes(self.lightning_module, self._engine)
         # a callback may be on one rank only
         if self._may_stream is not None and self.reduce_boolean_decision(self._may_stream):
-            self._streamed = self._streamed or StreamedState(self._engine)
+            self._streamed = self._streamed or StreamedState(
+                self._engine, with_frozen=not self.save_trainable_only
+            )
             return self._streamed.module_state(self.lightning_module)
         return full_module_state(self.lightning_module, self._engine)
 

@@ -46,6 +46,7 @@ from lightning_shard.trainer._lightning import layer_sync
 from lightning_shard.trainer.announcement import announce, count_parameters
 from lightning_shard.trainer.batch_counts import agree_on_batches, lengths_on_ranks
 from lightning_shard.trainer.callbacks import prepare_callbacks
+from lightning_shard.trainer.full_counts import counted_full
 from lightning_shard.trainer.hook_advice import hooks_inside, may_edit_gradients
 from lightning_shard.trainer.layer_sync import SyncBatchNormOnCpu
 from lightning_shard.trainer.model_graphs import draw_graphs
@@ -83,6 +84,7 @@ class DataParallelStrategy(EndingStrategy):
         self._step_bytes = StepBytes(self._bytes_so_far, self._tally_of_codecs)
         self._runner: StepRunner | None = None
         self._in_hooks = ExitStack()  # around the user's, of a fit
+        self._in_split_model = ExitStack()  # until its dimensions are restored
         self._sharded: list[ShardedOptimizer] = []
         self._replaced: Collection[ShardedOptimizer] = ()  # in the middle of the fit
         self._averages: list[AverageOfShards] = []
@@ -294,6 +296,8 @@ class DataParallelStrategy(EndingStrategy):
                 exchange.loss_scale = plugin.scaler.get_scale
         for one in self.dimensions:
             one.attach(engine)
+        shapes = {param: engine.full_shape(param) for param in self.model.parameters()}
+        self._in_split_model.enter_context(counted_full(shapes))
         # Stage 3 gathers blocks together: which ones a step leaves out at random has to agree.
         apart = run.drawn_for_own_data if self._options.stage < 3 else nullcontext
         self._runner = PlainRunner(lambda: self.engine.step(), apart)

@@ -47,6 +47,7 @@ class EndingStrategy(CheckpointingStrategy):
     _sharded: list[ShardedOptimizer]
     _replaced: Collection[ShardedOptimizer]
     _averages: list[AverageOfShards]
+    _in_split_model: ExitStack
     _at_rest: ShardsAtRest | None = None
     _around_rest: ExitStack | None = None
     _states_in_shards: list[FlatLayout] | None = None  # the optimizers', of a fit that is over
@@ -163,6 +164,7 @@ class EndingStrategy(CheckpointingStrategy):
 
     def _restore_dimensions(self, *, full: bool) -> None:
         """Undo what has split the model; with `full` each rank must call."""
+        self._in_split_model.close()
         for one in reversed(self.dimensions):
             one.restore(full=full)
 

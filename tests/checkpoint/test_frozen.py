@@ -8,6 +8,7 @@ import torch
 
 from lightning_shard import CheckpointError
 from lightning_shard.checkpoint.conversion.source import open_source
+from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from tests.checkpoint.sharded.runs import LAYOUTS, Model, fit, saving
 from tests.examples.commands import ignore_upstream_warnings
 
@@ -57,6 +58,28 @@ def test_frozen_parameters_are_not_saved_and_keep_the_values_of_the_run_that_loa
     resumed = fit(LAYOUTS[after](), Adapted(), ckpt_path=path).state_dict()
     for name, tensor in expected.items():
         torch.testing.assert_close(resumed[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_frozen_parameters_were_gathered_to_be_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gathered: list[str] = []
+    bring = FlatParameters.full_values
+
+    def full_values(flat: FlatParameters) -> Any:
+        gathered.extend(slot.name for slot in flat.layout.slots)
+        return bring(flat)
+
+    class Saving(Adapted):
+        def on_train_end(self) -> None:
+            monkeypatch.setattr(FlatParameters, "full_values", full_values)
+            self.trainer.save_checkpoint(tmp_path / "adapter.ckpt")
+            monkeypatch.setattr(FlatParameters, "full_values", bring)
+
+    fit(LAYOUTS["zero3-3"](save_trainable_only=True), Saving())
+    frozen = {name for name, one in Adapted().named_parameters() if not one.requires_grad}
+    assert gathered
+    assert frozen.isdisjoint(gathered)
 
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])

@@ -1,14 +1,19 @@
 """Fits on real processes that leave their parameters in shards, and what is done with them then."""
 
 import copy
+import gc
+import os
 import pickle
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning as L  # noqa: N812
 import torch
+from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor
 
 from lightning_shard import (
@@ -18,6 +23,7 @@ from lightning_shard import (
     ZeRO3Strategy,
 )
 from lightning_shard.errors import ConfigError
+from lightning_shard.strategies import fit_ends
 from tests.checkpoint.sharded.runs import SAVED_AFTER, Model, quiet_trainer
 from tests.strategies.parity import ignore_upstream_warnings
 
@@ -122,7 +128,7 @@ def full_fit(scheme: str, folder: Path) -> dict[str, Any]:
 
 
 def fit_twice(scheme: str, *, left: bool) -> tuple[Tensors, list[Any]]:
-    """Fit, fit on with the same trainer, and return the full weights after a third strategy's test."""
+    """Fit, fit on with the same trainer, and return the weights that another one evaluates."""
     prepared()
     model = made()
     trainer = trainer_of(scheme, left=left)
@@ -134,10 +140,59 @@ def fit_twice(scheme: str, *, left: bool) -> tuple[Tensors, list[Any]]:
     return {name: value.clone() for name, value in model.state_dict().items()}, tested
 
 
-def alone(model: L.LightningModule) -> str:
-    """Return the error of a run of another strategy on a module that is left in shards."""
+class BytesSent(L.Callback):
+    """Notes the bytes that this rank has sent when training ends."""
+
+    at_end = 0
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.at_end = trainer.strategy._bytes_so_far()
+
+
+def sent_at_the_end(after_fit: bool) -> int:
+    """Return the bytes that this rank sends after the last step of a fit under `zero3`."""
+    prepared()
+    trainer = trainer_of("zero3", left=not after_fit)
+    trainer.callbacks.append(noted := BytesSent())
+    trainer.fit(made())
+    return trainer.strategy._bytes_so_far() - noted.at_end
+
+
+def decided(free: Sequence[int | None]) -> dict[str, Any]:
+    """Fit with "auto" where ranks find so many free bytes; return what is left on this rank."""
+    prepared()
+    model, rank = made(), int(os.environ["RANK"])
+    strategy = ZeRO3Strategy(backend="gloo", announce=False)
+    with (
+        patch.object(fit_ends, "free_host_bytes", lambda: free[rank]),
+        warnings.catch_warnings(record=True) as told,
+    ):
+        warnings.simplefilter("always")
+        quiet_trainer(strategy, devices=2, max_steps=1).fit(model)
+    about = [str(one.message) for one in told if "leaves the parameters" in str(one.message)]
+    return {"told": about, "left": "expected full ones" in " ".join(refusals(model)[:2])}
+
+
+def without_its_strategy() -> tuple[str, int]:
+    """Return the error of a module whose strategy is gone, and what is left of the engine."""
+    prepared()
+    model = made()
+    trainer = trainer_of("zero3", left=True)
+    trainer.fit(model)
+    engine = weakref.ref(trainer.strategy.engine)
+    model.trainer = None
+    del trainer
+    gc.collect()
     try:
-        L.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False).validate(model)
+        trainer_of("zero3", left=True).validate(model, verbose=False)
     except ConfigError as error:
-        return str(error)
-    return "nothing was refused"
+        return str(error), int(engine() is not None)
+    return "nothing was refused", int(engine() is not None)
+
+
+def averaged() -> None:
+    """Ask for shards after a fit whose weights are averaged."""
+    prepared()
+    trainer = trainer_of("zero3", left=True)
+    trainer.callbacks.append(WeightAveraging())
+    trainer.fit(made())

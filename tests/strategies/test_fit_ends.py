@@ -6,12 +6,23 @@ from typing import Any
 import pytest
 import torch
 
-from tests.processes import run_processes
-from tests.strategies.left_in_shards import SCHEMES, content, fit_twice, full_fit, left_fit
+from lightning_shard import ConfigError, ZeRO3Strategy
+from tests.processes import ProcessesFailedError, run_processes
+from tests.strategies.left_in_shards import (
+    SCHEMES,
+    averaged,
+    content,
+    decided,
+    fit_twice,
+    full_fit,
+    left_fit,
+    made,
+    sent_at_the_end,
+    without_its_strategy,
+)
 
-QUICK = ["zero3", "hybrid-zero3"]
 CASES = [
-    pytest.param(scheme, marks=() if scheme in QUICK else pytest.mark.slow) for scheme in SCHEMES
+    pytest.param(scheme, marks=() if scheme == "zero3" else pytest.mark.slow) for scheme in SCHEMES
 ]
 
 
@@ -45,3 +56,45 @@ def test_a_second_fit_goes_on_from_shards(scheme: str) -> None:
     for one, other in zip(found, expected, strict=True):
         assert_same(one[0], other[0])
         assert one[1] == other[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["zero3", "tensor-zero3", "hybrid-zero3"])
+def test_a_fit_that_leaves_shards_saves_folders(scheme: str, tmp_path: Path) -> None:
+    num_ranks, _ = SCHEMES[scheme]
+    run_processes(left_fit, num_ranks, scheme=scheme, folder=tmp_path, kind="sharded")
+    run_processes(full_fit, num_ranks, scheme=scheme, folder=tmp_path)
+    assert (tmp_path / "left.ckpt" / ".metadata").exists()
+    assert_same(content(tmp_path / "resumed.ckpt"), content(tmp_path / "once.ckpt"))
+
+
+def test_a_fit_that_leaves_shards_sends_no_parameter_at_its_end() -> None:
+    size = sum(param.nbytes for param in made().parameters())
+    assert max(run_processes(sent_at_the_end, 2, after_fit=False)) < size / 10
+    assert min(run_processes(sent_at_the_end, 2, after_fit=True)) > size / 2
+
+
+@pytest.mark.parametrize(
+    ("free", "leaves"), [((2**40, 100), True), ((2**40, 2**40), False), ((None, None), False)]
+)
+def test_the_ranks_decide_together_whether_the_parameters_fit(free: Any, leaves: bool) -> None:
+    found = run_processes(decided, 2, free=free)
+    assert [one["left"] for one in found] == [leaves, leaves]
+    assert len(found[0]["told"]) == leaves
+    assert not found[1]["told"]
+
+
+def test_shards_are_let_go_of_with_their_strategy() -> None:
+    for told, alive in run_processes(without_its_strategy, 2):
+        assert "whose strategy, which has its shards, is gone" in told
+        assert not alive
+
+
+def test_ranks_of_one_process_leave_no_shards() -> None:
+    with pytest.raises(ConfigError, match=r"end with it; expected True or 'auto'"):
+        ZeRO3Strategy(backend="in_process", full_parameters_after_fit=False)
+
+
+def test_an_average_of_weights_is_full_after_the_fit() -> None:
+    with pytest.raises(ProcessesFailedError, match=r"a callback averages weights"):
+        run_processes(averaged, 2)
