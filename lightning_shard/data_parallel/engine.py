@@ -438,6 +438,8 @@ class DataParallelEngine:
             self._unsharder.reshard_all()
         for gradients in self.gradients:
             gradients.buffer.drop()
+        while self._hooks:  # autograd would keep the engine for good
+            self._hooks.popitem()[1].remove()
 
     def detach(self, *, restore: bool) -> None:
         """Take the engine off the model; with `restore`, each parameter is full again.

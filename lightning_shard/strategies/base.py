@@ -4,6 +4,7 @@ import atexit
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, TypeVar, Unpack
+from weakref import ref
 
 import lightning.pytorch as pl
 import torch
@@ -242,7 +243,7 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
         if not dist.is_initialized():
             self._join()
             if not self.is_in_process:
-                atexit.register(self._leave)
+                atexit.register(_leave_at_exit, ref(self))  # who gives it up frees what it holds
         self._use_groups()
         if self.lightning_module is not None:
             self._begin_run(self.lightning_module.trainer)
@@ -298,10 +299,8 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
 
     def _leave(self) -> None:
         """At exit. Gloo aborts when somebody still refers to a group that is being destroyed."""
-        liveness.stop_at_exit()
         self._collectives = self._reducing = self._duplicated = None
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        _destroy_groups()
 
     def salvaging(
         self, error: BaseException, *, is_common: bool, gone: Sequence[int]
@@ -375,6 +374,20 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
         if self._collectives is None or not dist.is_initialized():
             return obj
         return self._collectives.broadcast_object(obj, src=src)
+
+
+def _leave_at_exit(strategy: "ref[ShardStrategy]") -> None:
+    alive = strategy()
+    if alive is None:
+        _destroy_groups()
+    else:
+        alive._leave()
+
+
+def _destroy_groups() -> None:
+    liveness.stop_at_exit()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 accept_compiled_modules(ShardStrategy)

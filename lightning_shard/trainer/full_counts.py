@@ -9,7 +9,11 @@ from contextlib import contextmanager
 from math import prod
 from typing import Any
 
-from lightning.pytorch.utilities.model_summary.model_summary import LayerSummary, ModelSummary
+from lightning.pytorch.utilities.model_summary.model_summary import (
+    LayerSummary,
+    ModelSummary,
+    _tensor_has_shape,
+)
 from torch import nn
 
 _FULL_NUMEL = "_lightning_shard_full_numel"  # set on parameters that are parts
@@ -35,17 +39,18 @@ def count_full_parameters() -> None:
 
 
 def _count_full(kind: type, name: str, of: str, *, trained_only: bool = False) -> None:
-    counted = getattr(kind, name).fget
-
     def count(summary: Any) -> int:
-        found: int = counted(summary)
-        return found + sum(
-            vars(param)[_FULL_NUMEL] - param.numel()
-            for param in getattr(summary, of).parameters()
-            if _FULL_NUMEL in vars(param) and (param.requires_grad or not trained_only)
-        )
+        params = getattr(summary, of).parameters()
+        return sum(_numel(one) for one in params if one.requires_grad or not trained_only)
 
     setattr(kind, name, property(count))
+
+
+def _numel(param: nn.Parameter) -> int:
+    full: int | None = vars(param).get(_FULL_NUMEL)
+    if full is not None:
+        return full
+    return 0 if _tensor_has_shape(param) else param.numel()  # true of one without a shape
 
 
 count_full_parameters()

@@ -11,14 +11,15 @@ from tests.processes import ProcessesFailedError, run_processes
 from tests.strategies.left_in_shards import (
     SCHEMES,
     averaged,
+    bytes_above,
     content,
     decided,
     fit_twice,
     full_fit,
+    given_up,
     left_fit,
     made,
     sent_at_the_end,
-    without_its_strategy,
 )
 
 CASES = [
@@ -74,6 +75,19 @@ def test_a_fit_that_leaves_shards_sends_no_parameter_at_its_end() -> None:
     assert min(run_processes(sent_at_the_end, 2, after_fit=True)) > size / 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_a_fit_that_leaves_shards_takes_at_most_a_unit_at_its_end(
+    kind: str, tmp_path: Path
+) -> None:
+    unit, slack = 4 * 2**20, 8 * 2**20  # 64 MiB of parameters, 128 of Adam's state
+    for at_end, in_save in run_processes(bytes_above, 2, folder=tmp_path, left=True, kind=kind):
+        assert at_end < unit + slack
+        assert in_save < unit + slack
+    gathered = run_processes(bytes_above, 2, folder=tmp_path, left=False, kind="full")
+    assert min(at_end for at_end, _ in gathered) > 8 * unit
+
+
 @pytest.mark.parametrize(
     ("free", "leaves"), [((2**40, 100), True), ((2**40, 2**40), False), ((None, None), False)]
 )
@@ -85,9 +99,9 @@ def test_the_ranks_decide_together_whether_the_parameters_fit(free: Any, leaves:
 
 
 def test_shards_are_let_go_of_with_their_strategy() -> None:
-    for told, alive in run_processes(without_its_strategy, 2):
+    for told, left in run_processes(given_up, 2):
         assert "whose strategy, which has its shards, is gone" in told
-        assert not alive
+        assert left == [False, False]
 
 
 def test_ranks_of_one_process_leave_no_shards() -> None:
