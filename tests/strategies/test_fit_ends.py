@@ -76,6 +76,7 @@ def test_a_fit_that_leaves_shards_sends_no_parameter_at_its_end() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_a_fit_that_leaves_shards_takes_at_most_a_unit_at_its_end(
     kind: str, tmp_path: Path
