@@ -90,6 +90,8 @@ class EndingStrategy(CheckpointingStrategy):
             self._leave_shards(engine)
             return
         if engine is not None:
+            if self._states_in_shards is not None and not self._failed:
+                self._gather_states(engine)
             self._detach(engine)
             self._left_sharded = self._failed and self._holds_shards
         elif self._states_in_shards is not None:  # its set-up has failed
