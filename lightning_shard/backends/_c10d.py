@@ -175,3 +175,8 @@ class BackendStandIn:
     supports_splitting = False
     supports_coalescing = False
     supports_time_estimate = False
+
+
+def forget_dtensor_operations() -> None:
+    """Let go of what torch remembers, for this thread, of operations on DTensors."""
+    torch._C._clear_DTensor_sharding_propagator_cache()

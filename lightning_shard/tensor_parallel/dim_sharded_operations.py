@@ -10,7 +10,7 @@ from inspect import Signature, signature
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_shard.tensor_parallel import dim_sharded_shapes as shapes
 from lightning_shard.tensor_parallel.cross_entropy import LossOptions, parallel_cross_entropy
@@ -58,7 +58,13 @@ def _property(func: Any, sharded: Any, *value: Any) -> Any:
     if not value and func not in _OF_THE_PART:
         return NotImplemented
     part: Part = sharded.part
-    return part.widen(func(part.local, *map(part.narrow, value)))
+    result = func(part.local, *map(part.narrow, value))
+    # A gradient whose elements lie on several ranks knows them all.
+    return result if _is_of_all_ranks(result) else part.widen(result)
+
+
+def _is_of_all_ranks(value: Any) -> bool:
+    return isinstance(value, Tensor) and type(value) not in (Tensor, nn.Parameter)
 
 
 def _method_of_part(func: Any, sharded: Any, *args: Any, **kwargs: Any) -> Any:

@@ -8,7 +8,7 @@ import torch
 
 from lightning_shard.backends import _c10d
 from lightning_shard.backends.in_process.faults import RankDropped
-from lightning_shard.backends.in_process.forks import leave_garbage_to_parents
+from lightning_shard.backends.in_process.forks import leave_nothing_to_forks
 from lightning_shard.backends.in_process.rank import Rank, Status
 from lightning_shard.backends.in_process.scheduler import Scheduler
 
@@ -45,7 +45,7 @@ class Run(Generic[T]):
             BaseException: The error of the first rank to fail, if that ended the others too or no
                 rank has survived.
         """
-        leave_garbage_to_parents()
+        leave_nothing_to_forks()
         first, *others = self._scheduler.ranks
         for rank in others:
             if rank.status is not Status.PARKED:

@@ -2,8 +2,13 @@
 
 import gc
 import os
+from collections.abc import Callable
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_shard.testing import run_ranks
@@ -48,3 +53,28 @@ def test_a_forked_worker_ended_what_its_parent_had_left(tmp_path: Path) -> None:
     assert os.getpid() not in workers
     gc.collect()
     assert notes.read_text().split() == [str(os.getpid())] * 2
+
+
+remembered_operations: Callable[[], tuple[int, int]] = (
+    torch._C._get_DTensor_sharding_propagator_cache_stats
+)
+
+
+def add_dtensors(folder: Path) -> None:
+    """Add DTensors of a Gloo group that has ended when this returns; torch remembers its mesh."""
+    store = dist.FileStore(str(folder / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        sharded = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Shard(0)])
+        assert (sharded + sharded).to_local().tolist() == [2.0] * 4
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_forked_worker_waited_for_a_group_that_torch_remembered_for_another_thread(
+    tmp_path: Path,
+) -> None:
+    before = sum(remembered_operations())
+    add_dtensors(tmp_path)
+    assert sum(remembered_operations()) > before
+    assert run_ranks(lambda rank: sum(remembered_operations()), 2) == [0, 0]
