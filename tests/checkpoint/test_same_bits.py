@@ -134,7 +134,7 @@ SCHEMES: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.few_cases(3)
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("at", [WITHIN, pytest.param(AT_END, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SCHEMES)
 def test_a_resumed_fit_dropped_others_and_began_the_epoch_anew(

@@ -60,6 +60,7 @@ def assert_nothing_has_piled_up(seen: Seen) -> None:
             assert after <= before + spare, (what, process, steps)
 
 
+@pytest.mark.slow
 def test_rank_0_is_killed_another_joins_and_one_leaves(tmp_path: Path) -> None:
     job = Job(folder=str(tmp_path), num_ranks=3, max_epochs=2)
     chaos = Chaos(job, seed=1, by_launcher=False)

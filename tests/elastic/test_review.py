@@ -213,6 +213,7 @@ class DecaysByLosses(DecaysByEpochs):
     by_metric = True
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("kind", [DecaysByEpochs, DecaysByLosses])
 @pytest.mark.parametrize(
     "fault",

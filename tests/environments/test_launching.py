@@ -128,6 +128,7 @@ def test_ranks_started_by_hand(tmp_path: Path) -> None:
     assert_trained(tmp_path, "LightningEnvironment", [(0, 2, 0, 0), (1, 2, 1, 0)])
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])  # "auto" means 1
 def test_ranks_of_mpirun(devices: int, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from tests.examples.commands import (
 pytestmark = ignore_upstream_warnings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -121,7 +121,7 @@ def assert_same(census: Census, dry: DryRun) -> None:
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.few_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     "zero_stage", [pytest.param(0, marks=SLOW), 1, pytest.param(2, marks=SLOW), 3]
 )
@@ -149,6 +149,7 @@ def test_so_does_one_with_other_options(options: dict[str, Any]) -> None:
     assert_same(census, dry)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", [1, *(pytest.param(one, marks=SLOW) for one in (2, 3))])
 def test_so_does_one_of_mixed_precision_with_tied_embeddings(zero_stage: int) -> None:
     model = ExampleGPT(num_layers=2)

@@ -52,6 +52,7 @@ def measured(strategy: Any) -> SavedBytes:
     return model.saved
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("sequence_parallel", [False, pytest.param(True, marks=SLOW)])
 @pytest.mark.parametrize("choice", [pytest.param(None, marks=SLOW), "full", "selective"])
 def test_tensor_parallel(choice: Any, sequence_parallel: bool) -> None:

@@ -67,7 +67,7 @@ def _check(case: Case) -> None:
         assert weight.dtype == plain.weights[name].dtype
 
 
-@pytest.mark.few_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("case", QUICK, ids=str)
 def test_is_as_close_to_float32_as_a_single_device(case: Case) -> None:
     _check(case)
@@ -153,6 +153,7 @@ def test_bf16_mixed_keeps_and_saves_fp32(strategy: str, tmp_path: Path) -> None:
 LOOKS_BYTES = 3 * 17  # a hook that meets gradients may have edited them: ranks ask three times
 
 
+@pytest.mark.slow
 def test_bf16_mixed_sends_bf16_over_gloo() -> None:
     for rank in run_processes(train_mixed_over_gloo, 2):
         for strategy, formats in rank.items():

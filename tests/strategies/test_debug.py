@@ -86,6 +86,7 @@ def fit(zero3: bool) -> tuple[str, str]:
     return result
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("zero3", [True, False])
 def test_ranks_that_take_different_branches_are_all_told(zero3: bool) -> None:
     """Of blocks under ZeRO-3, of the user's own calls in a step."""

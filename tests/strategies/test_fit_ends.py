@@ -49,6 +49,7 @@ def test_a_fit_that_leaves_shards_saves_and_goes_on_as_one_that_gathers(
         assert found[rank]["grown"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", CASES)
 def test_a_second_fit_goes_on_from_shards(scheme: str) -> None:
     num_ranks, _ = SCHEMES[scheme]
@@ -69,6 +70,7 @@ def test_a_fit_that_leaves_shards_saves_folders(scheme: str, tmp_path: Path) -> 
     assert_same(content(tmp_path / "resumed.ckpt"), content(tmp_path / "once.ckpt"))
 
 
+@pytest.mark.slow
 def test_a_fit_that_leaves_shards_sends_no_parameter_at_its_end() -> None:
     size = sum(param.nbytes for param in made().parameters())
     assert max(run_processes(sent_at_the_end, 2, after_fit=False)) < size / 10
@@ -89,6 +91,7 @@ def test_a_fit_that_leaves_shards_takes_at_most_a_unit_at_its_end(
     assert min(at_end for at_end, _ in gathered) > 8 * unit
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("free", "leaves"), [((2**40, 100), True), ((2**40, 2**40), False), ((None, None), False)]
 )

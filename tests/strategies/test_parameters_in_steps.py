@@ -82,7 +82,7 @@ def penalized_on_one_device(name: str) -> Run:
     return train(penalized(name), num_steps=3)
 
 
-@pytest.mark.few_cases(7)
+@pytest.mark.few_cases(4)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("penalty", PENALTIES)
 def test_a_penalty_was_of_this_ranks_parts(penalty: str, strategy: str) -> None:
@@ -123,7 +123,7 @@ class Looking:
         return model
 
 
-@pytest.mark.few_cases(5)
+@pytest.mark.few_cases(3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("use", [look, count])
 def test_numbers_of_this_ranks_parts_were_taken_for_the_models(

@@ -85,7 +85,7 @@ def results(fitted: L.Trainer, model: Trained) -> tuple[float, float, list[Tenso
     return validated["val_loss"], tested["test_loss"], fitted.predict(model, datamodule=data)
 
 
-@pytest.mark.few_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_fit_then_validate_test_predict_and_fit_again(strategy: str) -> None:
     num_ranks = 3

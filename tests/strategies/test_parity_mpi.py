@@ -19,7 +19,8 @@ pytestmark = [
     *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
 ]
 
-QUICK = [
+QUICK = [Case(model="gpt", strategy="zero3", num_ranks=2)]
+ON_THREE = [
     Case(model="gpt", strategy="zero3", num_ranks=3),
     Case(model="sync_conv", strategy="zero2", num_ranks=3),
 ]
@@ -31,8 +32,8 @@ Runs = list[tuple[Case, list[Run]]]
 
 @pytest.fixture(
     scope="module",
-    params=[QUICK, pytest.param(ON_TWO, marks=SLOW), pytest.param(IN_BF16, marks=SLOW)],
-    ids=["three ranks", "two ranks", "bf16-mixed"],
+    params=[QUICK, *(pytest.param(one, marks=SLOW) for one in (ON_THREE, ON_TWO, IN_BF16))],
+    ids=["two ranks", "three ranks", "every stage", "bf16-mixed"],
 )
 def runs(request: pytest.FixtureRequest) -> Runs:
     """What each rank makes of each case, one after the other in one mpirun."""

@@ -348,6 +348,7 @@ def fit_stochastic(scheme: Scheme, folder: Path, resume: Path | None = None) -> 
     return [dict(model.state_dict()), dict(average)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=() if name == "zero3" else pytest.mark.slow) for name in SCHEMES],

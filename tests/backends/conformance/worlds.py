@@ -171,7 +171,7 @@ WORLDS = [
     World(name="gloo", backend="gloo", size=2, start=run_processes, marks=_SLOW),
     World(name="gloo", backend="gloo", size=3, start=run_processes),
     World(name="mpi", backend="mpi", size=2, start=run_mpi, marks=(*_MPI, *_SLOW)),
-    World(name="mpi", backend="mpi", size=3, start=run_mpi, marks=_MPI),
+    World(name="mpi", backend="mpi", size=3, start=run_mpi, marks=(*_MPI, *_SLOW)),
     World(
         name="nccl",
         backend="nccl",

@@ -33,7 +33,9 @@ def outcomes(size: int) -> dict[str, list[Outcome | None]]:
         return {name: [read_outcome(folder, name, rank) for rank in range(size)] for name in NAMES}
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module", params=[pytest.param(size, marks=pytest.mark.slow) for size in (2, 3)]
+)
 def results(request: pytest.FixtureRequest) -> dict[str, list[Outcome | None]]:
     """How each check ended on each rank."""
     return outcomes(request.param)

@@ -204,6 +204,7 @@ def test_a_rank_that_does_not_come_is_named(ranks: list[dict[str, Any]]) -> None
     assert text.count(__file__) == 2
 
 
+@pytest.mark.slow
 def test_a_receiver_that_does_not_come_is_named(ranks: list[dict[str, Any]]) -> None:
     kind, text = ranks[0]["missing_receiver"]
     assert kind == "RankFailedError"

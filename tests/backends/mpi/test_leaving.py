@@ -78,6 +78,7 @@ def leave_a_message_behind() -> float:
     return many[-1].item()
 
 
+@pytest.mark.slow
 def test_a_message_still_comes_after_its_sender_has_left() -> None:
     assert run_mpi(leave_a_message_behind, 2) == [7.0, 0.0]
 

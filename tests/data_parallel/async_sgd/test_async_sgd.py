@@ -43,6 +43,7 @@ def counted(model: Counting, num_ranks: int, bound: int) -> Worker:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bound", "turns"), [(1, 4), pytest.param(4, 12, marks=pytest.mark.slow)])
 def test_a_thousand_updates_stay_within_the_bound(bound: int, turns: int) -> None:
     num_ranks, num_steps = 4, 250

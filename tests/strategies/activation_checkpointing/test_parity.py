@@ -91,6 +91,7 @@ QUICK = {("zero3", "full"), ("zbv", "full"), ("sequence", "selective"), ("hybrid
 CHOICES: dict[str, Any] = {"full": "full", "selective": "selective", "classes": GPT_BLOCK}
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("name", "choice"),

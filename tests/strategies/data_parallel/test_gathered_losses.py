@@ -62,6 +62,7 @@ def alone() -> Run:
     return train(built())
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_the_loss_over_all_ranks_samples_has_a_single_devices_gradient(
@@ -89,6 +90,7 @@ WITHIN_MODELS: dict[str, Any] = {
 }
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.filterwarnings("ignore:1 microbatches are fewer than the 2 stages")
 @pytest.mark.parametrize(
     "name", ["tensor", "pipeline", pytest.param("hybrid", marks=pytest.mark.slow)]

@@ -54,7 +54,7 @@ def assert_same(model: Matrices, expected: Matrices, last: int = NUM_STEPS) -> N
     torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=1e-5, atol=1e-9)
 
 
-@pytest.mark.few_cases(8)
+@pytest.mark.few_cases(5)
 @pytest.mark.parametrize("layout", ["zero1-3", "zero2-2", "zero3-4"])
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_equal_a_single_devices(name: str, layout: str) -> None:
@@ -89,7 +89,7 @@ RESUMED = [
 ]
 
 
-@pytest.mark.few_cases(8)
+@pytest.mark.few_cases(3)
 @pytest.mark.parametrize(("before", "kept_as", "after"), RESUMED)
 @pytest.mark.parametrize("name", ["muon", "adafactor", "shampoo"])
 def test_a_run_goes_on_on_another_layout(

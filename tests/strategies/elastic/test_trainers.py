@@ -178,6 +178,7 @@ def halves(module: Scheduled, optimizer: Any) -> LRScheduler:
     return StepLR(optimizer, 1, gamma=0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("make", "config", "faults"),
@@ -223,6 +224,7 @@ def test_data_that_configure_optimizers_had_asked_for_was_not_that_of_the_checkp
 # --- validations and limits -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     "options",
@@ -278,6 +280,7 @@ def test_a_limit_of_batches_cut_a_step_in_two_after_a_loss(limit: float, num_sam
     assert journal.losses() == pytest.approx(expected.losses(), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_an_epoch_that_was_cut_short_left_samples_out_after_a_later_loss() -> None:
     class CutShort(Classifier):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:

@@ -120,6 +120,7 @@ def test_weights_are_here_for_both_halves_of_a_backward(style: type[Stack], sche
     assert_same(fit_stack(style, schedule), fit_stack(style, None))
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zbv", marks=SLOW)])
 def test_weights_whose_format_changed_had_no_gradient(schedule: str, precision: Any) -> None:
@@ -157,6 +158,7 @@ class Reductions(L.Callback):
         self.calls = trainer.strategy.collectives.all_gather_object(mine)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_every_buffer_was_reduced_once_more_before_it_had_gradients(schedule: str) -> None:
     reductions = Reductions()

@@ -117,7 +117,8 @@ def test_the_file_is_that_of_a_single_device(model: str, scheme: Scheme, saved: 
     assert_same(load(got.afterwards), load(expected.afterwards))
 
 
-@pytest.mark.few_cases(2)
+@pytest.mark.slow
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("before", "after"),
     [

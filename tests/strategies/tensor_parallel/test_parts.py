@@ -57,6 +57,7 @@ def test_with_sequence_parallel_it_equals_a_single_device(model: str, size: int)
     assert_parity(run, single_device(Case(model=model, strategy="", num_ranks=1)))
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_with_sequence_parallel_and_zero_it_equals_a_single_device(stage: int) -> None:

@@ -89,6 +89,7 @@ def test_styles_with_data_parallel(style: type[Automatic], stage: int) -> None:
     check(style, 4, stage)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_two_fits_of_one_module(num_ranks: int) -> None:
     def fit_twice(strategy: Any) -> dict[str, Tensor]:

@@ -109,7 +109,7 @@ def train_split(
     return run, single_device(alone)
 
 
-@pytest.mark.few_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("model", "layout"), cases(MODELS, LAYOUTS, QUICK))
 def test_equals_a_single_device(model: str, layout: str) -> None:
     assert_parity(*train_split(model, layout))
