@@ -132,7 +132,7 @@ def test_numbers_of_this_ranks_parts_were_taken_for_the_models(
     num_ranks, make = STRATEGIES[strategy]
     alone, many = Looking(use), Looking(use)
     train(alone.model(), num_steps=2)
-    if use is look and strategy in ("stages, zero3", "2x2x2, zero3"):
+    if use is look and strategy == "stages, zero3":  # all matrices of the other are split layers
         with pytest.raises(ConfigError, match="training_step reads elements of 'blocks"):
             train(many.model(), num_steps=2, strategy=make(), devices=num_ranks)
         return
