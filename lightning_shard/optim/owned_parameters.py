@@ -80,9 +80,9 @@ class OwnedParameters:
         for group in self._optimizer.param_groups:
             self._listed.append(group["params"])
             homes = [(param, self._home(param)) for param in group["params"]]
-            group["params"] = [param for param, home in homes if not _is_elsewhere(home)]
+            group["params"] = [param for param, home in homes if not _is_of_another_rank(home)]
             for param, home in homes:
-                if home is not None and home[0].is_owned and not _is_elsewhere(home):
+                if home is not None and home[0].is_owned and not _is_of_another_rank(home):
                     self._show(param, *home)
 
     def put_back(self) -> None:
@@ -127,7 +127,7 @@ class OwnedParameters:
         self._known.update(added)
 
 
-def _is_elsewhere(home: tuple[FlatParameters, int] | None) -> bool:
+def _is_of_another_rank(home: tuple[FlatParameters, int] | None) -> bool:
     """Whether the parameter is another stage's, or another rank owns it and has all of it."""
     if home is None:
         return True
