@@ -126,7 +126,13 @@ class GPT(L.LightningModule):
         self.log("val_loss", self.loss(batch), prog_bar=True, sync_dist=True)
 
     def configure_optimizers(self) -> dict[str, object]:
-        """Decay matrices only; warm up linearly, then follow half a cosine down to a tenth."""
+        """Warm up linearly, then follow half a cosine down to a tenth."""
+        optimizer = self.make_optimizer()
+        schedule = LambdaLR(optimizer, self.learning_rate_factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        """Return an AdamW that decays matrices only."""
         matrices = [p for p in self.parameters() if p.ndim >= 2]
         vectors = [p for p in self.parameters() if p.ndim < 2]
         groups = [
@@ -134,17 +140,13 @@ class GPT(L.LightningModule):
             {"params": vectors, "weight_decay": 0.0},
         ]
         peak = self.hparams["learning_rate"]
-        optimizer = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), fused=True)
-        schedule = LambdaLR(optimizer, self.learning_rate_factor)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        return torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), fused=True)
 
     def learning_rate_factor(self, step: int) -> float:
         """Return the learning rate of `step` as a fraction of the peak."""
         warmup = self.hparams["warmup_steps"]
-        if step < warmup:
-            return (step + 1) / warmup
-        progress = (step - warmup) / max(1, self.trainer.estimated_stepping_batches - warmup)
-        return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, progress)))
+        num_steps = 0 if step < warmup else self.trainer.estimated_stepping_batches
+        return warm_up_and_decay(step, warmup, int(num_steps))
 
     @torch.no_grad()
     def generate(self, prompt: str, num_bytes: int, temperature: float = 0.8) -> str:
@@ -159,6 +161,14 @@ class GPT(L.LightningModule):
             following = torch.multinomial((logits / temperature).softmax(-1), 1, generator=random)
             text = torch.cat([text, following[None]], dim=1)
         return bytes(text[0].tolist()).decode(errors="replace")
+
+
+def warm_up_and_decay(step: int, warmup: int, num_steps: int) -> float:
+    """Return a factor that rises linearly to 1, then follows half a cosine down to a tenth."""
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = (step - warmup) / max(1, num_steps - warmup)
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
 class Text(L.LightningDataModule):

@@ -3,7 +3,10 @@
 torch                                  c10d learns our backends' names
 lightning.pytorch, pytorch_lightning   the registry learns the strategies' names, and a Trainer
                                        takes a strategy that was made for the other root;
-                                       `load_from_checkpoint` takes folders
+                                       `load_from_checkpoint` takes folders, and "last" is found
+                                       on object stores
+lightning.fabric, lightning_fabric     its registry learns the names, too; MPI is asked only where
+                                       it has started the ranks
 """
 
 import sys
@@ -24,6 +27,12 @@ LIGHTNING = {
 }
 """By Lightning's root, the package whose strategies are built on it."""
 
+FABRIC = {
+    "lightning.fabric": "lightning_shard.fabric",
+    "lightning_fabric": "lightning_shard.on_pytorch_lightning.fabric",
+}
+"""By Fabric's root, the package whose strategies are built on it."""
+
 _WITHOUT_TORCH = ("after_import", "cli", "doors", "errors", "exports", "on_pytorch_lightning")
 
 
@@ -34,6 +43,8 @@ def open_doors() -> None:
         sys.meta_path.insert(0, _TorchFirst())
     for lightning in LIGHTNING:
         after_import(lightning, partial(_serve, lightning))
+    for lightning, package in FABRIC.items():
+        after_import(lightning, partial(_serve_fabric, lightning, package))
 
 
 class _TorchFirst(MetaPathFinder):
@@ -65,5 +76,13 @@ def _serve(lightning: str) -> None:
         lightning, LIGHTNING[lightning]
     )
     import_module("lightning_shard.load_from_checkpoint").take_folders(lightning)
+    import_module("lightning_shard.resume_from_remote").take_remote_places(lightning)
     counterparts = import_module("lightning_shard.on_pytorch_lightning.counterparts")
     counterparts.take_counterparts(lightning, LIGHTNING)
+
+
+def _serve_fabric(lightning: str, package: str) -> None:
+    """Make every strategy known to this root of Fabric."""
+    import_module("lightning_shard.fabric.registry").register_strategies(lightning, package)
+    import_module("lightning_shard.fabric.misplaced").refuse_misplaced(lightning, package)
+    import_module("lightning_shard.environments.detection").ask_mpi_under_mpi_alone(lightning)

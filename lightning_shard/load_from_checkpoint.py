@@ -34,9 +34,4 @@ def take_folders(lightning: str) -> None:
 def _is_folder(path: Any) -> bool:
     if not isinstance(path, (str, os.PathLike)):
         return False
-    if os.path.isdir(path):
-        return True
-    if "://" not in str(path) or str(path).startswith("http"):
-        return False
-    folder = import_module("lightning_shard.checkpoint.sharded.folder")
-    return bool(folder.is_sharded_folder(path))
+    return bool(import_module("lightning_shard.checkpoint.files.places").is_folder(path))

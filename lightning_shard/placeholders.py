@@ -24,6 +24,7 @@ from torch import Tensor
 from lightning_shard.errors import ConfigError
 
 _UPDATES_STATISTICS = ("batch_norm",)  # of another stage: they are its own to keep
+_written_to: ContextVar[dict[str, None] | None] = ContextVar("written_to", default=None)
 _born: ContextVar[list["weakref.ref[Placeholder]"] | None] = ContextVar("born", default=None)
 
 
@@ -48,8 +49,10 @@ class Placeholder(Tensor):
         origin: Name of a parameter that it was computed from, for error messages.
         origins: Names of all parameters and results of blocks that it was computed from.
         value: The tensor that it stands for, while that is known on this stage; else None.
+        is_parameter: Whether it stands for a parameter, or is a view of such.
     """
 
+    is_parameter = False
     like: Tensor
     place: torch.device
     origin: str
@@ -72,8 +75,10 @@ class Placeholder(Tensor):
 
     @classmethod
     def of(cls, value: Tensor, shape: Sequence[int], origin: str) -> "Placeholder":
-        """Make a placeholder of `shape`, with the format and device of `value`."""
-        return cls(torch.empty(shape, dtype=value.dtype, device="meta"), value.device, origin)
+        """Make a placeholder of a parameter or buffer with the format and device of `value`."""
+        made = cls(torch.empty(shape, dtype=value.dtype, device="meta"), value.device, origin)
+        made.is_parameter = isinstance(value, torch.nn.Parameter)
+        return made
 
     def again(self) -> "Placeholder":
         """Return another placeholder with the same metadata, for a value of its own."""
@@ -93,6 +98,8 @@ class Placeholder(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Compute with the values that are known, which autograd sees."""
+        if func == _SETS_DATA and isinstance(args[0], Placeholder):
+            _note_write(args[0])
         with torch._C.DisableTorchFunctionSubclass():
             return func(
                 *map(_known, args), **{key: _known(one) for key, one in (kwargs or {}).items()}
@@ -133,13 +140,14 @@ class Placeholder(Tensor):
                 origins,
             ) from error
         known = {id(one.like): one for one in sources}
+        is_view = source.is_parameter and _returns_view(func)
 
         def wrap(tensor: Tensor) -> Tensor:
             same = known.get(id(tensor))
             if same is not None:
                 return same
             made = cls(tensor, torch.device(device), source.origin)
-            made.origins = origins
+            made.origins, made.is_parameter = origins, is_view
             return made
 
         return apply_to_collection(result, Tensor, wrap)
@@ -185,6 +193,21 @@ def _drops_nothing(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     return not (args[place] if place < len(args) else kwargs.get("dropout_p", 0.0))
 
 
+_SETS_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+@cache
+def _returns_view(func: Any) -> bool:
+    """Whether an operation returns views of its arguments."""
+    return any(one.alias_info and not one.alias_info.is_write for one in func._schema.returns)
+
+
+def _note_write(target: Placeholder) -> None:
+    written = _written_to.get()
+    if target.is_parameter and written is not None:
+        written[target.origin] = None
+
+
 @cache
 def _written(func: Any) -> tuple[tuple[int, str], ...]:
     """Return the positions and names of the arguments that an operation writes to."""
@@ -204,6 +227,7 @@ def _refuse_writes(
     """Raise where unknown elements would be written into a tensor whose elements are known."""
     for index, name in _written(func):
         target = args[index] if index < len(args) else kwargs.get(name)
+        apply_to_collection(target, Placeholder, _note_write)
         known: list[Tensor] = []
         apply_to_collection(target, Tensor, known.append, wrong_dtype=Placeholder)
         if known and not any(name in str(func) for name in _UPDATES_STATISTICS):
@@ -225,6 +249,17 @@ def births() -> Iterator[list["weakref.ref[Placeholder]"]]:
         yield born
     finally:
         _born.reset(token)
+
+
+@contextmanager
+def parameters_written() -> Iterator[dict[str, None]]:
+    """Note the names of parameters of other stages that this thread writes to inside."""
+    written: dict[str, None] = {}
+    token = _written_to.set(written)
+    try:
+        yield written
+    finally:
+        _written_to.reset(token)
 
 
 def is_placeholder(value: object) -> bool:

@@ -13,13 +13,17 @@ Each function reads what one caller needs and says which variable is missing or 
 
 import os
 import socket
-from dataclasses import dataclass
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from lightning_shard.errors import ConfigError
 
 _LARGEST_PORT = 65535
 _JOB = "LIGHTNING_SHARD_JOB"
 _JOB_TOKEN = "LIGHTNING_SHARD_JOB_TOKEN"
+_JOB_TOKEN_FILE = "LIGHTNING_SHARD_JOB_TOKEN_FILE"
+_SHORTEST_TOKEN = 16
 _JOB_IS_INITIAL = "LIGHTNING_SHARD_JOB_IS_INITIAL"
 
 
@@ -48,12 +52,12 @@ class Job:
     Attributes:
         host: Name or address of the host of its rendezvous server.
         port: Port of its rendezvous server.
-        token: Secret that a process must send to take part.
+        token: Secret that a process must know to take part; "" when none was given.
     """
 
     host: str
     port: int
-    token: str
+    token: str = field(repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +174,11 @@ def mpi_variables() -> LauncherVariables | None:
     return None
 
 
+def is_under_mpi() -> bool:
+    """Whether a launcher that speaks to MPI (mpirun, srun --mpi=...) has started this process."""
+    return any(name.startswith(("OMPI_", "PMI_", "PMIX_", "MPI_", "I_MPI_")) for name in os.environ)
+
+
 def placement(names: LauncherVariables) -> ProcessRanks:
     """Read this process's ranks and the sizes of its groups.
 
@@ -233,10 +242,10 @@ def is_loopback(host: str) -> bool:
 
 
 def job() -> Job | None:
-    """Read LIGHTNING_SHARD_JOB and LIGHTNING_SHARD_JOB_TOKEN: the elastic job to take part in.
+    """Read LIGHTNING_SHARD_JOB and the job's token: the elastic job to take part in.
 
     Raises:
-        ConfigError: The token is missing, or the address is not a host and a port.
+        ConfigError: The token is wrong, or the address is not a host and a port.
     """
     if not given(_JOB):
         return None
@@ -247,25 +256,74 @@ def job() -> Job | None:
             f"The environment variable {_JOB} is {address!r}; expected host:port, as the job's "
             "first process prints it."
         )
-    token = required(_JOB_TOKEN, "the elastic job's token, as its first process prints it")
-    return Job(host=host.strip("[]"), port=int(port), token=token)
+    return Job(host=host.strip("[]"), port=int(port), token=job_token())
 
 
 def job_token() -> str:
-    """Read LIGHTNING_SHARD_JOB_TOKEN, which several launchers of one job have to agree on."""
-    return given(_JOB_TOKEN)
+    """Read LIGHTNING_SHARD_JOB_TOKEN, or the file that LIGHTNING_SHARD_JOB_TOKEN_FILE names.
+
+    Returns:
+        The secret that the ranks of a job have in common; "" when none was given.
+
+    Raises:
+        ConfigError: It is too short to be a secret, or others than this user may read the file.
+    """
+    token, source = given(_JOB_TOKEN), f"The environment variable {_JOB_TOKEN}"
+    if not token and given(_JOB_TOKEN_FILE):
+        token, source = _token_in_file(Path(given(_JOB_TOKEN_FILE)))
+    if token and len(token) < _SHORTEST_TOKEN:
+        raise ConfigError(
+            f"{source} holds {len(token)} characters; expected a secret of {_SHORTEST_TOKEN} or "
+            "more, for example of `openssl rand -hex 16`."
+        )
+    return token
+
+
+def set_job_token(token: str) -> None:
+    """Have this process, and those that it starts, know the job's token."""
+    os.environ[_JOB_TOKEN] = token
+
+
+def _token_in_file(path: Path) -> tuple[str, str]:
+    source = f"The file {path} of {_JOB_TOKEN_FILE}"
+    try:
+        mode, token = path.stat().st_mode, path.read_text().strip()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{source} cannot be read: {error}.") from error
+    if mode & 0o077:
+        raise ConfigError(
+            f"{source} is {stat.filemode(mode)}; expected one that its user alone may read: "
+            f"`chmod 600 {path}`."
+        )
+    if not token:
+        raise ConfigError(f"{source} is empty; expected the job's token.")
+    return token, source
+
+
+def is_on_one_host() -> bool:
+    """Whether all ranks of the job are on this host, as the launcher's variables tell.
+
+    A loopback address of rank 0 tells so, too.
+    """
+    if is_loopback(given("MASTER_ADDR")):
+        return True
+    mpi = mpi_variables()
+    if mpi is not None:
+        return given(mpi.local_size) == given(mpi.world_size) != ""
+    if given("TORCHELASTIC_RUN_ID"):
+        return given(TORCHRUN.local_size) == given(TORCHRUN.world_size) != ""
+    return given(SLURM.num_nodes or "") == "1" and given(SLURM.rank) != ""
 
 
 def job_variables(job: Job) -> dict[str, str]:
-    """Return the environment variables that a newcomer of this job needs."""
+    """Return the environment variables that a newcomer of this job needs, but for the token."""
     host = f"[{job.host}]" if ":" in job.host else job.host
-    return {_JOB: f"{host}:{job.port}", _JOB_TOKEN: job.token}
+    return {_JOB: f"{host}:{job.port}"}
 
 
 def set_job(job: Job) -> None:
     """Make this process, and those that it starts, initial ranks of an elastic job."""
-    os.environ.update(job_variables(job))
-    os.environ[_JOB_IS_INITIAL] = "1"
+    os.environ.update({**job_variables(job), _JOB_TOKEN: job.token, _JOB_IS_INITIAL: "1"})
 
 
 def joins_job() -> bool:
@@ -291,7 +349,12 @@ def prefer_loopback_for_gloo() -> None:
     """
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if loopback:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
+        prefer_interface_for_gloo(loopback[0])
+
+
+def prefer_interface_for_gloo(interface: str) -> None:
+    """Let Gloo bind to this interface, unless the user has chosen one."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def debug() -> bool:
@@ -316,6 +379,11 @@ def torchrun_job() -> str | None:
     """
     run = given("TORCHELASTIC_RUN_ID")
     return f"{run}-{os.getppid()}" if run else None
+
+
+def has_agent_store() -> bool:
+    """Whether torchrun's agent keeps a store at MASTER_ADDR and MASTER_PORT."""
+    return given("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def global_seed() -> int:

@@ -62,6 +62,8 @@ UNITS: dict[str, list[Any]] = {
 REDUCED: dict[str, list[Any]] = {"reduce_dtype": [*NOT_TEXT, "float8"]}
 SHARED = EVERYWHERE | UNITS | REDUCED
 COMPRESSED: dict[str, list[Any]] = {"compression": [1, True, 2.5, "gzip", object(), {"a": 1}]}
+OFFLOADED: dict[str, list[Any]] = {"offload": [*NOT_TEXT, "everything"]}
+AHEAD: dict[str, list[Any]] = {"prefetch": [*optional(NOT_WHOLE), -1]}
 ENDS: dict[str, list[Any]] = {"full_parameters_after_fit": ["yes", 0, 1, None, 1.5]}
 DATA = SHARED | COMPRESSED
 SIZE = optional(NOT_WHOLE)
@@ -74,10 +76,10 @@ PIPELINE: dict[str, list[Any]] = {
     "split": [1, True, 2.5, [1.5], ["a"], [True], "halves"],
 }
 TABLE: dict[Any, dict[str, list[Any]]] = {
-    DDPStrategy: DATA | ENDS,
-    ZeRO1Strategy: DATA | ENDS,
-    ZeRO2Strategy: DATA | ENDS,
-    ZeRO3Strategy: DATA | ENDS,
+    DDPStrategy: DATA | ENDS | OFFLOADED | AHEAD,
+    ZeRO1Strategy: DATA | ENDS | OFFLOADED | AHEAD,
+    ZeRO2Strategy: DATA | ENDS | OFFLOADED | AHEAD,
+    ZeRO3Strategy: DATA | ENDS | OFFLOADED | AHEAD,
     TensorParallelStrategy: SHARED
     | ENDS
     | PLAN

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_shard.backends.c10d_transfers import C10dTransfers
+from lightning_shard.backends.object_transfers import broadcast_object, gather_objects
 from lightning_shard.backends.pending import OperationContext, Pending, Span, StartedTransfer
 from lightning_shard.backends.rank_order import ReduceOpName, check_op
 from lightning_shard.backends.shapes import (
@@ -280,21 +281,25 @@ class Collectives(C10dTransfers):
             dist.barrier(group=self.group)
 
     def all_gather_object(self, obj: T) -> list[T]:
-        """Return every rank's picklable object, in rank order."""
+        """Return every rank's picklable object, in rank order; see `backends.objects`.
+
+        Raises:
+            RankFailedError: A peer has died, or what came in its place bears no code of this job.
+        """
         self.traffic.count("all_gather_object", 0, 0)
-        gathered: list[T | None] = [None] * self.size
         with self._call("all_gather_object"):
-            dist.all_gather_object(gathered, obj, group=self.group)
-        return cast("list[T]", gathered)
+            return cast("list[T]", gather_objects(self.group, obj))
 
     def broadcast_object(self, obj: T, src: int = 0) -> T:
-        """Return rank `src`'s picklable object; what the other ranks pass is ignored."""
+        """Return rank `src`'s picklable object; what the other ranks pass is ignored.
+
+        Raises:
+            RankFailedError: A peer has died, or what came in its place bears no code of this job.
+        """
         check_peer("broadcast_object", self.rank, self.size, src)
         self.traffic.count("broadcast_object", 0, 0)
-        box = [obj]
         with self._call("broadcast_object"):
-            dist.broadcast_object_list(box, group=self.group, group_src=src)
-        return box[0]
+            return cast(T, broadcast_object(self.group, obj, src))
 
     def _start(
         self, operation: str, begin: Callable[[], StartedTransfer], async_op: bool = False

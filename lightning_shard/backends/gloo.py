@@ -1,5 +1,6 @@
 """Gloo: torch's own backend for CPU ranks, on one host or several."""
 
+import contextlib
 from datetime import timedelta
 from typing import ClassVar
 
@@ -12,7 +13,8 @@ from lightning_shard.backends._c10d import Store
 from lightning_shard.backends.base import Backend
 from lightning_shard.backends.debug_wrapper import exchange_collectives
 from lightning_shard.backends.exchange import ExchangeCollectives
-from lightning_shard.backends.rendezvous import is_on_one_host, join_world
+from lightning_shard.backends.guarded.addresses import address_towards, interface_of
+from lightning_shard.backends.rendezvous import host_of_rank_zero, is_on_one_host, join_world
 
 
 class GlooBackend(Backend):
@@ -39,6 +41,8 @@ class GlooBackend(Backend):
     ) -> None:
         if is_on_one_host(store):
             settings.prefer_loopback_for_gloo()
+        else:
+            _prefer_interface_towards(host_of_rank_zero(store))
         join_world(
             self.c10d_name,
             rank=rank,
@@ -51,3 +55,16 @@ class GlooBackend(Backend):
     @override
     def collectives(self, group: dist.ProcessGroup) -> ExchangeCollectives:
         return exchange_collectives(group)
+
+
+def _prefer_interface_towards(host: str) -> None:
+    """Let Gloo bind to the interface that leads to a host, unless the user has chosen one.
+
+    Gloo looks up this host's own name, which may stand for a loopback address or for one that the
+    other hosts do not reach.
+    """
+    with contextlib.suppress(OSError):  # a name that is not known yet: Gloo decides
+        own = address_towards(host, 0)
+        interface = interface_of(own)
+        if interface is not None and not settings.is_loopback(own):
+            settings.prefer_interface_for_gloo(interface)

@@ -1,6 +1,6 @@
 """Starting the default process group of real processes, which meet at a store.
 
-    start of a job    rank 0's store at MASTER_ADDR:MASTER_PORT: the group, then the lifeline
+    start of a job    rank 0's store (`meeting_place`): the group, then the lifeline
     later             a given store, which no rank's end takes along: the lifeline, then the group
 
 Ranks that meet anew have just lost a peer, and may lose another: the lifeline comes first there, so
@@ -13,13 +13,15 @@ from threading import Event, Thread
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 from lightning_shard import settings
 from lightning_shard.backends import liveness
-from lightning_shard.backends._c10d import PrefixStore, Store
+from lightning_shard.backends._c10d import HashStore, PrefixStore, Store
+from lightning_shard.backends.guarded.token import remembered
+from lightning_shard.backends.meeting_place import meet, store_without_python
+from lightning_shard.backends.object_transfers import guard_torch
 from lightning_shard.backends.pending import is_about_a_peer
-from lightning_shard.backends.roll_call import MissingRanksError, fresh_store
+from lightning_shard.backends.roll_call import MissingRanksError
 from lightning_shard.errors import RankFailedError
 
 # Ranks do not start at the same time: one may import for long on a busy host. That is no silence.
@@ -61,7 +63,9 @@ def join_world(
         RankFailedError: The ranks did not meet.
     """
 
-    def make_group(at: Store) -> None:
+    def make_group(at: Store, host: str) -> None:
+        if "nccl" in backend and world_size > 1:
+            at = store_without_python(at, host, rank, world_size, timeout)
         dist.init_process_group(
             backend,
             store=PrefixStore("default_pg", at),  # as c10d does with a store of its own
@@ -98,6 +102,15 @@ def _describe_place(store: Store | None, timeout: timedelta) -> str:
     )
 
 
+def host_of_rank_zero(store: Store | None) -> str:
+    """Return the name or address of the host of rank 0 of the ranks that meet at this store.
+
+    Args:
+        store: The given store; None for the place that MASTER_ADDR tells of.
+    """
+    return settings.rendezvous().host if store is None else store.get(HOST_KEY).decode()
+
+
 def is_on_one_host(store: Store | None) -> bool:
     """Whether the ranks that meet at this store reach each other over the loopback interface.
 
@@ -105,45 +118,51 @@ def is_on_one_host(store: Store | None) -> bool:
         store: The given store; None for the one at MASTER_ADDR.
     """
     if store is None:
-        return settings.rendezvous().is_loopback
+        return settings.is_on_one_host()
     return settings.is_loopback(store.get(HOST_KEY).decode())
 
 
 def _join_at_rank_zero(
-    make_group: Callable[[Store], None], rank: int, world_size: int, timeout: timedelta
+    make_group: Callable[[Store, str], None], rank: int, world_size: int, timeout: timedelta
 ) -> None:
-    patience = max(timeout, SHORTEST_MEETING)
-    # env:// rather than tcp://: it also joins the store that torchrun's agent keeps. For one rank:
-    # torch's store would only count who comes, while the roll call knows who is missing.
-    try:
-        found, _, _ = next(rendezvous("env://", rank, 1, timeout=patience))
-    except RuntimeError as error:
-        if rank == 0 or not is_about_a_peer(error):
-            raise
-        raise MissingRanksError(
-            "Rank 0, where the others meet, does not answer: see whether it runs, and whether this "
-            f"host reaches its address and port. torch said: {error}"
-        ) from error
-    store = fresh_store(found, rank, world_size, patience)
+    if world_size == 1:  # nobody to meet
+        settings.rendezvous()
+        make_group(HashStore(), "")
+        return
+    guard_torch()
+    store, address = meet(rank, world_size, max(timeout, SHORTEST_MEETING))
     store.set_timeout(timeout)
-    make_group(store)
-    host = settings.rendezvous().host
-    liveness.start(store, rank=rank, world_size=world_size, host=host, timeout=timeout)
+    make_group(store, address.host)
+    liveness.start(
+        store,
+        rank=rank,
+        world_size=world_size,
+        host=address.host,
+        token=address.token,
+        timeout=timeout,
+    )
 
 
 def _join_at(
     store: Store,
-    make_group: Callable[[Store], None],
+    make_group: Callable[[Store, str], None],
     rank: int,
     world_size: int,
     timeout: timedelta,
 ) -> None:
+    guard_torch()
     store.set_timeout(min(timeout, LONGEST_CONNECTING))
     host = store.get(HOST_KEY).decode()
     liveness.start(
-        store, rank=rank, world_size=world_size, host=host, timeout=timeout, name="given"
+        store,
+        rank=rank,
+        world_size=world_size,
+        host=host,
+        token=remembered() or "",
+        timeout=timeout,
+        name="given",
     )
-    unless_a_rank_fails(lambda: make_group(store), "making the process group")
+    unless_a_rank_fails(lambda: make_group(store, host), "making the process group")
     store.set_timeout(timeout)
 
 

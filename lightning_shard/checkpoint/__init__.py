@@ -5,6 +5,7 @@
     what each rank keeps, its random streams    by_rank, random_state
     does a checkpoint fit the run               resuming, misfits, optimizer_misfits, kept_misfits
     folders of a run, and what they ask of it   run_folders, checkpointed_run
+    which checkpoints there are, and since when found
     one rank's shards at a step boundary        rank_snapshot, state_entries, host_buffers
 
 The state of compression is written and read in `data_parallel.compression.state`, below local SGD,

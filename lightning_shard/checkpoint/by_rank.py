@@ -9,8 +9,8 @@
 
 A rank takes up its entry where the mesh is the same, and goes on to the bit. For any other mesh the
 rest of the section has what counts for all ranks together. Entries are nested dictionaries of
-tensors and plain values, so that torch reads them without unpickling code, and each can be written
-by its rank alone where ranks write files of their own.
+tensors and plain values, so that torch reads them without unpickling code. In a file rank 0 has
+brought them together; in a folder each rank writes its own, see `sharded.rank_entries`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -47,10 +47,33 @@ def own_entry(section: Mapping[str, Any], mesh: ParallelMesh, rank: int) -> Mapp
 
 
 def entries_of_ranks(section: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the name and the entry of each rank."""
-    for name, entry in section.items():
-        if name.startswith(_PREFIX):
-            yield name, entry
+    """Yield the name and the entry of each rank, in their order."""
+    names = [name for name in section if name.removeprefix(_PREFIX).isdigit()]
+    for name in sorted(names, key=lambda name: int(name.removeprefix(_PREFIX))):
+        yield name, section[name]
+
+
+def entry_alone(own: Mapping[str, Any], mesh: ParallelMesh, rank: int) -> dict[str, Any]:
+    """Return the section's entries of a rank that nobody brings together with the others'.
+
+    Args:
+        own: What the rank keeps.
+        mesh: The mesh of the run.
+        rank: The rank in it.
+    """
+    return {"mesh": mesh_entry(mesh), f"{_PREFIX}{rank}": own}
+
+
+def outline(entry: Any) -> Any:
+    """Return an entry to look at: one that is not read has placeholders for its tensors."""
+    return getattr(entry, "outline", entry)
+
+
+def in_memory(value: Any) -> Any:
+    """Return nested mappings and lists as they are when all of their tensors are read."""
+    if isinstance(value, Mapping):
+        return {key: in_memory(one) for key, one in value.items()}
+    return [in_memory(one) for one in value] if isinstance(value, list) else value
 
 
 def gather_entries(

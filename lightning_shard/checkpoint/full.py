@@ -85,7 +85,7 @@ def _shape_of(
     shape: Sequence[int] = engine.split.full_shapes.get(param, param.shape)
     if param not in engine.split.full_shapes and engine.split.is_here(param):
         flat, index = engine.owner(param)
-        shape, dtype = flat.layout.slots[index].shape, dtype or flat.shard.dtype
+        shape, dtype = flat.layout.slots[index].shape, dtype or flat.master_dtype
     return torch.empty(tuple(shape), dtype=dtype or param.dtype, device="meta")
 
 

@@ -63,7 +63,7 @@ class HostBuffers:
 
 def take_fitting(idle: list[Tensor], num_bytes: int) -> Tensor | None:
     """Take the smallest buffer out of `idle` that is large enough and not far too large."""
-    limit = 2 * num_bytes + SPARE_BYTES
+    limit = 2 * (num_bytes + SPARE_BYTES)
     fitting = [place for place, one in enumerate(idle) if num_bytes <= one.numel() <= limit]
     if not fitting:
         return None

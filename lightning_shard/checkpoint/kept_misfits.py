@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_shard.checkpoint.by_rank import entries_of_ranks
+from lightning_shard.checkpoint.by_rank import entries_of_ranks, outline
 from lightning_shard.checkpoint.misfits import kind_of, shape_misfit
 from lightning_shard.checkpoint.random_state import random_misfit
 
@@ -36,8 +36,8 @@ def kept_misfits(kept: Mapping[str, Any], shapes: _Shapes) -> Iterator[str]:
     """
     yield from _compression_misfits(kept.get("compression") or {}, shapes)
     yield from _local_misfits(kept, shapes)
-    for rank, entry in entries_of_ranks(kept):
-        whose = f"{rank}'s "
+    for rank, stored in entries_of_ranks(kept):
+        whose, entry = f"{rank}'s ", outline(stored)
         if not isinstance(entry, Mapping):
             yield f"{whose}entry is a {type(entry).__name__}, expected a dictionary"
             continue

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_shard.checkpoint.arriving import ArrivingTensor, SlicedTensor, arriving
+from lightning_shard.checkpoint.full_parameters import of_split, slices_of
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.host_copies import host_copy
@@ -85,7 +87,7 @@ def full_state_dict(optimizer: Optimizer, engine: DataParallelEngine) -> dict[st
     """
     state = FullOptimizerState(optimizer, engine)
     return state.with_tensors(
-        {place: full.to("cpu", copy=True) for place, full in state.tensors()},
+        {place: full.tensor().cpu() for place, full in state.tensors()},
     )
 
 
@@ -129,45 +131,58 @@ class FullOptimizerState:
                 for key, value in entries.items()
             }
 
-    def tensors(self) -> Iterator[tuple[tuple[int, str], Tensor]]:
+    def tensors(self) -> Iterator[tuple[tuple[int, str], ArrivingTensor]]:
         """Bring the entries together, key by key in the order of the model; each rank must call.
 
-        Returns:
+        Yields:
             On rank 0, by parameter's number and key, each full tensor, which is only good until
             the next one is asked for; on other ranks nothing.
         """
         engine = self._engine
         if not self._packed or not self._params:
             return
-        position = {param: place for place, param in enumerate(engine.model.parameters())}
-        joined = _JoinedShards(self._packed["state"], self._params, self._slices, engine)
-        entries = [(index, key) for index, keys in self._slices.items() for key in keys]
-        entries.sort(key=lambda one: (str(one[1]), position[self._params[one[0]]]))
+        entries = self._entries()
+        owned = [(index, key) for index, keys in sorted(self._owned.items()) for key in keys]
+        here = [one for one in entries if engine.split.is_here(self._params[one[0]])]
+        sliced = [*map(self._sliced, here), *map(self._on_owner, owned)]
+        coming = arriving(sliced, engine.groups.shard, engine.device)
         for index, key in entries:
             param = self._params[index]
-            full = param.new_empty(0, dtype=self._slices[index][key])
             if engine.split.is_here(param):
-                full = joined.full(index, key)
+                full = next(coming)
+            else:
+                nothing = param.detach().new_empty(0, dtype=self._slices[index][key])
+                full = ArrivingTensor.here(nothing)
             if engine.collectives.rank == 0:
-                full = engine.split.full(param, full)
+                full = of_split(param, full, engine)
             if engine.is_first:
                 yield (index, key), full
-            del full  # its unit is let go of before the next one comes
-        yield from self._owned_tensors()
+        for place, full in zip(owned, coming, strict=True):
+            if engine.is_first:
+                yield place, full
 
-    def _owned_tensors(self) -> Iterator[tuple[tuple[int, str], Tensor]]:
-        """Bring the entries of another shape than their parameters' from their owners."""
-        ranks = self._engine.groups.shard
-        for index, entries in sorted(self._owned.items()):
-            for key, entry in entries.items():
-                if entry.owner == ranks.rank:
-                    full = self._packed["state"][index][key].detach().contiguous()
-                else:
-                    like = self._params[index]
-                    full = torch.empty(entry.shape, dtype=entry.dtype, device=like.device)
-                ranks.broadcast(full, src=entry.owner).wait()
-                if self._engine.is_first:
-                    yield (index, key), full
+    def _entries(self) -> list[tuple[int, str]]:
+        """Return the entries that lie in shards, in the order in which they come."""
+        position = {param: place for place, param in enumerate(self._engine.model.parameters())}
+        entries = [(index, key) for index, keys in self._slices.items() for key in keys]
+        return sorted(entries, key=lambda one: (str(one[1]), position[self._params[one[0]]]))
+
+    def _sliced(self, entry: tuple[int, str]) -> SlicedTensor:
+        index, key = entry
+        param = self._params[index]
+        flat, place = self._engine.owner(param)
+        value = self._packed["state"].get(index, {}).get(key)
+        own = value if is_shard(value, flat, place) else None
+        return slices_of(flat, place, own, self._slices[index][key], self._engine.groups.shard)
+
+    def _on_owner(self, entry: tuple[int, str]) -> SlicedTensor:
+        """Return a tensor of another shape than its parameter's, all of which one rank has."""
+        index, key = entry
+        one, ranks = self._owned[index][key], self._engine.groups.shard
+        numels = [0] * ranks.size
+        numels[one.owner] = one.shape.numel()
+        own = self._packed["state"][index][key] if ranks.rank == one.owner else None
+        return SlicedTensor(one.shape, one.dtype, numels, own)
 
     def with_tensors(self, tensors: Mapping[tuple[int, str], Tensor]) -> dict[str, Any]:
         """Return the `state_dict` of a single device with these tensors in it; empty elsewhere."""
@@ -182,69 +197,6 @@ class FullOptimizerState:
             for index in sorted({*self._common, *self._slices, *self._owned})
         }
         return {**self._packed, "state": state}
-
-
-class _JoinedShards:
-    """Full state tensors of this rank's parameters, brought together buffer by buffer.
-
-    Those of one unit are here at a time; what comes next may lie in the same memory.
-    """
-
-    def __init__(
-        self,
-        state: Mapping[int, Mapping[str, Any]],
-        params: Sequence[nn.Parameter],
-        shard_slices: Mapping[int, Mapping[str, torch.dtype]],
-        engine: DataParallelEngine,
-    ) -> None:
-        self._state, self._params, self._shard_slices, self._engine = (
-            state,
-            params,
-            shard_slices,
-            engine,
-        )
-        self._key = ""
-        self._full: dict[FlatParameters, list[Tensor]] = {}  # of one unit
-        self._buffers: dict[FlatParameters, Tensor] = {}  # where they lie
-        self._idle: list[Tensor] = []
-
-    def full(self, index: int, key: str) -> Tensor:
-        """Return the full tensor; each rank of the data-parallel group must call."""
-        flat, place = self._engine.owner(self._params[index])
-        if key != self._key or flat not in self._full:
-            same = next(unit.flats for unit in self._engine.units if flat in unit.flats)
-            self._let_go(() if key != self._key else same)
-            self._key = key
-            self._full[flat] = self._join(flat, key, self._shard_slices[index][key])
-        return self._full[flat][place]
-
-    def _let_go(self, kept: Sequence[FlatParameters]) -> None:
-        """Have the memory of all but some buffers serve for what comes next."""
-        for flat in [one for one in self._full if one not in kept]:
-            del self._full[flat]
-            self._idle.append(self._buffers.pop(flat))
-
-    def _buffer(self, flat: FlatParameters, dtype: torch.dtype) -> Tensor:
-        """Return memory for a full buffer: that of one before, where it has the same size."""
-        numel = flat.layout.full_numel
-        for place, one in enumerate(self._idle):
-            if one.dtype == dtype and one.numel() == numel:
-                return self._idle.pop(place)
-        self._idle.clear()
-        return flat.shard.new_empty(numel, dtype=dtype)
-
-    def _join(self, flat: FlatParameters, key: str, dtype: torch.dtype) -> list[Tensor]:
-        full = self._buffers[flat] = self._buffer(flat, dtype)
-        shard = flat.own_part(full).zero_()
-        views = flat.shard_views(shard)
-        for index, param in enumerate(self._params):
-            value = self._state.get(index, {}).get(key)
-            if value is None or not self._engine.split.is_here(param):
-                continue
-            home, place = self._engine.owner(param)
-            if home is flat and is_shard(value, flat, place) and views[place].numel():
-                views[place].copy_(value.reshape(views[place].shape))
-        return flat.gather_shards(shard, full)
 
 
 class _Owned(NamedTuple):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_shard.backends.objects import CODE_BYTES, seal, unseal
 from lightning_shard.checkpoint.host_buffers import HostBuffers, SnapshotBuffers
 from lightning_shard.checkpoint.optimizer_state import params_of
 from lightning_shard.checkpoint.state_entries import Entries, ShardMark, describe
@@ -108,15 +109,17 @@ class Snapshot:
     metadata: SnapshotMetadata
 
     @classmethod
-    def read(cls, data: Tensor) -> "Snapshot":
+    def read(cls, data: Tensor, *, is_own: bool = False) -> "Snapshot":
         """Read the snapshot in a buffer that this job has written.
 
         Args:
-            data: Shape (bytes,) or longer, uint8. Its metadata are unpickled, so it must come from
-                a peer of the job.
+            data: Shape (bytes,) or longer, uint8. Its metadata are unpickled if they bear the
+                job's code.
+            is_own: Whether it comes from where this user alone can write; it needs no code then.
 
         Raises:
             CheckpointError: The buffer does not hold a complete snapshot.
+            RankFailedError: No rank of this job has written it.
         """
         prefix = data[: _PREFIX.size].numpy().tobytes()
         magic, num_bytes, begin = _PREFIX.unpack(prefix.ljust(_PREFIX.size, b"\0"))
@@ -126,7 +129,9 @@ class Snapshot:
                 f"{num_bytes} bytes, expected {_MAGIC!r} and at most those. It was written by "
                 f"another version, or its writer ended half-way; leave it out."
             )
-        metadata = pickle.loads(data[begin:num_bytes].numpy().tobytes())
+        packed = data[begin:num_bytes].numpy().tobytes()
+        packed = packed[CODE_BYTES:] if is_own else unseal(packed, "A snapshot")
+        metadata = pickle.loads(packed)
         return cls(data=data[:num_bytes], metadata=metadata)
 
     def elements(self, key: TensorKey, start: int, stop: int) -> Tensor:
@@ -174,7 +179,7 @@ def take(
         groups=tuple(_options(optimizer) for optimizer in optimizers),
         extra=extra,
     )
-    packed = pickle.dumps(metadata, protocol=pickle.HIGHEST_PROTOCOL)
+    packed = seal(pickle.dumps(metadata, protocol=pickle.HIGHEST_PROTOCOL))
     if buffers is None:
         buffers = HostBuffers(pinned=engine.device.type == "cuda")
     data = buffers.lend(end + len(packed))

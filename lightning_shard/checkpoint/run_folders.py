@@ -14,7 +14,6 @@ A module, or a callback, whose own code sees what is loaded gets full tensors in
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from lightning_shard.checkpoint.misfits import WEIGHTS_ADVICE, misfit_error
 from lightning_shard.checkpoint.module_snapshot import ModuleSnapshot
 from lightning_shard.checkpoint.optimizer_state import local_state_dict
 from lightning_shard.checkpoint.resuming import agree_on_misfit
-from lightning_shard.checkpoint.section import writable_section
+from lightning_shard.checkpoint.section import FORMAT, writable_section
 from lightning_shard.checkpoint.sharded.entries import (
     checkpoint_of,
     folder_entries,
@@ -77,7 +76,7 @@ class RunFolders:
         """
         keeps = alone or run.global_rank == 0
         state, meta = folder_entries(checkpoint, run.optimizers, names_of(run), keeps=keeps)
-        section, mesh = writable_section(meta), run.mesh
+        section, mesh = writable_section(meta, FORMAT), run.mesh
         section["layout"] = {
             "scheme": scheme,
             "ranks": run.world_size,
@@ -131,18 +130,19 @@ class RunFolders:
 
 
 def load_folder(
-    run: CheckpointedRun, path: Path, weights_only: bool | None, *, in_full: bool
+    run: CheckpointedRun, path: Any, weights_only: bool | None, *, in_full: bool
 ) -> dict[str, Any]:
     """Return a folder's checkpoint, whose optimizers' states are not read.
 
     Args:
         run: The run that is loaded.
-        path: The folder of the checkpoint.
+        path: The folder of the checkpoint, local or any path of fsspec's.
         weights_only: As for `torch.load`.
         in_full: Whether weights are read, full, since others than this package look at them.
     """
-    verify_share(path, run.global_rank, run.world_size)
-    return checkpoint_of(StoredFolder(path, weights_only), in_full=in_full)
+    folder = StoredFolder(path, weights_only)
+    verify_share(path, run.global_rank, run.world_size, edition=folder.edition)
+    return checkpoint_of(folder, in_full=in_full)
 
 
 def names_of(run: CheckpointedRun) -> dict[nn.Parameter, str]:
@@ -178,8 +178,3 @@ def checked_names(
 def is_stored(state: Mapping[str, Any]) -> bool:
     """Whether weights are in a folder, and were not read."""
     return any(isinstance(value, StoredTensor) for value in state.values())
-
-
-def is_folder(filepath: Any) -> bool:
-    """Whether a checkpoint is a folder, as those of the sharded format are."""
-    return Path(filepath).is_dir()

@@ -4,8 +4,9 @@
 
 Everything else in a checkpoint is Lightning's and torch's. A section without a number is of format
 1, which was written before there were numbers; format 2 has what each rank keeps, too, see
-`by_rank`. The number changes when an older version of this package would misread what a newer one
-writes, or go on from less than there is.
+`by_rank`. Format 3 is that of folders: there each rank writes what it keeps, and no means of it are
+saved, see `sharded.rank_entries`; files are still of format 2. The number changes when an older
+version of this package would misread what a newer one writes, or go on from less than there is.
 """
 
 from collections.abc import Mapping
@@ -14,13 +15,14 @@ from typing import Any
 from lightning_shard.errors import CheckpointError
 
 CHECKPOINT_KEY = "lightning_shard"
-FORMAT = 2
+FORMAT = 3
+FORMAT_OF_FILES = 2
 
 
-def writable_section(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return the section of a checkpoint that is about to be saved, with this version's format."""
+def writable_section(checkpoint: dict[str, Any], number: int = FORMAT_OF_FILES) -> dict[str, Any]:
+    """Return the section of a checkpoint that is about to be saved, with the number of a format."""
     section: dict[str, Any] = checkpoint.setdefault(CHECKPOINT_KEY, {})
-    section["format"] = FORMAT
+    section["format"] = number
     return section
 
 

@@ -1,13 +1,15 @@
-"""A full checkpoint whose tensors come together while its file is written, one unit at a time.
+"""A full checkpoint whose tensors come together while its file is written, a few parts at a time.
 
     trainer.save_checkpoint
       state_dict, optimizer_state     tensors without elements (on torch's "meta" device)
       callbacks, the data module      may look at shapes; to read an element is an error
       pickle                          first in the file: it has shapes and numbers, no elements
-      elements                        rank 0 brings each unit together, writes it, lets go of it
+      elements                        rank 0 writes its own from where they lie, and those of
+                                      other ranks as they arrive
 
-So rank 0 holds one unit above its share, and nothing is copied before it is written. While it is
-pickled, such a tensor has memory of its full size that nobody touches, and that takes none.
+So rank 0 holds a few megabytes above its share, and nothing is brought together before it is
+written. While it is pickled, such a tensor has memory of its full size that nobody touches, and
+that takes none.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -18,10 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_shard.checkpoint.arriving import ArrivingTensor
 from lightning_shard.checkpoint.files.torch_archive import Record, records_of
 from lightning_shard.checkpoint.files.untouched import untouched
 from lightning_shard.checkpoint.frozen import frozen_entries
 from lightning_shard.checkpoint.full import detached
+from lightning_shard.checkpoint.full_parameters import full_parameters
 from lightning_shard.checkpoint.optimizer_state import FullOptimizerState
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.errors import CheckpointError
@@ -99,7 +103,6 @@ class StreamedState:
         for place, tensor in self._tensors:
             if place in awaited:
                 yield _filled(awaited.pop(place), tensor)
-            del tensor  # its unit is let go of before the next one comes, here and below
         if awaited:
             raise CheckpointError(
                 f"Nothing was saved: nobody has the elements of {sorted(map(str, awaited))}, "
@@ -116,19 +119,15 @@ class StreamedState:
             self._awaited[place] = torch.empty(tuple(shape), dtype=dtype, device="meta")
         return self._awaited[place]
 
-    def _bring_together(self) -> Iterator[tuple[_Place, Tensor]]:
+    def _bring_together(self) -> Iterator[tuple[_Place, ArrivingTensor]]:
         """Bring every tensor together in turn; each rank must run through it."""
-        is_first = self._engine.is_first
         if self._module is not None:
             places = {param: place for place, param in enumerate(self._engine.model.parameters())}
-            for param, full in self._engine.full_parameters(without=self._stay):
-                if is_first:
-                    yield ("parameter", places[param]), full
-                del full
+            for param, full in full_parameters(self._engine, without=self._stay):
+                yield ("parameter", places[param]), full
         for number, optimizer in enumerate(self._optimizers):
             for place, full in optimizer.tensors():
                 yield ("state", number, *place), full
-                del full
 
     @contextmanager
     def _pickled(
@@ -152,7 +151,7 @@ class StreamedState:
 def _full_dtypes(engine: DataParallelEngine) -> dict[nn.Parameter, torch.dtype]:
     """Return the format in which the engine gives each full parameter that is here."""
     return {
-        param: (flat.shard if flat.has_master or flat.reshards else flat.full).dtype
+        param: flat.master_dtype
         for flat in engine.flats
         for param in flat.params
         if engine.split.is_here(param)
@@ -168,13 +167,11 @@ def _address(content: object) -> int:
     return content.data_ptr() if isinstance(content, torch.UntypedStorage) else 0
 
 
-def _filled(record: Record, tensor: Tensor) -> Record:
-    """Return a record with its elements."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    content: Any = flat.view(torch.uint8).numpy()
-    if content.nbytes != record.num_bytes:
+def _filled(record: Record, tensor: ArrivingTensor) -> Record:
+    """Return a record with its elements, which come while it is written."""
+    if tensor.num_bytes != record.num_bytes:
         raise CheckpointError(
             f"Nothing was saved: {record.name} has come as {tuple(tensor.shape)} of "
             f"{tensor.dtype}, expected {record.num_bytes} bytes. Save between two steps."
         )
-    return record._replace(content=memoryview(content))
+    return record._replace(content=(part.cpu().numpy().data for part in tensor.parts))

@@ -8,7 +8,7 @@ copy made during the run. A rank has no elements of some parameters, so ranks te
 entry is which. A cloned shard is not recognised.
 """
 
-from collections.abc import Iterator, MutableMapping, MutableSequence
+from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -27,7 +27,11 @@ def join_shards(checkpoint: dict[str, Any], engine: DataParallelEngine) -> None:
         checkpoint: Nested mappings and lists; changed in place on the rank that saves.
         engine: The engine of stage 3 whose shards these are.
     """
-    _join_shards(checkpoint, engine)
+    read = {
+        repr(path): (path, value)
+        for path, value in _tensors(checkpoint, ())
+        if isinstance(value, (ParameterShard, ShardView))
+    }
     known = engine.numbered_shards()
     own = {
         path: known[place]
@@ -36,8 +40,10 @@ def join_shards(checkpoint: dict[str, Any], engine: DataParallelEngine) -> None:
         and (place := (value.data_ptr(), value.numel())) in known
         and value.ndim == 1
     }
+    told = engine.collectives.all_gather_object((sorted(read), own))
+    _join_read(checkpoint, engine, read, [places for places, _ in told])
     found: dict[_Path, Any] = {}
-    for theirs in engine.collectives.all_gather_object(own):
+    for _, theirs in told:
         found.update(theirs)
     for path, shard in found.items():
         full = engine.full_shard(shard)
@@ -45,19 +51,18 @@ def join_shards(checkpoint: dict[str, Any], engine: DataParallelEngine) -> None:
             _put(checkpoint, path, full.to("cpu", copy=True))
 
 
-def _join_shards(checkpoint: dict[str, Any], engine: DataParallelEngine) -> None:
+def _join_read(
+    checkpoint: dict[str, Any],
+    engine: DataParallelEngine,
+    own: Mapping[str, tuple[_Path, ParameterShard | ShardView]],
+    every: Sequence[Sequence[str]],
+) -> None:
     """Put full tensors in the place of tensors that were read from sharded parameters.
 
     Raises:
         ConfigError: Some ranks have no such tensor in that place.
     """
-    own = {
-        repr(path): (path, value)
-        for path, value in _tensors(checkpoint, ())
-        if isinstance(value, (ParameterShard, ShardView))
-    }
-    every = engine.collectives.all_gather_object(sorted(own))
-    for place in sorted(set().union(*every)):
+    for place in sorted(set[str]().union(*every)):
         lacking = [rank for rank, theirs in enumerate(every) if place not in theirs]
         if lacking:
             raise ConfigError(

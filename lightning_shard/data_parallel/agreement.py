@@ -1,4 +1,4 @@
-"""Checks before training that all ranks hold the same model and the same optimizers."""
+"""Checks before training: there is something to train, and all ranks hold the same of it."""
 
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -73,3 +73,13 @@ def _compare(mine: list[str], collectives: Collectives, what: str, advice: str) 
                 f"Rank {collectives.rank}: the ranks have different {what}. Rank {rank} has "
                 f"[{got}] where rank 0 has [{expected}]. {advice}"
             )
+
+
+def check_trainable(module: nn.Module) -> None:
+    """Raise ConfigError if a module that is to be trained has nothing to train."""
+    if not any(param.requires_grad for param in module.parameters()):
+        raise ConfigError(
+            f"{type(module).__name__} has no parameter that requires a gradient, expected at least "
+            f"one to train. Unfreeze some, or call trainer.validate, test or predict instead of "
+            f"fit."
+        )

@@ -205,6 +205,7 @@ _OF_STAND_IN = (
     Tensor.__hash__,
 )
 _ITSELF = (Tensor.detach, Tensor.detach_, torch.detach, torch.detach_, Tensor.data.__get__)  # type: ignore[attr-defined]
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _ELEMENTS = ("numpy", "__array__", "tolist", "data_ptr", "untyped_storage", "__reduce_ex__")
 
 
@@ -227,8 +228,9 @@ def _computed(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     args, kwargs = tree_map_only(AveragedGradient, sharded, (args, kwargs))
     first, like = next(iter(found.values()))
     args, kwargs = _with_operands((args, kwargs), name, found, like)
-    if func is Tensor.data.__set__:  # type: ignore[attr-defined]
-        return args[0].copy_(args[1]) and None
+    if func == _SET_DATA:
+        args[0].copy_(args[1])
+        return None
     if name == "__deepcopy__":
         return _shown(first.beside(first.local.clone()), found, like)
     if name in _ELEMENTS:

@@ -37,3 +37,11 @@ def is_blank(values: Tensor) -> Tensor:
         return torch.zeros(values.shape, dtype=torch.bool, device=values.device)
     whole_numbers, bits = _BLANKS[values.dtype]
     return values.contiguous().view(whole_numbers) == bits
+
+
+def overwrite(view: Tensor, value: Tensor) -> None:
+    """Write a tensor over another of its shape, all but its blanks."""
+    kept = is_blank(value)
+    if kept.any():
+        value = torch.where(kept, view.to(value), value)
+    view.copy_(value)

@@ -18,6 +18,7 @@ from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.flat_gradients import FlatGradients
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.model_split import ModelSplit
+from lightning_shard.data_parallel.offload.copier import HostCopier
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.data_parallel.unit import Unit
 from lightning_shard.data_parallel.units import UnitSpec, find_units
@@ -28,7 +29,11 @@ T = TypeVar("T")
 
 
 def build_units(
-    model: nn.Module, groups: DataGroups, options: EngineOptions, split: ModelSplit
+    model: nn.Module,
+    groups: DataGroups,
+    options: EngineOptions,
+    split: ModelSplit,
+    copier: HostCopier | None = None,
 ) -> list[Unit]:
     """Lay a model's parameters out in flat buffers.
 
@@ -37,12 +42,13 @@ def build_units(
         groups: Groups of the data-parallel ranks, each of which must call.
         options: Stage, units and formats of the engine.
         split: How the model is split over other ranks.
+        copier: Copies to host memory, under offload.
     """
     specs = find_units(
         model, classes=options.units, bucket_mb=options.unit_mb, is_here=split.is_here
     )
     owners = _owners(specs, groups, options)
-    return [_build_unit(spec, groups, options, split, owners) for spec in specs]
+    return [_build_unit(spec, groups, options, split, owners, copier) for spec in specs]
 
 
 def _owners(
@@ -66,8 +72,10 @@ def _build_unit(
     options: EngineOptions,
     split: ModelSplit,
     owners: Mapping[nn.Parameter, int],
+    copier: HostCopier | None,
 ) -> Unit:
     policy = options.dtypes
+    keeps_shard = options.offload == "optimizer"
 
     def kind(item: tuple[str, nn.Parameter]) -> tuple[str, str, tuple[bool, ...], bool]:
         param = item[1]
@@ -85,10 +93,20 @@ def _build_unit(
             is_split=bool(split.groups_of_layers)
             or any(param in split.full_shapes for _, param in named),
             owners=[owners[param] for _, param in named if param in owners],
+            copier=None if keeps_shard and not _is_trained(named) else copier,
+            keeps_shard=keeps_shard,
+            start=options.start,
         )
         for named in alike
     ]
-    return Unit(spec.name, spec.modules, flats)
+    unit = Unit(spec.name, spec.modules, flats)
+    if options.start is not None and options.stage == 3:
+        unit.reshard()  # before the next one gets memory
+    return unit
+
+
+def _is_trained(named: Sequence[tuple[str, nn.Parameter]]) -> bool:
+    return any(param.requires_grad for _, param in named)
 
 
 def build_gradients(

@@ -52,13 +52,20 @@ _LINEAR = {"add", "radd", "iadd", "sub", "rsub", "isub", "subtract", "copy", "se
 
 @torch.no_grad()
 def agreed(
-    tensor: Tensor, ranks: Collectives, *, is_full: bool, operation: str, name: str
+    tensor: Tensor,
+    ranks: Collectives,
+    *,
+    device: torch.device,
+    is_full: bool,
+    operation: str,
+    name: str,
 ) -> Tensor:
     """Return the operand for all ranks: their tensor where it is the same, or the average.
 
     Args:
         tensor: This rank's operand, of the shape of the gradient or of this rank's shard.
         ranks: Group of the ranks that compute; each must call.
+        device: Where what ranks exchange lies.
         is_full: Whether the operand has the gradient's shape on this rank; where it has not on
             some rank, each rank keeps its own.
         operation: Name of the operation; the average of operands gives the average of results
@@ -68,7 +75,7 @@ def agreed(
     Raises:
         ConfigError: The operands differ, and the operation is not linear; raised on every rank.
     """
-    number = content(tensor)
+    number = content(tensor).to(device)
     states = torch.stack([number, ~number, number.new_tensor(not is_full)])
     ranks.all_reduce(states, "max").wait()
     greatest, least, some_have_shards = states.tolist()
@@ -82,6 +89,6 @@ def agreed(
             f"gradient. Average the tensor first, self.all_gather(tensor).mean(0), or draw it from "
             f"a generator that is seeded alike on all ranks."
         )
-    average = tensor.detach().clone(memory_format=torch.contiguous_format)
+    average = tensor.detach().clone(memory_format=torch.contiguous_format).to(device)
     ranks.all_reduce(average, "avg").wait()
-    return average
+    return average.to(tensor.device)

@@ -32,14 +32,16 @@ from lightning_shard.data_parallel.gradient_shards import AbsentGradients, Gradi
 from lightning_shard.data_parallel.hand_edits import HandEdits
 from lightning_shard.data_parallel.leftovers import mark_leftover, refuse_leftover_shards
 from lightning_shard.data_parallel.model_split import ModelSplit, Unsplit
+from lightning_shard.data_parallel.offload.copier import HostCopier
 from lightning_shard.data_parallel.optimizer_view import OptimizerView
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.data_parallel.parameter_shard import ParameterShard
 from lightning_shard.data_parallel.presenting import look_full
-from lightning_shard.data_parallel.reducer import Reducer
+from lightning_shard.data_parallel.publishing import bring_together, publishing_edits
+from lightning_shard.data_parallel.reducer import Reducer, always
 from lightning_shard.data_parallel.shard_advice import explaining_gradients, explaining_shards
 from lightning_shard.data_parallel.shard_loading import cut_loaded
-from lightning_shard.data_parallel.sharded_parameter import as_they_are
+from lightning_shard.data_parallel.sharded_parameter import UserCode, as_they_are
 from lightning_shard.data_parallel.torch_private import gradient_hooks
 from lightning_shard.data_parallel.unit import Unit, of_one_unit
 from lightning_shard.data_parallel.unsharding import Unsharder
@@ -65,6 +67,7 @@ class DataParallelEngine:
         shards: The gradients as user code sees them.
         absent: The gradients of parameters that only other ranks have.
         edits: Averages the gradients that user code has made or edited.
+        copier: Copies to and from host memory, and counts them; None without offload.
         around_step: Makes the context in which each step and backward runs, which a hook may have
             begun.
         around_backward: Makes the context in which each backward, with its recomputed forwards,
@@ -89,16 +92,21 @@ class DataParallelEngine:
         self.model = model
         self.options = options
         self.split: ModelSplit = Unsplit() if split is None else split
-        self.device = next((param.device for param in model.parameters()), torch.device("cpu"))
         reducing = self.groups.duplicate() if reducing is None else DataGroups.of(reducing)
-        self.units = build_units(model, self.groups, options, self.split)
+        first = next((param.device for param in model.parameters()), torch.device("cpu"))
+        self.device = first if options.start is None else options.start.device
+        self.copier = None if options.offload is None else HostCopier(self.device)
+        self.units = build_units(model, self.groups, options, self.split, self.copier)
         self.flats = [flat for unit in self.units for flat in unit.flats]
         self.gradients = build_gradients(self.units, reducing, options, self.split)
         self._positions = placed(
             (one, gradients.flat) for one, gradients in enumerate(self.gradients)
         )
         self._homes = placed((flat, flat) for flat in self.flats)
-        self._unsharder = Unsharder(model, self.units, self._close) if options.stage == 3 else None
+        ahead = options.units_ahead
+        self._unsharder = (
+            Unsharder(model, self.units, self._close, ahead) if options.stage == 3 else None
+        )
         self._weights = EqualWeights(self.flats, reducing.dp, self.device)
         self.reducer = Reducer(self.gradients, reducing.dp, self._usage(reducing.dp))
         self._hooks: dict[nn.Parameter, RemovableHandle] = {}
@@ -126,12 +134,19 @@ class DataParallelEngine:
         )
         for flat in self.flats:
             flat.on_assigned = self._adopt_data
-        presents = options.stage > (2 if self.split.groups else 0)
-        units = self.units if presents else ()
-        self.user_code = look_full(units, self.shards, self._unsharder, self.split)
+        self.user_code = self._look_full()
         self.around_step: Callable[[], AbstractContextManager[None]] = nullcontext
         self.around_backward: Callable[[], AbstractContextManager[None]] = nullcontext
         self.hook_trainable()
+
+    def _look_full(self) -> UserCode:
+        """Let parameters in shards look full to user code, where they can."""
+        presents = self.options.stage > (2 if self.split.groups else 0)
+        units = self.units if presents else ()
+        user_code = look_full(units, self.shards, self._unsharder, self.split)
+        for flat in (flat for unit in units if unit.is_resharded for flat in unit.flats):
+            flat.present_shards(sharded=True)
+        return user_code
 
     def _usage(self, ranks: Collectives) -> UsageAgreement:
         record = None if self._unsharder is None else self._unsharder.record
@@ -216,8 +231,8 @@ class DataParallelEngine:
         self.adopt_assigned()
         self.hook_trainable()
         self._buffers.follow(training=self.model.training and torch.is_grad_enabled())
-        gathered = nullcontext() if self._unsharder is None else self._unsharder.step()
-        with self.around_step(), gathered, self.explaining_shards():
+        full = self._unsharder.step(self.user_code) if self._unsharder else nullcontext()
+        with self.around_step(), full, self.explaining_shards():
             yield
 
     def explaining_shards(self) -> AbstractContextManager[None]:
@@ -230,20 +245,23 @@ class DataParallelEngine:
             yield
 
     @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Run one backward inside; on leaving it the gradients are averaged (unless `no_sync`)."""
+    def backward(self, is_used: Callable[[], bool] = always) -> Iterator[None]:
+        """Run one backward inside; on leaving it the gradients are averaged (unless `no_sync`).
+
+        `is_used` is as for `Reducer.backward`, and asked twice.
+        """
         self.hook_trainable()  # what the step itself has unfrozen
         if self._unsharder is not None:
             self._unsharder.unshard_root_units()
         with (
             self.around_step(),
             self.around_backward(),
-            self.reducer.backward(),
+            self.reducer.backward(is_used),
             explaining_gradients(self.options.stage),
         ):
             yield
         if self._unsharder is not None:
-            self._unsharder.end_backward()
+            self._unsharder.end_backward(is_used=is_used())
         self.shards.changed()
         self.absent.agree()
 
@@ -301,18 +319,22 @@ class DataParallelEngine:
         with self.view.lent(), self.user_code.running():
             yield
 
+    def send_up(self, params: Iterable[nn.Parameter]) -> None:
+        """After an update of `params` in host memory, bring this rank's device up to date."""
+        for flat in self._touched(params):
+            flat.send_up()
+
+    def _touched(self, params: Iterable[nn.Parameter]) -> list[FlatParameters]:
+        touched = {self._positions[param][0] for param in params if param in self._positions}
+        return [self.gradients[position].flat for position in sorted(touched)]
+
     def publish(self, params: Iterable[nn.Parameter]) -> None:
         """After an update of `params`, bring all ranks' full parameters up to date."""
         if self._unsharder is not None or not self.view.differs:
             return
-        touched = {self._positions[param][0] for param in params if param in self._positions}
-        flats = [self.gradients[position].flat for position in sorted(touched)]
-        for handle in [flat.begin_unshard() for flat in flats]:
-            if handle is not None:
-                handle.wait()
+        bring_together(self._touched(params))
 
-    @contextmanager
-    def publishing_edits(self, updated: Iterable[nn.Parameter]) -> Iterator[None]:
+    def publishing_edits(self, updated: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
         """Bring full parameters up to date whose shards user code has changed inside.
 
         Each rank must enter and leave.
@@ -324,28 +346,14 @@ class DataParallelEngine:
         known = set(updated)
         flats = [flat for flat in self.flats if known.isdisjoint(flat.params)]
         if not flats or self.options.stage not in (1, 2):
-            yield
-            return
-        for flat in flats:
-            flat.take_in_edits()
-        marks = [flat.mark() for flat in flats]
-        yield
-        changed = [flat.mark() != mark for flat, mark in zip(flats, marks, strict=True)]
-        flags = torch.tensor(changed, dtype=torch.uint8, device=self.device)
-        self.collectives.all_reduce(flags, "max").wait()
-        moved = [flat for flat, has_moved in zip(flats, flags.tolist(), strict=True) if has_moved]
-        for handle in [flat.begin_unshard() for flat in moved]:
-            if handle is not None:
-                handle.wait()
+            return nullcontext()
+        return publishing_edits(flats, self.collectives, self.device)
 
     def publish_shards(self) -> None:
         """After shards were overwritten, bring full parameters up to date; each rank must call."""
-        pending = [
-            flat.begin_unshard() for unit in self.units if unit.is_full for flat in unit.flats
-        ]
-        for handle in pending:
-            if handle is not None:
-                handle.wait()
+        for flat in self.flats:
+            flat.send_up()
+        bring_together(flat for unit in self.units if unit.is_full for flat in unit.flats)
 
     def owner(self, param: nn.Parameter) -> tuple[FlatParameters, int]:
         """Return the buffer that holds `param`, and its index there."""
@@ -493,5 +501,5 @@ class DataParallelEngine:
         for flat in self.flats:
             for param, slot in zip(flat.params, flat.layout.slots, strict=True):
                 param.grad = None
-                param.data = flat.shard.new_empty(slot.shape)
+                param.data = flat.full.new_empty(slot.shape, dtype=flat.master_dtype)
                 mark_leftover(param)

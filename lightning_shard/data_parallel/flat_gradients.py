@@ -48,6 +48,7 @@ class FlatGradients:
         was_reduced: Whether a reduction has begun in this backward.
         is_closed: Whether backward has left the unit's modules, so that no gradient comes any
             more.
+        is_synchronised: Whether no micro-batch follows the one that is being reduced.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class FlatGradients:
         self._pending: tuple[Pending | Exchange, Tensor] | None = None
         self._copies_differ = False  # pending is the average over one copy's ranks
         self.was_reduced = self.is_closed = False
+        self.is_synchronised = True
 
     def reduce_over(self, groups: DataGroups) -> None:
         """Average over other ranks from now on; nothing may be in flight."""
@@ -169,7 +171,11 @@ class FlatGradients:
             ConfigError: The gradient has not been averaged, or is gone.
         """
         self.buffer.observe(index)
-        if self.states[index].is_local or self._pending is not None or not self.buffer.local_views:
+        if (
+            self.states[index].is_local
+            or self._pending is not None
+            or not self.buffer.average_views
+        ):
             raise ConfigError(
                 f"Rank {self._groups.dp.rank}: the gradient of "
                 f"{self.own.name(index)!r} is not averaged over the ranks now, "
@@ -196,7 +202,7 @@ class FlatGradients:
         if not self.accumulates:
             self.buffer.give_up_full()
         if self.exchange is not None and not self._passes(self.exchange, full, used, twice):
-            out = full if self.flat.stage == 0 else self._target(self.flat.shard.dtype)
+            out = full if self.flat.stage == 0 else self._target(self.flat.master_dtype)
             self.exchange.begin(full, out, used)
             self._pending = self.exchange, out
         else:
@@ -286,6 +292,7 @@ class FlatGradients:
         for index, average in self._averages.items():
             self.buffer.views[index].copy_(average)
         self._averages.clear()
+        self.buffer.land(synchronised=self.is_synchronised)
         for state in self.states:
             state.come()
         self.buffer.release()

@@ -9,6 +9,8 @@ A parameter can show itself in two ways, and `param.data` is pointed at one or t
     stage 0, 1, 2     full   [ rank 0 | rank 1 | rank 2 ]     shard = this rank's part of it
     stage 3           full   storage freed when not in use    shard = memory of its own
     low precision     full   in the compute format            shard = memory of its own (master)
+    offload           shard as without, in the compute format; the optimizer's is `host`, and the
+                      shard itself where the device keeps none
 
 Resharding resizes the storage of `full` to zero and unsharding gives it back, so that views which
 autograd has saved stay valid. While it is resharded, no parameter points at it.
@@ -18,7 +20,6 @@ before anything reads the buffers, that value is taken over.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from sys import getrefcount
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +31,11 @@ from lightning_shard.data_parallel.assigned import (
     refuse_resharded,
     refuse_shape,
 )
-from lightning_shard.data_parallel.averaged_gradient import AveragedGradient, GradientNote
-from lightning_shard.data_parallel.blanks import is_blank
+from lightning_shard.data_parallel.averaged_gradient import AveragedGradient
+from lightning_shard.data_parallel.blanks import overwrite
 from lightning_shard.data_parallel.data_groups import DataGroups
+from lightning_shard.data_parallel.offload.copier import HostCopier
+from lightning_shard.data_parallel.offload.host_shard import HostShard, Uploaded
 from lightning_shard.data_parallel.sharded_parameter import (
     ParameterHome,
     as_they_are,
@@ -40,10 +43,11 @@ from lightning_shard.data_parallel.sharded_parameter import (
     present,
     settle_in,
 )
+from lightning_shard.data_parallel.stand_ins import StandIns
+from lightning_shard.data_parallel.values_at_start import ValuesAtStart, give_memory
 from lightning_shard.layout.flat import FlatLayout, build_layout
 from lightning_shard.layout.owned import OwnedLayout, build_owned_layout
 
-_OWN_REFERENCES = 2  # to a stand-in that nobody else holds: that of the dict, and getrefcount's own
 _ALIGN_BYTES = 16  # vectorised kernels want it
 _WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -62,8 +66,16 @@ class FlatParameters:
             are shown to the optimizer alone.
         owners: Rank of the shard group that has each parameter full, in ascending order; none for
             parameters that are cut evenly.
+        copier: Copies to host memory, where the optimizer's shard then lies; None without offload.
+        keeps_shard: Whether the device keeps a shard beside that on the host.
+        start: Knows the values of parameters on meta, which get memory here.
 
     Attributes:
+        stand_ins: What stands in `.grad` for averages that lie in shards.
+        host: The optimizer's shard in host memory; None without offload.
+        master_dtype: Format of the shard that the optimizer updates.
+        master_views: View of each parameter's elements in that shard.
+        has_master: Whether `shard` has another format than `full`.
         on_assigned: Called when a parameter shows a tensor that user code has assigned; must adopt
             the value.
     """
@@ -77,12 +89,17 @@ class FlatParameters:
         compute_dtype: torch.dtype,
         is_split: bool = False,
         owners: Sequence[int] = (),
+        copier: HostCopier | None = None,
+        keeps_shard: bool = True,
+        start: ValuesAtStart | None = None,
     ) -> None:
         self.params = [param for _, param in named_params]
         self.stage = stage
         self._groups = groups
-        master_dtype = self.params[0].dtype
-        self.has_master = master_dtype != compute_dtype
+        self.master_dtype = master_dtype = self.params[0].dtype
+        self.host: HostShard | None = None
+        self.is_away = copier is not None and not keeps_shard
+        self.has_master = master_dtype != compute_dtype and (copier is None or self.is_away)
         self.is_split = is_split
         self.shard_index = groups.shard.rank if stage > 0 else 0
         shapes = [(name, tuple(param.shape)) for name, param in named_params]
@@ -93,11 +110,13 @@ class FlatParameters:
             if owners
             else build_layout(shapes, num_shards=num_shards, align=align)
         )
-        self.full, self.shard = self._fill(master_dtype, compute_dtype)
+        self.full, self.shard = self._fill(compute_dtype, copier, start)
         self.full_views = full_views(self.full, self.layout)
-        self.local_views = self.shard_views(self.shard)
-        self._notes = [GradientNote(name) for name, _ in named_params]
-        self._stand_ins: dict[tuple[int, torch.Size, torch.dtype], AveragedGradient] = {}
+        for param, view in zip(self.params, self.full_views, strict=True):
+            if param.is_meta:
+                give_memory(param, view)
+        self._view_shards()
+        self.stand_ins = StandIns(self.params, [name for name, _ in named_params])
         self._shown = ShownViews(self.params)
         self._presented: list[nn.Parameter] = []  # to user code, while they are in shards
         self._are_sharded = False  # those, to user code
@@ -125,14 +144,37 @@ class FlatParameters:
         return self.full.untyped_storage().nbytes() > 0
 
     @torch.no_grad()
-    def _fill(self, master: torch.dtype, compute: torch.dtype) -> tuple[Tensor, Tensor]:
-        staging = self.params[0].new_zeros(self.layout.full_numel, dtype=master)
+    def _fill(
+        self, compute: torch.dtype, copier: HostCopier | None, start: ValuesAtStart | None
+    ) -> tuple[Tensor, Tensor]:
+        device = self.params[0].device if start is None else start.device
+        like = self.params[0]  # which may be a tensor without elements
+        staging = like.new_zeros(self.layout.full_numel, dtype=self.master_dtype, device=device)
         for view, param in zip(full_views(staging, self.layout), self.params, strict=True):
-            view.copy_(param.data)
+            if not param.is_meta:
+                view.copy_(param.data)
+            elif start is not None and self._groups.dp.rank == 0:
+                start.fill(param, view)
         self._groups.dp.broadcast(staging, src=0).wait()
         own = self.own_part(staging)
-        full = staging.to(compute) if self.has_master else staging
-        return full, own.clone() if self.has_master or self.reshards else own
+        full = staging.to(compute)
+        if copier is None:
+            return full, own.clone() if self.has_master or self.reshards else own
+        self.host, own_part = HostShard(own, copier), self.own_part(full)
+        if self.is_away:
+            return full, self.host.tensor
+        self.host.know(own_part)
+        return full, own_part.clone() if self.reshards else own_part
+
+    def _view_shards(self) -> None:
+        self.local_views = self.master_views = self.shard_views(self.shard)
+        if self.host is not None and not self.is_away:
+            self.master_views = self.shard_views(self.host.tensor)
+
+    @property
+    def master(self) -> Tensor:
+        """The shard that the optimizer updates, shape (S,)."""
+        return self.shard if self.host is None else self.host.tensor
 
     def own_part(self, full: Tensor) -> Tensor:
         """Return this rank's shard of a full-sized flat tensor, as a view."""
@@ -170,10 +212,10 @@ class FlatParameters:
     def _point(self, index: int, view: Tensor) -> None:
         param = self.params[index]
         if isinstance(param.grad, AveragedGradient):  # must have the parameter's shape
-            param.grad.settle(self._notes[index])
+            param.grad.settle(self.stand_ins.note(index))
             param.grad = None
             param.data = view
-            param.grad = self.stand_in(index)
+            param.grad = self.stand_ins.of(index)
         else:
             param.data = view
 
@@ -255,32 +297,43 @@ class FlatParameters:
             if value.shape == slot.shape:
                 self._adopt_full(index, value)
             else:
-                self.local_views[index].copy_(value)
+                self._updated_views[index].copy_(value)
+
+    @property
+    def _updated_views(self) -> list[Tensor]:
+        """View of each parameter's elements in the shard that leads now."""
+        return self.master_views if self._shown.are is self.master_views else self.local_views
 
     def _move(self) -> None:
         """Leave the shown memory to the tensors that user code has kept, and go on in new memory.
 
         Code that swaps weights keeps the old tensors to assign them again: `kept = param.data`.
         """
-        shows_full = self._shown.are is self.full_views
+        left, shows_full = self._shown.are, self._shown.are is self.full_views
         is_part = self.shard.untyped_storage().data_ptr() == self.full.untyped_storage().data_ptr()
-        if is_part or shows_full:
-            self.full = self.full.clone()
-            self.full_views = full_views(self.full, self.layout)
-        if is_part:
-            self.shard = self.own_part(self.full)
-        elif not shows_full:
-            self.shard = self.shard.clone()
-        self.local_views = self.shard_views(self.shard)
-        left = self._shown.are
-        self._shown.show(self.full_views if shows_full else self.local_views)
+        shows_host = self.host is not None and left is self.master_views
+        if self.host is not None and shows_host:
+            self.host.move()
+            self.shard = self.host.tensor if self.is_away else self.shard
+        else:
+            if is_part or shows_full:
+                self.full = self.full.clone()
+                self.full_views = full_views(self.full, self.layout)
+            if is_part:
+                self.shard = self.own_part(self.full)
+            elif not shows_full:
+                self.shard = self.shard.clone()
+        self._view_shards()
+        local = self.master_views if shows_host else self.local_views
+        self._shown.show(self.full_views if shows_full else local)
         for index, view in enumerate(left):
             if self.params[index].data_ptr() == view.data_ptr():
                 self._point(index, self._shown.are[index])
 
     def _adopt_full(self, index: int, value: Tensor) -> None:
         """Write a full value; the master keeps its digits where the parameter has not changed."""
-        local, part = self.local_views[index], self._own_part(index, value)
+        local = self._updated_views[index]
+        part = self._own_part(index, value).to(local.device)
         if self.has_master and value.dtype == self.full.dtype:
             part = torch.where(part != local.to(part.dtype), part.to(local.dtype), local)
         local.copy_(part)
@@ -303,42 +356,47 @@ class FlatParameters:
         shard_slice = self.layout.shard_slice(self.layout.slots[index], self.shard_index)
         return value.flatten()[shard_slice.param_offset : shard_slice.param_stop]
 
-    def note(self, index: int) -> GradientNote:
-        """Return the note that the stand-ins of a parameter's gradient share."""
-        return self._notes[index]
-
-    @as_they_are
-    def stand_in(self, index: int) -> AveragedGradient:
-        """Return the tensor for the `.grad` of a parameter whose gradient has been reduced."""
-        param = self.params[index]
-        key = index, param.shape, param.dtype
-        if key not in self._stand_ins:
-            self._stand_ins[key] = AveragedGradient(param, self._notes[index])
-        return self._stand_ins[key]
-
-    def leave_stand_ins(self, index: int) -> None:
-        """Note that a parameter's gradient is gone, also for code that has kept its `.grad`."""
-        for key in [key for key in self._stand_ins if key[0] == index]:
-            if getrefcount(self._stand_ins[key]) > _OWN_REFERENCES:
-                self._stand_ins.pop(key).lose()
-
     @as_they_are
     @torch.no_grad()
     def present_local(self) -> None:
-        """Let every parameter show this rank's shard, in the optimizer's format."""
+        """Let every parameter show this rank's shard."""
         self.see_assigned()
         self._present(self.local_views)
 
+    @as_they_are
     @torch.no_grad()
-    def begin_unshard(self) -> Pending | None:
+    def present_master(self) -> None:
+        """Let every parameter show the shard that the optimizer updates."""
+        self.see_assigned()
+        self.settle()
+        self._present(self.master_views)
+
+    def settle(self) -> None:
+        """Under offload, carry user code's changes of the shard over to the optimizer's."""
+        if self.host is not None and not self.is_away:
+            self.host.take_in(self.shard)
+
+    def send_up(self) -> None:
+        """Under offload, carry changes of the optimizer's shard over to the device."""
+        if self.host is not None and not self.is_away:
+            self.host.send_up(self.shard)
+            self.host.copier.join()
+
+    @torch.no_grad()
+    def begin_unshard(self) -> Pending | Uploaded | None:
         """Start bringing the full parameters together from the shards; each rank must call."""
         if self.reshards:
             self.see_assigned()
         if not self.is_unsharded:
             self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
         own = self.own_part(self.full)
+        if self.host is not None and self.is_away:
+            return self.host.unshard(own, lambda: self._gather_own(own))
         if own.data_ptr() != self.shard.data_ptr():
             own.copy_(self.shard)
+        return self._gather_own(own)
+
+    def _gather_own(self, own: Tensor) -> Pending | None:
         if self.layout.num_shards == 1:
             return None
         sizes = self.layout.shard_numels
@@ -354,15 +412,33 @@ class FlatParameters:
         own = self.own_part(self.full)
         if own.data_ptr() == self.shard.data_ptr():
             return
+        if self.host is not None and self.is_away:
+            self.host.take_in(own)
+            return
         if not self.has_master:
             self.shard.copy_(own)
             return
         edited = own != self.shard.to(own.dtype)
         self.shard.copy_(torch.where(edited, own.to(self.shard.dtype), self.shard))
 
+    def own_values(self) -> list[Tensor]:
+        """Return this rank's part of what each parameter shows, in the format of compute."""
+        return [
+            self._own_part(index, value)
+            if value.shape == self.layout.slots[index].shape
+            else value.to(self.full.dtype)
+            for index, value in enumerate(param.data for param in self.params)
+        ]
+
+    def shown_parts(self) -> list[Tensor]:
+        """Return `own_values` in as few tensors as there can be."""
+        if not self._shown.stand:
+            return self.own_values()
+        return [self.own_part(self.full) if self.is_unsharded else self.shard.to(self.full.dtype)]
+
     def mark(self) -> int:
-        """Return a number that changes when the values of this rank's shard do."""
-        real = torch.view_as_real(self.shard) if self.shard.is_complex() else self.shard
+        """Return a number that changes when the values of the optimizer's shard do."""
+        real = torch.view_as_real(self.master) if self.master.is_complex() else self.master
         return int(real.view(_WHOLE_NUMBERS[real.element_size()]).sum())
 
     @torch.no_grad()
@@ -372,8 +448,10 @@ class FlatParameters:
         Blank elements keep their value.
         """
         if self.is_unsharded:
-            _overwrite(self.full_views[index], value)
-        _overwrite(self.local_views[index], self._own_part(index, value))
+            overwrite(self.full_views[index], value)
+        overwrite(self.local_views[index], self._own_part(index, value))
+        if self.master_views is not self.local_views:
+            overwrite(self.master_views[index], self._own_part(index, value))
 
     @as_they_are
     def reshard(self) -> None:
@@ -390,34 +468,27 @@ class FlatParameters:
         self.see_assigned()
         if self.is_unsharded:
             self.take_in_edits()
-        if self.has_master or self.reshards:
-            return self.gather_shards(self.shard)
+        self.settle()
+        if self.reshards or self.full.dtype != self.master_dtype:
+            return self.gather_shards(self.master)
         return self.full_views
 
     @torch.no_grad()
-    def gather_shards(self, shard: Tensor, full: Tensor | None = None) -> list[Tensor]:
+    def gather_shards(self, shard: Tensor) -> list[Tensor]:
         """Bring any shard-shaped tensor together in the parameters' own shapes.
 
         Args:
             shard: Shape (S,), laid out as `self.shard`; each rank must call.
-            full: Buffer to gather into, of which `shard` is this rank's part; a new one if None.
 
         Returns:
-            Views of the buffer, in slot order.
+            Views of a new buffer, in slot order.
         """
+        shard = shard.to(self.full.device)
         if self.layout.num_shards == 1:
             return full_views(shard, self.layout)
-        if full is None:
-            full = shard.new_empty(self.layout.full_numel)
+        full = shard.new_empty(self.layout.full_numel)
         self._groups.shard.all_gather(full, shard, sizes=self.layout.shard_numels).wait()
         return full_views(full, self.layout)
-
-
-def _overwrite(view: Tensor, value: Tensor) -> None:
-    kept = is_blank(value)
-    if kept.any():
-        value = torch.where(kept, view.to(value), value)
-    view.copy_(value)
 
 
 def full_views(full: Tensor, layout: FlatLayout) -> list[Tensor]:

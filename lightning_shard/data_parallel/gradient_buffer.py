@@ -2,6 +2,7 @@
 
     full     each rank's own gradients, or where each rank keeps the full average, that
     local    this rank's shard of the averages
+    host     the same in host memory, under offload, once a backward has synchronised
     stash    what `local` held while `full`, of which it is a part, takes new gradients
 
 Where each rank keeps the full average, the view of `full` is the parameter's `.grad`. Elsewhere an
@@ -17,6 +18,7 @@ from torch import Tensor
 from lightning_shard.data_parallel.averaged_gradient import AveragedGradient
 from lightning_shard.data_parallel.flat_parameters import FlatParameters, full_views
 from lightning_shard.data_parallel.gradient_state import GradientState
+from lightning_shard.data_parallel.offload.host_gradients import HostGradients
 from lightning_shard.data_parallel.sharded_parameter import as_they_are
 from lightning_shard.data_parallel.torch_private import storage_uses
 
@@ -35,6 +37,7 @@ class GradientBuffer:
         views: View of each gradient in `full`.
         local: This rank's shard of the averages.
         local_views: View of each gradient's elements in `local`.
+        host: The averages in host memory; None without offload.
         accumulates: Whether gradients stay in `full` until a backward that synchronises.
         is_plain: Whether `.grad` stays a full gradient once it is an average.
         shows_sums: Whether `.grad` is a view of `full` while this rank adds up.
@@ -47,6 +50,9 @@ class GradientBuffer:
         self.views: list[Tensor] = []
         self.local: Tensor | None = None
         self.local_views: list[Tensor] = []
+        self.host: HostGradients | None = None
+        if flat.host is not None:
+            self.host = HostGradients(flat.host.copier, flat.shard_views)
         self.accumulates = flat.stage < 2
         self.is_plain = not flat.has_local_form
         self.shows_sums = self.is_plain
@@ -58,7 +64,7 @@ class GradientBuffer:
         """Return `full`, which has memory from now on."""
         if self.full is not None:
             return self.full
-        kind = self.flat.shard.dtype if self.accumulates else self.flat.full.dtype
+        kind = self.flat.master_dtype if self.accumulates else self.flat.full.dtype
         self.full = torch.empty_like(self.flat.full, dtype=kind)
         self.views = full_views(self.full, self.flat.layout)
         end = 0
@@ -72,6 +78,13 @@ class GradientBuffer:
             self.local_views = self.flat.shard_views(self.local)
         self._own_uses = storage_uses(self.full)
         return self.full
+
+    def see_assigned(self, index: int) -> None:
+        """Where user code has assigned `.grad.data`, know the tensor in `.grad` for the user's."""
+        view, slot = self.views[index], self.flat.layout.slots[index]
+        assert self.full is not None
+        if view.data_ptr() != self.full.data_ptr() + slot.offset * self.full.itemsize:
+            self.views[index] = self.full[slot.offset : slot.stop].view(slot.shape)
 
     @as_they_are
     def renew(self) -> None:
@@ -101,10 +114,11 @@ class GradientBuffer:
             travels_on: Whether the average is sent again, in that format.
         """
         if self.local is None:
-            self.local = torch.empty_like(self.flat.shard)
+            shape, kind = self.flat.shard.shape, self.flat.master_dtype
+            self.local = self.flat.full.new_empty(shape, dtype=kind)
             self.local_views = self.flat.shard_views(self.local)
         fits = dtype == self.local.dtype or (self.local.dtype == torch.float32 and not travels_on)
-        is_taken = not self.accumulates and any(state.is_reduced for state in self.states)
+        is_taken = not self.accumulates and self._holds_averages and not self.is_on_host
         if not fits or is_taken:
             return torch.empty_like(self.local, dtype=None if fits else dtype)
         return self.local
@@ -116,17 +130,17 @@ class GradientBuffer:
         else:
             self.set_aside()
             self.views[index].copy_(grad)
-        shown = self.views[index] if self.shows_sums else self.flat.stand_in(index)
+        shown = self.views[index] if self.shows_sums else self.flat.stand_ins.of(index)
         self.flat.params[index].grad = shown
 
     def set_aside(self) -> None:
         """Keep the averages that lie in a part of `full` before new gradients overwrite it."""
-        if not self.accumulates or self.is_plain or self._stash is not None:
+        if not self.accumulates or self.is_plain or self._stash is not None or self.is_on_host:
             return
-        if any(state.is_reduced for state in self.states):
+        if self._holds_averages:
             for index in range(len(self.states)):  # zero_grad has perhaps let go of all
                 self.observe(index)
-        if any(state.is_reduced for state in self.states):
+        if self._holds_averages:
             assert self.local is not None
             self._stash = self.local.clone()
 
@@ -138,7 +152,7 @@ class GradientBuffer:
             self.target(average.dtype, travels_on=True)
         shards = self.flat.shard_views(average)
         for state, local, shard in zip(self.states, self.local_views, shards, strict=True):
-            adds = state.is_reduced and not self.accumulates
+            adds = state.is_reduced and not self.accumulates and not self.is_on_host
             local.add_(shard) if adds else local.copy_(shard)
 
     def add_what_was_set_aside(self) -> None:
@@ -151,10 +165,49 @@ class GradientBuffer:
                 local.add_(shard)
         self._stash = None
 
+    @property
+    def _holds_averages(self) -> bool:
+        return any(state.is_reduced for state in self.states)
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the averages that are held lie in host memory."""
+        return self.host is not None and self.host.are_here and self._holds_averages
+
+    def land(self, *, synchronised: bool) -> None:
+        """Once a reduction is over, under offload, let its averages follow those on the host.
+
+        Args:
+            synchronised: Whether no micro-batch follows, so that all averages go there.
+        """
+        if self.host is None or self.local is None:
+            return
+        if not (synchronised or self.is_on_host):
+            self.host.are_here = False
+            return
+        self.host.land(self.local, [state.is_reduced for state in self.states])
+        if not self.accumulates:
+            self.local, self.local_views = None, []
+
+    def bring_down(self) -> None:
+        """Under offload, let all averages lie in host memory, for an optimizer there."""
+        if self.host is not None and self._holds_averages and not self.host.are_here:
+            self.land(synchronised=True)
+
+    def host_buffers(self) -> list[Tensor]:
+        """Return the tensors that hold averages in host memory now, to be counted."""
+        tensor = None if self.host is None else self.host.tensor
+        return [] if tensor is None else [tensor]
+
+    @property
+    def average_views(self) -> list[Tensor]:
+        """View of each average where it lies now; none without memory."""
+        return self.host.ready() if self.host is not None and self.is_on_host else self.local_views
+
     def kept(self, index: int) -> Tensor:
         """Return the average of a gradient where it lies now."""
         kept = None if self._stash is None else self.flat.shard_views(self._stash)
-        return (kept or self.local_views)[index]
+        return (kept or self.average_views)[index]
 
     @as_they_are
     def observe(self, index: int) -> None:
@@ -163,7 +216,7 @@ class GradientBuffer:
         if grad is None:
             self.forget(index)
         elif isinstance(grad, AveragedGradient):
-            grad.settle(self.flat.note(index))
+            grad.settle(self.flat.stand_ins.note(index))
             if grad.note.zeroed:
                 grad.note.zeroed = False
                 self.states[index].leave()
@@ -174,9 +227,9 @@ class GradientBuffer:
         """Note that a gradient is gone, also for user code that has kept its `.grad`."""
         if self.shows_sums and self.views and getrefcount(self.views[index]) > _OWN_REFERENCES:
             self._leave_to_user(index)
-        self.flat.leave_stand_ins(index)
+        self.flat.stand_ins.leave(index)
         self.states[index].forget()
-        self.flat.note(index).zeroed = False  # of a gradient that is gone
+        self.flat.stand_ins.note(index).zeroed = False  # of a gradient that is gone
 
     @as_they_are
     def drop(self) -> None:
@@ -186,6 +239,8 @@ class GradientBuffer:
             self.forget(index)
         self.full, self.views, self._stash = None, [], None
         self.local, self.local_views = None, []
+        if self.host is not None:
+            self.host.drop()
 
     def _leave_to_user(self, index: int) -> None:
         """Let a gradient that user code has kept stay what it is, in memory of its own."""
@@ -201,7 +256,7 @@ class GradientBuffer:
             return
         for index, param in enumerate(self.flat.params):
             if not isinstance(param.grad, AveragedGradient):
-                param.grad = self.flat.stand_in(index)
+                param.grad = self.flat.stand_ins.of(index)
 
     @as_they_are
     def settle(self) -> None:
@@ -216,13 +271,13 @@ class GradientBuffer:
     def is_there(self, index: int) -> bool:
         """Whether the average of any rank's gradient lies here, or in other ranks' shards."""
         state = self.states[index]
-        return state.is_reduced and state.is_valid and bool(self.local_views)
+        return state.is_reduced and state.is_valid and bool(self.average_views)
 
     def present(self, index: int) -> Tensor | None:
         """Return this rank's shard of a gradient, or None when no rank used the parameter."""
         if not self.is_there(index):
             return None
-        local = self.local_views[index]
+        local = self.average_views[index]
         return local if local.numel() or self.flat.stage == 0 else None
 
     @as_they_are
@@ -249,4 +304,4 @@ class GradientBuffer:
     def restore(self, index: int, outer: Tensor | None) -> None:
         """Put back what `take_back` returned; the parameter may have another shape by now."""
         stand_in = isinstance(outer, AveragedGradient)
-        self.flat.params[index].grad = self.flat.stand_in(index) if stand_in else outer
+        self.flat.params[index].grad = self.flat.stand_ins.of(index) if stand_in else outer

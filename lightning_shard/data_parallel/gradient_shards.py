@@ -101,6 +101,7 @@ class ParameterSpread:
     @torch.no_grad()
     def join(self, local: Tensor) -> Tensor:
         """Return the full tensor of the ranks' parts; each rank must call."""
+        local = local.to(self.device)
         own = local.clone()
         if self.own_shape is not None and self.bounds is not None:
             flags = local.dtype == torch.bool
@@ -158,7 +159,7 @@ class GradientShards:
         if place is not None:
             gradients, index = place
             flat = gradients.flat
-            note, slot = flat.note(index), flat.layout.slots[index]
+            note, slot = flat.stand_ins.note(index), flat.layout.slots[index]
             own_shape = torch.Size(slot.shape)
             if flat.stage > 0:
                 cuts = [
@@ -183,6 +184,11 @@ class GradientShards:
     def spread_of(self, param: nn.Parameter) -> ParameterSpread:
         """Return how a sharded parameter's elements, and its gradient's, are spread."""
         return self._sources[param].spread
+
+    @property
+    def num_changes(self) -> int:
+        """How often gradients have changed on this rank."""
+        return self._num_changes
 
     def changed(self) -> None:
         """Forget the norms that are known, since gradients have changed, on all ranks alike."""
@@ -315,7 +321,12 @@ class _Source:
         if not is_full and (len(own_shape) != 1 or tensor.shape != self.local().shape):
             return tensor
         return agreed(
-            tensor, ranks, is_full=is_full, operation=operation, name=self.note.param_name
+            tensor,
+            ranks,
+            device=self.spread.device,
+            is_full=is_full,
+            operation=operation,
+            name=self.note.param_name,
         )
 
 

@@ -1,4 +1,8 @@
-"""The bytes that a rank holds, counted by storage: what is allocated, not what ought to be."""
+"""The bytes that a rank holds, counted by storage: what is allocated, not what ought to be.
+
+Under offload what lies in host memory is counted apart; on CPU ranks "the device" is the memory of
+which the same code would be a device's.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,15 +21,18 @@ class HeldBytes:
         parameters: Bytes of the parameters, master copies included.
         gradients: Bytes of the gradient buffers.
         optimizer_state: Bytes of the optimizer's state.
+        offloaded: Bytes in host memory besides, under offload: shards of parameters and gradients,
+            and optimizer state.
     """
 
     parameters: int
     gradients: int
     optimizer_state: int
+    offloaded: int = 0
 
     @property
     def total(self) -> int:
-        """Sum of the three counts, in bytes."""
+        """Sum of the three counts, in bytes: without `offloaded`."""
         return self.parameters + self.gradients + self.optimizer_state
 
 
@@ -42,16 +49,20 @@ def format_bytes(num_bytes: int) -> str:
 
 def expected(engine: DataParallelEngine) -> HeldBytes:
     """Return what this rank will hold between training steps, without optimizer state."""
-    params = gradients = 0
+    params = gradients = offloaded = 0
     for flat in engine.flats:
-        shard = flat.shard.numel() * flat.shard.itemsize
-        is_apart = flat.has_master or flat.reshards
+        master = flat.shard.numel() * flat.master_dtype.itemsize
+        is_apart = (flat.has_master or flat.reshards) and not flat.is_away
         params += 0 if flat.reshards else flat.full.numel() * flat.full.itemsize
-        params += shard if is_apart else 0
-        if any(param.requires_grad for param in flat.params):
-            keeps_full = flat.stage < 2  # micro-batches add up there
-            gradients += flat.full.numel() * flat.shard.itemsize if keeps_full else shard
-    return HeldBytes(parameters=params, gradients=gradients, optimizer_state=0)
+        params += flat.shard.numel() * flat.shard.itemsize if is_apart else 0
+        is_trained = any(param.requires_grad for param in flat.params)
+        if is_trained and flat.stage < 2:  # micro-batches add up there
+            gradients += flat.full.numel() * flat.master_dtype.itemsize
+        elif is_trained and flat.host is None:
+            gradients += master
+        if flat.host is not None:
+            offloaded += 2 * master if is_trained else master
+    return HeldBytes(parameters=params, gradients=gradients, optimizer_state=0, offloaded=offloaded)
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
@@ -67,13 +78,22 @@ def held(engine: DataParallelEngine, optimizers: Iterable[Optimizer]) -> HeldByt
         engine: The engine whose model it is.
         optimizers: All optimizers of the model.
     """
-    entries = [state for optimizer in optimizers for state in optimizer.state.values()]
+    on_host = {param for flat in engine.flats if flat.host is not None for param in flat.params}
+    state: dict[bool, list[Tensor]] = {True: [], False: []}  # by whether it is offloaded
+    for param, entries in ((p, e) for one in optimizers for p, e in one.state.items()):
+        tensors = [value for value in entries.values() if isinstance(value, Tensor)]
+        state[param in on_host] += tensors
+    offloaded = [flat.host.tensor for flat in engine.flats if flat.host is not None]
+    offloaded += [t for one in engine.gradients for t in one.buffer.host_buffers()]
     return HeldBytes(
-        parameters=storage_bytes(t for flat in engine.flats for t in (flat.full, flat.shard)),
-        gradients=storage_bytes(t for one in engine.gradients for t in one.buffers()),
-        optimizer_state=storage_bytes(
-            value for state in entries for value in state.values() if isinstance(value, Tensor)
+        parameters=storage_bytes(
+            t
+            for flat in engine.flats
+            for t in ((flat.full,) if flat.is_away else (flat.full, flat.shard))
         ),
+        gradients=storage_bytes(t for one in engine.gradients for t in one.buffers()),
+        optimizer_state=storage_bytes(state[False]),
+        offloaded=storage_bytes([*offloaded, *state[True]]),
     )
 
 
@@ -97,7 +117,7 @@ def replicated(engine: DataParallelEngine, optimizers: Iterable[Optimizer]) -> H
             numel += full
         trained = sum(param.requires_grad for param in flat.params) > 0
         params += numel * flat.full.element_size()
-        params += numel * flat.shard.element_size() if flat.has_master else 0
+        params += numel * flat.master_dtype.itemsize if flat.full.dtype != flat.master_dtype else 0
         gradients += numel * flat.full.element_size() if trained else 0
     state = sum(
         round(value.nbytes * (growth[param] if value.ndim else 1))

@@ -1,7 +1,8 @@
 """The optimizer's view: each parameter and its `.grad` show the shard that this rank updates.
 
                   outside                          inside
-    param.data    full shape (stage 3: a shard)    this rank's shard, in the master's format
+    param.data    full shape (stage 3: a shard)    this rank's shard, in the master's format (under
+                                                   offload that in host memory)
     param.grad    None, a stand-in, or             the averaged gradient of that shard, or None
                   (stage 0) the average            when no rank used the parameter
 
@@ -56,6 +57,8 @@ class OptimizerView:
         self._depth = 0
         self._lends = False  # entered, and shows stand-ins for as long as the depth is 0
         self._outer: list[list[Tensor | None]] = []
+        self._offloaded = [g.flat for g in self._gradients if g.flat.host is not None]
+        self._marks: list[int] = []  # of those, while the view is lent
 
     @property
     def differs(self) -> bool:
@@ -93,7 +96,8 @@ class OptimizerView:
             gradients.flat.take_in_edits()
         for param in params:
             param.grad = None
-        gradients.flat.present_local()
+        gradients.flat.present_master()
+        gradients.buffer.bring_down()
         for index, param in enumerate(params):
             param.grad = gradients.buffer.present(index)
         return outer
@@ -125,6 +129,7 @@ class OptimizerView:
     @as_they_are
     def _begin_lending(self) -> None:
         self.enter()
+        self._marks = [flat.mark() for flat in self._offloaded]
         self._depth, self._lends = 0, True
         self._lend_stand_ins()
 
@@ -133,6 +138,9 @@ class OptimizerView:
         if not self._lends:  # what began it has failed
             return
         self._take_back_stand_ins()
+        for flat, mark in zip(self._offloaded, self._marks, strict=True):
+            if flat.mark() != mark:
+                flat.send_up()
         self._depth, self._lends = 1, False
         self.leave()
 
@@ -142,7 +150,7 @@ class OptimizerView:
             for index, param in enumerate(gradients.flat.params):
                 gradients.buffer.take_back(index, None)  # what was made of it meanwhile
                 if gradients.buffer.is_there(index):
-                    param.grad = gradients.flat.stand_in(index)
+                    param.grad = gradients.flat.stand_ins.of(index)
         if self._absent is not None:
             self._absent.show()
 
@@ -183,6 +191,8 @@ class OptimizerView:
                 param.grad = None
             if self._unsharder is None:
                 gradients.flat.present_full()
+            elif gradients.flat.host is not None:
+                gradients.flat.present_local()
             for index, grad in enumerate(kept):
                 gradients.buffer.restore(index, grad)
             gradients.flat.present_shards(sharded=self._unsharder is not None)

@@ -2,15 +2,18 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 import torch
 from torch import nn
 
 from lightning_shard.data_parallel.checkpointed_blocks import ActivationCheckpointing
 from lightning_shard.data_parallel.compression.compressor import Compressor
+from lightning_shard.data_parallel.values_at_start import ValuesAtStart
 from lightning_shard.errors import ConfigError
 
 STAGES = (0, 1, 2, 3)
+Offload = Literal["optimizer", "parameters"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +52,11 @@ class EngineOptions:
             matrices; see `layout/owned`.
         activation_checkpointing: Blocks whose activations are computed again in backward: see
             `checkpointed_blocks`.
+        offload: What lies in host memory, see `offload`: "optimizer", the optimizer's shards, their
+            gradients and its state, from stage 1 on; "parameters", under stage 3, the parameters'
+            shards as well, which the device then has only while they are unsharded.
+        prefetch: Units that stage 3 unshards ahead of the one that runs; None for 1.
+        start: Knows the values of parameters that are on meta; None where there are none.
     """
 
     stage: int
@@ -58,6 +66,15 @@ class EngineOptions:
     compression: Compressor | None = None
     owned: Collection[nn.Parameter] = frozenset()
     activation_checkpointing: ActivationCheckpointing | None = None
+    offload: Offload | None = None
+    prefetch: int | None = None
+
+    @property
+    def units_ahead(self) -> int:
+        """The number of units that are unsharded ahead."""
+        return 1 if self.prefetch is None else self.prefetch
+
+    start: ValuesAtStart | None = None
 
     @property
     def unit_mb(self) -> float:
@@ -77,6 +94,8 @@ class EngineOptions:
         if self.compression is not None:
             self._check_compression()
         self._check_checkpointing()
+        self._check_offload()
+        self._check_prefetch()
         if isinstance(self.units, str) or (self.units is not None and not self.units):
             raise ConfigError(
                 f"units must be a list of module class names such as ['Block'], got {self.units!r}."
@@ -89,6 +108,51 @@ class EngineOptions:
             raise ConfigError(
                 f"activation_checkpointing must be 'full', 'selective' or a list of module class "
                 f"names such as ['Block'], got {choice!r}."
+            )
+
+    def offload_of(self, *, is_fitting: bool) -> Offload | None:
+        """Return what a run has in host memory: without a fit there is no optimizer."""
+        return None if self.offload == "optimizer" and not is_fitting else self.offload
+
+    def _check_offload(self) -> None:
+        if self.offload is None:
+            return
+        if self.offload not in get_args(Offload):
+            raise ConfigError(
+                f"offload must be 'optimizer', 'parameters' or None, got {self.offload!r}."
+            )
+        if self.stage == 0:
+            raise ConfigError(
+                f"offload={self.offload!r} keeps this rank's shard of the optimizer's state in "
+                f"host memory, got ZeRO stage 0, whose ranks have no shards. Use "
+                f"strategy='zero2_offload', or ZeRO1Strategy(offload='optimizer')."
+            )
+        if self.offload == "parameters" and self.stage < 3:
+            raise ConfigError(
+                f"offload='parameters' keeps the parameters in host memory while no block needs "
+                f"them, got ZeRO stage {self.stage}, whose devices always have full parameters. "
+                f"Use offload='optimizer', or strategy='zero3_offload'."
+            )
+        if self.compression is not None:
+            raise ConfigError(
+                f"offload={self.offload!r} copies uncompressed gradients to the host, got the "
+                f"compressor {type(self.compression).__name__}, whose memory of what it has not "
+                f"sent stays on the device. Leave one of them out."
+            )
+
+    def _check_prefetch(self) -> None:
+        if self.prefetch is None:
+            return
+        if self.stage < 3:
+            raise ConfigError(
+                f"prefetch={self.prefetch} says how many units are unsharded ahead, got ZeRO stage "
+                f"{self.stage}, whose parameters are never sharded. Leave it out, or use "
+                f"strategy='zero3'."
+            )
+        if self.prefetch < 0:
+            raise ConfigError(
+                f"prefetch must be at least 0 units, got {self.prefetch}; 1 is usual, and 0 takes "
+                f"the least memory."
             )
 
     def _check_compression(self) -> None:

@@ -67,7 +67,10 @@ class OwnGradients:
         grad = self._flat.params[index].grad
         if grad is None or isinstance(grad, AveragedGradient):
             return False
-        return not self._buffer.views or grad is not self._buffer.views[index]
+        if not self._buffer.views or grad is not self._buffer.views[index]:
+            return True
+        self._buffer.see_assigned(index)
+        return grad is not self._buffer.views[index]
 
     def kind(self, index: int) -> tuple[bool, bool]:
         """Whether a tensor of the user's stands in `.grad`, and whether one of the engine's does.
@@ -107,7 +110,7 @@ class OwnGradients:
     def _show(self, index: int) -> None:
         buffer = self._buffer
         buffer.states[index].show()
-        shown = buffer.views[index] if buffer.is_plain else self._flat.stand_in(index)
+        shown = buffer.views[index] if buffer.is_plain else self._flat.stand_ins.of(index)
         self._flat.params[index].grad = shown
 
     @torch.no_grad()

@@ -39,11 +39,13 @@ def look_full(
 
     def home(unit: Unit, flat: FlatParameters, index: int) -> ParameterHome:
         def bring() -> bool:
-            return unsharder is not None and unsharder.bring(unit)
+            return unsharder is not None and unsharder.bring(unit, anywhere=user_code.is_a_loop)
 
         spread: Spread = shards.spread_of(flat.params[index])
         spread = _OfOneStage(spread) if split.groups_of_layers else spread
-        return ParameterHome(spread, flat.note(index), user_code, bring, bool(split.groups))
+        return ParameterHome(
+            spread, flat.stand_ins.note(index), user_code, bring, bool(split.groups)
+        )
 
     for unit in units:
         for flat in unit.flats:

@@ -29,6 +29,7 @@ from torch.utils.checkpoint import (
 
 from lightning_shard.data_parallel.recomputed_state import (
     Drawn,
+    attributes_kept,
     buffers_watched,
     explained,
     has_statistics,
@@ -219,7 +220,8 @@ def _recomputing(call: _Call, drawn: Drawn) -> Iterator[None]:
     recomputed: Recomputed = vars(call.block)[RECOMPUTED]
     watched = nullcontext() if recomputed.is_checked else buffers_watched(call.block, call.name)
     recomputed.is_checked = True
-    with watched, drawn.again(), statistics_kept(call.block):
+    block = call.block
+    with watched, drawn.again(), attributes_kept(block), statistics_kept(block):
         observer, save = _observer.get(), saving_hook()
         if observer is None or save is None:
             yield

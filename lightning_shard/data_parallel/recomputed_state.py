@@ -2,7 +2,9 @@
 
 random numbers of Python and numpy    drawn again, and put back; torch's checkpoint has its own
 running statistics of norms           left as they are, since no result in training needs them
-other buffers                         refused where a recomputation changes them
+numbers, texts, tensors and lists     as forward has left them: attributes of the block's modules
+    in attributes
+other buffers, parameters             refused where a recomputation changes them
 """
 
 import random
@@ -14,9 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_shard.data_parallel.content import content
 from lightning_shard.data_parallel.torch_private import BatchNorm
 from lightning_shard.errors import ConfigError
 
+_PLAIN = (type(None), bool, int, float, str, Tensor)
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
@@ -81,16 +85,48 @@ def statistics_kept(block: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def buffers_watched(block: nn.Module, name: str) -> Iterator[None]:
-    """Refuse a block whose recomputation inside changes its buffers.
-
-    Raises:
-        ConfigError: The recomputation has changed a buffer of the block.
-    """
-    before = {path: buffer.detach().clone() for path, buffer in block.named_buffers()}
+def attributes_kept(block: nn.Module) -> Iterator[None]:
+    """Leave plain attributes of a block's modules as they are: counters, lists, a kept tensor."""
+    kept = [(home, dict(home), _lengths(home)) for home in map(vars, block.modules())]
     try:
         yield
     finally:
+        for home, before, lengths in kept:
+            for attribute in [one for one in home if one not in before]:
+                if isinstance(home[attribute], _PLAIN):
+                    del home[attribute]
+            for attribute, value in before.items():
+                if isinstance(value, _PLAIN) and home.get(attribute) is not value:
+                    home[attribute] = value
+            for attribute, length in lengths.items():
+                del before[attribute][length:]
+
+
+def _lengths(home: dict[str, Any]) -> dict[str, int]:
+    return {attribute: len(value) for attribute, value in home.items() if type(value) is list}
+
+
+@contextmanager
+def buffers_watched(block: nn.Module, name: str) -> Iterator[None]:
+    """Refuse a block whose recomputation inside changes its buffers or parameters.
+
+    Raises:
+        ConfigError: The recomputation has changed a buffer or a parameter of the block.
+    """
+    before = {path: buffer.detach().clone() for path, buffer in block.named_buffers()}
+    marks = {path: content(param.data) for path, param in block.named_parameters()}
+    try:
+        yield
+    finally:
+        for path, param in block.named_parameters():
+            if path in marks and not torch.equal(marks[path], content(param.data)):
+                raise ConfigError(
+                    f"The forward of {name!r} ({type(block).__name__}) changes its parameter "
+                    f"{path!r}, and so does the recomputation of its activations, once more; "
+                    f"expected a change that does nothing the second time, such as clamp_. Change "
+                    f"it in a hook, such as on_before_optimizer_step, name the classes of other "
+                    f"modules in activation_checkpointing, or leave it out."
+                )
         for path, buffer in block.named_buffers():
             if path in before and not _equal(before[path], buffer):
                 raise ConfigError(

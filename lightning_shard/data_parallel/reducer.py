@@ -14,7 +14,7 @@ the root unit's parameters, of which some rank may use less, at the end.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -28,6 +28,11 @@ from lightning_shard.data_parallel.usage import UsageAgreement
 _MAX_IN_FLIGHT = 2  # bounds the memory of full gradients under stages 2 and 3
 
 
+def always() -> bool:
+    """Return True: of one engine's backwards, each is for its model."""
+    return True
+
+
 class Reducer:
     """Reduces a model's gradients while backward runs.
 
@@ -35,6 +40,9 @@ class Reducer:
         gradients: The gradient buffers, in registration order.
         collectives: Group of the data-parallel ranks.
         usage: Agrees with the other ranks on the parameters that have a gradient.
+
+    Attributes:
+        has_arrived: Whether autograd has put a gradient on a parameter in this backward.
     """
 
     def __init__(
@@ -50,6 +58,7 @@ class Reducer:
         self._in_flight: deque[FlatGradients] = deque()
         self._awaiting_end = False
         self._inside = False
+        self.has_arrived = False
         self._synchronize = True
         self._owed = False  # accumulated, but not reduced
 
@@ -63,8 +72,13 @@ class Reducer:
             self._synchronize = before
 
     @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Run a backward inside; on leaving it, the gradients are reduced."""
+    def backward(self, is_used: Callable[[], bool] = always) -> Iterator[None]:
+        """Run a backward inside; on leaving it, the gradients are reduced.
+
+        Args:
+            is_used: Returns at its end whether any rank has a gradient of it here; if none has,
+                nothing is sent.
+        """
         before, self._inside = self._inside, True
         try:
             yield
@@ -73,7 +87,10 @@ class Reducer:
             raise
         finally:
             self._inside = before
-        self.flush()
+        if is_used():
+            self.flush()
+        else:
+            self._reset()
 
     @as_they_are
     def arrive(self, position: int, index: int) -> None:
@@ -82,6 +99,7 @@ class Reducer:
             self._awaiting_end = True
             queue_after_backward(self.flush)  # a bare loss.backward()
         gradients = self._gradients[position]
+        self.has_arrived = True
         gradients.accept(index)
         self._arrived(position, gradients)
 
@@ -126,6 +144,7 @@ class Reducer:
             self._in_flight.popleft().finish_reduce()
         if self._in_flight:
             self._in_flight[-1].continue_reduce()
+        gradients.is_synchronised = self._synchronize
         gradients.begin_reduce()
         self._in_flight.append(gradients)
 
@@ -167,6 +186,7 @@ class Reducer:
     @as_they_are
     def _reset(self) -> None:
         self._cursor, self._completed, self._awaiting_end = 0, [], False
+        self.has_arrived = False
         self._in_flight.clear()
         for gradients in self._gradients:
             gradients.end_backward()

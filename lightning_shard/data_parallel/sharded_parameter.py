@@ -54,10 +54,11 @@ class UserCode:
 
     Attributes:
         runs: Whether user code runs now.
+        is_a_loop: Whether it runs between the steps, too, where graphs may begin and backwards end.
     """
 
     def __init__(self) -> None:
-        self.runs = False
+        self.runs = self.is_a_loop = False
 
     @contextmanager
     def running(self, runs: bool = True) -> Iterator[None]:

@@ -273,9 +273,10 @@ def part_of(func: Any, tensor: Tensor, like: ShardedTensor, *, is_written: bool 
     if isinstance(tensor, ShardedTensor):
         if not is_alike(tensor, like):
             refuse(func, like, f"together with that of {tensor.spread.name!r}")
-        return tensor.local
+        return tensor.local if is_written else tensor.local.to(like.local.device)
     if tensor.numel() == 1 and not is_written and like.numel() != 1:
-        return tensor.reshape((1,) * min(tensor.ndim, like.local.ndim))
+        scalar = tensor.reshape((1,) * min(tensor.ndim, like.local.ndim))
+        return scalar.to(like.local.device)
     if like.gathers and not is_written:
         tensor = _broadcast(tensor, like)
     if tensor.shape == like.shape and not is_written and tensor.shape != like.local.shape:
@@ -291,7 +292,7 @@ def part_of(func: Any, tensor: Tensor, like: ShardedTensor, *, is_written: bool 
             f"together with a tensor of shape {tuple(tensor.shape)} that is {written}no shard of "
             f"it; torch.zeros_like(param.grad) makes one",
         )
-    return part
+    return part if is_written else part.to(like.local.device)  # offload: averages on the host
 
 
 def _broadcast(tensor: Tensor, like: ShardedTensor) -> Tensor:

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar, cast
 
 import torch
@@ -20,13 +21,17 @@ __all__ = [
     "ACCESS_TO_BACKWARD_HOOKS",
     "COMPILED_MODULE",
     "FAKE_TENSOR_LOGGER",
+    "INITIALISERS",
     "BatchNorm",
     "FakeTensorMode",
     "TorchDispatchMode",
+    "Untraced",
     "check_batch_norm_input",
+    "exchange_contents",
     "forget_forward_hooks",
     "gradient_hooks",
     "has_compiled_call",
+    "has_gradient_hooks",
     "in_backward",
     "innermost_function_mode",
     "is_checkpointing",
@@ -40,10 +45,13 @@ __all__ = [
     "storage_key",
     "storage_uses",
     "untraced",
+    "untraced_alone",
+    "without_function_modes",
 ]
 
 COMPILED_MODULE = "_orig_mod"  # where the wrapper of `torch.compile` keeps the module
 FAKE_TENSOR_LOGGER = fake_tensor.__name__
+INITIALISERS = ("reset_parameters", "_reset_parameters")  # of torch's layers, by their name
 _BACKWARD_HOOKS: Any = vars(torch._C.TensorBase)["_backward_hooks"]
 ACCESS_TO_BACKWARD_HOOKS = (_BACKWARD_HOOKS.__get__, _BACKWARD_HOOKS.__set__)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -52,6 +60,30 @@ F = TypeVar("F", bound=Callable[..., Any])
 def untraced(function: F) -> F:
     """Keep torch.compile out of a function: collectives of ours are nothing dynamo could trace."""
     return cast("F", torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+
+
+def untraced_alone(function: F) -> F:
+    """Keep torch.compile out of a function, but not out of those that it calls."""
+    return cast("F", torch.compiler.disable(function, recursive=False))  # type: ignore[no-untyped-call]
+
+
+class Untraced:
+    """A context whose entering and leaving torch.compile does not look at; what is inside may be.
+
+    Args:
+        context: The context to enter and leave.
+    """
+
+    def __init__(self, context: AbstractContextManager[Any]) -> None:
+        self._context = context
+
+    @untraced
+    def __enter__(self) -> Any:
+        return self._context.__enter__()
+
+    @untraced
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._context.__exit__(*error)
 
 
 def is_traced() -> bool:
@@ -89,6 +121,11 @@ def gradient_hooks(param: Tensor) -> dict[int, Callable[[Tensor], Tensor | None]
     return param._backward_hooks or {}
 
 
+def has_gradient_hooks(param: Tensor) -> bool:
+    """Whether code is called with a parameter's gradient, or once it has been added up."""
+    return bool(param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None))
+
+
 def forget_forward_hooks(module: nn.Module) -> None:
     """Remove all hooks before and after a module's forward."""
     for hooks in (module._forward_hooks, module._forward_pre_hooks):
@@ -115,6 +152,17 @@ def check_batch_norm_input(module: BatchNorm, batch: Tensor) -> None:
     module._check_input_dim(batch)  # type: ignore[no-untyped-call]
 
 
+def exchange_contents(tensor: Tensor, other: Tensor) -> None:
+    """Exchange what two tensor objects are, but for their attributes and who refers to them.
+
+    Raises:
+        RuntimeError: A graph refers to the first.
+    """
+    if tensor._use_count() > 1:  # type: ignore[attr-defined]
+        raise RuntimeError(f"a tensor of shape {tuple(tensor.shape)} is in a graph")
+    torch._C._swap_tensor_impl(tensor, other)
+
+
 def pass_for_parameter(tensor: Any) -> None:
     """Let `isinstance(tensor, nn.Parameter)` hold for a tensor of another class."""
     tensor._is_param = True
@@ -136,7 +184,22 @@ def is_composite(func: Any) -> bool:
     return bool(func.has_kernel_for_dispatch_key(key))
 
 
+def without_function_modes() -> AbstractContextManager[None]:
+    """Make a context in which no mode and no tensor class sees what is done to tensors."""
+    return torch._C.DisableTorchFunction()
+
+
 def innermost_function_mode() -> TorchFunctionMode | None:
     """Return the mode that sees this thread's next tensor operation first; None without any."""
     mode: TorchFunctionMode | None = _get_current_function_mode()  # type: ignore[no-untyped-call]
     return mode
+
+
+def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
+    """Return the dictionaries of hooks that run around a module's forward and backward."""
+    return [
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    ]

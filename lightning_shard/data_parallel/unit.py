@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_shard.backends.pending import Pending
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.leftovers import mark_leftover
+from lightning_shard.data_parallel.offload.host_shard import Uploaded
 
 
 class Unit:
@@ -41,7 +42,7 @@ class Unit:
         self.open_backwards = 0
         self.kept = self.brought = False
         self._forwarded: set[nn.Module] = set()
-        self._pending: list[Pending] | None = None
+        self._pending: list[Pending | Uploaded] | None = None
         self.is_full = True
         self.on_unshard: Callable[[], None] = lambda: None
 
@@ -112,7 +113,7 @@ class Unit:
             for param, view in zip(flat.params, flat.full_views, strict=True):
                 if self.is_full:
                     param.grad = None
-                    param.data = view.to(flat.shard.dtype, copy=True)
+                    param.data = view.to(flat.master_dtype, copy=True)
                 if not self.is_full:
                     mark_leftover(param)
 

@@ -23,6 +23,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.data_parallel.shard_copies import ShardCopies
+from lightning_shard.data_parallel.sharded_parameter import UserCode
 from lightning_shard.data_parallel.torch_private import in_backward, untraced
 from lightning_shard.data_parallel.unit import Unit
 from lightning_shard.data_parallel.unshard_record import UnshardRecord
@@ -37,6 +38,7 @@ class Unsharder:
         model: The module whose forward, or whose children's forwards, need the units.
         units: All units, in registration order.
         on_left: Called with a unit when backward has left its modules for good.
+        units_ahead: Units that are unsharded ahead of the one that runs.
 
     Attributes:
         record: The units that have been unsharded since the ranks last agreed.
@@ -44,9 +46,14 @@ class Unsharder:
     """
 
     def __init__(
-        self, model: nn.Module, units: Sequence[Unit], on_left: Callable[[Unit], None]
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        on_left: Callable[[Unit], None],
+        units_ahead: int = 1,
     ) -> None:
         self._units = units
+        self._units_ahead = units_ahead
         self._on_left = on_left
         self._root_units = [unit for unit in units if unit.is_root]
         self._next: dict[Unit, Unit] = {}
@@ -170,8 +177,13 @@ class Unsharder:
             self._handles.pop().remove()
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Keep parameters of the root unit here from now until their backward is over."""
+    def step(self, user_code: UserCode | None = None) -> Iterator[None]:
+        """Keep parameters of the root unit here from now until their backward is over.
+
+        Args:
+            user_code: Knows whether a backward may come from outside of a step; None of one that
+                does not.
+        """
         if not self._has_stepped:  # until now, full parameters: model summaries count them
             self.reshard_all()
             self._has_stepped = True
@@ -182,8 +194,14 @@ class Unsharder:
             yield
         finally:
             self._in_step = False
-        if not (torch.is_grad_enabled() or self._holds):
+        awaits = user_code is not None and user_code.is_a_loop and self._awaits_backward
+        if not (torch.is_grad_enabled() or self._holds or awaits):
             self.reshard_all()
+
+    @property
+    def _awaits_backward(self) -> bool:
+        """Whether a forward's backward, or one of parameters that were brought, may come."""
+        return any(unit.open_calls or unit.kept for unit in self._units)
 
     def hold(self) -> None:
         """Unshard everything for good: ranks may take different numbers of steps.
@@ -216,16 +234,21 @@ class Unsharder:
             for unit in resharded:
                 unit.reshard()
 
-    def bring(self, unit: Unit) -> bool:
+    def bring(self, unit: Unit, *, anywhere: bool = False) -> bool:
         """Unshard a unit until the step ends, for a graph; each rank must call.
+
+        Args:
+            unit: Unit that user code needs.
+            anywhere: Whether a backward may come outside of a step, too; the unit then stays until
+                that backward ends, or an optimizer steps.
 
         Returns:
             False outside of a step, where no backward comes.
         """
-        if self._in_step:
+        if self._in_step or anywhere:
             unit.ensure_full()
             unit.kept = unit.brought = True
-        return self._in_step
+        return self._in_step or anywhere
 
     def unshard_root_units(self) -> None:
         """Unshard the root units, which any module may use at any time, all at once."""
@@ -234,8 +257,14 @@ class Unsharder:
         for unit in self._root_units:
             unit.ensure_full()
 
-    def end_backward(self) -> None:
-        """Reshard what backward has finished with; inside a step the root unit stays."""
+    def end_backward(self, *, is_used: bool = True) -> None:
+        """Reshard what backward has finished with; inside a step the root unit stays.
+
+        Args:
+            is_used: Whether it was a backward of this model; what waits for another one stays.
+        """
+        if not is_used and self._awaits_backward:
+            return
         self._see_assigned()
         for unit in self._units:
             unit.forget_calls()
@@ -273,7 +302,7 @@ class Unsharder:
             return
         if self._in_step and unit not in self._trace:
             self._trace.append(unit)
-        self._prefetch(self._next.get(unit), unit)
+        self._prefetch(self._next, unit)
         if not torch.is_grad_enabled():
             return
         unit.open_calls += 1
@@ -293,11 +322,7 @@ class Unsharder:
             if _hides_tensors(output) or _leaves_graph_on(module):
                 unit.kept = True  # we cannot see its backward coming
             if tensors := [tensor for tensor in _tensors(output) if tensor.requires_grad]:
-
-                def entered(_: Any) -> None:
-                    self._before_backward(unit)
-
-                register_multi_grad_hook(tensors, entered, mode="any")
+                _on_entry(tensors, lambda: self._before_backward(unit))
         if unit.note_forward(module) and not (unit.kept or self._holds):
             unit.reshard(edited=True)  # a forward may keep its own weights small
 
@@ -306,7 +331,7 @@ class Unsharder:
         if self._within:
             return
         unit.open_backwards += 1
-        self._prefetch(self._previous.get(unit), unit)
+        self._prefetch(self._previous, unit)
 
     def _after_backward(self, unit: Unit) -> None:
         if self._within:
@@ -319,10 +344,13 @@ class Unsharder:
             self._on_left(unit)
             unit.reshard()
 
-    def _prefetch(self, unit: Unit | None, running: Unit) -> None:
-        """Unshard a unit ahead, but no teacher's, which may be moved once its student has run."""
-        if unit is not None and unit.is_trained == running.is_trained:
-            unit.begin_unshard()
+    def _prefetch(self, order: Mapping[Unit, Unit], running: Unit) -> None:
+        """Unshard units ahead, but no teacher's, which may be moved once its student has run."""
+        unit: Unit | None = running
+        for _ in range(self._units_ahead):
+            unit = order.get(unit) if unit is not None else None
+            if unit is not None and unit.is_trained == running.is_trained:
+                unit.begin_unshard()
 
     def _enter_holder(self) -> None:
         self._depth += 1
@@ -369,6 +397,29 @@ class _Hook(_TracedHook):
     @untraced
     def __call__(self, *args: Any) -> None:
         self._function(*args)
+
+
+def _on_entry(outputs: Sequence[Tensor], entered: Callable[[], None]) -> None:
+    """Call a function when a backward enters a block, once and after what waits for its gradients.
+
+    The block after it is left by a hook of the same tensor, and is to be resharded first.
+    """
+    arrived: list[None] = []
+
+    def enter(_: Any) -> None:
+        if arrived:
+            arrived.clear()
+            entered()
+
+    def arrive(grad: Any) -> None:
+        arrived.append(None)
+        if has_leaf:  # which has no hook of the other kind
+            enter(grad)
+
+    has_leaf = any(tensor.grad_fn is None for tensor in outputs)
+    register_multi_grad_hook(outputs, arrive, mode="any")
+    for node in {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}:
+        node.register_prehook(enter)
 
 
 def _tensors(collection: Any) -> list[Tensor]:

@@ -3,11 +3,11 @@
 Checked with lightning 2.6; `tests/elastic/test_lightning.py` fails when one changes.
 """
 
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -26,6 +26,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
+from lightning_shard.checkpoint.files.places import fresh_place, inside
+from lightning_shard.checkpoint.found import by_age, checkpoints_in, completed_at
 from lightning_shard.checkpoint.full import module_shapes, optimizer_shapes
 from lightning_shard.elastic.elastic_sampler import ElasticBatchSampler
 from lightning_shard.errors import ConfigError
@@ -237,17 +239,17 @@ def continue_logs(trainer: "pl.Trainer") -> None:
     """
     for logger in trainer.loggers:
         if isinstance(logger, CSVLogger) and logger._experiment is None:
-            path = Path(logger.log_dir) / "metrics.csv"
-            written = path.read_text() if path.exists() else ""
+            filesystem, path = fresh_place(inside(logger.log_dir, "metrics.csv"))
+            written = filesystem.cat_file(path).decode() if filesystem.exists(path) else ""
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", ".*exists and is not empty")
                 writer = logger.experiment
             if written:
-                path.write_text(written)
+                filesystem.pipe_file(path, written.encode())
                 writer.metrics_keys = written.splitlines()[0].split(",")
 
 
-def emergency_place(trainer: "pl.Trainer") -> Path:
+def emergency_place(trainer: "pl.Trainer") -> str:
     """Return where to save a fit that ends early: where `ckpt_path="last"` finds it, if possible.
 
     That is beside what the first `ModelCheckpoint` saves, and otherwise in `default_root_dir`.
@@ -256,8 +258,8 @@ def emergency_place(trainer: "pl.Trainer") -> Path:
     for saver in _model_savers(trainer):
         if saver.dirpath and (saver.save_top_k != 0 or saver.save_last):
             last = f"{saver.CHECKPOINT_NAME_LAST}-{name}{saver.FILE_EXTENSION}"
-            return Path(saver.dirpath) / last
-    return Path(trainer.default_root_dir) / f"{name}.ckpt"
+            return os.path.join(saver.dirpath, last)
+    return os.path.join(trainer.default_root_dir, f"{name}.ckpt")
 
 
 def newest_checkpoint(trainer: "pl.Trainer", since: float) -> str | None:
@@ -268,17 +270,17 @@ def newest_checkpoint(trainer: "pl.Trainer", since: float) -> str | None:
         since: Time at which the fit began. Files that were saved behind the boundary to which the
             callbacks have been taken back count, too, though callbacks do not know of them.
     """
-    paths = [Path(one) for one in (trainer.ckpt_path,) if one]
+    paths = [str(one) for one in (trainer.ckpt_path,) if one]
     for saver in _model_savers(trainer):
         known = [saver.last_model_path, saver.best_model_path, *saver.best_k_models]
-        paths += [Path(one) for one in known if one]
-        found = Path(saver.dirpath).glob(f"*{saver.FILE_EXTENSION}") if saver.dirpath else ()
-        paths += [one for one in found if one.stat().st_mtime >= since]
-    there = sorted({path for path in paths if path.exists()}, key=lambda path: path.stat().st_mtime)
-    return next((str(path) for path in reversed(there) if _is_full(trainer, path)), None)
+        paths += [one for one in known if one]
+        found = checkpoints_in(saver.dirpath, saver.FILE_EXTENSION) if saver.dirpath else ()
+        paths += [one for one in found if (completed_at(one) or 0.0) >= since]
+    there = reversed(by_age(dict.fromkeys(paths)))
+    return next((path for path in there if _is_full(trainer, path)), None)
 
 
-def _is_full(trainer: "pl.Trainer", path: Path) -> bool:
+def _is_full(trainer: "pl.Trainer", path: str) -> bool:
     """Whether one can be gone back to: not weights alone, nor one whose writer was lost."""
     strategy: Any = trainer.strategy
     try:

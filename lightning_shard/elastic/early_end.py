@@ -8,7 +8,6 @@ Who asks: SIGTERM, or in process a `Fault` of kind "leave".
 """
 
 import time
-from pathlib import Path
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -92,7 +91,7 @@ class EarlyEnd:
         leaving = collectives.all_gather_object(membership.is_leaving)
         return leaving
 
-    def _save(self) -> Path:
+    def _save(self) -> str:
         path = _lightning.emergency_place(self._fit.trainer)
         self._fit.trainer.save_checkpoint(path)
         self._fit.strategy.finish_save()

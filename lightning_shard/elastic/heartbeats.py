@@ -16,8 +16,8 @@ from selectors import EVENT_READ, DefaultSelector
 from time import monotonic
 from weakref import finalize
 
+from lightning_shard.backends.guarded.connection import Connection, Message
 from lightning_shard.backends.liveness import RepeatedSignal
-from lightning_shard.backends.liveness.connection import Connection, Message
 
 _LONGEST_BEAT_SECONDS = 1.0
 _UNSENT_SECONDS = 0.01
@@ -40,17 +40,17 @@ class HeartbeatThread(threading.Thread):
 
     def __init__(
         self,
-        server: socket.socket,
+        server: Connection,
         timeout_seconds: float,
         hear: Callable[[Message], None],
         on_server_lost: Callable[[str], None],
         ask_to_leave: Callable[[], None],
     ) -> None:
         super().__init__(name="lightning-shard-membership", daemon=True)
-        self.own_address = str(server.getsockname()[0])
+        self.own_address = server.own_address
         self._beat_seconds = min(timeout_seconds / 10, _LONGEST_BEAT_SECONDS)
         self._silence_seconds = 0.7 * timeout_seconds
-        self._server = Connection(server)
+        self._server = server
         self._hear_message = hear
         self._on_server_lost = on_server_lost
         self._ask_to_leave = ask_to_leave

@@ -1,14 +1,12 @@
 """The launcher of an elastic job's processes, none of which takes the others along.
 
     train.py ──starts──> server, train.py (local rank 1), train.py (local rank 2) ...
-    somebody ──LIGHTNING_SHARD_JOB=host:port LIGHTNING_SHARD_JOB_TOKEN=... train.py──> a newcomer
+    somebody ──LIGHTNING_SHARD_JOB=host:port train.py──> a newcomer
 
 Lightning's own watches the processes that it has started, and ends all with the first that fails.
 Here they live and die on their own; who is left goes on.
 """
 
-import hashlib
-import secrets
 import shlex
 import signal
 import subprocess
@@ -21,6 +19,8 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from typing_extensions import override
 
 from lightning_shard import settings
+from lightning_shard.backends.guarded.addresses import loopback_of
+from lightning_shard.backends.guarded.token import find_token
 from lightning_shard.elastic.rendezvous_server import JobRules, start_rendezvous_server
 from lightning_shard.launchers.processes import ProcessLauncher
 
@@ -47,6 +47,7 @@ class ElasticLauncher(ProcessLauncher):
         super().__init__(cluster_environment, num_processes, num_nodes)
         self._rules = rules
         self._children: list[subprocess.Popen[bytes]] = []
+        self._token_is_given = False
 
     @property
     @override
@@ -86,14 +87,15 @@ class ElasticLauncher(ProcessLauncher):
         # Lightning's observer watches `procs` from now on: it finds none.
         self._children, self.procs = self.procs, []
         if self.num_nodes == 1 or self.cluster_environment.global_rank() == 0:
-            _say_how_to_join([child.args for child in self._children])
+            _say_how_to_join([child.args for child in self._children], self._token_is_given)
 
     def _begin_job(self) -> None:
         """Start the server, if that is for this process to do, and tell who will need it."""
         environment = self.cluster_environment
+        self._token_is_given = bool(settings.job_token())
         alone = self.num_nodes == 1 and not environment.creates_processes_externally
         if alone:
-            job = start_rendezvous_server(self._rules, _LOOPBACK, 0, secrets.token_hex(16))
+            job = start_rendezvous_server(self._rules, _LOOPBACK, 0, settings.job_token())
         else:
             job = self._common_job()
             if environment.global_rank() == 0:
@@ -103,14 +105,19 @@ class ElasticLauncher(ProcessLauncher):
     def _common_job(self) -> settings.Job:
         """Where processes that nobody has told of each other's random numbers find the server."""
         host, port = self.cluster_environment.main_address, self.cluster_environment.main_port
-        token = hashlib.sha256(f"lightning-shard {host}:{port}".encode()).hexdigest()
-        return settings.Job(host=host, port=port, token=settings.job_token() or token)
+        # With a token, ranks of other hosts may join what has begun on one.
+        if self.num_nodes == 1 and not self._token_is_given:
+            host = loopback_of(host)
+        rank = self.cluster_environment.global_rank()
+        token = find_token(port, on_one_host=settings.is_loopback(host), rank=rank)
+        return settings.Job(host=host, port=port, token=token)
 
 
-def _say_how_to_join(commands: Sequence[Any]) -> None:
-    """Print, once for the job, how to add a rank."""
+def _say_how_to_join(commands: Sequence[Any], token_is_given: bool) -> None:
+    """Print, once for the job, how to add a rank; a token is no matter for logs."""
     job = settings.job()
     assert job is not None
     variables = " ".join(f"{name}={value}" for name, value in settings.job_variables(job).items())
     command = commands[0] if commands else [sys.executable, *sys.argv]
-    print(f"To add a rank: {variables} {shlex.join(command)}", file=sys.stderr, flush=True)
+    hint = " (LIGHTNING_SHARD_JOB_TOKEN must be this job's)" if token_is_given else ""
+    print(f"To add a rank{hint}: {variables} {shlex.join(command)}", file=sys.stderr, flush=True)

@@ -1,36 +1,39 @@
 """The rendezvous server: a process beside the ranks with the job's store and members.
 
-    rank 0 ──┐ starts it                     ┌── TCPStore: where each generation makes its groups
-    rank 1 ──┼──── one connection each ────> server
+    rank 0 ──┐ starts it                     ┌── store: where each generation makes its groups
+    rank 1 ──┼──── connections each ──> door, server
     newcomer ┘                               └── table: who takes part
 
 It trains nothing and starts nothing, so that no rank's death takes it along; it ends after the last
 participant. Who starts it opens its sockets, so that the address is known before it runs.
 """
 
-import hmac
+import contextlib
 import json
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
 from time import monotonic
 
 from lightning_shard import settings
-from lightning_shard.backends._c10d import TCPStore
-from lightning_shard.backends.liveness.connection import Connection, Message
+from lightning_shard.backends.guarded.addresses import listen
+from lightning_shard.backends.guarded.connection import Connection, Message
+from lightning_shard.backends.guarded.door import Door
+from lightning_shard.backends.guarded.key_values import KeyValueService
+from lightning_shard.backends.guarded.token import find_token
 from lightning_shard.elastic.membership_table import SHORTEST_START_SECONDS, Bounds, MembershipTable
 from lightning_shard.errors import BackendUnavailableError
 
 _LONGEST_TICK_SECONDS = 1.0
 _UNSENT_SECONDS = 0.01
 _LINGER_SECONDS = 3.0
-_BACKLOG = 128
+MEMBER, _STORE = "member", "store"  # what connections come for
 # Not `-m`: the package's own `__init__` imports Lightning, of which the server needs nothing. So it
 # finds an empty package of that name, whose modules it can import. It is nobody's child: who has
 # started it needs not wait for its end.
@@ -71,25 +74,20 @@ class JobRules(Bounds):
 
 
 class RendezvousServer:
-    """Serves a `MembershipTable` over a listening socket.
+    """Serves a `MembershipTable` and the job's store behind one door.
 
     Args:
         rules: What the membership table goes by.
-        listener: The socket to which participants connect; each says the token first.
+        listeners: The sockets to which participants connect.
         token: The secret that a participant must know.
-        store_port: The port of this host on which the job's store listens.
     """
 
-    def __init__(
-        self, rules: JobRules, listener: socket.socket, token: str, store_port: int
-    ) -> None:
-        listener.setblocking(False)
+    def __init__(self, rules: JobRules, listeners: Sequence[socket.socket], token: str) -> None:
         self._rules = rules
-        self._listener = listener
-        self._token = token
-        self._store_port = store_port
         self._selector = DefaultSelector()
-        self._selector.register(listener, EVENT_READ, self._accept)
+        self._store = KeyValueService(self._selector)
+        services = {MEMBER: self._admit, _STORE: self._store.admit}
+        self._door = Door(listeners, token, self._selector, services)
         self._members: dict[Connection, str | None] = {}
         self._connections: dict[str, Connection] = {}
         self._told_early: list[Message] = []
@@ -110,6 +108,7 @@ class RendezvousServer:
                 key.data()
             for connection in self._members:
                 connection.flush()
+            self._store.flush()
             now = monotonic()
             if now - last_tick >= self._rules.tick_seconds:
                 self._tick(now, now - last_tick)
@@ -122,7 +121,8 @@ class RendezvousServer:
     def close(self) -> None:
         """Close every socket."""
         self._selector.close()
-        self._listener.close()
+        self._door.close()
+        self._store.close()
         for connection in self._members:
             connection.close()
 
@@ -133,23 +133,19 @@ class RendezvousServer:
 
     def _patience(self, last_tick: float) -> float:
         until_tick = max(0.0, last_tick + self._rules.tick_seconds - monotonic())
-        has_unsent = any(connection.has_unsent for connection in self._members)
+        has_unsent = self._store.has_unsent or any(one.has_unsent for one in self._members)
         return min(until_tick, _UNSENT_SECONDS) if has_unsent else until_tick
 
     def _tick(self, now: float, seconds: float) -> None:
         if seconds > self._rules.silence_seconds / 2:  # this process was stopped
             self.membership_table.forgive(now)
         self.membership_table.tick(now)
+        self._door.tick(now)
         for connection, member in self._members.items():
             if member is not None:
                 connection.send({"kind": "beat"})
 
-    def _accept(self) -> None:
-        try:
-            stream, _ = self._listener.accept()
-        except OSError:  # gone before it was greeted
-            return
-        connection = Connection(stream)
+    def _admit(self, connection: Connection) -> None:
         self._members[connection] = None
         self._selector.register(connection, EVENT_READ, partial(self._read, connection))
 
@@ -165,8 +161,9 @@ class RendezvousServer:
         """Hand a message to the table; return whether it was one of a participant."""
         now, member = monotonic(), self._members[connection]
         try:
-            if message.get("kind") == "join":
-                return self._join(connection, message, now)
+            if message["kind"] == "join":
+                self._join(connection, message, now)
+                return True
             if member is not None:
                 self._hand_on(member, message, now)
             return member is not None
@@ -184,10 +181,7 @@ class RendezvousServer:
             case "leave":
                 self.membership_table.leave(member, message["is_done"], now)
 
-    def _join(self, connection: Connection, message: Message, now: float) -> bool:
-        told = str(message.get("token")).encode(errors="replace")
-        if not hmac.compare_digest(told, self._token.encode()):
-            return False
+    def _join(self, connection: Connection, message: Message, now: float) -> None:
         name, rank = str(message["name"]), message["initial_rank"]
         rank = None if rank is None else int(rank)
         if (before := self._members[connection]) is not None:
@@ -195,12 +189,11 @@ class RendezvousServer:
             self.membership_table.lost(before, now)
         member = self.membership_table.join(name, rank, now)
         self._members[connection], self._connections[member] = member, connection
-        job = {"store_port": self._store_port, "first_size": self._rules.initial_size}
-        connection.send({"kind": "joined", "member": member, **job})
+        size = self._rules.initial_size
+        connection.send({"kind": "joined", "member": member, "first_size": size})
         for early in self._told_early:
             connection.send(early)
         self._told_early.clear()
-        return True
 
     def _drop(self, connection: Connection) -> None:
         member = self._members.pop(connection)
@@ -218,14 +211,14 @@ class RendezvousServer:
             self._told_early.append(message)
 
 
-def start_rendezvous_server(rules: JobRules, host: str, port: int, token: str) -> settings.Job:
+def start_rendezvous_server(rules: JobRules, host: str, port: int, token: str = "") -> settings.Job:
     """Start a rendezvous server on this host; it lives in a session of its own and ends by itself.
 
     Args:
         rules: What the job goes by.
         host: An address of this host that all participants reach.
         port: The port to which participants connect; 0 for any.
-        token: The secret that a participant must know.
+        token: The secret that a participant must know; "" for the one that `find_token` finds.
 
     Returns:
         The address and the token with which a process joins the job.
@@ -233,53 +226,42 @@ def start_rendezvous_server(rules: JobRules, host: str, port: int, token: str) -
     Raises:
         BackendUnavailableError: The server did not start.
     """
-    listener, store = listen(host, port), listen(host, 0)
-    handed = [listener.fileno(), store.fileno()]
-    with listener, store:
-        starting = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, str(_PACKAGE_FOLDER), *map(str, handed)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            pass_fds=handed,
-            start_new_session=True,  # Ctrl-C is for the ranks
+    listeners = listen(host, port)
+    with contextlib.ExitStack() as opened:
+        for listener in listeners:
+            opened.enter_context(listener)
+        port = int(listeners[0].getsockname()[1])
+        if not token:
+            token = find_token(port, on_one_host=settings.is_loopback(host), rank=0)
+        _start_process(rules, [listener.fileno() for listener in listeners], token)
+        return settings.Job(host=host, port=port, token=token)
+
+
+def _start_process(rules: JobRules, handed: list[int], token: str) -> None:
+    starting = subprocess.Popen(
+        [sys.executable, "-c", _PROGRAM, str(_PACKAGE_FOLDER), *map(str, handed)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        pass_fds=handed,
+        start_new_session=True,  # Ctrl-C is for the ranks
+    )
+    assert starting.stdin is not None
+    with starting.stdin as told:  # no argument, which other users of the host could read
+        told.write(json.dumps({"rules": asdict(rules), "token": token}).encode())
+    if status := starting.wait():
+        raise BackendUnavailableError(
+            f"The elastic job's rendezvous server could not be started: {sys.executable} ended "
+            f"with status {status}; its own output says why."
         )
-        assert starting.stdin is not None
-        with starting.stdin as told:  # no argument, which other users of the host could read
-            told.write(json.dumps({"rules": asdict(rules), "token": token}).encode())
-        if status := starting.wait():
-            raise BackendUnavailableError(
-                f"The elastic job's rendezvous server could not be started: {sys.executable} ended "
-                f"with status {status}; its own output says why."
-            )
-        return settings.Job(host=host, port=listener.getsockname()[1], token=token)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Open a socket where participants connect, on this host alone if `host` is its loopback."""
-    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-    address = host if settings.is_loopback(host) else ""
-    return socket.create_server((address, port), family=family, backlog=_BACKLOG)
 
 
 def main(descriptors: list[str]) -> None:
-    """Serve one job over two sockets, participants' and the store's; standard input says which."""
+    """Serve one job over listening sockets, whose numbers these are; standard input says which."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     told = json.load(sys.stdin)
-    rules = JobRules(**told["rules"])
-    listener, store_listener = (socket.socket(fileno=int(number)) for number in descriptors)
-    store_port = store_listener.getsockname()[1]
-    store = TCPStore(
-        "127.0.0.1" if store_listener.family == socket.AF_INET else "::1",
-        store_port,
-        None,
-        True,
-        timedelta(seconds=rules.timeout_seconds),
-        wait_for_workers=False,
-        master_listen_fd=store_listener.detach(),
-    )
-    server = RendezvousServer(rules, listener, told["token"], store_port)
+    listeners = [socket.socket(fileno=int(number)) for number in descriptors]
+    server = RendezvousServer(JobRules(**told["rules"]), listeners, told["token"])
     try:
         server.run()
     finally:
         server.close()
-        del store

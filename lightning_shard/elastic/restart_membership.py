@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from lightning_shard import settings
 from lightning_shard.backends.base import Backend
+from lightning_shard.backends.object_transfers import gather_objects
 from lightning_shard.elastic.generation import Generation, Membership
 from lightning_shard.elastic.shared_memory import (
     SharedMemoryBuffers,
@@ -70,9 +71,7 @@ class RestartMembership(Membership):
     def begin(self) -> Generation:
         """Meet the other workers."""
         self._make_groups()
-        numbers: list[int] = [0] * self._size
-        dist.all_gather_object(numbers, newest_generation(self._job))
-        number = max(numbers) + 1
+        number = max(self._of_all_ranks(newest_generation(self._job))) + 1
         members = tuple(f"rank{rank}" for rank in range(self._size))
         self._generation = Generation(number=number, members=members, me=self.me)
         return self._generation
@@ -85,9 +84,12 @@ class RestartMembership(Membership):
         self._folders.append(job_folder(f"fit{len(self._folders) + 1}-{self._job}"))
         self.held = load_all(self._folders[-1])
         self._is_new = True
-        have_some = [False] * self._size
-        dist.all_gather_object(have_some, bool(self.held))
-        self.has_past = any(have_some)
+        self.has_past = any(self._of_all_ranks(bool(self.held)))
+
+    def _of_all_ranks(self, value: int) -> list[int]:
+        world = dist.group.WORLD
+        assert world is not None  # `begin` has made it
+        return gather_objects(world, value)
 
     def make_buffers(self) -> SharedMemoryBuffers:
         """Return where this rank's snapshots of the present fit are written."""

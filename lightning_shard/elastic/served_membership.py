@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from threading import Condition
-from time import monotonic, sleep
+from time import monotonic
 from types import FrameType
 from weakref import WeakSet
 
@@ -28,17 +28,23 @@ from typing_extensions import override
 
 from lightning_shard import settings
 from lightning_shard.backends import liveness
-from lightning_shard.backends._c10d import PrefixStore, RankGroups, TCPStore, set_groups
+from lightning_shard.backends._c10d import PrefixStore, RankGroups, set_groups
 from lightning_shard.backends.base import Backend
-from lightning_shard.backends.liveness.connection import Message
+from lightning_shard.backends.guarded.client import connect
+from lightning_shard.backends.guarded.connection import Connection, Message
+from lightning_shard.backends.guarded.handshake import WrongTokenError
+from lightning_shard.backends.guarded.store import store_at
+from lightning_shard.backends.guarded.token import JobAddress, find_token, remember, wrong_token
 from lightning_shard.backends.liveness.interruption import interrupt_groups
 from lightning_shard.backends.rendezvous import HOST_KEY
 from lightning_shard.elastic.generation import Generation, Membership, SignalHandler
 from lightning_shard.elastic.heartbeats import LONGEST_START_SECONDS, HeartbeatThread
+from lightning_shard.elastic.rendezvous_server import MEMBER
 from lightning_shard.errors import EvictedError, JobOverError, RankFailedError
 
 _LONGEST_ERROR = 500
-_RETRY_SECONDS = 0.2
+_POLL = timedelta(milliseconds=10)
+_LONGEST_CONNECTING_SECONDS = 5.0  # with a job that runs
 
 _memberships: "WeakSet[ServedMembership]" = WeakSet()
 
@@ -47,24 +53,25 @@ class ServedMembership(Membership):
     """This process's part in the job that a rendezvous server keeps.
 
     Args:
-        job: The address of the server, and the token.
+        job: The address of the server, and the token if one was given.
         initial_rank: This process's rank among those that the job starts with; None for a newcomer.
         timeout: How long ranks wait for each other in a group; a rendezvous server that is silent
             for most of it is given up.
 
     Raises:
+        ConfigError: The server does not know this token.
         RankFailedError: The server cannot be reached.
     """
 
     def __init__(self, job: settings.Job, initial_rank: int | None, timeout: timedelta) -> None:
         self.me, self.first_size = "", 0
         self._process = os.getpid()
-        self._job = job
+        self._address = _address_of(job)
+        remember(self._address.token)
         self._initial_rank = initial_rank
         self._timeout = timeout
         self._generation: Generation | None = None
         self._grouped = 0  # the generation whose groups stand or are being made
-        self._store_port = 0
         # What the server has said; guarded by `_news`, and notified.
         self._news = Condition()
         self._next: Message | None = None
@@ -76,7 +83,7 @@ class ServedMembership(Membership):
         self._is_declared_dead = False
         self._is_late = False
         self._thread = HeartbeatThread(
-            _connect(job, is_starting=initial_rank is not None),
+            _connect(self._address, is_starting=initial_rank is not None),
             timeout.total_seconds(),
             hear=self._hear,
             on_server_lost=self._on_server_lost,
@@ -177,13 +184,11 @@ class ServedMembership(Membership):
             )
             if self._go != number:
                 raise self._lost_while_meeting(generation)
-        # One for each generation: a thread that was given up may wait in an earlier one for ever.
-        client = TCPStore(
-            self._job.host, self._store_port, None, False, timeout, wait_for_workers=False
-        )
-        store = PrefixStore(f"lightning_shard/generation{number}", client)
+        job = store_at(self._address, timeout)
+        store = PrefixStore(f"lightning_shard/generation{number}", job)
         if generation.rank == 0:
             store.set(HOST_KEY, self._thread.own_address)
+        self._await_host(store, generation, timeout)
         backend.init_process_group(
             rank=generation.rank,
             world_size=generation.size,
@@ -191,6 +196,16 @@ class ServedMembership(Membership):
             timeout=timeout,
             store=store,
         )
+
+    def _await_host(self, store: PrefixStore, generation: Generation, timeout: timedelta) -> None:
+        """Wait until rank 0 has told its host, or is known to be lost before it could."""
+        number, deadline = generation.number, monotonic() + timeout.total_seconds()
+        while not store.check([HOST_KEY]):
+            with self._news:
+                self._await(lambda: bool(self._losses.get(number)) or self._is_declared_dead, _POLL)
+                has_lost = bool(self._losses.get(number)) or self._is_declared_dead
+            if has_lost or monotonic() > deadline:
+                raise self._lost_while_meeting(generation)
 
     @override
     def drop_groups(self) -> None:
@@ -229,10 +244,7 @@ class ServedMembership(Membership):
             self.me, self._is_declared_dead, self._is_wanted = "", False, False
             self._generation = self._next = None
             name = f"{socket.gethostname()}:{os.getpid()}"
-            token = self._job.token
-            self._thread.send(
-                {"kind": "join", "name": name, "initial_rank": initial_rank, "token": token}
-            )
+            self._thread.send({"kind": "join", "name": name, "initial_rank": initial_rank})
             self._await(lambda: bool(self.me))
 
     def _enter(self) -> Generation:
@@ -273,8 +285,7 @@ class ServedMembership(Membership):
         with self._news:
             kind = message["kind"]
             if kind == "joined":
-                self.me, self._store_port = message["member"], message["store_port"]
-                self.first_size = message["first_size"]
+                self.me, self.first_size = message["member"], message["first_size"]
             elif kind == "generation":
                 self._next, self._is_wanted = message, False
             elif kind == "wanted":
@@ -322,9 +333,9 @@ class ServedMembership(Membership):
         with self._news:
             if self._end is None:
                 self._end = RankFailedError(
-                    f"The elastic job's rendezvous server on {self._job.host}, port "
-                    f"{self._job.port}, {event}: no rank can join or be replaced any more. Go on "
-                    "from the last checkpoint."
+                    f"The elastic job's rendezvous server on {self._address.host}, port "
+                    f"{self._address.port}, {event}: no rank can join or be replaced any more. Go "
+                    "on from the last checkpoint."
                 )
                 self._print(
                     f"the job's rendezvous server {event}; ranks that are lost are not replaced"
@@ -336,21 +347,31 @@ class ServedMembership(Membership):
             print(f"[member {self.me}] {news}", file=sys.stderr, flush=True)
 
 
-def _connect(job: settings.Job, is_starting: bool) -> socket.socket:
+def _address_of(job: settings.Job) -> JobAddress:
+    on_one_host = settings.is_loopback(job.host)
+    token = job.token or find_token(job.port, on_one_host=on_one_host, rank=1)
+    return JobAddress(host=job.host, port=job.port, token=token)
+
+
+def _connect(address: JobAddress, is_starting: bool) -> Connection:
     """Connect; while the job starts on several hosts, its server may still be to come."""
-    deadline = monotonic() + LONGEST_START_SECONDS
-    while True:
-        try:
-            return socket.create_connection((job.host, job.port), timeout=LONGEST_START_SECONDS)
-        except OSError as error:
-            if is_starting and monotonic() < deadline:
-                sleep(_RETRY_SECONDS)
-                continue
-            raise RankFailedError(
-                f"The elastic job at {job.host}, port {job.port}, cannot be reached. Check that it "
-                f"still runs and that LIGHTNING_SHARD_JOB is what its first process has printed. "
-                f"The system said: {error}"
-            ) from error
+    seconds = LONGEST_START_SECONDS if is_starting else _LONGEST_CONNECTING_SECONDS
+    try:
+        return connect(
+            address.host,
+            address.port,
+            token=address.token,
+            service=MEMBER,
+            patience_seconds=seconds,
+        )
+    except OSError as error:
+        if isinstance(error, WrongTokenError):
+            raise wrong_token(address, error) from error
+        raise RankFailedError(
+            f"The elastic job at {address.host}, port {address.port}, cannot be reached. Check "
+            f"that it still runs and that LIGHTNING_SHARD_JOB is what its first process has "
+            f"printed. The system said: {error}"
+        ) from error
 
 
 def _forget_in_child() -> None:

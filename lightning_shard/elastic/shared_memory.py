@@ -120,7 +120,8 @@ def load_all(folder: Path) -> list[Snapshot]:
         CheckpointError: A file is of another version of this package.
     """
     return [
-        Snapshot.read(_map(path, shared=False)) for path in sorted(folder.glob(f"*{_COMPLETE}"))
+        Snapshot.read(_map(path, shared=False), is_own=True)
+        for path in sorted(folder.glob(f"*{_COMPLETE}"))
     ]
 
 

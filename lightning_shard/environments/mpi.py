@@ -11,7 +11,7 @@ mpi4py is passed over, so that each rank trains alone.
 import socket
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from typing_extensions import override
@@ -171,16 +171,13 @@ class MPIEnvironment(ClusterEnvironment):
 
     @cached_property
     def _rendezvous(self) -> Rendezvous:
-        """Where the ranks meet; with MPI rank 0 says it, and its error is raised by every rank."""
+        """Where the ranks meet; with MPI rank 0 says it, and the token; all raise its error."""
         if self._comm is None and self.world_size() > 1:
             return _rendezvous_without_mpi()
         if self._comm is None:
-            found = _own_rendezvous(_LOOPBACK)
-        else:
-            found = runtime.from_rank_zero(_own_rendezvous(runtime.host_of_rank_zero()))
-        if isinstance(found, ConfigError):
-            raise found
-        return found
+            return _own_rendezvous(_LOOPBACK)
+        settings.set_job_token(runtime.job_token())
+        return _common_rendezvous(runtime.host_of_rank_zero())
 
 
 def _rendezvous_without_mpi() -> Rendezvous:
@@ -190,14 +187,29 @@ def _rendezvous_without_mpi() -> Rendezvous:
         raise ConfigError(f"{error} Or install mpi4py, and rank 0 tells the others.") from error
 
 
-def _own_rendezvous(host: str) -> Rendezvous | ConfigError:
-    """Return where others can meet this process, reached at `host` unless the user says where."""
+def _common_rendezvous(host: str) -> Rendezvous:
+    """Return where rank 0 says that the ranks meet, or raise its error; every rank must call."""
+    told: dict[str, Any] = {"host": "", "port": 0, "error": ""}
+    try:
+        own = _own_rendezvous(host)
+        told |= {"host": own.host, "port": own.port}
+    except ConfigError as error:
+        told["error"] = str(error)
+    told = runtime.from_rank_zero(told)
+    if told["error"]:
+        raise ConfigError(str(told["error"]))
+    return Rendezvous(host=str(told["host"]), port=int(told["port"]))
+
+
+def _own_rendezvous(host: str) -> Rendezvous:
+    """Return where others can meet this process, reached at `host` unless the user says where.
+
+    Raises:
+        ConfigError: MASTER_PORT is no port.
+    """
     host = settings.given("MASTER_ADDR") or host
     if settings.given("MASTER_PORT"):
-        try:
-            return Rendezvous(host=host, port=settings.master_port())
-        except ConfigError as error:
-            return error
+        return Rendezvous(host=host, port=settings.master_port())
     with socket.socket() as probe:
         probe.bind((_LOOPBACK if host == _LOOPBACK else "", 0))
         return Rendezvous(host=host, port=probe.getsockname()[1])

@@ -29,7 +29,7 @@ def told_once(trainer: "pl.Trainer | None") -> Iterator[None]:
     """
     with ExitStack() as stack:
         for logger in [] if trainer is None else trainer.loggers:
-            for name in _TOLD:
+            for name in [one for one in _TOLD if hasattr(logger, one)]:
                 stack.enter_context(_on_rank_zero(logger, name))
         yield
 

@@ -56,6 +56,11 @@ def _adopt(strategy: Any, lightning: str, packages: Mapping[str, str]) -> None:
         ConfigError: The strategy's class is not this package's, but derived from one of its.
     """
     for kind in type(strategy).__mro__:
+        if kind.__module__.startswith(tuple(f"{one}.fabric." for one in packages.values())):
+            raise ConfigError(
+                f"The Trainer got {kind.__module__}.{kind.__name__}, which is a strategy of "
+                f"Fabric; expected {packages[lightning]}.{kind.__name__}. Import it from there."
+            )
         package = _package_of(kind, packages)
         if package is not None:
             break

@@ -27,6 +27,7 @@ MIRROR = f"{PACKAGE}.on_pytorch_lightning"
 BUILT_ON_LIGHTNING = (
     "elastic",
     "environments",
+    "fabric",
     "launchers",
     "parallel_dimensions",
     "precision.plugins",

@@ -80,6 +80,8 @@ def clip_grad_norm(
     max_norm: float,
     engine: DataParallelEngine,
     norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Scale the gradients so that their norm over full parameters is at most `max_norm`.
 
@@ -88,11 +90,21 @@ def clip_grad_norm(
     Returns:
         Shape (): the norm before clipping.
 
+    Raises:
+        RuntimeError: The norm is not finite, and is to be; on every rank, before anything is
+            scaled.
+
     Source:
         `torch.nn.utils.clip_grad_norm_`, whose 1e-6 is kept.
     """
     with engine.optimizer_view():
         norm = global_grad_norm(params, engine, norm_type)
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(
+                f"Rank {engine.collectives.rank}: the norm of the full gradient is {norm.item()}, "
+                f"expected a finite one to clip by. Skip the step, or pass "
+                f"error_if_nonfinite=False."
+            )
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for grad in (param.grad for param in params if param.grad is not None):
             grad.mul_(scale.to(grad.device))

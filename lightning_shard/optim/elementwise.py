@@ -97,7 +97,7 @@ def _try_group(
     optimizer: Optimizer, group: dict[str, Any], parts: Callable[[Tensor], list[list[Tensor]]]
 ) -> str | None:
     """Try steps without a closure and with one, as a Trainer takes them; some need it."""
-    device = next((param.device for param in group["params"]), torch.device("cpu"))
+    device = next((p.device for p in group["params"] if not p.is_meta), torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(3, *_SHAPE, generator=generator).to(device)  # a weight, two gradients
     runs = [[parts(value)[i] for value in values] for i in range(len(parts(values[0])))]

@@ -24,6 +24,7 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.optim.common_loss import looks_at_loss, mean_loss
 from lightning_shard.optim.elementwise import why_not_elementwise, why_not_separate
 from lightning_shard.optim.frozen_adam import FrozenAdam
+from lightning_shard.optim.host_step import StepOnHost
 from lightning_shard.optim.owned_parameters import OwnedParameters, why_not_as_they_lie
 
 _WORKS_WITH_OWNERS = (
@@ -52,6 +53,7 @@ class ShardedOptimizer:
         self._in_view = False
         self._frozen_adam = FrozenAdam(optimizer, engine)
         self._owned = OwnedParameters(optimizer, engine)
+        self._on_host = StepOnHost(optimizer, engine)
         shard_state(optimizer, engine)
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -105,6 +107,7 @@ class ShardedOptimizer:
     def _enter(self) -> None:
         self._in_view = True
         self.engine.view.enter()
+        self._on_host.take()
         self._frozen_adam.take()
         self._owned.take()
 
@@ -112,6 +115,8 @@ class ShardedOptimizer:
         self._in_view = False
         self._owned.put_back()
         self._frozen_adam.put_back()
+        self._on_host.put_back()
+        self.engine.send_up(self.params)
         self.engine.view.leave()
         self.engine.publish(self.params)
 

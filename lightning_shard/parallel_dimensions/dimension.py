@@ -42,6 +42,7 @@ class ParallelDimension:
         averages_gradients: Whether its ranks have the same parameters and other parts of the
             samples, so that gradients are averaged over them, as over the ranks of other samples.
             Else each has parameters, or parts of them, that the others have not.
+        num_parts: Number of parts that a batch is run in, while a run lasts.
     """
 
     axis: ClassVar[Axis]
@@ -49,6 +50,7 @@ class ParallelDimension:
 
     def __init__(self, size: int | None = None) -> None:
         self.size = size
+        self.num_parts = 1
 
     def check(self, run: RunView) -> None:
         """Refuse what cannot be, before anything is changed; there are no groups yet.

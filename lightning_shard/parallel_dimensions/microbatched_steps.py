@@ -25,6 +25,7 @@ from lightning_shard.pipeline_parallel.microbatches import (
 )
 from lightning_shard.pipeline_parallel.pipeline import Pipeline
 from lightning_shard.pipeline_parallel.split import PipelineSplit
+from lightning_shard.placeholders import is_placeholder
 from lightning_shard.trainer.step_logs import StepLogs
 
 
@@ -121,8 +122,12 @@ class MicrobatchedSteps(StepRunner):
         completed = self._run.completed
 
         def recorded(microbatch: Microbatch, is_last: bool) -> Any:
-            with self._logs.recording(microbatch.size, counts=is_last, completed=completed):
-                return completed(step(microbatch.content, *args[1:], **kwargs))
+            size = microbatch.size
+            with self._logs.recording(size, counts=is_last, completed=completed) as note:
+                result = completed(step(microbatch.content, *args[1:], **kwargs))
+                loss = _loss(result)
+                note.loss = None if loss is None or is_placeholder(loss) else loss.detach()
+                return result
 
         return recorded
 

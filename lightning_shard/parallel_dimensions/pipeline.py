@@ -1,7 +1,7 @@
 """Pipeline parallel as a dimension: consecutive layers on each rank, microbatches in flight."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -10,9 +10,11 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_shard.data_parallel.agreement import check_same_model
+from lightning_shard.data_parallel.edit_marks import EditMarks
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.leftovers import refuse_leftover_shards
 from lightning_shard.data_parallel.model_split import ModelSplit
@@ -109,7 +111,9 @@ class PipelineDimension(ParallelDimension):
             self._pipeline = Pipeline(
                 self._staged, group, params, schedules, ranks, run.device, early=run.matches_tags
             )
-        self._logs = StepLogs(run.module, group, self._pipeline.last_rank)
+        self._logs = StepLogs(
+            run.module, group, self._pipeline.last_rank, lambda: _optimizers(run.module)
+        )
         return self._split
 
     def _stages(self, run: RunView, num_ranks: int) -> Partition:
@@ -129,13 +133,18 @@ class PipelineDimension(ParallelDimension):
         assert self._run is not None
         assert self._split is not None
         assert self._logs is not None
+        if self._run.is_fitting:
+            accumulates = self._run.module.trainer.accumulate_grad_batches > 1
+            shards = engine.shards if accumulates else None
+            self._pipeline.edits.marks = EditMarks(engine.flats, shards)
+        self.num_parts = self.options.num_parts(self._run.mesh.size(self.axis))
         self._steps = MicrobatchedSteps(
             self._run,
             engine,
             self._pipeline,
             self._split,
             self._logs,
-            num_parts=self.options.num_parts(self._run.mesh.size(self.axis)),
+            num_parts=self.num_parts,
             on_training=self._warn_of_bubble,
         )
 
@@ -225,6 +234,10 @@ class PipelineDimension(ParallelDimension):
                 f"expect each rank to be idle for about {idle:.0%} of a step. Set num_microbatches "
                 f"to {4 * ranks} or more, with a batch of as many samples."
             )
+
+
+def _optimizers(module: "pl.LightningModule") -> Sequence[Optimizer]:
+    return module.trainer.optimizers
 
 
 def _check_steps(module: "pl.LightningModule") -> None:

@@ -42,6 +42,7 @@ from lightning_shard.pipeline_parallel.schedules import Action, Kind, Schedule, 
 from lightning_shard.pipeline_parallel.stage_run import StageRun
 from lightning_shard.pipeline_parallel.staged_model import StagedModel
 from lightning_shard.pipeline_parallel.step_buffers import StepBuffers
+from lightning_shard.pipeline_parallel.step_edits import StepEdits
 from lightning_shard.placeholders import OtherStageError
 
 LossOf = Callable[[Any], Tensor | None]
@@ -101,6 +102,7 @@ class Pipeline:
         observer: Makes the context around every action, to take its time. A computation's wait for
             its message has a context of its own, as the receive; the posting of a receive has
             none.
+        edits: Watches parameters for edits by training steps.
         peak_activations: Largest number of runs that were kept for their backward at one time.
         at_hand: Makes the context of a backward's second half, which begins within blocks.
         reformats: Whether parameters change their format between a forward and its backward.
@@ -131,7 +133,9 @@ class Pipeline:
         )
         self._device = device
         self._messages = StageMessages(group, device)
-        self._buffers = StepBuffers(model, group)
+        last = len(stage_ranks) - 1
+        self._buffers = StepBuffers(model, group, last, has_last=last in stage_params)
+        self.edits = StepEdits()
         self._lending = Lending(model, group, self._stage_ranks)
         self._rehearsed: set[str] = set()
         self._wanted: dict[int, frozenset[str]] | None = None  # in a rehearsal
@@ -215,7 +219,11 @@ class Pipeline:
         self._batch = batch
         self.randomness.next_batch()
         training = batch.stash is not None
-        with self._model.batch(), self._buffers.batch(len(batch.microbatches), training=training):
+        with (
+            self._model.batch(),
+            self._buffers.batch(len(batch.microbatches), training=training),
+            self.edits.batch(training=training),
+        ):
             self._lending.lend(self.at_hand)
             uses = self._learn(batch)
             is_begun = uses and self._rehearse(batch)
@@ -234,6 +242,7 @@ class Pipeline:
             uses = self._needs.learn(
                 batch.kind, batch.microbatches, batch.step, must_use=batch.stash is not None
             )
+            self.edits.note(min(self._stage_params))
             if not self._needs.wanted:
                 return uses
             wanted = self._needs.wanted
@@ -377,6 +386,7 @@ class Pipeline:
             needed=self._needs.of(batch.kind, stage + 1),
             received=self._inputs(stage, index),
             entering=lambda: self.randomness.enter(index, stage),
+            leaving=lambda: self.edits.leaving(stage, self._lending.leaves(stage)),
         )
         run.is_skipped = self._wanted is not None and self._is_sender_skipped
         self.randomness.begin(index)
@@ -396,7 +406,7 @@ class Pipeline:
         if run.is_skipped:
             return
         try:
-            with self._model.running(run, run.stage):
+            with self._model.running(run, run.stage), self.edits.step(run.stage):
                 run.forward(lambda: batch.step(microbatch, run.stage == self.num_stages - 1))
         except OtherStageError as error:
             if self._wanted is None or not lendable(self._model.params, error.origins):

@@ -8,7 +8,7 @@ The last stage has no block `stop`: there the step runs on to its result.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -61,6 +61,7 @@ class StageRun:
         needed: Tensors of the next stage's first call that are sent to it; None on the last stage.
         received: Tensors that the previous stage has sent, in its order; None on the first stage.
         entering: Called when the first block of the stage begins.
+        leaving: Makes the context of what comes after the last block, on the last stage.
 
     Attributes:
         inputs: The received tensors.
@@ -79,6 +80,7 @@ class StageRun:
         needed: Needed | None,
         received: Sequence[Tensor] | None = None,
         entering: Callable[[], None] = lambda: None,
+        leaving: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.stage = stage
         self.inputs = list(received or ())
@@ -89,7 +91,8 @@ class StageRun:
         self._names = block_names
         self._needed = needed
         self._is_later = received is not None
-        self._entering = entering
+        self._entering, self._leaving = entering, leaving
+        self._after = ExitStack()
         self._entered = self._cut = self._is_over = False
         self._received: list[_Received] = []
         self._stance = Stance()
@@ -102,7 +105,7 @@ class StageRun:
                 another stage in another way than as an argument of a block.
         """
         try:
-            with self._stance.as_written():
+            with self._stance.as_written(), self._after:
                 self.result = step()
         except StepCutShort:
             return
@@ -247,7 +250,7 @@ class StageRun:
         is_last = self._needed is None and index == self._stop - 1
         try:
             with self._stance.compiled(is_last=is_last):
-                return call(*args, **kwargs)
+                result = call(*args, **kwargs)
         except Exception as error:
             shapes = ", ".join(str(tuple(one.shape)) for one in tensors_in((args, kwargs)))
             error.add_note(
@@ -255,6 +258,9 @@ class StageRun:
                 f"pipeline, which is called with tensors of shape {shapes or 'none'}."
             )
             raise
+        if is_last and not self._is_over:
+            self._after.enter_context(self._leaving())
+        return result
 
 
 class _Received:

@@ -22,6 +22,7 @@ from lightning_shard.pipeline_parallel.skipped_blocks import SkippedBlock, Templ
 from lightning_shard.placeholders import Placeholder
 
 _PLACE = "_pipeline_place"
+MAX_FOLLOWED_NUMEL = 64  # of a tensor that goes with a step's small values
 
 
 class StepRun(Protocol):
@@ -162,6 +163,29 @@ class StagedModel:
                     found[f"{path}.{name}" if path else name] = module, name, stage
         return found
 
+    def other_buffers(self, stage: int) -> dict[str, tuple[nn.Module, str, Tensor]]:
+        """Return by path the buffers of other stages as the steps of one stage see them.
+
+        Those of a module's own small tensors are left out, which follow the last stage.
+        """
+        assert self._shown is None
+        owners = buffer_stages(self._model, self.partition)
+        copies = {(id(one.home), one.name): one for one in self._stand_ins(stage)}
+        found = {}
+        for path, module in self._model.named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is None or owners[buffer][0] == stage or self.is_followed(buffer):
+                    continue
+                copy = copies.get((id(module._buffers), name))
+                seen = buffer if copy is None else copy.other
+                found[f"{path}.{name}" if path else name] = module, name, seen
+        return found
+
+    def is_followed(self, buffer: Tensor) -> bool:
+        """Whether a buffer is the module's own and small: the last stage's steps change it."""
+        is_own = any(one is buffer for one in self._model._buffers.values())
+        return is_own and buffer.numel() <= MAX_FOLLOWED_NUMEL
+
     @contextmanager
     def batch(self) -> Iterator[None]:
         """Put every parameter back in its place at the end of the runs inside."""
@@ -213,7 +237,7 @@ class StagedModel:
         return {
             buffer: buffer.clone()
             for buffer, (owner, *_) in buffer_stages(self._model, self.partition).items()
-            if owner != stage and owner in self._rank_stages
+            if owner != stage and owner in self._rank_stages and not self.is_followed(buffer)
         }
 
     @property
@@ -264,16 +288,16 @@ class _StandIn:
     """Exchanges a module's tensor for another one while a stage runs."""
 
     def __init__(self, home: dict[str, Any], name: str, other: Tensor) -> None:
-        self._home, self._name, self._other = home, name, other
+        self.home, self.name, self.other = home, name, other
         self.place = home[name]  # the tensor whose place it takes
 
     def put(self, other: Tensor) -> None:
         """Use another tensor as the stand-in from the next exchange on."""
-        self._other = other
+        self.other = other
 
     def swap(self) -> None:
         """Exchange the tensor and its stand-in."""
-        self._home[self._name], self._other = self._other, self._home[self._name]
+        self.home[self.name], self.other = self.other, self.home[self.name]
 
 
 class _BlockPosition:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import nn
 
-from lightning_shard.data_parallel.options import EngineOptions
+from lightning_shard.data_parallel.options import EngineOptions, Offload
 from lightning_shard.mesh import ParallelMesh
 from lightning_shard.pipeline_parallel.blocks import BlockList
 from lightning_shard.pipeline_parallel.partition import BlockCosts, Partition
@@ -32,6 +32,7 @@ class Description:
         schedule: Makes the pipeline's schedule for a number of microbatches; None without a
             pipeline.
         num_microbatches: Number of microbatches of a batch.
+        offload: What lies in host memory, of which `engine` says nothing.
     """
 
     mesh: ParallelMesh
@@ -43,3 +44,4 @@ class Description:
     stage_ranks: tuple[int, ...] = (0,)
     schedule: Callable[[int], Schedule] | None = None
     num_microbatches: int = 1
+    offload: Offload | None = None

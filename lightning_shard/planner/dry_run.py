@@ -35,6 +35,7 @@ def dry_run(
     placement: NodePlacement,
     dtype: torch.dtype | None = None,
     left_out: tuple[object, ...] = (),
+    not_counted: tuple[str, ...] = (),
 ) -> DryRun:
     """Count what a training step takes on every rank of a simulated world.
 
@@ -48,6 +49,7 @@ def dry_run(
         placement: Placement of the mesh on nodes.
         dtype: Format of the parameters; None leaves each its own.
         left_out: Objects that the module refers to and its copy must not.
+        not_counted: Names of what ranks hold besides.
 
     Raises:
         ConfigError: The step asks for elements, or the model cannot be split as asked.
@@ -81,6 +83,7 @@ def dry_run(
         num_microbatches=1 if table is None else table.num_microbatches,
         batch_size=size * options.mesh.dp,
         ranks=figures,
+        not_counted=not_counted,
     )
 
 

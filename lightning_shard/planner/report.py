@@ -27,6 +27,7 @@ class RankMemory:
         activations: Bytes saved for the backwards of the microbatches that are in flight.
         recomputed: Further bytes of the block whose activations backward computes again, the
             largest; 0 without activation checkpointing.
+        offloaded: Bytes in host memory besides, under offload.
     """
 
     parameters: int
@@ -36,10 +37,11 @@ class RankMemory:
     optimizer_state: int
     activations: int
     recomputed: int = 0
+    offloaded: int = 0
 
     @property
     def total(self) -> int:
-        """Sum of the kinds: the peak in bytes, if all have theirs at the same time."""
+        """Sum of the kinds on the device: the peak in bytes, if all are there at one time."""
         held = self.parameters + self.gradients + self.optimizer_state
         in_step = self.gathered + self.gradients_in_flight + self.activations + self.recomputed
         return held + in_step
@@ -79,6 +81,7 @@ class DryRun:
         num_microbatches: Number of microbatches of each batch.
         batch_size: Number of samples in a step of all data-parallel ranks.
         ranks: Figures of each rank of a pipeline, in order.
+        not_counted: Names of what ranks hold besides.
     """
 
     mesh: ParallelMesh
@@ -89,6 +92,7 @@ class DryRun:
     num_microbatches: int
     batch_size: int
     ranks: tuple[RankFigures, ...]
+    not_counted: tuple[str, ...] = ()
 
     @property
     def idle_share(self) -> float:
@@ -127,11 +131,12 @@ class DryRun:
             f"{pipeline}{self.batch_size:,} samples a step; idle {self.idle_share:.1%}",
             str(self.placement),
             *self.placement.warnings,
+            *([f"not counted: {', '.join(self.not_counted)}"] if self.not_counted else []),
         ]
         return Text("\n".join(lines))
 
     def __str__(self) -> str:
-        console = Console(width=150, color_system=None)
+        console = Console(width=170, color_system=None)
         with console.capture() as capture:
             console.print(self)
         return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
@@ -146,6 +151,7 @@ _COLUMNS: tuple[tuple[str, Callable[[RankFigures], "int | float"]], ...] = (
     ("activations", lambda one: one.memory.activations),
     ("recomputed", lambda one: one.memory.recomputed),
     ("total", lambda one: one.memory.total),
+    ("on host", lambda one: one.memory.offloaded),
     ("sent pp", lambda one: one.sent["pp"]),
     ("sent dp", lambda one: one.sent["dp"]),
     ("sent tp", lambda one: one.sent["tp"]),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.data_parallel.checkpointed_blocks import checkpointed_blocks
-from lightning_shard.data_parallel.options import EngineOptions
+from lightning_shard.data_parallel.options import EngineOptions, Offload
 from lightning_shard.errors import ConfigError, ShardError
 from lightning_shard.mesh import ParallelMesh
 from lightning_shard.pipeline_parallel.microbatches import Microbatch
@@ -46,6 +46,7 @@ class WorldOptions:
         sequence_parallel: Whether activations between split layers are in slices.
         step: Runs the training step.
         state_values: Number of values that the optimizer keeps for each trained element.
+        offload: What lies in host memory: see `EngineOptions`, of which `engine` has none.
     """
 
     mesh: ParallelMesh
@@ -57,6 +58,7 @@ class WorldOptions:
     sequence_parallel: bool
     step: Step
     state_values: int
+    offload: Offload | None = None
 
 
 class SimulatedModel:

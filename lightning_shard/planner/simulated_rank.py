@@ -8,6 +8,7 @@ Everything that trains is the code that trains; only the groups are `SimulatedCo
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -217,7 +218,7 @@ class SimulatedRank:
             state = self.options.state_values * sum(param.data.nbytes for param in self._trained)
         engine.publish(self._trained)
         in_pipeline = self.options.cut is not None
-        return RankMemory(
+        found = RankMemory(
             parameters=parameters,
             gathered=self._most_gathered(),
             gradients=gradients,
@@ -225,6 +226,26 @@ class SimulatedRank:
             optimizer_state=state,
             activations=activations,
             recomputed=self.recomputed,
+        )
+        return found if self.options.offload is None else self._offloaded(found)
+
+    def _offloaded(self, found: RankMemory) -> RankMemory:
+        """Return what is held where shards, their gradients and state lie in host memory."""
+        flats, stage = self.engine.flats, self.options.engine.stage
+        on_device = self.options.offload == "optimizer" and stage == 3  # shards, too
+        masters = {flat: flat.shard.numel() * flat.shard.itemsize for flat in flats}
+        trained = [flat for flat in flats if any(param.requires_grad for param in flat.params)]
+        parameters = 0
+        for flat in flats:
+            parameters += 0 if stage == 3 else flat.full.numel() * flat.full.itemsize
+            parameters += flat.shard.numel() * flat.full.itemsize if on_device else 0
+        shards = sum(masters.values()) + sum(masters[flat] for flat in trained)
+        return replace(
+            found,
+            parameters=parameters,
+            gradients=found.gradients if stage < 2 else 0,
+            optimizer_state=0,
+            offloaded=shards + found.optimizer_state,
         )
 
     def _most_gathered(self) -> int:

@@ -62,6 +62,8 @@ class ShardedGradScaler(torch.amp.GradScaler):
         if not found:  # a rank without a shard of these parameters
             found[self._shard_device] = torch.zeros((), device=self._shard_device)
         for flag in found.values():
+            common = flag.to(self._shard_device)
             for group in self._groups:
-                group.all_reduce(flag, "max").wait()
+                group.all_reduce(common, "max").wait()
+            flag.copy_(common)
         return found

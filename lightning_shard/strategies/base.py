@@ -1,18 +1,18 @@
 """The base of this package's strategies: backend, ranks, processes, small collectives."""
 
 import atexit
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar, Unpack
 from weakref import ref
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.plugins.layer_sync import LayerSync
 from lightning.pytorch.plugins.precision import Precision
-from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
 
@@ -23,20 +23,25 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.in_process.termination import RanksTermination
 from lightning_shard.backends.registry import auto_backend, get_backend
 from lightning_shard.data_parallel.data_groups import DataGroups
-from lightning_shard.environments import (
-    InProcessEnvironment,
-    MPIEnvironment,
-    check_environment,
-    fitting_environment,
-)
 from lightning_shard.errors import ConfigError
 from lightning_shard.launchers.in_process import InProcessLauncher
 from lightning_shard.launchers.processes import ProcessLauncher
+from lightning_shard.meta_start.recorder import recording
+from lightning_shard.meta_start.start import move_to, staying_on_meta
 from lightning_shard.parallel_dimensions.run_groups import RunGroups
 from lightning_shard.precision.plugins import sharded_plugin
 from lightning_shard.strategies.checkpoint_files import with_files
 from lightning_shard.strategies.configs import RunConfig
 from lightning_shard.strategies.flat_options import part, takes
+from lightning_shard.strategies.joining import (
+    check_num_nodes,
+    check_num_ranks,
+    destroy_groups,
+    environment_for,
+    join,
+    num_local_ranks,
+    take_place,
+)
 from lightning_shard.strategies.names import check_interactive
 from lightning_shard.strategies.option_names import OptionNames
 from lightning_shard.strategies.options import LightningOptions, RunOptions
@@ -44,10 +49,12 @@ from lightning_shard.trainer._lightning import (
     accept_compiled_modules,
     before_batches,
     before_training_ends,
+    layer_sync,
     share_class_wrapping,
 )
 from lightning_shard.trainer.batch_samplers import assigns_batch_samplers
 from lightning_shard.trainer.gathered_tensors import gathered
+from lightning_shard.trainer.layer_sync import layer_sync_over
 from lightning_shard.trainer.logged_reductions import reduce_op_name, reduced
 from lightning_shard.trainer.termination import CoordinatedShutdown
 
@@ -83,6 +90,8 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
         self._duplicated: dist.ProcessGroup | None = (
             None  # the default group that it was made beside
         )
+        self._random_state: torch.Tensor | None = None  # of the generator, when ranks have started
+        self._synced: LayerSync | None = None  # who has exchanged the model's batch norms
         self._in_run = ExitStack()  # what is put into the trainer of a run
         if not self.is_in_process:
             # Lightning's environment converts these when the Trainer is made, and names none.
@@ -172,22 +181,16 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
 
     @num_nodes.setter
     def num_nodes(self, num_nodes: int) -> None:
-        if num_nodes > 1 and self.is_in_process:
-            raise ConfigError(
-                f"The backend 'in_process' runs every rank on this host, got num_nodes={num_nodes}."
-            )
+        if self.is_in_process:
+            check_num_nodes(num_nodes)
         self._num_nodes = num_nodes
 
     @property
     def num_processes(self) -> int:
         """Ranks on this host."""
-        if self._num_ranks is not None:
-            return self._num_ranks
-        devices = self.parallel_devices or ()
-        started = self.cluster_environment
-        if isinstance(started, MPIEnvironment) and [one.type for one in devices] == ["cpu"]:
-            return started.local_size  # devices="auto" means 1 on CPUs, however many mpirun started
-        return len(devices)
+        return num_local_ranks(
+            self._num_ranks, self.parallel_devices or (), self.cluster_environment
+        )
 
     @property
     @override
@@ -199,29 +202,11 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment and Lightning's logging which rank this is."""
-        num_devices = len(self.parallel_devices or ())
-        if self._num_ranks is not None and num_devices not in (1, self._num_ranks):
-            raise ConfigError(
-                f"num_ranks={self._num_ranks} and Trainer(devices={num_devices}) contradict each "
-                f"other; pass one of them, or devices=1 to put all ranks on it."
-            )
-        environment = self._own_environment()
-        check_environment(environment, self.num_processes, self.num_nodes)
-        environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-        environment.set_world_size(self.num_nodes * self.num_processes)
-        setattr(rank_zero_only, "rank", self.global_rank)  # noqa: B010  (a function attribute)
-
-    def _own_environment(self) -> ClusterEnvironment:
-        """Exchange the cluster environment that Lightning has found where it does not fit."""
+        check_num_ranks(self._num_ranks, len(self.parallel_devices or ()), "Trainer")
         found = self.cluster_environment
         assert found is not None
-        if not self.is_in_process:
-            uses_mpi = self._backend is not None and self._backend.name == "mpi"
-            found = fitting_environment(found, uses_mpi=uses_mpi)
-        elif not isinstance(found, InProcessEnvironment):
-            found = InProcessEnvironment(self.num_processes)
-        self.cluster_environment = found
-        return found
+        self.cluster_environment = environment_for(found, self._backend, lambda: self.num_processes)
+        take_place(self.cluster_environment, self.num_processes, self.num_nodes)
 
     @override
     def _configure_launcher(self) -> None:
@@ -239,6 +224,7 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
     def setup_environment(self) -> None:
         super().setup_environment()
         reset_seed()
+        self._random_state = torch.get_rng_state()
         self.set_world_ranks()
         if not dist.is_initialized():
             self._join()
@@ -270,7 +256,9 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
     @override
     def teardown(self) -> None:
         self._in_run.close()
-        super().teardown()
+        module = self.lightning_module
+        with nullcontext() if module is None else staying_on_meta(module):
+            super().teardown()
 
     def _use_groups(self) -> None:
         """Talk over the default group there is; each rank must call."""
@@ -286,21 +274,13 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
         self._reducing = self.gradient_groups.duplicate(self._timeout)
 
     def _join(self) -> None:
-        environment = self.cluster_environment
-        assert environment is not None
-        if not self.is_in_process:
-            settings.set_rendezvous(environment.main_address, environment.main_port)
-        self.backend.init_process_group(
-            rank=self.global_rank,
-            world_size=self.world_size,
-            device=self.root_device,
-            timeout=self._timeout,
-        )
+        assert self.cluster_environment is not None
+        join(self.backend, self.cluster_environment, self.root_device, self._timeout)
 
     def _leave(self) -> None:
         """At exit. Gloo aborts when somebody still refers to a group that is being destroyed."""
         self._collectives = self._reducing = self._duplicated = None
-        _destroy_groups()
+        destroy_groups()
 
     def salvaging(
         self, error: BaseException, *, is_common: bool, gone: Sequence[int]
@@ -325,10 +305,38 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
         if collectives is not None:
             collectives.barrier()  # a rank that raises ends what others still wait for
 
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Make a module's tensors inside; what happens to those on meta is done when a run begins.
+
+        Args:
+            empty_init: Whether new tensors are made on meta, so that each rank makes its shards
+                when a run begins, with the values of a module that is built on the CPU.
+        """
+        plugin = self.precision_plugin
+        made = plugin.tensor_init_context() if empty_init else super().tensor_init_context()
+        with made, recording(to_meta=bool(empty_init), root=lambda: self.lightning_module):
+            yield
+
     @override
     def model_to_device(self) -> None:
         assert self.model is not None
-        self.model.to(self.root_device)
+        move_to(self.model, self.root_device)
+
+    def _apply_layer_sync(self) -> None:
+        """Let batch norms know all batches of a step, where the user has asked for it."""
+        assert self.model is not None
+        data = self.gradient_groups.dp  # what ranks compute of one sample counts together
+        self._synced = layer_sync_over(data, layer_sync(self), self.root_device, self.world_size)
+        if self._synced is not None:
+            self.model = self._synced.apply(self.model)
+
+    def _revert_layer_sync(self) -> None:
+        """Exchange synchronised batch norms for those of the user's module."""
+        if self._synced is not None and self.model is not None:
+            self.model = self._synced.revert(self.model)
+        self._synced = None
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
@@ -379,15 +387,9 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
 def _leave_at_exit(strategy: "ref[ShardStrategy]") -> None:
     alive = strategy()
     if alive is None:
-        _destroy_groups()
+        destroy_groups()
     else:
         alive._leave()
-
-
-def _destroy_groups() -> None:
-    liveness.stop_at_exit()
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 accept_compiled_modules(ShardStrategy)

@@ -14,12 +14,12 @@ from typing_extensions import override
 
 from lightning_shard.checkpoint.files.new import new_file
 from lightning_shard.checkpoint.files.parts import remove
-from lightning_shard.checkpoint.files.places import local_path
+from lightning_shard.checkpoint.files.places import is_on_the_web, local_path
 from lightning_shard.checkpoint.files.reading import read_file
+from lightning_shard.checkpoint.files.remote_folders import remove_remote
 from lightning_shard.checkpoint.files.torch_archive import Record, records_of, write_archive
 from lightning_shard.errors import CheckpointError
 
-_WEB = ("http://", "https://")
 (_Wrapping,) = AsyncCheckpointIO.__bases__  # what wraps another `CheckpointIO`
 
 
@@ -54,7 +54,7 @@ class CheckpointFiles(CheckpointIO):
         Raises:
             CheckpointError: The file is missing, damaged or no checkpoint.
         """
-        if os.fspath(path).startswith(_WEB):
+        if is_on_the_web(path):
             return TorchCheckpointIO().load_checkpoint(path, map_location, weights_only)
         loaded = read_file(path, map_location, weights_only)
         if not isinstance(loaded, dict):
@@ -68,7 +68,7 @@ class CheckpointFiles(CheckpointIO):
     def remove_checkpoint(self, path: Any) -> None:
         place = local_path(path)
         if place is None:
-            TorchCheckpointIO().remove_checkpoint(path)
+            remove_remote(path)
         else:
             remove(place)
 

@@ -11,7 +11,6 @@ What is here is a full checkpoint, brought together from the ranks' shards.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar, Unpack
 from unittest.mock import patch
 
@@ -26,7 +25,7 @@ from typing_extensions import override
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.checkpoint.async_save.background_saves import BackgroundSaves
-from lightning_shard.checkpoint.files.checksums import verify_folder
+from lightning_shard.checkpoint.files.places import is_folder
 from lightning_shard.checkpoint.frozen import leave_out_frozen, left_out_of
 from lightning_shard.checkpoint.full import full_module_state, load_module_state
 from lightning_shard.checkpoint.optimizer_state import full_state_dict
@@ -40,15 +39,17 @@ from lightning_shard.checkpoint.resuming import (
 from lightning_shard.checkpoint.run_folders import (
     RunFolders,
     checked_names,
-    is_folder,
     is_stored,
     load_folder,
     local_state,
     names_of,
 )
 from lightning_shard.checkpoint.section import section_of, writable_section
+from lightning_shard.checkpoint.sharded.entries import checkpoint_of
+from lightning_shard.checkpoint.sharded.folder import StoredFolder
 from lightning_shard.checkpoint.sharded.load_hooks import loads_plainly
 from lightning_shard.checkpoint.sharded.run_state import module_boxes, optimizer_boxes
+from lightning_shard.checkpoint.sharded.writing import verify_whole
 from lightning_shard.checkpoint.streamed import StreamedState
 from lightning_shard.checkpoint.user_shards import join_shards
 from lightning_shard.data_parallel.engine import DataParallelEngine
@@ -56,6 +57,7 @@ from lightning_shard.data_parallel.model_split import Unsplit
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.errors import CheckpointError, ConfigError
 from lightning_shard.mesh import ParallelMesh
+from lightning_shard.meta_start.recorder import noting_changes
 from lightning_shard.parallel_dimensions.dimension import ParallelDimension
 from lightning_shard.strategies.base import ShardStrategy
 from lightning_shard.strategies.checkpoint_files import CheckpointFiles
@@ -128,15 +130,20 @@ class CheckpointingStrategy(ShardStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
+        self._leave_out_frozen(checkpoint)
+        if self._engine is not None and self._options.stage == 3:
+            join_shards(checkpoint, self._engine)
         if "optimizer_states" in checkpoint and (
             entries := self._kept.entries(self, is_fitting=self._is_fitting())
         ):
             writable_section(checkpoint).update(entries)
-        self._leave_out_frozen(checkpoint)
-        if self._engine is not None and self._options.stage == 3:
-            join_shards(checkpoint, self._engine)
-        with failing_together(self.present_collectives):
-            self._save(checkpoint, filepath, storage_options)
+        try:
+            with failing_together(self.present_collectives):
+                self._save(checkpoint, filepath, storage_options)
+        except BaseException:
+            self._saves.drop_copy()
+            raise
+        self._saves.start()
 
     def _leave_out_frozen(self, checkpoint: dict[str, Any]) -> None:
         if self.save_trainable_only and self.lightning_module is not None:
@@ -302,18 +309,18 @@ class CheckpointingStrategy(ShardStrategy):
         with failing_together(self.present_collectives):
             return self._load_any(checkpoint_path, weights_only)
 
-    def read_alone(self, path: Path) -> Mapping[str, Any]:
+    def read_alone(self, path: Any) -> Mapping[str, Any]:
         """Return a checkpoint that this rank reads by itself, in a run or not.
 
         Raises:
             CheckpointError: It is damaged, or not complete.
         """
         if is_folder(path):
-            verify_folder(path)
-            return self._load_folder(path, None)
+            verify_whole(path)  # all of it, which a share of the ranks' would read once more
+            return checkpoint_of(StoredFolder(path), in_full=self._others_see_loaded())
         return self.checkpoint_io.load_checkpoint(path)
 
-    def _load_folder(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
+    def _load_folder(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
         return load_folder(self, path, weights_only, in_full=self._others_see_loaded())
 
     def _others_see_loaded(self) -> bool:
@@ -325,7 +332,7 @@ class CheckpointingStrategy(ShardStrategy):
 
     def _load_any(self, checkpoint_path: Any, weights_only: bool | None) -> dict[str, Any]:
         if is_folder(checkpoint_path):
-            return self._load_folder(Path(checkpoint_path), weights_only)
+            return self._load_folder(checkpoint_path, weights_only)
         return super().load_checkpoint(checkpoint_path, weights_only)
 
     @property
@@ -352,6 +359,11 @@ class CheckpointingStrategy(ShardStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        with noting_changes(self.lightning_module):
+            self._load_module(checkpoint, strict)
+
+    def _load_module(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         assert self.lightning_module is not None
         if self._is_fitting():
             section_of(checkpoint)  # raises for a newer format, before anything is loaded

@@ -15,7 +15,7 @@ from lightning_shard.data_parallel.checkpointed_blocks import ActivationCheckpoi
 from lightning_shard.data_parallel.compression import Compressor
 from lightning_shard.data_parallel.local_sgd.outer import OuterOptimizer
 from lightning_shard.data_parallel.local_sgd.schedule import SyncSchedule
-from lightning_shard.data_parallel.options import STAGES
+from lightning_shard.data_parallel.options import STAGES, Offload
 from lightning_shard.elastic.membership_table import Bounds
 from lightning_shard.errors import ConfigError
 from lightning_shard.mesh import AXES, Axis, ParallelMesh
@@ -38,8 +38,8 @@ _STAGES: dict[ElasticScheme, int] = {"shard_ddp": 0, "zero1": 1, "zero2": 2, "ze
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig(OptionGroup):
-    """The options that every strategy takes; see `RunOptions`.
+class RanksConfig(OptionGroup):
+    """The options that every strategy takes, for a Trainer and for Fabric; see `RanksOptions`.
 
     Raises:
         ConfigError: An unknown backend, or options that contradict each other.
@@ -49,11 +49,7 @@ class RunConfig(OptionGroup):
     num_ranks: int | None = None
     timeout: float | timedelta = DEFAULT_TIMEOUT
     debug: bool = False
-    announce: bool = True
     checkpoint_format: CheckpointFormat = "full"
-    save_trainable_only: bool = False
-    save_on_sigterm: bool = True
-    async_save: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what cannot be."""
@@ -77,12 +73,6 @@ class RunConfig(OptionGroup):
             )
         if self.num_ranks is not None and self.num_ranks < 1:
             raise ConfigError(f"num_ranks must be at least 1, got {self.num_ranks}.")
-        if self.async_save and self.checkpoint_format != "sharded":
-            raise ConfigError(
-                f"async_save=True writes what each rank has in the background, but with "
-                f"checkpoint_format={self.checkpoint_format!r} rank 0 gathers all of it first. Set "
-                f"checkpoint_format='sharded' beside it."
-            )
 
     @property
     def longest_wait(self) -> timedelta:
@@ -93,6 +83,30 @@ class RunConfig(OptionGroup):
             return timedelta(seconds=self.timeout)
         except OverflowError:
             return timedelta(0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(RanksConfig):
+    """The options that every strategy of a Trainer takes; see `RunOptions`.
+
+    Raises:
+        ConfigError: An unknown backend, or options that contradict each other.
+    """
+
+    announce: bool = True
+    save_trainable_only: bool = False
+    save_on_sigterm: bool = True
+    async_save: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be."""
+        super().__post_init__()
+        if self.async_save and self.checkpoint_format != "sharded":
+            raise ConfigError(
+                f"async_save=True writes what each rank has in the background, but with "
+                f"checkpoint_format={self.checkpoint_format!r} rank 0 gathers all of it first. Set "
+                f"checkpoint_format='sharded' beside it."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +149,8 @@ class DataParallelConfig(GradientConfig):
     """Replicated data parallel and ZeRO; see `DataParallelOptions`."""
 
     compression: str | Compressor | dict[str, Any] | None = None
+    offload: Offload | None = None
+    prefetch: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

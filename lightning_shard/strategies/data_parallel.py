@@ -7,24 +7,27 @@ from typing import Any, ClassVar, Unpack
 from weakref import WeakSet
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_shard.data_parallel.agreement import check_same_optimizers
+from lightning_shard.backends.traffic import Traffic
+from lightning_shard.data_parallel.agreement import check_same_optimizers, check_trainable
 from lightning_shard.data_parallel.checkpointed_blocks import checkpointed_blocks
 from lightning_shard.data_parallel.compression import Compressor, Tally, find_compressor
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.held_bytes import HeldBytes, held, replicated
 from lightning_shard.data_parallel.model_split import ModelSplit
-from lightning_shard.data_parallel.options import DTypePolicy, EngineOptions
+from lightning_shard.data_parallel.options import DTypePolicy, EngineOptions, Offload
 from lightning_shard.errors import ConfigError
+from lightning_shard.meta_start.start import MetaStart, values_at_start
 from lightning_shard.optim.clipping import global_grad_norm
+from lightning_shard.optim.host_step import refuse_offload, warn_of_cpu_ranks
 from lightning_shard.optim.owned_parameters import parameters_to_own
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
 from lightning_shard.parallel_dimensions.combined_split import combined
@@ -37,9 +40,11 @@ from lightning_shard.parallel_dimensions.step_runner import (
 )
 from lightning_shard.precision.plugins import ShardedMixedPrecision, ShardedPrecision
 from lightning_shard.precision.policy import dtype_policy
+from lightning_shard.strategies import dry_runs
 from lightning_shard.strategies.configs import DataParallelConfig, FitEndConfig, RunConfig
 from lightning_shard.strategies.fit_ends import EndingStrategy
 from lightning_shard.strategies.flat_options import part, takes
+from lightning_shard.strategies.memory_notes import MemoryNotes
 from lightning_shard.strategies.names import strategy_name
 from lightning_shard.strategies.options import DataParallelOptions, RunOptions
 from lightning_shard.trainer._lightning import layer_sync
@@ -48,7 +53,6 @@ from lightning_shard.trainer.batch_counts import agree_on_batches, lengths_on_ra
 from lightning_shard.trainer.callbacks import prepare_callbacks
 from lightning_shard.trainer.full_counts import counted_full
 from lightning_shard.trainer.hook_advice import hooks_inside, may_edit_gradients
-from lightning_shard.trainer.layer_sync import SyncBatchNormOnCpu
 from lightning_shard.trainer.model_graphs import draw_graphs
 from lightning_shard.trainer.step_bytes import StepBytes, total_bytes
 from lightning_shard.trainer.weight_averaging import (
@@ -65,6 +69,12 @@ class DataParallelStrategy(EndingStrategy):
     engine_type: ClassVar[type[DataParallelEngine]] = DataParallelEngine
     keeps_optimizers: ClassVar[bool] = False  # from a fit's beginning to its end
     owns_matrices: ClassVar[bool] = True  # a rank each, for optimizers that need full ones
+    dry_run = dry_runs.dry_run
+    described = dry_runs.described
+    placement = dry_runs.placement
+    with_checkpointing = dry_runs.with_checkpointing
+    shard_size = property(dry_runs.shard_size)
+    held_besides = property(dry_runs.held_besides)
 
     @takes(RunConfig, DataParallelConfig, FitEndConfig)
     def __init__(self, **options: Unpack[DataParallelOptions]) -> None:
@@ -79,17 +89,21 @@ class DataParallelStrategy(EndingStrategy):
             dtypes=dtype_policy("32-true", data.reduce_dtype),
             compression=find_compressor(data.compression),
             activation_checkpointing=data.activation_checkpointing,
+            offload=data.offload,
+            prefetch=data.prefetch,
         )
+        self._offload_traffic = Traffic()
         self._recomputing = ExitStack()  # around a fit, blocks are checkpointed
         self._step_bytes = StepBytes(self._bytes_so_far, self._tally_of_codecs)
+        self._memory = MemoryNotes(self)  # for errors
         self._runner: StepRunner | None = None
+        self._start: MetaStart | None = None  # until the engine has the parameters
         self._in_hooks = ExitStack()  # around the user's, of a fit
         self._in_split_model = ExitStack()  # until its dimensions are restored
         self._sharded: list[ShardedOptimizer] = []
         self._replaced: Collection[ShardedOptimizer] = ()  # in the middle of the fit
         self._averages: list[AverageOfShards] = []
         self._failed = False
-        self._cpu_layer_sync: SyncBatchNormOnCpu | None = None
         self._may_differ_in_batches = False  # of prediction
 
     @override
@@ -103,14 +117,12 @@ class DataParallelStrategy(EndingStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             self._apply_layer_sync()
-        self.model = self.precision_plugin.convert_module(self.model)
-        if not any(one.brings_model(run) for one in self.dimensions):
-            self.model_to_device()
+        self._prepare_model(run)
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         if fitting:
             self._step_bytes = StepBytes(self._bytes_so_far, self._tally_of_codecs)
-            self._check_trainable()
             assert self.lightning_module is not None
+            check_trainable(self.lightning_module)
             prepare_callbacks(
                 callbacks,
                 trainer,
@@ -124,7 +136,8 @@ class DataParallelStrategy(EndingStrategy):
             if self._resuming is not None:
                 self._resuming.check(self._misfits, self.collectives)
         num_parameters = count_parameters(self.model)
-        self._start_engine()
+        with self._memory.told("setup"):
+            self._start_engine()
         self._check_states_in_shards()
         self._folders.read_weights(self)
         for callback in averaging_callbacks(callbacks, fitting=fitting):
@@ -136,8 +149,31 @@ class DataParallelStrategy(EndingStrategy):
             self._explain_shards(callbacks)
             self._follow_data(trainer)
         self.setup_precision_plugin()
-        if fitting and self._announces:
-            announce(self, strategy_name(self), num_parameters)
+        if fitting:
+            warn_of_cpu_ranks(self.offload, self.root_device)
+            if self._announces:
+                announce(self, strategy_name(self), num_parameters)
+
+    def _prepare_model(self, run: RunView) -> None:
+        """Let the model be what the engine takes: its tensors have values, or those are known."""
+        assert self.model is not None
+        is_brought = any(one.brings_model(run) for one in self.dimensions)
+        self._start = values_at_start(
+            self.model,
+            torch.device("cpu") if is_brought else run.device,
+            self.global_rank,
+            self._random_state,
+            in_full=self._splits_model,  # ranks cut full layers
+        )
+        self.model = self.precision_plugin.convert_module(self.model)
+        if not is_brought:
+            self.model_to_device()
+
+    @override
+    def setup_optimizers(self, trainer: "pl.Trainer") -> None:
+        super().setup_optimizers(trainer)
+        if self._start is not None:
+            self._start.check_optimizers(self.optimizers)
 
     @property
     @override
@@ -177,10 +213,8 @@ class DataParallelStrategy(EndingStrategy):
         self._replaced = WeakSet([*self._replaced, *given_up])  # they live as their optimizers do
         self._sharded = sharded
 
-    @property
-    def held_besides(self) -> list[str]:
-        """Names of what each rank of a fit holds besides the bytes that can be known before it."""
-        return [] if self._options.compression is None else ["what compression keeps"]
+    def _dtypes(self, precision: str) -> DTypePolicy:
+        return dtype_policy(precision, self._reduce_dtype)
 
     def _explain_shards(self, callbacks: Sequence[Callback]) -> None:
         assert self.lightning_module is not None
@@ -192,15 +226,6 @@ class DataParallelStrategy(EndingStrategy):
                 around = hooks_inside(context, self.lightning_module, callbacks)
                 self._in_hooks.enter_context(around)
 
-    def _check_trainable(self) -> None:
-        assert self.lightning_module is not None
-        if not any(param.requires_grad for param in self.lightning_module.parameters()):
-            raise ConfigError(
-                f"{type(self.lightning_module).__name__} has no parameter that requires a "
-                f"gradient, expected at least one to train. Unfreeze some, or call "
-                f"trainer.validate, test or predict instead of fit."
-            )
-
     def _average_of_shards(self, callback: Averaging) -> AverageOfShards:
         return AverageOfShards(
             callback,
@@ -209,27 +234,6 @@ class DataParallelStrategy(EndingStrategy):
             load=lambda state: self.load_model_state_dict({"state_dict": state}),
             share_buffers=self.lightning_module_state_dict,
         )
-
-    def _apply_layer_sync(self) -> None:
-        assert self.model is not None
-        data = self.gradient_groups.dp  # what ranks compute of one sample counts together
-        # torch's refuses the CPU, and synchronises all ranks of the world
-        is_ours = self.root_device.type == "cpu" or data.size < self.world_size
-        if isinstance(layer_sync(self), TorchSyncBatchNorm) and is_ours:
-            self._cpu_layer_sync = SyncBatchNormOnCpu(data)
-            self.model = self._cpu_layer_sync.apply(self.model)
-        elif (sync := layer_sync(self)) is not None:
-            self.model = sync.apply(self.model)
-
-    @override
-    def _revert_layer_sync(self) -> None:
-        if self.model is None:
-            return
-        if self._cpu_layer_sync is not None:
-            self.model = self._cpu_layer_sync.revert(self.model)
-            self._cpu_layer_sync = None
-        elif (sync := layer_sync(self)) is not None:
-            self.model = sync.revert(self.model)
 
     def _run_view(self) -> RunView:
         """Return what dimensions may know of this run."""
@@ -283,10 +287,17 @@ class DataParallelStrategy(EndingStrategy):
                 self._options,
                 dtypes=self._dtypes(str(plugin.precision)),
                 owned=self._parameters_to_own(split),
+                offload=self._options.offload_of(is_fitting=self._is_fitting()),
+                start=self._start,
             ),
             self._reducing,
             split,
         )
+        if engine.copier is not None:
+            self._offload_traffic = engine.copier.traffic
+        if self._start is not None:  # parameters have their values
+            self._start.end()
+            self._start = None
         if self._is_fitting():
             callbacks = run.module.trainer.callbacks  # type: ignore[attr-defined]
             engine.edits.are_expected = may_edit_gradients(run.module, callbacks)
@@ -304,8 +315,10 @@ class DataParallelStrategy(EndingStrategy):
         for one in reversed(self.dimensions):
             self._runner = one.wrapped(self._runner)
 
-    def _dtypes(self, precision: str) -> DTypePolicy:
-        return dtype_policy(precision, self._reduce_dtype)
+    @property
+    def _splits_model(self) -> bool:
+        """Whether a rank has a part of the model only."""
+        return False
 
     def _parameters_to_own(self, split: ModelSplit | None) -> Collection[nn.Parameter]:
         """Return the parameters that optimizers of full matrices need on one rank each."""
@@ -315,9 +328,11 @@ class DataParallelStrategy(EndingStrategy):
         if not updates or self._options.stage == 0 or has_parts or compresses:
             return frozenset()
         assert self.model is not None
-        owned = (
-            parameters_to_own(self.optimizers, self.model) if self.owns_matrices else frozenset()
-        )
+        if not self.owns_matrices:
+            return frozenset()
+        owned = parameters_to_own(self.optimizers, self.model)
+        if owned and self._options.offload is not None:
+            raise refuse_offload(self._options.offload, self.optimizers)
         if owned:  # ranks that lay parameters out differently could not even compare models
             check_same_optimizers(self.optimizers, self.model, self.collectives)
         return owned
@@ -326,7 +341,8 @@ class DataParallelStrategy(EndingStrategy):
         self, kind: StepKind, step: ModuleStep, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         assert self._runner is not None
-        return self._runner.run(kind, step, args, kwargs)
+        with self._memory.running(kind, args[0]):
+            return self._runner.run(kind, self._memory.noting(step), args, kwargs)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -356,6 +372,7 @@ class DataParallelStrategy(EndingStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
+        module = self.lightning_module
         lengths = lengths_on_ranks(dataloader, self.collectives)
         if self._is_predicting:  # Lightning gives each rank its own samples, none twice
             self._may_differ_in_batches |= len(set(lengths)) > 1 or None in lengths
@@ -365,13 +382,8 @@ class DataParallelStrategy(EndingStrategy):
             lengths,
             self.collectives,
             self.root_device,
-            may_be_empty=not self._is_training,
+            may_be_empty=module is not None and not module.trainer.training,
         )
-
-    @property
-    def _is_training(self) -> bool:
-        module = self.lightning_module
-        return module is None or module.trainer.training
 
     @property
     def _is_predicting(self) -> bool:
@@ -394,11 +406,20 @@ class DataParallelStrategy(EndingStrategy):
         Returns:
             Shape (), the same on every rank.
         """
-        if optimizer is None:
-            params = [p for flat in self.engine.flats for p in flat.params]
-        else:
-            params = [p for group in optimizer.param_groups for p in group["params"]]
-        return global_grad_norm(params, self.engine, norm_type)
+        groups = [] if optimizer is None else optimizer.param_groups
+        params = [one for group in groups for one in group["params"]]
+        of_all = [param for flat in self.engine.flats for param in flat.params]
+        return global_grad_norm(of_all if optimizer is None else params, self.engine, norm_type)
+
+    @property
+    def offload(self) -> Offload | None:
+        """What a fit has in host memory; None without offload."""
+        return self._options.offload
+
+    @property
+    def offload_traffic(self) -> Traffic:
+        """What this rank has copied "down" to host memory and "up", in this run or the last."""
+        return self._offload_traffic
 
     def held_bytes(self) -> HeldBytes:
         """Return the bytes that this rank holds now, counted by storage."""
@@ -430,12 +451,12 @@ class DataParallelStrategy(EndingStrategy):
 
     @override
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
-        with self._step_bytes.counting():
+        with self._step_bytes.counting(), self._memory.told("backward"):
             return super().backward(*args, **kwargs)
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step_bytes.counting():
+        with self._step_bytes.counting(), self._memory.told("optimizer_step"):
             return super().optimizer_step(*args, **kwargs)
 
     @override

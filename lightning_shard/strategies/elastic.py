@@ -27,7 +27,7 @@ from typing_extensions import override
 from lightning_shard import settings
 from lightning_shard.backends.in_process.world import current_world
 from lightning_shard.backends.rendezvous import unless_a_rank_fails
-from lightning_shard.checkpoint.by_rank import own_entry
+from lightning_shard.checkpoint.by_rank import in_memory, own_entry
 from lightning_shard.checkpoint.random_state import random_state
 from lightning_shard.checkpoint.section import section_of, writable_section
 from lightning_shard.data_parallel.leftovers import take_leftovers
@@ -325,7 +325,7 @@ class ElasticStrategy(DataParallelStrategy):
         section = section_of(checkpoint)
         if self._run is not None:
             own = own_entry(section, self.mesh, self.global_rank)
-            self._run.random = own.get("random")
+            self._run.random = in_memory(own.get("random"))
         kept = section.get("elastic")
         if kept is not None:
             assert self.lightning_module is not None

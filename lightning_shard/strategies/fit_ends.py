@@ -99,9 +99,6 @@ class EndingStrategy(CheckpointingStrategy):
         self._engine, self._states_in_shards = None, None
         self._revert_layer_sync()
 
-    def _revert_layer_sync(self) -> None:
-        """Exchange synchronised batch norms for those of the user's module."""
-
     def _leaves_shards(self, engine: DataParallelEngine) -> bool:
         """Whether shards stay after this run, the same on all ranks; each rank must call."""
         if self._failed or self._has_full_parameters or self.is_in_process or self._averages:

@@ -47,11 +47,12 @@ def part(group: type[T], options: Mapping[str, object]) -> T:
     return cast(T, {name: value for name, value in options.items() if name in names})
 
 
-def takes(*groups: type[OptionGroup]) -> Callable[[F], F]:
+def takes(*groups: type[OptionGroup], of: type = ParallelStrategy) -> Callable[[F], F]:
     """Give a constructor with `**options: Unpack[SomeTypedDict]` its flat signature, and checks.
 
     Args:
         groups: They have the typed dictionary's options, except Lightning's, with the defaults.
+        of: Lightning's strategy that the constructor's class derives from.
 
     Raises:
         ConfigError: When the constructor is called, an option is not of its type.
@@ -60,7 +61,7 @@ def takes(*groups: type[OptionGroup]) -> Callable[[F], F]:
     def decorate(constructor: F) -> F:
         declared = _declared(constructor)
         hints = get_type_hints(declared)
-        flat = Signature(list(_parameters(groups, hints)))
+        flat = Signature(list(_parameters(groups, hints, of)))
         others = hints.keys() ^ (flat.parameters.keys() - {"self"})
         assert not others, f"{declared.__name__} and its groups differ in {others}"
 
@@ -118,8 +119,10 @@ def _declared(constructor: Callable[..., None]) -> type:
     return cast(type, declared)
 
 
-def _parameters(groups: tuple[type[OptionGroup], ...], hints: Any) -> Iterator[Parameter]:
-    of_lightning = inspect.signature(ParallelStrategy.__init__).parameters.values()
+def _parameters(
+    groups: tuple[type[OptionGroup], ...], hints: Any, base: Any
+) -> Iterator[Parameter]:
+    of_lightning = inspect.signature(base.__init__).parameters.values()
     kind = Parameter.KEYWORD_ONLY
     of_groups = [
         Parameter(field.name, kind, default=field.default)

@@ -22,11 +22,12 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_shard.checkpoint.by_rank import own_entry
+from lightning_shard.checkpoint.by_rank import entries_of_ranks, own_entry
 from lightning_shard.checkpoint.optimizer_state import local_state_dict
 from lightning_shard.checkpoint.run_folders import names_of
 from lightning_shard.checkpoint.section import section_of, writable_section
 from lightning_shard.data_parallel.compression import Compressor, Tally, find_compressor
+from lightning_shard.data_parallel.compression.state import with_means
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.held_bytes import HeldBytes, storage_bytes
@@ -40,6 +41,7 @@ from lightning_shard.data_parallel.local_sgd.optimizer_state import (
 from lightning_shard.data_parallel.local_sgd.outer import outer_factory, plain_average
 from lightning_shard.data_parallel.local_sgd.rules import Averaging, OuterOptimization, SyncRule
 from lightning_shard.data_parallel.local_sgd.sending import check_compressor
+from lightning_shard.data_parallel.read_when_asked import mean_of_ranks
 from lightning_shard.errors import ConfigError
 from lightning_shard.strategies.configs import GradientConfig, LocalSGDConfig, RunConfig
 from lightning_shard.strategies.flat_options import part, takes
@@ -255,7 +257,9 @@ class LocalSGDStrategy(LocalUpdates):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        state = self._last_state if self._local is None else self._local.state_dict()
+        state = self._last_state
+        if self._local is not None:
+            state = self._local.state_dict(means=self.checkpoint_format != "sharded")
         if state and "optimizer_states" in checkpoint:
             writable_section(checkpoint)["local_sgd"] = state
         super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -272,7 +276,8 @@ class LocalSGDStrategy(LocalUpdates):
         super().load_optimizer_state_dict(checkpoint)
         section = section_of(checkpoint)
         own = own_entry(section, self.mesh, self.global_rank)
-        self._loaded, self._loaded_own = section.get("local_sgd"), own.get("local_sgd")
+        self._loaded_own = own.get("local_sgd")
+        self._loaded = _with_means(section) if self._loaded_own is None else section["local_sgd"]
         states = checkpoint["optimizer_states"]
         for optimizer, state, mine in zip(
             self.optimizers, states, own.get("optimizers", ()), strict=False
@@ -286,3 +291,18 @@ class LocalSGDStrategy(LocalUpdates):
         self._local = self._loaded = self._loaded_own = None
         self._guards = []
         super().teardown()
+
+
+def _with_means(section: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return what local SGD keeps for all ranks, with means of what each has kept.
+
+    Args:
+        section: The section of a checkpoint, of files and folders.
+    """
+    shared = section.get("local_sgd")
+    kept = [one["local_sgd"] for _, one in entries_of_ranks(section) if "local_sgd" in one]
+    if shared is None or not kept:
+        return shared
+    own = shared["own"] or mean_of_ranks([one["parameters"] for one in kept])
+    compression = with_means(shared["compression"], [one["compression"] for one in kept])
+    return {**shared, "own": own, "compression": compression}

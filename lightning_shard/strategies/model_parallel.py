@@ -15,24 +15,19 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.data_parallel.checkpointed_blocks import checkpointed_blocks
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.model_split import Unsplit
 from lightning_shard.errors import ConfigError
-from lightning_shard.mesh import Axis, NodePlacement, ParallelMesh
+from lightning_shard.mesh import Axis, ParallelMesh
 from lightning_shard.parallel_dimensions.dimension import ParallelDimension
 from lightning_shard.parallel_dimensions.run_groups import RunGroups
 from lightning_shard.parallel_dimensions.run_view import RunView
-from lightning_shard.planner.description import Description, Measure
-from lightning_shard.planner.report import DryRun
-from lightning_shard.precision.policy import dtype_policy
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from lightning_shard.strategies.hybrid_sharding import replicate_ranks, shard_ranks
 from lightning_shard.strategies.options import SplitOptions
 from lightning_shard.tensor_parallel.randomness import drawn_apart
 from lightning_shard.trainer._lightning import seed_workers
 from lightning_shard.trainer.batch_counts import check_same_lengths
-from lightning_shard.trainer.dry_run import dry_run_of
 from lightning_shard.trainer.hook_advice import hooks_inside
 from lightning_shard.trainer.metric_groups import MetricGroups
 from lightning_shard.trainer.same_batches import SameBatches
@@ -83,10 +78,6 @@ class ModelParallelStrategy(DataParallelStrategy):
         """The axes of the dimensions."""
         return [one.axis for one in self.dimensions]
 
-    def placement(self, ranks_per_node: int) -> NodePlacement:
-        """Say which groups reach over nodes of so many neighbouring ranks, and what is slow."""
-        return self.mesh.placement(ranks_per_node)
-
     @property
     def _groups(self) -> RunGroups:
         if self._made is None:
@@ -109,6 +100,7 @@ class ModelParallelStrategy(DataParallelStrategy):
         return ["dp", *(one.axis for one in self.dimensions if one.averages_gradients)]
 
     @property
+    @override
     def shard_size(self) -> int:
         """How many of the ranks that average gradients share out a copy of the state: here, all."""
         return prod(self.mesh.size(axis) for axis in self._gradient_axes)
@@ -161,8 +153,8 @@ class ModelParallelStrategy(DataParallelStrategy):
         super()._leave()
 
     @property
+    @override
     def _splits_model(self) -> bool:
-        """Whether a rank has a part of the model only."""
         splitting = [one.axis for one in self.dimensions if not one.averages_gradients]
         return any(self.mesh.size(axis) > 1 for axis in splitting)
 
@@ -293,64 +285,6 @@ class ModelParallelStrategy(DataParallelStrategy):
         """Inside, data-parallel ranks draw random numbers of their own; those of a model alike."""
         data = self.data_collectives
         return drawn_apart(data, self.root_device) if data.size > 1 else nullcontext()
-
-    def dry_run(
-        self,
-        module: "pl.LightningModule",
-        batch: Any,
-        *,
-        world_size: int,
-        precision: str = "32-true",
-        ranks_per_node: int = 8,
-        state_values: int = 2,
-    ) -> DryRun:
-        """Count what a training step takes on each rank of a world that is not there.
-
-        Nothing is sent, computed or kept: the module may be larger than any memory.
-
-        Args:
-            module: As for `trainer.fit`; its parameters may be on meta, and it needs no trainer.
-            batch: Batch of a data-parallel rank's loader; its tensors may be on meta.
-            world_size: Ranks of that world.
-            precision: As for the Trainer.
-            ranks_per_node: Ranks that share a node's fast links.
-            state_values: Number of values that the optimizer keeps for each trained element: 2 of
-                Adam.
-
-        Raises:
-            ConfigError: Options that do not fit the world or the module, or a `training_step` that
-                asks for elements.
-        """
-        return dry_run_of(
-            self,
-            module,
-            batch,
-            world_size=world_size,
-            precision=precision,
-            ranks_per_node=ranks_per_node,
-            state_values=state_values,
-        )
-
-    def described(
-        self, module: "pl.LightningModule", precision: str, measure: Measure
-    ) -> Description:
-        """Say what the ranks of a world have and do, for a dry run; nothing is set up.
-
-        Args:
-            module: The module to describe, as in `dry_run`.
-            precision: Precision string, as for the Trainer.
-            measure: Measures the blocks of the module.
-        """
-        dtypes = dtype_policy(precision, self._reduce_dtype)
-        engine = replace(self._options, dtypes=dtypes)
-        found = Description(mesh=self.mesh, engine=engine, shard_size=self.shard_size)
-        checkpointing = checkpointed_blocks(
-            module, engine.activation_checkpointing, engine.units, reads_buffers=False
-        )
-        with checkpointing:  # which what is measured depends on
-            for one in reversed(self.dimensions):
-                found = one.described(found, module, measure)
-        return found
 
     @override
     def teardown(self) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 from lightning_shard.data_parallel.compression import COMPRESSORS
 from lightning_shard.errors import ConfigError
 from lightning_shard.launchers._lightning import Launcher, is_interactive
-from lightning_shard.strategies.registry import SCHEMES
+from lightning_shard.strategies.registry import OFFLOADED, SCHEMES
 
 
 def strategy_name(strategy: Any) -> str:
@@ -21,7 +21,9 @@ def strategy_name(strategy: Any) -> str:
     if scheme == "shard_ddp" and compressor is not None:
         kinds = {kind: name for name, kind in COMPRESSORS.items()}
         return f"{scheme}_{kinds[type(compressor)]}" if type(compressor) in kinds else scheme
-    return scheme or type(strategy).__name__
+    place = scheme, getattr(strategy, "offload", None)
+    offloaded = next((name for name, one in OFFLOADED.items() if one == place), scheme)
+    return offloaded or type(strategy).__name__
 
 
 def check_interactive(strategy: Any, launcher: Launcher, num_ranks: int) -> None:

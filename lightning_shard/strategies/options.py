@@ -21,6 +21,7 @@ from lightning_shard.data_parallel.async_sgd.async_sgd import StalenessRule
 from lightning_shard.data_parallel.checkpointed_blocks import ActivationCheckpointing
 from lightning_shard.data_parallel.compression import Compressor
 from lightning_shard.data_parallel.local_sgd.outer import OuterOptimizer
+from lightning_shard.data_parallel.options import Offload
 from lightning_shard.mesh import Axis
 
 ReduceDType = Literal["float32", "bfloat16", "float16"]
@@ -47,8 +48,8 @@ class LightningOptions(TypedDict, total=False):
     precision_plugin: Precision | None
 
 
-class RunOptions(LightningOptions, total=False):
-    """What every strategy takes.
+class RanksOptions(TypedDict, total=False):
+    """What every strategy takes, for a Trainer and for Fabric.
 
     Attributes:
         backend: "auto" (NCCL on GPUs, Gloo on CPUs) or a backend's name.
@@ -58,10 +59,23 @@ class RunOptions(LightningOptions, total=False):
         debug: Let ranks compare every collective call before they make it, so that a mistake is an
             error that names both call sites. Slow. On as well when LIGHTNING_SHARD_DEBUG is 1, and
             always within one process.
-        announce: Say in one line, when a fit starts, what runs and what each rank will hold.
         checkpoint_format: "full", one file as a single device writes it, which rank 0 gathers; or
             "sharded", a folder to which each rank writes what it has. Either loads, whatever is
             set here.
+    """
+
+    backend: str
+    num_ranks: int | None
+    timeout: float | timedelta
+    debug: bool
+    checkpoint_format: CheckpointFormat
+
+
+class RunOptions(LightningOptions, RanksOptions, total=False):
+    """What every strategy of a Trainer takes.
+
+    Attributes:
+        announce: Say in one line, when a fit starts, what runs and what each rank will hold.
         save_trainable_only: Save no parameters that are frozen (`requires_grad=False`) then, such
             as the base of an adapter; buffers are saved. A run that loads such a checkpoint keeps
             its own values of them.
@@ -71,12 +85,7 @@ class RunOptions(LightningOptions, total=False):
             what it has to host memory, which a thread writes. For the sharded format.
     """
 
-    backend: str
-    num_ranks: int | None
-    timeout: float | timedelta
-    debug: bool
     announce: bool
-    checkpoint_format: CheckpointFormat
     save_trainable_only: bool
     save_on_sigterm: bool
     async_save: bool
@@ -131,16 +140,28 @@ class SplitOptions(SharedOptions, FitEndOptions, total=False):
     """What all strategies share whose ranks keep shards between the steps of a fit."""
 
 
-class DataParallelOptions(SplitOptions, total=False):
-    """What replicated data parallel and ZeRO take.
+class ShardOptions(TypedDict, total=False):
+    """How shards and gradients travel, and where they lie.
 
     Attributes:
         compression: "fp16", "bf16", "int8", "topk", "powersgd", "onebit", a `Compressor`, or a
             mapping with `class_path` and `init_args`: what makes gradients smaller before they
             travel. "none" or None sends them as they are. Stages 0 to 2.
+        offload: What lies in host memory: "optimizer", the shards that the optimizer updates, their
+            gradients and its state, whose step the CPU then makes (stages 1 to 3); "parameters",
+            the parameters' shards as well, which the device has only while a block needs them
+            (stage 3).
+        prefetch: Units that stage 3 gathers ahead of the one that runs; by default 1. With 0
+            memory is least, and nothing computes while parameters travel.
     """
 
     compression: str | Compressor | dict[str, Any] | None
+    offload: Offload | None
+    prefetch: int | None
+
+
+class DataParallelOptions(SplitOptions, ShardOptions, total=False):
+    """What replicated data parallel and ZeRO take."""
 
 
 class PlanOptions(TypedDict, total=False):

@@ -21,6 +21,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 
+from lightning_shard.checkpoint.files.places import local_path
 from lightning_shard.launchers.failures import noted
 from lightning_shard.trainer._lightning import requeue, requeue_path
 
@@ -78,7 +79,7 @@ def _saves(callback: ModelCheckpoint) -> bool:
 def _have_requeued(strategy: Any, trainer: "pl.Trainer") -> None:
     path, save_checkpoint = strategy.broadcast(requeue_path(trainer)), trainer.save_checkpoint
     folder, name = os.path.split(path)
-    is_remote = "://" in path  # where an object is there when all of it has arrived
+    is_remote = local_path(path) is None  # where it counts when all of it has arrived
     written = path if is_remote else os.path.join(folder, name.replace("hpc_ckpt_", "requeue-"))
 
     def save() -> None:

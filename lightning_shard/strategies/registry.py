@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning_shard.backends.registry import backend_names
 from lightning_shard.data_parallel.compression import COMPRESSORS
+from lightning_shard.data_parallel.options import Offload
 
 SCHEMES = {
     "shard_ddp": "DDPStrategy",
@@ -25,15 +26,22 @@ SCHEMES = {
 }
 """By name the class."""
 
+OFFLOADED: dict[str, tuple[str, Offload]] = {
+    "zero2_offload": ("zero2", "optimizer"),
+    "zero3_offload": ("zero3", "parameters"),
+}
+"""By name the scheme, and what it has in host memory: as Lightning's DeepSpeed names have it."""
+
 
 @dataclass(frozen=True)
-class _NamedStrategy:
+class NamedStrategy:
     """Makes a strategy of a package that has the classes, `lightning_shard` for example."""
 
     package: str
     strategy: str
 
     def __call__(self, **options: Any) -> Any:
+        """Make the strategy."""
         return getattr(import_module(self.package), self.strategy)(**options)
 
 
@@ -46,18 +54,21 @@ def register_strategies(lightning: str, package: str) -> None:
     """
     registry = import_module(f"{lightning}.strategies").StrategyRegistry
     for scheme, strategy in SCHEMES.items():
-        _register(registry, scheme, _NamedStrategy(package, strategy))
+        _register(registry, scheme, NamedStrategy(package, strategy))
     for compression in COMPRESSORS:
-        compressed = _NamedStrategy(package, SCHEMES["shard_ddp"])
+        compressed = NamedStrategy(package, SCHEMES["shard_ddp"])
         _register(registry, f"shard_ddp_{compression}", compressed, compression=compression)
+    for name, (scheme, offload) in OFFLOADED.items():
+        _register(registry, name, NamedStrategy(package, SCHEMES[scheme]), offload=offload)
 
 
-def _register(registry: Any, scheme: str, strategy: _NamedStrategy, **options: Any) -> None:
+def _register(registry: Any, scheme: str, strategy: NamedStrategy, **options: Any) -> None:
     description = f"See {strategy.package}.{strategy.strategy}."
-    for name, backend in _names(scheme):
+    for name, backend in names_of(scheme):
         if name not in registry:
             registry.register(name, strategy, description, backend=backend, **options)
 
 
-def _names(scheme: str) -> list[tuple[str, str]]:
+def names_of(scheme: str) -> list[tuple[str, str]]:
+    """Return a scheme's names, alone and with each backend as a suffix, and their backends."""
     return [(scheme, "auto"), *((f"{scheme}_{backend}", backend) for backend in backend_names())]

@@ -5,6 +5,7 @@ zero3 on 4 ranks (in_process, threads of this process): 470,528 parameters; each
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from lightning.fabric.plugins import ClusterEnvironment
@@ -64,7 +65,9 @@ def what_is_held(
     shards = {
         param: shard.view(slot.shape) if flat.is_owned and shard.numel() else shard
         for flat in engine.flats
-        for param, slot, shard in zip(flat.params, flat.layout.slots, flat.local_views, strict=True)
+        for param, slot, shard in zip(
+            flat.params, flat.layout.slots, flat.master_views, strict=True
+        )
         if engine.split.is_here(param)
     }
     sizes = [expected_state_bytes(optimizer, shards) for optimizer in optimizers]
@@ -75,8 +78,9 @@ def what_is_held(
     }
     held = expected(engine)
     state = sum(size or 0 for size in sizes)
-    full = HeldBytes(parameters=held.parameters, gradients=held.gradients, optimizer_state=state)
-    return full, tuple(sorted(unknown))
+    if engine.copier is not None:
+        return replace(held, offloaded=held.offloaded + state), tuple(sorted(unknown))
+    return replace(held, optimizer_state=state), tuple(sorted(unknown))
 
 
 def announcement(
@@ -104,6 +108,8 @@ def announcement(
         )
     )
     total = _range([one.total for one in held])
+    if any(one.offloaded for one in held):
+        parts += f"; in host memory {_range([one.offloaded for one in held])}"
     besides = f"; not counted: {', '.join(not_counted)}" if not_counted else ""
     return (
         f"{name} ({place}): {num_parameters:,} parameters; each rank will hold {total}: "

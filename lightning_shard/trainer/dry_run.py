@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 from unittest.mock import patch
 
@@ -35,6 +36,10 @@ class Describable(Protocol):
 
     cluster_environment: Any
 
+    @property
+    def held_besides(self) -> Sequence[str]:
+        """Names of what its ranks hold besides what is counted."""
+
     def described(
         self, module: "pl.LightningModule", precision: str, measure: Measure
     ) -> Description:
@@ -54,7 +59,7 @@ def dry_run_of(
     ranks_per_node: int,
     state_values: int,
 ) -> DryRun:
-    """Count a training step of a strategy; see `ModelParallelStrategy.dry_run`."""
+    """Count a training step of a strategy; see `dry_run` of a strategy."""
     simulated = copy.copy(strategy)
     simulated.cluster_environment = InProcessEnvironment(world_size)
     step = _TrainingStep(module, precision)
@@ -71,6 +76,7 @@ def dry_run_of(
         stage_ranks=described.stage_ranks,
         step=step,
         state_values=state_values,
+        offload=described.offload,
     )
     return dry_run(
         module,
@@ -81,6 +87,7 @@ def dry_run_of(
         placement=simulated.placement(ranks_per_node),
         dtype=_DTYPES.get(precision),
         left_out=runners_of(module),
+        not_counted=tuple(strategy.held_besides),
     )
 
 

@@ -17,13 +17,24 @@ import lightning.pytorch as pl
 import torch
 from torch.utils._pytree import tree_map_only
 
-from lightning_shard.checkpoint.by_rank import gather_entries, own_entry
+from lightning_shard.checkpoint.by_rank import (
+    entries_of_ranks,
+    entry_alone,
+    gather_entries,
+    in_memory,
+    own_entry,
+)
 from lightning_shard.checkpoint.checkpointed_run import CheckpointedRun
 from lightning_shard.checkpoint.section import section_of
-from lightning_shard.data_parallel.compression.state import full_state, load_full_state, own_state
+from lightning_shard.data_parallel.compression.state import (
+    full_state,
+    load_full_state,
+    own_state,
+    with_means,
+)
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.host_copies import host_copy
-from lightning_shard.trainer.place_in_data import PlaceInData
+from lightning_shard.trainer.place_in_data import PLACE_ENTRIES, PlaceInData
 
 
 class Dimension(Protocol):
@@ -38,6 +49,10 @@ class Dimension(Protocol):
 
 class KeepingRun(CheckpointedRun, Protocol):
     """A run whose ranks keep something for themselves."""
+
+    @property
+    def checkpoint_format(self) -> str:
+        """Whether a checkpoint is a file, "full", or a folder, "sharded"."""
 
     @property
     def is_in_process(self) -> bool:
@@ -79,16 +94,23 @@ class KeptState:
         return {**own, **run.kept_besides()}
 
     def entries(self, run: KeepingRun, *, is_fitting: bool) -> dict[str, Any]:
-        """Return the section's entries on rank 0; each rank must call.
+        """Return the section's entries; each rank must call.
 
         Args:
             run: The run that is saved.
             is_fitting: Whether a fit runs; if not, they are those of the last one.
+
+        Returns:
+            For a file on rank 0 those of all ranks. For a folder on each rank its own entry, as it
+            is and not copied, and on rank 0 what counts for all.
         """
         shared, own, engine = self._shared, self._own, run.present_engine
+        is_folder = run.checkpoint_format == "sharded"
         if is_fitting and engine is not None:
-            shared, own = shared_state(engine), self._own_state(run, engine)
-        return {**shared, **_gathered(run, own)}
+            shared, own = shared_state(engine, means=not is_folder), self._own_state(run, engine)
+        if not is_folder:
+            return {**shared, **_gathered(run, own)}
+        return {**shared, **(entry_alone(own, run.mesh, run.global_rank) if own else {})}
 
     def keep(self, run: KeepingRun, *, failed: bool) -> None:
         """At the end of a fit, keep its state for checkpoints that are saved later; collective."""
@@ -96,7 +118,9 @@ class KeptState:
         if failed:
             return
         assert run.present_engine is not None
-        shared, own = shared_state(run.present_engine), self._own_state(run, run.present_engine)
+        means = run.checkpoint_format != "sharded"
+        shared = shared_state(run.present_engine, means=means)
+        own = self._own_state(run, run.present_engine)
         if run.is_in_process:
             self._shared = {**shared, **_gathered(run, own)}
         else:
@@ -109,21 +133,33 @@ class KeptState:
         assert run.present_engine is not None
         compressor = run.present_engine.options.compression
         if compressor is not None:
-            shared, exchanges = section.get("compression", {}), run.present_engine.exchanges
+            kept = [entry.get("compression", {}) for _, entry in entries_of_ranks(section)]
+            shared = with_means(section.get("compression", {}), kept)
+            exchanges = run.present_engine.exchanges
             load_full_state(compressor, exchanges, shared, own.get("compression"))
         for one in run.dimensions:
             if one.axis in own:
-                one.random_state = own[one.axis]["random"]
+                one.random_state = in_memory(own[one.axis]["random"])
         if self._place is not None:
-            self._place.go_on(own, section.get("rank_0", {}))
+            self._place.go_on(_of_place(own), _of_place(section.get("rank_0", {})))
 
 
-def shared_state(engine: DataParallelEngine) -> dict[str, Any]:
-    """Return what counts for all ranks, on rank 0; each rank must call."""
+def _of_place(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a rank's place in the data is made of, in memory: its checkpoint may go."""
+    return {key: in_memory(entry[key]) for key in PLACE_ENTRIES if key in entry}
+
+
+def shared_state(engine: DataParallelEngine, *, means: bool = True) -> dict[str, Any]:
+    """Return what counts for all ranks, on rank 0; each rank must call.
+
+    Args:
+        engine: The engine of the run.
+        means: Whether the means of what ranks keep are in it.
+    """
     if engine.options.compression is None:
         return {}
     keep = engine.is_first
-    state = full_state(engine.options.compression, engine.exchanges, keep=keep)
+    state = full_state(engine.options.compression, engine.exchanges, keep=keep, means=means)
     return {"compression": state} if keep else {}
 
 

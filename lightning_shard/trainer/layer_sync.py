@@ -4,7 +4,8 @@ On a pipeline's stage only the batch norms of its own layers have a batch: the o
 placeholders, for which nothing is synchronised.
 """
 
-from lightning.pytorch.plugins.layer_sync import LayerSync
+import torch
+from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -12,6 +13,24 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.sync_batch_norm import sync_batch_norm
 from lightning_shard.data_parallel.torch_private import BatchNorm
 from lightning_shard.placeholders import is_placeholder
+
+
+def layer_sync_over(
+    data: Collectives, configured: LayerSync | None, device: torch.device, num_ranks: int
+) -> LayerSync | None:
+    """Return who synchronises the layers of a run.
+
+    Args:
+        data: Group of the ranks whose batches count.
+        configured: Lightning's, which the user has asked for; None where nobody has.
+        device: Device of this rank.
+        num_ranks: Number of all ranks.
+    """
+    # torch's refuses the CPU, and synchronises all ranks of the world
+    is_ours = device.type == "cpu" or data.size < num_ranks
+    if isinstance(configured, TorchSyncBatchNorm) and is_ours:
+        return SyncBatchNormOnCpu(data)
+    return configured
 
 
 class SyncBatchNormOnCpu(LayerSync):

@@ -39,6 +39,8 @@ from lightning_shard.trainer._lightning import (
 _PARTS = ("sampler", "batch_sampler", "dataset")  # of a loader, which may have a place
 _HOOKS = ("state_dict", "load_state_dict")
 _NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
+PLACE_ENTRIES = ("random", "data", "loaders")
+"""By what names a rank keeps its place, see `PlaceInData.state`."""
 
 
 class PlaceInData:

@@ -6,29 +6,37 @@
     every rank    self.losses == [..., mean of a and b by size]     once per batch
 
 The step of a microbatch is run on each stage, and only on the last one to its end. So the last
-stage's changes count; all ranks then apply them to their module, once per batch.
-Lists and the new keys of mappings get what one step of the whole batch would have added; numbers
-and small tensors, like a running sum, are those after the last microbatch.
+stage's changes count; all ranks then apply them to their module, once per batch. Every microbatch
+begins with the values of before the batch.
+Lists and the new keys of mappings get what one step of the whole batch would have added, numbers
+and small tensors become what it would have made of them (`step_changes`). The module's own small
+buffers and the options of optimizers, as the learning rate, are followed as attributes are.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.leaves import map_tensors, tensors_in
 from lightning_shard.pipeline_parallel.microbatches import held_values, merge_outputs
+from lightning_shard.pipeline_parallel.staged_model import MAX_FOLLOWED_NUMEL
 from lightning_shard.placeholders import Placeholder, is_placeholder
+from lightning_shard.trainer.step_changes import Microbatches, merged
 
 Path = tuple[Any, ...]  # the name of an attribute, then keys of mappings in it
+Optimizers = Callable[[], Sequence[Optimizer]]
 
 _LIGHTNINGS = frozenset(vars(pl.LightningModule()))
+_BUFFERS, _OPTIMIZERS = "_buffers", "optimizers"  # followed by name, though Lightning's
 _MAX_DEPTH = 4  # of mappings in mappings
-_MAX_NUMEL = 64  # of a tensor that is shared as an attribute: it costs no message of its own
 
 
 class _Filled(NamedTuple):
@@ -43,98 +51,189 @@ class _Filled(NamedTuple):
     is_on_cpu: bool
 
 
+@dataclass
+class StepNote:
+    """A step's note of its result.
+
+    Attributes:
+        loss: The loss, out of any graph; None where there is none.
+    """
+
+    loss: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchChanges:
+    """What one batch has changed.
+
+    Attributes:
+        filled: The items that it has added to lists.
+        values: The values that it has changed.
+        assumed: By the name of a value that microbatches have changed in different ways, what it
+            was taken to be; each name once in a fit.
+    """
+
+    filled: dict[Path, _Filled] = field(default_factory=dict)
+    values: dict[Path, Any] = field(default_factory=dict)
+    assumed: dict[str, str] = field(default_factory=dict)
+
+
 class StepAttributes:
     """Records the changes that steps make to a module's plain attributes, to apply them everywhere.
 
     Args:
-        module: Module whose lists, mappings, numbers and small tensors are followed; attributes
-            that Lightning has made are not.
+        module: Module whose lists, mappings, numbers and small tensors are followed, and its own
+            small buffers; attributes that Lightning has made are not.
+        optimizers: Returns the optimizers whose options are followed, too.
     """
 
-    def __init__(self, module: pl.LightningModule) -> None:
-        self._home = vars(module)
+    def __init__(self, module: pl.LightningModule, optimizers: Optimizers = lambda: ()) -> None:
+        self._followed = _Followed(module, optimizers)
         self._added: list[tuple[int, dict[Path, list[Any]]]] = []
-        self._changed: dict[Path, None] = {}
+        self._changed: list[dict[Path, Any]] = []  # by microbatch
+        self._notes: list[StepNote] = []
+        self._told: set[str] = set()
 
     @contextmanager
     def step(
         self, size: int, *, counts: bool, completed: Callable[[Any], Any] = lambda value: value
-    ) -> Iterator[None]:
-        """Run the step of one microbatch on one stage inside.
+    ) -> Iterator[StepNote]:
+        """Run the step of one microbatch on one stage inside; all its changes are put back.
 
         Args:
             size: Number of samples of the microbatch.
-            counts: Whether the step is the last stage's; other stages' changes are undone.
+            counts: Whether the step is the last stage's, whose changes are noted.
             completed: Turns added values into ones that other ranks can take.
 
+        Yields:
+            The note that the caller writes the step's loss to.
         """
-        before = _Before(self._home)
-        is_over = False
+        before, note = _Before(self._followed), StepNote()
         try:
-            yield
-            is_over = True
+            yield note
+            if counts:
+                self._note(before, size, completed)
+                self._notes.append(note)
         finally:
-            if not (counts and is_over):
-                before.put_back()
-        if counts:
-            added = before.take_added()
-            self._changed |= dict.fromkeys(before.changed())
-            taken = {
-                path: [completed(_known(one)) for one in items] for path, items in added.items()
-            }
-            self._added.append((size, taken))
+            before.put_back()
 
-    def merged(self) -> tuple[dict[Path, _Filled], dict[Path, Any]]:
-        """Return the batch's additions to each list, and the values that it has changed.
+    def _note(self, before: "_Before", size: int, completed: Callable[[Any], Any]) -> None:
+        added = before.take_added()
+        self._added.append(
+            (
+                size,
+                {path: [completed(_known(one)) for one in items] for path, items in added.items()},
+            )
+        )
+        self._changed.append({path: _kept(value) for path, value in before.changed()})
+
+    def merged(self) -> BatchChanges:
+        """Return what the batch has changed, and forget it.
 
         Raises:
             ConfigError: A value that another stage has was added to a list.
         """
-        added, changed = self._added, self._changed
-        self._added, self._changed = [], {}
-        now = dict(_walk(self._home))
+        added, changed, notes = self._added, self._changed, self._notes
+        self._added, self._changed, self._notes = [], [], []
         parts: defaultdict[Path, list[tuple[int, list[Any]]]] = defaultdict(list)
         for size, lists in added:
             for path, items in lists.items():
                 _refuse_placeholder(path, items)
                 parts[path].append((size, items))
         filled = {path: _filled(*zip(*some, strict=True)) for path, some in parts.items()}
-        values = {path: now[path] for path in changed if path in now}
-        return filled, {
-            path: map_tensors(value, Tensor.detach)
-            for path, value in values.items()
-            if not any(isinstance(one, Placeholder) for one in tensors_in(value))
-        }
+        return self._merged([size for size, _ in added], changed, notes, filled)
 
-    def put(self, filled: dict[Path, _Filled], values: dict[Path, Any], *, is_source: bool) -> None:
-        """Apply the batch's changes to this rank's module; each rank must call.
+    def _merged(
+        self,
+        sizes: Sequence[int],
+        changed: Sequence[dict[Path, Any]],
+        notes: Sequence[StepNote],
+        filled: dict[Path, _Filled],
+    ) -> BatchChanges:
+        paths = list(dict.fromkeys(path for one in changed for path in one))
+        losses = [_number(one.loss) for one in notes] if paths else []
+        start = dict(_walk(self._followed)) if paths else {}
+        values, assumed = {}, {}
+        for path in paths:
+            all_values = [one.get(path, start.get(path)) for one in changed]
+            if any(isinstance(one, Placeholder) for one in tensors_in(all_values)):
+                continue
+            found = merged(start.get(path), all_values, Microbatches(sizes, losses))
+            values[path] = found.value
+            name = _name(path)
+            if found.assumed and name not in self._told:
+                self._told.add(name)
+                assumed[name] = found.assumed
+        return BatchChanges(filled=filled, values=values, assumed=assumed)
 
-        Args:
-            filled: Items added to lists, as `merged` has returned them on the last stage.
-            values: Changed values, as `merged` has returned them; the last stage has them.
-            is_source: Whether this rank has the last stage.
+    def put(self, changes: BatchChanges) -> None:
+        """Apply the batch's changes, as `merged` has returned them, to this rank's module.
+
+        Each rank must call, the last stage's, too.
         """
-        for path, value in () if is_source else values.items():
-            self._container(path)[path[-1]] = value
-        for path, (items, is_on_cpu) in filled.items():
-            container = self._container(path)
+        for path, value in changes.values.items():
+            self._followed.set(path, value)
+        for path, (items, is_on_cpu) in changes.filled.items():
+            container = self._followed.container(path)
             if not isinstance(container.get(path[-1]), list):
                 container[path[-1]] = []
             container[path[-1]].extend(map_tensors(items, Tensor.cpu) if is_on_cpu else items)
+        for name, assumed in changes.assumed.items():
+            rank_zero_warn(
+                f"A step changes {name} by what each microbatch of a pipeline gives, from the "
+                f"same value, and it was taken for {assumed}. Where one step of the whole batch "
+                f"would make something else of it, change it in on_train_batch_end, or set "
+                f"num_microbatches=1."
+            )
 
-    def _container(self, path: Path) -> dict[Any, Any]:
+
+class _Followed:
+    """The attributes of a module that are followed, its own buffers, and options of optimizers."""
+
+    def __init__(self, module: pl.LightningModule, optimizers: Optimizers) -> None:
+        self._home, self._optimizers = vars(module), optimizers
+
+    def containers(self) -> Iterator[tuple[Path, dict[Any, Any]]]:
+        """Yield the path of each list and plain value, with the container that holds it."""
+        for name in self._home:
+            if name not in _LIGHTNINGS:
+                yield from _containers_of((name,), self._home)
+        buffers = self._home[_BUFFERS]
+        for name, buffer in buffers.items():
+            if isinstance(buffer, Tensor) and _is_followed(buffer):
+                yield (_BUFFERS, name), buffers
+        for number, optimizer in enumerate(self._optimizers()):
+            for index, group in enumerate(optimizer.param_groups):
+                for name in group:
+                    if name != "params" and _is_option(group[name]):
+                        yield (_OPTIMIZERS, number, index, name), group
+
+    def container(self, path: Path) -> dict[Any, Any]:
+        """Return the container at a path, new where there is none."""
+        if path[0] == _OPTIMIZERS and len(path) == 4:
+            group: dict[Any, Any] = self._optimizers()[path[1]].param_groups[path[2]]
+            return group
         home = self._home
         for key in path[:-1]:
             home = home.setdefault(key, {})
         return home
 
+    def set(self, path: Path, value: Any) -> None:
+        """Set a value; a buffer, which others refer to, stays the object that it is."""
+        container = self.container(path)
+        old = container.get(path[-1])
+        if path[0] == _BUFFERS and isinstance(old, Tensor) and old.shape == value.shape:
+            old.data.copy_(value)
+        else:
+            container[path[-1]] = value
+
 
 class _Before:
     """The plain attributes of a module as they were before a step."""
 
-    def __init__(self, home: dict[str, Any]) -> None:
-        self._home = home
-        self._values = dict(_walk(home))
+    def __init__(self, followed: _Followed) -> None:
+        self._followed = followed
+        self._values = dict(_walk(followed))
         self._sizes = {
             path: len(one) for path, one in self._values.items() if isinstance(one, list)
         }
@@ -146,7 +245,7 @@ class _Before:
 
     def put_back(self) -> None:
         """Undo the changes since."""
-        for path, container in list(_containers(self._home)):
+        for path, container in list(self._followed.containers()):
             if path in self._values:
                 self._put_back(path, container)
             else:
@@ -164,7 +263,7 @@ class _Before:
     def take_added(self) -> dict[Path, list[Any]]:
         """Remove the items that lists have got since, and new lists, and return them."""
         added = {}
-        for path, container in list(_containers(self._home)):
+        for path, container in list(self._followed.containers()):
             value, size = container[path[-1]], self._sizes.get(path, 0)
             if isinstance(value, list) and len(value) > size and self._continues(path, value):
                 added[path] = value[size:]
@@ -181,9 +280,9 @@ class _Before:
         begins = all(one is other for one, other in zip(old, value, strict=False))
         return begins and not any(is_placeholder(one) for one in tensors_in(value))
 
-    def changed(self) -> Iterator[Path]:
-        """Yield the paths of values that have changed, and of lists that do not go on."""
-        for path, value in _walk(self._home):
+    def changed(self) -> Iterator[tuple[Path, Any]]:
+        """Yield the paths of values that have changed, and of lists that do not go on; and them."""
+        for path, value in _walk(self._followed):
             if isinstance(value, list):
                 is_same = len(value) >= self._sizes.get(path, 0) and self._continues(path, value)
             else:
@@ -192,19 +291,39 @@ class _Before:
                 version, _ = self._tensors[path]
                 is_same = version is not None and version == _version(value)
             if not is_same:
-                yield path
+                yield path, value
 
 
-def _walk(home: dict[str, Any]) -> Iterator[tuple[Path, Any]]:
-    for path, container in _containers(home):
+def _walk(followed: _Followed) -> Iterator[tuple[Path, Any]]:
+    for path, container in followed.containers():
         yield path, container[path[-1]]
 
 
-def _containers(home: dict[str, Any]) -> Iterator[tuple[Path, dict[Any, Any]]]:
-    """Yield the path of each list and plain value, with the container that holds it."""
-    for name in home:
-        if name not in _LIGHTNINGS:
-            yield from _containers_of((name,), home)
+def _name(path: Path) -> str:
+    """Return what a path leads to as user code writes it."""
+    if path[0] == _OPTIMIZERS and len(path) == 4:
+        return f"{path[3]!r} of the optimizer's param_groups[{path[2]}]"
+    own = path[1:] if path[0] == _BUFFERS else path
+    return f"self.{own[0]}" + "".join(f"[{key!r}]" for key in own[1:])
+
+
+def _kept(value: Any) -> Any:
+    """Return a copy of a changed value, which is about to be put back."""
+    copied = list(value) if isinstance(value, list) else value
+    return map_tensors(
+        copied, lambda one: one if isinstance(one, Placeholder) else one.detach().clone()
+    )
+
+
+def _number(loss: Tensor | None) -> float | None:
+    return float(loss) if loss is not None and loss.numel() == 1 else None
+
+
+def _is_option(value: Any) -> bool:
+    """Whether an optimizer's option is followed: as attributes are, and pairs of numbers."""
+    if isinstance(value, tuple):
+        return all(isinstance(one, int | float) for one in value)
+    return _is_followed(value) and not isinstance(value, list)
 
 
 def _containers_of(path: Path, container: dict[Any, Any]) -> Iterator[tuple[Path, dict[Any, Any]]]:
@@ -219,7 +338,7 @@ def _containers_of(path: Path, container: dict[Any, Any]) -> Iterator[tuple[Path
 
 def _is_followed(value: Any) -> bool:
     if isinstance(value, Tensor):
-        return value.numel() <= _MAX_NUMEL and not value.is_sparse
+        return value.numel() <= MAX_FOLLOWED_NUMEL and not value.is_sparse
     return value is None or isinstance(value, list | bool | int | float | str)
 
 

@@ -28,7 +28,7 @@ from lightning_shard.placeholders import OtherStageError, is_placeholder
 from lightning_shard.trainer import _torchmetrics
 from lightning_shard.trainer.metric_sources import MetricSources
 from lightning_shard.trainer.shared_values import SharedValues
-from lightning_shard.trainer.step_attributes import StepAttributes
+from lightning_shard.trainer.step_attributes import Optimizers, StepAttributes, StepNote
 
 _OPTIONS = tuple(inspect.signature(pl.LightningModule.log).parameters)[3:]  # self, name, value
 _REDUCTIONS = {"sum": torch.sum, "min": torch.min, "max": torch.max}  # all others: the mean
@@ -69,14 +69,20 @@ class StepLogs:
         module: Module whose metrics are made to compute the same on every rank, until `restore`.
         pipeline: Group of the ranks of this rank's pipeline.
         source: Rank in `pipeline` of the last stage.
+        optimizers: Returns the optimizers whose options steps may change.
     """
 
-    def __init__(self, module: pl.LightningModule, pipeline: Collectives, source: int) -> None:
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        pipeline: Collectives,
+        source: int,
+        optimizers: Optimizers = lambda: (),
+    ) -> None:
         self._module = module
         self._shared = SharedValues(pipeline, source)
         self._metrics = MetricSources(module, pipeline, source)
-        self._attributes = StepAttributes(module)
-        self._is_source = pipeline.rank == source
+        self._attributes = StepAttributes(module, optimizers)
         self._names: dict[int, str] = {}
         self._microbatches: list[list[_Record]] = []
         self._is_between_batches = True
@@ -88,7 +94,7 @@ class StepLogs:
         *,
         counts: bool = True,
         completed: Callable[[Any], Any] = lambda value: value,
-    ) -> Iterator[None]:
+    ) -> Iterator[StepNote]:
         """Run the step of one microbatch on one stage inside, where `module.log` only records.
 
         A step that is left by an exception, as one that is cut short, has logged nothing.
@@ -99,6 +105,9 @@ class StepLogs:
                 are dropped.
             completed: Turns items that the step adds to the module's lists into ones that other
                 ranks can take.
+
+        Yields:
+            The note that the caller writes the step's loss to.
         """
         if self._is_between_batches:
             self._is_between_batches = False
@@ -114,9 +123,9 @@ class StepLogs:
         with (
             patch.object(self._module, "log", record),
             self._metrics.step(counts=counts),
-            self._attributes.step(size, counts=counts, completed=completed),
+            self._attributes.step(size, counts=counts, completed=completed) as note,
         ):
-            yield
+            yield note
         if counts:
             self._microbatches.append(records)
 
@@ -139,9 +148,9 @@ class StepLogs:
         merged = _merged(self._microbatches)
         self._microbatches = []
         self._is_between_batches = True
-        own = (outputs, merged, *self._attributes.merged())
-        outputs, records, filled, values = self._shared.share(own, self._module.device)
-        self._attributes.put(filled, values, is_source=self._is_source)
+        own = (outputs, merged, self._attributes.merged())
+        outputs, records, changes = self._shared.share(own, self._module.device)
+        self._attributes.put(changes)
         for record in records:
             self._log(record)
         return outputs

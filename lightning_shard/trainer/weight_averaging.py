@@ -154,7 +154,7 @@ class AverageOfShards:
         if flat.stage > 0:
             shard_slice = flat.layout.shard_slice(flat.layout.slots[index], flat.shard_index)
             part = part.flatten()[shard_slice.param_offset : shard_slice.param_stop]
-        return part.clone()
+        return part.to(flat.master.device, copy=True)
 
     # Closures, not bound methods: torch marks hooks, and a copy of a module copies methods' owners.
     def _hook(self) -> list[RemovableHandle]:
@@ -194,12 +194,15 @@ class AverageOfShards:
         if self._engine.options.stage == 3:
             for unit in self._engine.units:
                 unit.reshard(edited=True)
-            return
         for flat in self._engine.flats:
-            flat.take_in_edits()
+            if self._engine.options.stage < 3:
+                flat.take_in_edits()
+            flat.settle()
 
     def _publish(self) -> None:
         """Bring full parameters up to date with the shards; stage 3 gathers when it needs them."""
+        for flat in self._engine.flats:
+            flat.send_up()
         if self._engine.options.stage == 3:
             return
         for handle in [flat.begin_unshard() for flat in self._engine.flats]:
@@ -302,7 +305,7 @@ class _Shards:
         for param in self._engine.model.parameters():
             if self._engine.split.is_here(param):
                 flat, index = self._engine.owner(param)
-                yield flat.local_views[index]
+                yield flat.master_views[index]
             else:
                 yield param.data
 

@@ -55,6 +55,14 @@ def test_new_groups_are_made_by_the_helper_that_is_replaced() -> None:
     assert "rendezvous(" in inspect.getsource(c10d.init_process_group)
 
 
+def test_object_collectives_pack_and_unpack_with_the_functions_that_are_replaced() -> None:
+    assert list(inspect.signature(c10d._object_to_tensor).parameters)[:1] == ["obj"]
+    for name in ("all_gather_object", "broadcast_object_list", "gather_object", "send_object_list"):
+        assert "_object_to_tensor(" in inspect.getsource(getattr(c10d, name))
+    for name in ("all_gather_object", "recv_object_list", "scatter_object_list"):
+        assert "_tensor_to_object(" in inspect.getsource(getattr(c10d, name))
+
+
 def test_the_random_state_tracker_of_dtensor() -> None:
     import torch.distributed.tensor._random as tensor_random
 

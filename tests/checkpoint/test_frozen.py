@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lightning_shard import CheckpointError
+from lightning_shard.checkpoint import full_parameters
 from lightning_shard.checkpoint.conversion.source import open_source
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from tests.checkpoint.sharded.runs import LAYOUTS, Model, fit, saving
@@ -64,17 +65,17 @@ def test_frozen_parameters_were_gathered_to_be_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gathered: list[str] = []
-    bring = FlatParameters.full_values
+    bring = full_parameters.slices_of
 
-    def full_values(flat: FlatParameters) -> Any:
-        gathered.extend(slot.name for slot in flat.layout.slots)
-        return bring(flat)
+    def slices_of(flat: FlatParameters, index: int, *args: Any) -> Any:
+        gathered.append(flat.layout.slots[index].name)
+        return bring(flat, index, *args)
 
     class Saving(Adapted):
         def on_train_end(self) -> None:
-            monkeypatch.setattr(FlatParameters, "full_values", full_values)
+            monkeypatch.setattr(full_parameters, "slices_of", slices_of)
             self.trainer.save_checkpoint(tmp_path / "adapter.ckpt")
-            monkeypatch.setattr(FlatParameters, "full_values", bring)
+            monkeypatch.setattr(full_parameters, "slices_of", bring)
 
     fit(LAYOUTS["zero3-3"](save_trainable_only=True), Saving())
     frozen = {name for name, one in Adapted().named_parameters() if not one.requires_grad}

@@ -12,11 +12,15 @@ from torch.utils.checkpoint import checkpoint
 from lightning_shard.data_parallel.torch_private import (
     ACCESS_TO_BACKWARD_HOOKS,
     COMPILED_MODULE,
+    INITIALISERS,
     FakeTensorMode,
     check_batch_norm_input,
+    exchange_contents,
     forget_forward_hooks,
     gradient_hooks,
     has_compiled_call,
+    has_gradient_hooks,
+    hooks_of,
     in_backward,
     innermost_function_mode,
     is_checkpointing,
@@ -29,7 +33,52 @@ from lightning_shard.data_parallel.torch_private import (
     saving_hook,
     storage_key,
     storage_uses,
+    without_function_modes,
 )
+
+
+def test_exchange_contents() -> None:
+    param, other = nn.Parameter(torch.ones(2, device="meta")), nn.Parameter(torch.zeros(2))
+    param.note = 1
+    exchange_contents(param, other)
+    assert param.tolist() == [0, 0]
+    assert other.is_meta
+    assert param.note == 1
+    graph = param * 1
+    with pytest.raises(RuntimeError, match="in a graph"):
+        exchange_contents(param, nn.Parameter(torch.zeros(2)))
+    del graph
+    exchange_contents(param, nn.Parameter(torch.ones(2)))
+    assert param.tolist() == [1, 1]
+
+
+def test_has_gradient_hooks() -> None:
+    param = nn.Parameter(torch.ones(2))
+    assert not has_gradient_hooks(param)
+    handle = param.register_hook(lambda grad: grad)
+    assert has_gradient_hooks(param)
+    handle.remove()
+    assert not has_gradient_hooks(param)
+    param.register_post_accumulate_grad_hook(lambda _: None)
+    assert has_gradient_hooks(param)
+
+
+def test_without_function_modes() -> None:
+    class Counting(TorchFunctionMode):
+        calls = 0
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            Counting.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    with Counting(), without_function_modes():
+        torch.ones(2).is_meta  # noqa: B018
+    assert Counting.calls == 0
+
+
+def test_initialisers_of_layers() -> None:
+    layers = nn.Linear(2, 2), nn.MultiheadAttention(2, 1)
+    assert [hasattr(layers[i], INITIALISERS[i]) for i in range(2)] == [True, True]
 
 
 def test_in_backward() -> None:
@@ -218,3 +267,14 @@ def test_is_checkpointing(is_recomputed: bool) -> None:
     with saved_tensors_hooks(lambda x: x, lambda x: x):
         assert not is_checkpointing(saving_hook())
     assert seen == [True] * (1 + is_recomputed)
+
+
+def test_hooks_of_a_module_are_in_its_dictionaries() -> None:
+    module = nn.Linear(1, 1)
+    handles = [
+        module.register_forward_hook(lambda *_: None),
+        module.register_forward_pre_hook(lambda *_: None),
+        module.register_full_backward_hook(lambda *_: None),
+        module.register_full_backward_pre_hook(lambda *_: None),
+    ]
+    assert [len(hooks) for hooks in hooks_of(module)] == [1] * len(handles)

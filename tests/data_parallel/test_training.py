@@ -132,6 +132,7 @@ def train_on_ranks(
     num_ranks: int,
     bucket_mb: float = SMALL_BUCKET_MB,
     num_copies: int = 1,
+    **options: Any,
 ) -> Trained:
     """Train on ranks; returns rank 0's result after checking that all ranks agree."""
 
@@ -140,7 +141,8 @@ def train_on_ranks(
         model = case.model()
         optimizer = case.optimizer(model)
         groups = in_copies(num_copies)
-        engine = DataParallelEngine(model, groups, EngineOptions(stage=stage, bucket_mb=bucket_mb))
+        chosen = EngineOptions(stage=stage, bucket_mb=bucket_mb, **options)
+        engine = DataParallelEngine(model, groups, chosen)
         sharded = ShardedOptimizer(optimizer, engine)
         session = Session(model, optimizer, engine)
         losses = []
@@ -179,11 +181,12 @@ def check(
     num_ranks: int,
     bucket_mb: float = SMALL_BUCKET_MB,
     num_copies: int = 1,
+    **options: Any,
 ) -> None:
     """Compare ranks with one device."""
     with one_thread():
         alone = train_alone(case)
-        together = train_on_ranks(case, stage, num_ranks, bucket_mb, num_copies)
+        together = train_on_ranks(case, stage, num_ranks, bucket_mb, num_copies, **options)
     torch.testing.assert_close(together.losses, alone.losses, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(together.weights, alone.weights, rtol=1e-4, atol=1e-6)
 

@@ -126,11 +126,11 @@ def recorded(engine: DataParallelEngine) -> Iterator[list[str]]:
 
 FIRST_STEP = """
 unshard 0, use 0, reshard 0, unshard 1, use 1, reshard 1, unshard 2, use 2, reshard 2,
-unshard 2, use 2, unshard 1, use 1, reshard 2, unshard 0, use 0, reshard 1, reshard 0
+unshard 2, use 2, reshard 2, unshard 1, use 1, reshard 1, unshard 0, use 0, reshard 0
 """
 LATER_STEP = """
 unshard 0, use 0, unshard 1, reshard 0, use 1, unshard 2, reshard 1, use 2, reshard 2,
-unshard 2, use 2, unshard 1, use 1, unshard 0, reshard 2, use 0, reshard 1, reshard 0
+unshard 2, use 2, unshard 1, reshard 2, use 1, unshard 0, reshard 1, use 0, reshard 0
 """
 
 

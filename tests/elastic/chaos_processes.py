@@ -21,7 +21,7 @@ from tests.processes import REPOSITORY, free_port
 
 _MARK = "LIGHTNING_SHARD_TEST_CHAOS"
 _CHECK_SECONDS = 0.02
-_TOKEN = "chaos"
+_TOKEN = "token of the chaos"
 _FORKS = get_context("forkserver")
 _FORKS.set_forkserver_preload(["tests.elastic.chaos_job"])
 

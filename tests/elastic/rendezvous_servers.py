@@ -1,21 +1,19 @@
 """A rendezvous server on a thread of the test's own process."""
 
 import contextlib
-import socket
 import threading
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from time import monotonic, sleep
 
-from lightning_shard.backends._c10d import TCPStore
-from lightning_shard.elastic.rendezvous_server import JobRules, RendezvousServer, listen
+from lightning_shard.backends.guarded.addresses import listen
+from lightning_shard.elastic.rendezvous_server import JobRules, RendezvousServer
 from lightning_shard.settings import Job
 
-TOKEN = "token"
+TOKEN = "token of the tests"
 
 
 class RunningServer:
-    """A `RendezvousServer` on a thread, with its store.
+    """A `RendezvousServer` on a thread.
 
     Attributes:
         job: Where it is to be reached.
@@ -23,12 +21,9 @@ class RunningServer:
     """
 
     def __init__(self, rules: JobRules) -> None:
-        listener: socket.socket = listen("127.0.0.1", 0)
-        self.store = TCPStore(
-            "127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False
-        )
-        self.job = Job(host="127.0.0.1", port=listener.getsockname()[1], token=TOKEN)
-        self.server = RendezvousServer(rules, listener, TOKEN, self.store.port)
+        listeners = listen("127.0.0.1", 0)
+        self.job = Job(host="127.0.0.1", port=listeners[0].getsockname()[1], token=TOKEN)
+        self.server = RendezvousServer(rules, listeners, TOKEN)
         self.thread = threading.Thread(target=self._serve, daemon=True)
 
     def _serve(self) -> None:

@@ -35,7 +35,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     def start_rendezvous_server(rules: JobRules, host: str, port: int, token: str) -> Job:
         calls.append((host, port, token))
-        return Job(host=host, port=port or 1234, token=token)
+        return Job(host=host, port=port or 1234, token=token or "of this user on this host")
 
     monkeypatch.setattr(launcher_module, "start_rendezvous_server", start_rendezvous_server)
     return calls
@@ -65,18 +65,19 @@ def test_the_main_process_starts_a_server_and_says_how_to_join(
 ) -> None:
     launch(1)
     [(host, port, token)] = started
-    assert (host, port) == ("127.0.0.1", 0)
-    assert settings.job() == Job(host="127.0.0.1", port=1234, token=token)
+    assert (host, port, token) == ("127.0.0.1", 0, "")
+    assert settings.job() == Job(host="127.0.0.1", port=1234, token="of this user on this host")
     assert not settings.joins_job()
     said = capfd.readouterr().err
-    assert f"LIGHTNING_SHARD_JOB=127.0.0.1:1234 LIGHTNING_SHARD_JOB_TOKEN={token} " in said
+    assert "To add a rank: LIGHTNING_SHARD_JOB=127.0.0.1:1234 " in said
+    assert "TOKEN" not in said
 
 
 def test_children_and_newcomers_start_nothing(
     started: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LIGHTNING_SHARD_JOB", "127.0.0.1:1")
-    monkeypatch.setenv("LIGHTNING_SHARD_JOB_TOKEN", "token")
+    monkeypatch.setenv("LIGHTNING_SHARD_JOB_TOKEN", "token of the tests")
     newcomer = launch(4)  # as many as the script says
     assert newcomer.cluster_environment.creates_processes_externally
     monkeypatch.setenv("LIGHTNING_SHARD_JOB_IS_INITIAL", "1")
@@ -94,11 +95,11 @@ def test_ranks_that_a_scheduler_has_started_meet_at_the_main_address(
     launch(1)
     first = settings.job()
     assert first is not None
-    assert started == [("node-1", 29500, first.token)]
+    assert started == [("127.0.0.1", 29500, first.token)]
     monkeypatch.setenv("LIGHTNING_SHARD_JOB", "")
-    monkeypatch.setenv("LIGHTNING_SHARD_JOB_TOKEN", "mine")
+    monkeypatch.setenv("LIGHTNING_SHARD_JOB_TOKEN", "a token of my own")
     launch(1)
-    assert started[1:] == [("node-1", 29500, "mine")]
+    assert started[1:] == [("node-1", 29500, "a token of my own")]
 
 
 def test_sigterm_is_for_one_rank_and_a_kill_for_all(

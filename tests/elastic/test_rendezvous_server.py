@@ -1,17 +1,21 @@
 """The server's sockets: who may come in, who is told what, when it ends."""
 
-import json
+import contextlib
 import os
+import select
 import socket
 from contextlib import closing
 from datetime import timedelta
 
 import pytest
 
-from lightning_shard.backends._c10d import TCPStore
-from lightning_shard.elastic.rendezvous_server import JobRules, start_rendezvous_server
+from lightning_shard.backends.guarded.client import connect
+from lightning_shard.backends.guarded.connection import Message
+from lightning_shard.backends.guarded.store import JobStore
+from lightning_shard.backends.guarded.token import JobAddress
+from lightning_shard.elastic.rendezvous_server import MEMBER, JobRules, start_rendezvous_server
 from lightning_shard.settings import Job
-from tests.elastic.rendezvous_servers import TOKEN, RunningServer, running_server, wait_until
+from tests.elastic.rendezvous_servers import TOKEN, running_server, wait_until
 
 RULES = JobRules(initial_size=2, timeout_seconds=30.0)
 
@@ -19,38 +23,38 @@ RULES = JobRules(initial_size=2, timeout_seconds=30.0)
 class Participant:
     """A participant that says what it is told to."""
 
-    def __init__(self, server: RunningServer) -> None:
-        address = (server.job.host, server.job.port)
-        self.stream = socket.create_connection(address, timeout=60)
-        self._lines = self.stream.makefile("rb")
+    def __init__(self, job: Job) -> None:
+        self._connection = connect(
+            job.host, job.port, token=job.token, service=MEMBER, patience_seconds=60
+        )
+        self._heard: list[Message] = []
 
     def say(self, **message: object) -> None:
-        self.stream.sendall(json.dumps(message).encode() + b"\n")
+        self._connection.send(message)
 
-    def join(self, initial_rank: int | None, token: str = TOKEN, name: str = "m") -> None:
-        self.say(kind="join", token=token, name=name, initial_rank=initial_rank)
+    def join(self, initial_rank: int | None, name: str = "m") -> None:
+        self.say(kind="join", name=name, initial_rank=initial_rank)
 
-    def hear(self) -> dict[str, object]:
+    def hear(self) -> Message:
         """Return the next message that is no beat; `{}` at the end."""
-        for line in self._lines:
-            message: dict[str, object] = json.loads(line)
-            if message["kind"] != "beat":
-                return message
-        return {}
+        while not self._heard and self._connection.is_open:
+            select.select([self._connection], [], [], 60)
+            heard = self._connection.receive()
+            self._heard += [message for message in heard if message["kind"] != "beat"]
+        return self._heard.pop(0) if self._heard else {}
 
     def close(self) -> None:
-        self._lines.close()
-        self.stream.close()
+        self._connection.close()
 
 
 def test_two_ranks_join_and_are_told_of_the_first_generation() -> None:
     with (
         running_server(RULES) as server,
-        closing(Participant(server)) as one,
-        closing(Participant(server)) as zero,
+        closing(Participant(server.job)) as one,
+        closing(Participant(server.job)) as zero,
     ):
         one.join(1)
-        joined = {"kind": "joined", "member": "m", "store_port": server.store.port, "first_size": 2}
+        joined = {"kind": "joined", "member": "m", "first_size": 2}
         assert one.hear() == joined
         zero.join(0)
         assert zero.hear() == joined | {"member": "m/2"}
@@ -73,7 +77,7 @@ def test_two_ranks_join_and_are_told_of_the_first_generation() -> None:
 @pytest.mark.parametrize(
     "said",
     [
-        b'{"kind": "join", "name": "x", "initial_rank": 0, "token": "wrong"}\n',
+        b'{"nonce": "0", "service": "member", "proof": "wrong"}\n',
         b'{"kind": "join", "name": "x", "initial_rank": 0}\n',
         b'{"kind": "leave", "is_done": true}\n',
         b"GET / HTTP/1.1\n",
@@ -83,13 +87,15 @@ def test_two_ranks_join_and_are_told_of_the_first_generation() -> None:
 def test_strangers_are_shown_out(said: bytes) -> None:
     with (
         running_server(JobRules(initial_size=1, timeout_seconds=30.0)) as server,
-        closing(Participant(server)) as member,
-        closing(Participant(server)) as stranger,
+        closing(Participant(server.job)) as member,
+        socket.create_connection((server.job.host, server.job.port), timeout=60) as stranger,
     ):
         member.join(0)
         member.hear()
-        stranger.stream.sendall(said)
-        assert stranger.hear() == {}
+        stranger.sendall(said)
+        with contextlib.suppress(ConnectionResetError):
+            while stranger.recv(1 << 12):
+                pass
         assert member.hear()["members"] == ["m"]
         member.say(kind="leave", is_done=True)
 
@@ -98,7 +104,7 @@ def test_strangers_are_shown_out(said: bytes) -> None:
     "said",
     [
         {"kind": "arrive"},
-        {"kind": "join", "token": TOKEN, "name": "m", "initial_rank": "first"},
+        {"kind": "join", "name": "m", "initial_rank": "first"},
         {"kind": "leave"},
     ],
 )
@@ -107,8 +113,8 @@ def test_a_participant_that_talks_nonsense_is_lost_and_the_others_go_on(
 ) -> None:
     with (
         running_server(RULES) as server,
-        closing(Participant(server)) as zero,
-        closing(Participant(server)) as one,
+        closing(Participant(server.job)) as zero,
+        closing(Participant(server.job)) as one,
     ):
         zero.join(0)
         one.join(1)
@@ -120,7 +126,7 @@ def test_a_participant_that_talks_nonsense_is_lost_and_the_others_go_on(
 
 def test_a_declared_dead_participant_joins_again_over_the_same_connection() -> None:
     rules = JobRules(initial_size=1, timeout_seconds=1.0)
-    with running_server(rules) as server, closing(Participant(server)) as member:
+    with running_server(rules) as server, closing(Participant(server.job)) as member:
         member.join(0)
         kinds = [member.hear()["kind"] for _ in range(3)]  # beats nothing meanwhile
         assert kinds == ["joined", "generation", "declared_dead"]
@@ -136,18 +142,17 @@ def test_a_server_process_serves_and_ends_with_its_last_participant() -> None:
     job = start_rendezvous_server(
         JobRules(initial_size=1, timeout_seconds=60.0), "127.0.0.1", 0, TOKEN
     )
-    with socket.create_connection((job.host, job.port), timeout=60) as stream:
-        lines = stream.makefile("rb")
-        joining = {"kind": "join", "token": TOKEN, "name": "m", "initial_rank": 0}
-        stream.sendall(json.dumps(joining).encode() + b"\n")
-        port = json.loads(lines.readline())["store_port"]
-        store = TCPStore(job.host, port, None, False, timedelta(seconds=60))
+    with closing(Participant(job)) as member:
+        member.join(0)
+        assert member.hear()["kind"] == "joined"
+        address = JobAddress(host=job.host, port=job.port, token=TOKEN)
+        store = JobStore(address, timedelta(seconds=60))
         store.set("key", str(os.getpid()))
         assert store.get("key") == str(os.getpid()).encode()
-        stream.sendall(json.dumps({"kind": "leave", "is_done": True}).encode() + b"\n")
-        while lines.readline():
+        store.forget()
+        member.say(kind="leave", is_done=True)
+        while member.hear():
             pass  # until the server closes its end
-        lines.close()
     wait_until(lambda: not answers(job))
 
 

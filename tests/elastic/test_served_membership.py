@@ -20,7 +20,7 @@ from lightning_shard.elastic import rendezvous_server as server_module
 from lightning_shard.elastic.generation import EvictedError, Generation, JobOverError
 from lightning_shard.elastic.rendezvous_server import JobRules, start_rendezvous_server
 from lightning_shard.elastic.served_membership import ServedMembership
-from lightning_shard.errors import RankFailedError
+from lightning_shard.errors import ConfigError, RankFailedError
 from tests.elastic.rendezvous_servers import TOKEN, RunningServer, running_server, wait_until
 from tests.processes import run_processes
 
@@ -161,11 +161,29 @@ def test_a_peer_that_dies_before_it_is_ready_ends_the_wait_for_its_groups() -> N
         zero.leave()
 
 
+def test_a_rank_0_that_died_before_it_told_its_host_was_waited_for() -> None:
+    with running_server(RULES) as server:
+        zero, one = begun(server)
+        generation = Generation(number=1, members=(zero.me, one.me), me=one.me)
+        with ThreadPoolExecutor(1) as thread:
+            zero._thread.send({"kind": "ready", "generation": 1})
+            waiting = thread.submit(
+                one.init_groups, generation, GlooBackend(), torch.device("cpu"), TIMEOUT
+            )
+            wait_until(lambda: one._go == 1)
+            vanish(zero)
+            with pytest.raises(RankFailedError, match="rank 0 died"):
+                waiting.result()
+        one.drop_groups()
+        assert one.following().members == (one.me,)
+        one.leave()
+
+
 def test_a_wrong_token_or_address_is_an_error() -> None:
     with running_server(RULES) as server:
         members = begun(server)
-        wrong = settings.Job(host=server.job.host, port=server.job.port, token="other")
-        with pytest.raises(RankFailedError, match="rendezvous server"):
+        wrong = settings.Job(host=server.job.host, port=server.job.port, token="of another job")
+        with pytest.raises(ConfigError, match="is not this rank's job: it refuses this token"):
             ServedMembership(wrong, None, TIMEOUT)
         for member in members:
             member.leave()

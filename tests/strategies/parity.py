@@ -192,10 +192,17 @@ def _common_single_device(model: str, precision: str, num_steps: int) -> Run:
     return train(build(model), precision=precision, num_steps=num_steps)
 
 
-def assert_parity(run: Run, expected: Run, *, rtol: float = 1e-5, atol: float = ATOL) -> None:
+def assert_parity(
+    run: Run,
+    expected: Run,
+    *,
+    rtol: float = 1e-5,
+    atol: float = ATOL,
+    num_steps: int = NUM_STEPS,
+) -> None:
     """Compare losses and norms by `rtol`, and the weights by `rtol` and `atol`."""
-    assert len(run.losses) == len(expected.losses) == NUM_STEPS * ACCUMULATE
-    assert len(run.norms) == len(expected.norms) == NUM_STEPS
+    assert len(run.losses) == len(expected.losses) == num_steps * ACCUMULATE
+    assert len(run.norms) == len(expected.norms) == num_steps
     assert min(expected.norms) > CLIP
     _assert_close("losses", _double(run.losses), _double(expected.losses), rtol, 0.0)
     _assert_close("norms", _double(run.norms), _double(expected.norms), rtol, 0.0)

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from lightning_shard import ConfigError, ZeRO3Strategy
+from lightning_shard.checkpoint import arriving
+from lightning_shard.checkpoint.files import disk_file
 from tests.processes import ProcessesFailedError, run_processes
 from tests.strategies.left_in_shards import (
     SCHEMES,
@@ -84,9 +86,10 @@ def test_a_fit_that_leaves_shards_takes_at_most_a_unit_at_its_end(
     kind: str, tmp_path: Path
 ) -> None:
     unit, slack = 4 * 2**20, 8 * 2**20  # 64 MiB of parameters, 128 of Adam's state
+    buffers = disk_file.NUM_BUFFERS * disk_file.BUFFER_BYTES + arriving.ARRIVING_BYTES
     for at_end, in_save in run_processes(bytes_above, 2, folder=tmp_path, left=True, kind=kind):
         assert at_end < unit + slack
-        assert in_save < unit + slack
+        assert in_save < unit + buffers + slack
     gathered = run_processes(bytes_above, 2, folder=tmp_path, left=False, kind="full")
     assert min(at_end for at_end, _ in gathered) > 8 * unit
 

@@ -20,7 +20,7 @@ stop are told whether one of them was sent it.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lightning_shard.backends.liveness.connection import Message
+from lightning_shard.backends.guarded.connection import Message
 from lightning_shard.backends.liveness.report import FIRST
 
 Tell = Callable[[int, Message], None]

@@ -15,7 +15,7 @@ from threading import Condition
 from time import monotonic
 from typing import Any
 
-from lightning_shard.backends.liveness.connection import Message
+from lightning_shard.backends.guarded.connection import Message
 from lightning_shard.backends.liveness.report import (
     Activity,
     Table,

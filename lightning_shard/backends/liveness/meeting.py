@@ -1,9 +1,6 @@
 """Starting and ending this process's lifeline, of which there is one at a time."""
 
-import contextlib
-import json
 import os
-import secrets
 import signal
 import socket
 import sys
@@ -15,8 +12,11 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from lightning_shard import settings
+from lightning_shard.backends.guarded.addresses import listen
+from lightning_shard.backends.guarded.client import connect as come_in
+from lightning_shard.backends.guarded.connection import Connection
 from lightning_shard.backends.liveness.lifeline import Lifeline
+from lightning_shard.backends.liveness.server import SERVICE
 from lightning_shard.backends.liveness.thread import LifelineThread
 from lightning_shard.errors import RankFailedError
 
@@ -46,6 +46,7 @@ def start(
     rank: int,
     world_size: int,
     host: str,
+    token: str,
     timeout: timedelta,
     name: str | None = None,
 ) -> None:
@@ -56,6 +57,7 @@ def start(
         rank: Global rank of this process.
         world_size: Number of ranks.
         host: Name or address of rank 0's host.
+        token: The job's token.
         timeout: A rank that is silent for most of this time is given up.
         name: Name of this start in the store, the same on all ranks; by default each rank
             counts its starts, which a rank that has come later cannot.
@@ -74,6 +76,7 @@ def start(
         rank=rank,
         world_size=world_size,
         host=host,
+        token=token,
         timeout=timeout,
         met_anew=name is not None,
     )
@@ -110,6 +113,7 @@ def connect(
     rank: int,
     world_size: int,
     host: str,
+    token: str,
     timeout: timedelta,
     met_anew: bool = False,
 ) -> LifelineThread:
@@ -122,19 +126,20 @@ def connect(
         rank: Global rank of this process.
         world_size: Number of ranks.
         host: Name or address of rank 0's host.
+        token: The job's token.
         timeout: Time-out of the process groups; a rank that is silent for most of it is given up.
         met_anew: Whether this is a reconfiguration: the ranks have trained in another group before.
     """
     seconds = timeout.total_seconds()
     try:
+        hub: Connection | list[socket.socket]
         if rank == 0:
-            token, hub = secrets.token_hex(16), _listen(host, world_size)
-            store.set(key, json.dumps({"port": hub.getsockname()[1], "token": token}))
+            hub = listen(host, 0)
+            store.set(key, str(hub[0].getsockname()[1]))
         else:
-            meeting = json.loads(store.get(key))
-            token = meeting["token"]
-            hub = socket.create_connection((host, meeting["port"]), timeout=seconds)
-    except (OSError, dist.DistError) as error:
+            port = int(store.get(key))
+            hub = come_in(host, port, token=token, service=SERVICE, patience_seconds=seconds)
+    except (OSError, ValueError, dist.DistError) as error:
         raise RankFailedError(
             f"Rank {rank} of {world_size} could not set up its control connection with rank 0 on "
             f"{host} within {timeout}. Check that rank 0 runs and that the hosts reach each "
@@ -148,17 +153,6 @@ def connect(
         hub=hub,
         met_anew=met_anew,
     )
-
-
-def _listen(host: str, backlog: int) -> socket.socket:
-    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    # A name may stand for this host without being an address of its own (containers behind a
-    # service's name), or be a loopback address to this host alone (Debian's 127.0.1.1): then on
-    # every interface, as torch's store does. The token guards it.
-    if settings.is_loopback(host) or not settings.is_loopback(str(address[0])):
-        with contextlib.suppress(OSError):
-            return socket.create_server(address[:2], family=family, backlog=backlog)
-    return socket.create_server(("", 0), family=family, backlog=backlog)
 
 
 def watch_signals() -> None:

@@ -1,21 +1,24 @@
-"""The hub's sockets: which connection may join, and which rank each belongs to."""
+"""The hub's connections: which rank each belongs to."""
 
-import hmac
 import socket
+from collections.abc import Sequence
 from functools import partial
 from selectors import EVENT_READ, BaseSelector
 from time import monotonic
 
-from lightning_shard.backends.liveness.connection import Connection, Message
+from lightning_shard.backends.guarded.connection import Connection, Message
+from lightning_shard.backends.guarded.door import Door
 from lightning_shard.backends.liveness.hub import Hub
+
+SERVICE = "lifeline"
 
 
 class HubServer:
-    """Serves a `Hub` over a listening socket; driven by the thread that owns the selector.
+    """Serves a `Hub` behind a door; driven by the thread that owns the selector.
 
     Args:
-        listener: Where ranks connect; each says the token and its rank first.
-        token: Secret that a rank must send before it is admitted.
+        listeners: Where ranks connect; each says its rank first.
+        token: The job's token, which a rank must know.
         world_size: Number of ranks.
         silence_seconds: A rank that says nothing for so long is given up by the hub.
         selector: Selector of the thread; each socket is registered with the function to call when
@@ -24,21 +27,18 @@ class HubServer:
 
     def __init__(
         self,
-        listener: socket.socket,
+        listeners: Sequence[socket.socket],
         token: str,
         world_size: int,
         silence_seconds: float,
         selector: BaseSelector,
     ) -> None:
-        listener.setblocking(False)
-        self._listener = listener
-        self._token = token
         self._world_size = world_size
         self._selector = selector
         self._connections: dict[Connection, int | None] = {}
         self._of_rank: dict[int, Connection] = {}
         self.hub = Hub(world_size, silence_seconds, self._tell, monotonic())
-        selector.register(listener, EVENT_READ, self._accept)
+        self._door = Door(listeners, token, selector, {SERVICE: self.add})
 
     @property
     def has_unsent(self) -> bool:
@@ -50,11 +50,15 @@ class HubServer:
         for connection in self._of_rank.values():
             connection.flush()
 
-    def add(self, stream: socket.socket) -> None:
-        """Serve a new connection, which is a rank's once it has sent the token and its rank."""
-        connection = Connection(stream)
+    def add(self, connection: Connection) -> None:
+        """Serve a new connection, which is a rank's once it has told its rank."""
         self._connections[connection] = None
         self._selector.register(connection, EVENT_READ, partial(self._read, connection))
+
+    def tick(self, now: float) -> None:
+        """Let time pass, for the hub and at the door."""
+        self._door.tick(now)
+        self.hub.tick(now)
 
     def leave(self) -> None:
         """Read what has come, rank 0's own last messages among it, and tell all ranks goodbye."""
@@ -65,16 +69,9 @@ class HubServer:
 
     def close(self) -> None:
         """Close every socket."""
-        self._listener.close()
+        self._door.close()
         for connection in self._connections:
             connection.close()
-
-    def _accept(self) -> None:
-        try:
-            stream, _ = self._listener.accept()
-            self.add(stream)
-        except OSError:  # gone before it was greeted
-            return
 
     def _read(self, connection: Connection) -> None:
         for message in connection.receive():
@@ -88,9 +85,7 @@ class HubServer:
 
     def _admit(self, connection: Connection, message: Message) -> None:
         rank = message.get("rank")
-        told = str(message.get("token")).encode(errors="replace")  # JSON can hold what UTF-8 cannot
-        knows = hmac.compare_digest(told, self._token.encode())
-        if knows and isinstance(rank, int) and 0 <= rank < self._world_size:
+        if isinstance(rank, int) and 0 <= rank < self._world_size and rank not in self._of_rank:
             self._connections[connection] = rank
             self._of_rank[rank] = connection
 

@@ -5,10 +5,11 @@ import signal
 import socket
 import threading
 from collections import deque
+from collections.abc import Sequence
 from selectors import EVENT_READ, DefaultSelector
 from time import monotonic
 
-from lightning_shard.backends.liveness.connection import Connection, Message
+from lightning_shard.backends.guarded.connection import Connection, Message
 from lightning_shard.backends.liveness.interruption import interrupt_groups
 from lightning_shard.backends.liveness.lifeline import Lifeline
 from lightning_shard.backends.liveness.server import HubServer
@@ -28,8 +29,8 @@ class LifelineThread(threading.Thread):
         rank: Global rank of this process.
         world_size: Number of ranks.
         timeout_seconds: Time-out of the process groups; a silent rank is given up before that.
-        token: Secret that the hub asks each rank for.
-        hub: The connection to the hub; on rank 0 the socket where it listens.
+        token: The job's token, which each rank must know.
+        hub: The connection to the hub; on rank 0 the sockets where it listens.
         met_anew: Whether this is a reconfiguration: the ranks have trained in another group before.
 
     Attributes:
@@ -43,7 +44,7 @@ class LifelineThread(threading.Thread):
         world_size: int,
         timeout_seconds: float,
         token: str,
-        hub: socket.socket,
+        hub: Connection | Sequence[socket.socket],
         met_anew: bool = False,
     ) -> None:
         super().__init__(name="lightning-shard-lifeline", daemon=True)
@@ -54,11 +55,12 @@ class LifelineThread(threading.Thread):
         self._sigterms = RepeatedSignal()
         self._is_leaving = False
         self._server: HubServer | None = None
-        if rank == 0:
+        if not isinstance(hub, Connection):
             self._server = HubServer(hub, token, world_size, self._silence_seconds, self._selector)
-            hub, other_end = socket.socketpair()
-            self._server.add(other_end)
-        self._to_hub = Connection(hub)
+            own, other_end = socket.socketpair()
+            self._server.add(Connection(other_end))
+            hub = Connection(own)
+        self._to_hub = hub
         self._wake_read, self._wake_write = socket.socketpair()
         for end in (self._wake_read, self._wake_write):
             end.setblocking(False)
@@ -74,7 +76,7 @@ class LifelineThread(threading.Thread):
             signal_fd=self._wake_write.fileno(),
             met_anew=met_anew,
         )
-        self._request({"kind": "join", "rank": rank, "token": token})
+        self._request({"kind": "join", "rank": rank})
         self.lifeline.beat()
 
     def leave(self) -> None:
@@ -140,7 +142,7 @@ class LifelineThread(threading.Thread):
         if self._server is not None:
             if was_stopped:
                 self._server.hub.forgive(now)
-            self._server.hub.tick(now)
+            self._server.tick(now)
 
     def _hear_hub(self) -> None:
         for message in self._to_hub.receive():

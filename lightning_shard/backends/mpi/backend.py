@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 from urllib.parse import parse_qsl, urlparse
 
 import torch
@@ -11,7 +11,7 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 from typing_extensions import override
 
 from lightning_shard.backends import _c10d, liveness
-from lightning_shard.backends._c10d import PrefixStore, Store, TCPStore
+from lightning_shard.backends._c10d import PrefixStore, Store
 from lightning_shard.backends.base import DEFAULT_TIMEOUT, Backend
 from lightning_shard.backends.debug_wrapper import (
     debug_name,
@@ -19,9 +19,13 @@ from lightning_shard.backends.debug_wrapper import (
     register_debug,
 )
 from lightning_shard.backends.exchange import ExchangeCollectives
+from lightning_shard.backends.guarded.store import JobStore, store_at
+from lightning_shard.backends.guarded.token import JobAddress, remember
+from lightning_shard.backends.meeting_place import serve
 from lightning_shard.backends.mpi import runtime
 from lightning_shard.backends.mpi.flight import progress
 from lightning_shard.backends.mpi.process_group import BACKEND_NAME, MPIGroup
+from lightning_shard.backends.object_transfers import guard_torch
 from lightning_shard.errors import ConfigError
 
 INIT_METHOD = "mpi://"
@@ -70,8 +74,15 @@ class MPIBackend(Backend):
             world_size=world_size,
             timeout=timeout,
         )
-        host = meeting.host
-        liveness.start(meeting, rank=rank, world_size=world_size, host=host, timeout=timeout)
+        address = cast(JobStore, meeting).address
+        liveness.start(
+            meeting,
+            rank=rank,
+            world_size=world_size,
+            host=address.host,
+            token=address.token,
+            timeout=timeout,
+        )
 
     @override
     def collectives(self, group: dist.ProcessGroup) -> ExchangeCollectives:
@@ -90,7 +101,7 @@ def _make_group(options: Any, backend_options: Any) -> Any:
 
 def _meet(
     url: str, *, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any
-) -> Iterator[tuple[TCPStore, int, int]]:
+) -> Iterator[tuple[Store, int, int]]:
     """Make the store of a world that mpirun has started: rank 0 keeps it, MPI tells where.
 
     c10d calls this for `init_method="mpi://"` and puts what the user gave into the URL's query.
@@ -98,13 +109,14 @@ def _meet(
     given = dict(parse_qsl(urlparse(url).query))
     _check_place(int(given.get("rank", -1)), int(given.get("world_size", -1)))
     world = runtime.mpi().COMM_WORLD
-    host = runtime.host_of_rank_zero()
+    host, token = runtime.host_of_rank_zero(), runtime.job_token()
+    remember(token)
+    guard_torch()
+    port = 0
     if world.rank == 0:
-        store = TCPStore(host, 0, world.size, True, timeout, wait_for_workers=False)
-        runtime.from_rank_zero(store.port)
-    else:
-        store = TCPStore(host, runtime.from_rank_zero(0), world.size, False, timeout)
-    yield store, world.rank, world.size
+        port = serve(JobAddress(host=host, port=0, token=token)).port
+    address = JobAddress(host=host, port=runtime.from_rank_zero(port), token=token)
+    yield store_at(address, timeout), world.rank, world.size
 
 
 def _check_place(rank: int = -1, world_size: int = -1) -> None:

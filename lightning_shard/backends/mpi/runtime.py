@@ -8,15 +8,19 @@ others, and finalizes only when all have done so, however long another one still
 import atexit
 import ctypes
 import importlib
+import json
 import math
 import os
+import secrets
 import sys
 import threading
 import time
+from array import array
 from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from lightning_shard import settings
 from lightning_shard.backends import liveness
 from lightning_shard.backends.mpi.departures import Departures, Need
 from lightning_shard.errors import BackendUnavailableError
@@ -78,11 +82,26 @@ def host_of_rank_zero() -> str:
         return "127.0.0.1" if shared else from_rank_zero(str(module.Get_processor_name()))
 
 
+def job_token() -> str:
+    """Return the job's token: the given one, or one that rank 0 draws; MPI tells the others.
+
+    Collective over COMM_WORLD.
+    """
+    given = settings.job_token()
+    return from_rank_zero(given or secrets.token_hex(16))
+
+
 def from_rank_zero(value: T) -> T:
-    """Return rank 0's `value`; every rank of COMM_WORLD must call."""
+    """Return rank 0's `value`, which JSON can hold; every rank of COMM_WORLD must call."""
     with lock:
-        told: T = mpi().COMM_WORLD.bcast(value)
-    return told
+        world = mpi().COMM_WORLD
+        told = bytearray(json.dumps(value).encode() if world.rank == 0 else b"")
+        size = array("q", [len(told)])
+        world.Bcast(size)
+        text = told if world.rank == 0 else bytearray(size[0])
+        world.Bcast(text)
+    received: T = json.loads(text)
+    return received
 
 
 def communicator(global_ranks: tuple[int, ...], tag: int) -> "Intracomm":

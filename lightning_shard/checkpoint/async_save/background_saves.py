@@ -1,7 +1,8 @@
 """Saves that go on while a fit trains, and where in a run they come to their end.
 
-    trainer.save_checkpoint     waits for the save before; copies; a thread writes. A second one of
-                                the same step gets the same files under other names
+    trainer.save_checkpoint     waits for the save before; copies; a thread writes, once all ranks
+                                have copied. A second one of the same step gets the same files under
+                                other names
     the beginning of a step     ranks ask each other how far their threads are, while a save is in
                                 flight: a failure is raised on every rank here
     remove_checkpoint           what is to be removed stays until the save in flight is complete
@@ -21,6 +22,7 @@ from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.checkpoint.async_save.save_in_flight import FAILED, FINISHED, SaveInFlight
+from lightning_shard.checkpoint.async_save.save_plans import SavePlans
 from lightning_shard.checkpoint.host_buffers import HostBuffers
 from lightning_shard.checkpoint.sharded.writing import write_folder
 from lightning_shard.errors import CheckpointError
@@ -38,10 +40,12 @@ class BackgroundSaves:
         self._step = -1
         self._to_remove: Collection[str] = ()  # once it is complete
         self._buffers: HostBuffers | None = None
+        self._plans = SavePlans()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process."""
-        return {**vars(self), "_in_flight": None, "_buffers": None, "_collectives": None}
+        own = {"_in_flight": None, "_buffers": None, "_collectives": None, "_plans": SavePlans()}
+        return {**vars(self), **own}
 
     def open(self, device: torch.device, *, shows_progress: bool) -> None:
         """From here on saves may go on in the background.
@@ -65,7 +69,7 @@ class BackgroundSaves:
         *,
         step: int | None,
     ) -> None:
-        """Write a folder, now or in the background; each rank of the group must call.
+        """Write a folder now, or copy it for `start`; each rank of the group must call.
 
         Args:
             path: As for `write_folder`.
@@ -87,8 +91,18 @@ class BackgroundSaves:
         self.finish()
         if self._buffers is None:
             self._buffers = HostBuffers(pinned=self._device.type == "cuda")
-        self._in_flight = SaveInFlight(path, state, meta, collectives, self._buffers)
+        self._in_flight = SaveInFlight(path, state, meta, collectives, self._buffers, self._plans)
         self._collectives, self._step, self._to_remove = collectives, step, ()
+
+    def start(self) -> None:
+        """Have threads write what has been copied, where that is so on every rank."""
+        if self._in_flight is not None and not self._in_flight.is_started:
+            self._in_flight.start()
+
+    def drop_copy(self) -> None:
+        """Give up what has been copied and not started; no other rank is asked."""
+        if self._in_flight is not None and not self._in_flight.is_started:
+            self.discard()
 
     def finish(self) -> None:
         """Wait until the save in flight is complete, if there is one; each rank must call.
@@ -162,6 +176,7 @@ class BackgroundSaves:
         self.close()
         self.discard()
         self._buffers = self._collectives = None
+        self._plans = SavePlans()
 
     def will_exist(self, path: Any, is_there: bool) -> bool:
         """Whether there will be a checkpoint once no save is in flight; the same on all ranks."""

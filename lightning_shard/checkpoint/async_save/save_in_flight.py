@@ -18,8 +18,10 @@ from typing import Any
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.checkpoint.async_save.save_plans import SavePlans
 from lightning_shard.checkpoint.async_save.staged_items import StagedItems
 from lightning_shard.checkpoint.async_save.unfinished_folder import UnfinishedFolder, explained
+from lightning_shard.checkpoint.files.open_folder import on_one_filesystem
 from lightning_shard.checkpoint.host_buffers import HostBuffers
 from lightning_shard.errors import CheckpointError
 
@@ -28,7 +30,7 @@ _POLL_SECONDS = 0.1
 
 
 class SaveInFlight:
-    """A checkpoint that is being written; each rank must make one, with the same path.
+    """A checkpoint that is copied, and then written; each rank must make one, with the same path.
 
     Args:
         path: Where the folder is to be.
@@ -36,6 +38,7 @@ class SaveInFlight:
         meta: As for `write_folder`; it is pickled here.
         collectives: Group of all ranks; None where this process is alone.
         buffers: Lends the host memory of the copy.
+        plans: As for `UnfinishedFolder`.
 
     Raises:
         CheckpointError: Some rank could not begin.
@@ -48,6 +51,7 @@ class SaveInFlight:
         meta: Mapping[str, Any] | None,
         collectives: Collectives | None,
         buffers: HostBuffers,
+        plans: SavePlans,
     ) -> None:
         self._collectives = None if collectives is None or collectives.size == 1 else collectives
         self._rank = 0 if self._collectives is None else self._collectives.rank
@@ -55,14 +59,20 @@ class SaveInFlight:
         def staging(plan: SavePlan, planner: SavePlanner) -> StagedItems:
             return StagedItems(plan.items, planner.resolve_data, buffers)
 
-        first = UnfinishedFolder(path, state, meta, self._collectives, staging)
+        first = UnfinishedFolder(path, state, meta, self._collectives, plans, staging)
         assert first.writer.staged is not None
         self.staged = first.writer.staged
-        self._folders = [first]
+        self._folders, self._plans = [first], plans
         self._afterwards: deque[Callable[[], None]] = deque()
         self._is_placing = False
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="async-save")
-        self._jobs: list[Future[None]] = [self._executor.submit(first.write)]
+        self._jobs: list[Future[None]] = []
+        self.is_started = False
+
+    def start(self) -> None:
+        """Let the thread write, once every rank is known to have its copy."""
+        self.is_started = True
+        self._jobs.append(self._executor.submit(self._folders[0].write))
 
     @property
     def paths(self) -> list[Any]:
@@ -85,14 +95,16 @@ class SaveInFlight:
         """
         if self._is_placing or os.fspath(path) in map(os.fspath, self.paths):
             return False
+        if not on_one_filesystem(path, self.paths[0]):
+            return False
 
         def staging(plan: SavePlan, planner: SavePlanner) -> StagedItems | None:
             same = self.staged.holds(plan.items, planner.resolve_data)
             return self.staged if same else None
 
         first = self._folders[0]
-        folder = UnfinishedFolder(path, state, meta, self._collectives, staging)
-        if not all(self._gather(folder.writer.staged is not None)):
+        folder = UnfinishedFolder(path, state, meta, self._collectives, self._plans, staging)
+        if not all(self._gather(folder.has_copy)):
             folder.discard()
             return False
         self._folders.append(folder)

@@ -1,36 +1,30 @@
 """One folder that is being written: what all ranks agree on, then what each rank's thread does.
 
-begin, plan    on the ranks' own threads, which talk to each other; nothing is on the disk yet
+begin, plan,   on the ranks' own threads, which talk to each other once (and to plan anew); nothing
+copy           is on the disk yet
 write          this rank's file, and on rank 0 meta.pt: in the thread
 link           the same where another folder has the same elements: one file with two names
 complete       index, checksums and the folder's name: in rank 0's thread
 """
 
 import io
-import os
-import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.planner import SavePlan
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.checkpoint.async_save.save_plans import SavePlans
 from lightning_shard.checkpoint.async_save.staged_items import SaveCancelledError
 from lightning_shard.checkpoint.async_save.staged_writer import StagedWriter, Staging
-from lightning_shard.checkpoint.files.checksums import checksum_of, write_checksums
+from lightning_shard.checkpoint.files.checksums import Checksum, complete_folder, write_checked
 from lightning_shard.checkpoint.files.failures import not_saved
-from lightning_shard.checkpoint.sharded.folder import META_FILE
-from lightning_shard.checkpoint.sharded.index import INDEX_FILE, by_itself
-from lightning_shard.checkpoint.sharded.writing import (
-    BoxSavePlanner,
-    agreed_folder,
-    checksums_of_rank_0,
-)
+from lightning_shard.checkpoint.files.open_folder import META_FILE, OpenFolder
+from lightning_shard.checkpoint.sharded.box_writer import renamed
+from lightning_shard.checkpoint.sharded.writing import BoxSavePlanner, made_folder
 from lightning_shard.errors import CheckpointError
 
 
@@ -42,9 +36,11 @@ class UnfinishedFolder:
         state: As for `write_folder`.
         meta: As for `write_folder`; it is pickled here.
         collectives: Group of all ranks; None where this process is alone.
+        plans: The plans of the save before, which are made anew where they do not stand.
         staging: Copies what this rank writes, or compares it with an earlier copy.
 
     Attributes:
+        has_copy: Whether this rank has a copy, see `staging`.
         written: Where in its file this rank has put what, and checksums, once it has.
 
     Raises:
@@ -57,61 +53,84 @@ class UnfinishedFolder:
         state: Mapping[str, Any],
         meta: Mapping[str, Any] | None,
         collectives: Collectives | None,
+        plans: SavePlans,
         staging: Staging,
     ) -> None:
         self.path = path
         self.written: Any = None
-        self._collectives = collectives
         self._rank = 0 if collectives is None else collectives.rank
         with ExitStack() as stack:
             self._meta: memoryview | None = None
-            prepare = partial(self._keep, meta)
-            self._folder = agreed_folder(path, collectives, stack, prepare)
-            self.writer = StagedWriter(self._folder, staging)
-            self._plan(state)
+            made: tuple[OpenFolder | None, str] = None, ""
+            if self._rank == 0:
+                made = made_folder(path, stack, partial(self._keep, meta))
+            self._begin(made, state, collectives, plans)
+            self._metadata = plans.metadata if self._rank == 0 else None
+            self.has_copy = self.writer.copy(plans.final, self._planner, staging)
             self._place = stack.pop_all()
 
-    def _keep(self, meta: Mapping[str, Any] | None, _: Path) -> None:
+    def _begin(
+        self,
+        made: tuple[OpenFolder | None, str],
+        state: Mapping[str, Any],
+        collectives: Collectives | None,
+        plans: SavePlans,
+    ) -> None:
+        """Agree on the folder that rank 0 has made, and on what each rank writes."""
+        local, failure = self._local_plan(state)
+        told = [(made, local is not None and plans.stand(local, collectives), failure)]
+        if collectives is not None:
+            told = collectives.all_gather_object(told[0])
+        (folder, reason), _, _ = told[0]
+        if folder is None:
+            raise CheckpointError(reason)
+        failed = {rank: one for rank, (_, _, one) in enumerate(told) if one}
+        if failed or local is None:
+            raise CheckpointError(explained(failed))
+        self._folder = folder
+        self.writer = StagedWriter(self._folder, self._rank)
+        if not all(stand for _, stand, _ in told):
+            plans.make(local, self._planner, self.writer, collectives)
+
+    def _local_plan(self, state: Mapping[str, Any]) -> tuple[SavePlan | None, str]:
+        """Return what there is to write on this rank, or None and why nobody can tell."""
+        self._planner = BoxSavePlanner()
+        try:
+            self._planner.set_up_planner(dict(state), is_coordinator=self._rank == 0)
+            return self._planner.create_local_plan(), ""
+        except Exception as error:  # torch's, of what it cannot save
+            return None, repr(error)
+
+    def _keep(self, meta: Mapping[str, Any] | None, _: OpenFolder) -> None:
         """Pickle what is meta.pt, as it is now."""
         file = io.BytesIO()
         torch.save(meta, file)
         self._meta = file.getbuffer()
 
-    def _plan(self, state: Mapping[str, Any]) -> None:
-        alone = self._collectives is None
-        writer, planner = self.writer, BoxSavePlanner()
-        try:
-            with by_itself() if alone else nullcontext():
-                save(dict(state), storage_writer=writer, planner=planner, no_dist=alone)
-        except CheckpointException as error:
-            told = {rank: repr(one) for rank, (one, _) in error.failures.items()}
-            raise CheckpointError(explained(told)) from error
-
     def write(self) -> None:
         """Write this rank's files; runs in the thread."""
         with _Explaining(self.path):
-            self._write_meta()
+            meta = self._write_meta()
             results = self.writer.write_staged()
-            meta = checksums_of_rank_0(self._folder, self._rank)
             self.written = results, self.writer.checksums | meta
 
     def link(self, other: "UnfinishedFolder") -> None:
-        """Give this rank's file in `other`, which has the same elements, a second name here."""
+        """Give this rank's files in `other`, which has the same elements, second names here."""
         with _Explaining(self.path):
-            self._write_meta()
-            for path in other._folder.glob(f"__{self._rank}_*.distcp"):
-                _link(path, self._folder / path.name)
+            meta = self._write_meta()
+            names = self._folder.take_over(other._folder, list(other.writer.checksums))
             results, sums = other.written
-            meta = {META_FILE: checksum_of(self._folder / META_FILE)} if META_FILE in sums else {}
-            self.written = results, {**sums, **meta}
+            found = {names[name]: one for name, one in sums.items() if name in names}
+            self.written = renamed(results, names), {**found, **meta}
 
     def complete(self, written: Sequence[Any]) -> None:
         """Complete the folder from what all ranks have written, and give it its name."""
         with _Explaining(self.path):
-            self.writer.write_index([results for results, _ in written])
+            assert self._metadata is not None
+            self.writer.finish(self._metadata, [results for results, _ in written])
+            index = self.writer.index
             sums = {name: one for _, each in written for name, one in each.items()}
-            sums[INDEX_FILE] = checksum_of(self._folder / INDEX_FILE)
-            write_checksums(self._folder, sums)
+            complete_folder(self._folder, index, sums)
             self._place.close()
 
     def discard(self) -> None:
@@ -119,10 +138,12 @@ class UnfinishedFolder:
         with suppress(SaveCancelledError), self._place:
             raise SaveCancelledError
 
-    def _write_meta(self) -> None:
-        if self._meta is not None:
-            (self._folder / META_FILE).write_bytes(self._meta)
-            self._meta = None
+    def _write_meta(self) -> dict[str, Checksum]:
+        if self._meta is None:
+            return {}
+        content, self._meta = self._meta, None
+        name = self._folder.named(META_FILE)
+        return {name: write_checked(self._folder, name, content)}
 
 
 class _Explaining:
@@ -154,10 +175,3 @@ def explained(failed: Mapping[int, str]) -> str:
         f"A checkpoint that was being written while training went on was not saved ({told}). "
         f"Earlier checkpoints are as they were."
     )
-
-
-def _link(path: Path, name: Path) -> None:
-    try:
-        os.link(path, name)
-    except OSError:  # not every filesystem has files with two names
-        shutil.copyfile(path, name)

@@ -8,12 +8,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_shard.checkpoint.conversion.unread import is_unread
+from lightning_shard.checkpoint.section import CHECKPOINT_KEY
 from lightning_shard.checkpoint.sharded.entries import (
     nothing_kept,
     optimizer_entry,
     roots_of,
 )
 from lightning_shard.checkpoint.sharded.folder import StoredFolder
+from lightning_shard.checkpoint.sharded.rank_entries import stored_entries
 from lightning_shard.errors import CheckpointError
 
 _OTHERS_OPTIMIZERS = ("optimizer", "optim", "optimizers")
@@ -48,6 +50,9 @@ def folder_checkpoint(
         checkpoint["optimizer_states"] = [
             numbered(optimizer_entry(folder, root), folder.path) for root in states
         ]
+    if CHECKPOINT_KEY in folder.roots:
+        kept = stored_entries(folder)
+        checkpoint[CHECKPOINT_KEY] = {**checkpoint.get(CHECKPOINT_KEY, {}), **kept}
     checkpoint |= {root: folder.nested(root) for root in others if root not in states}
     return checkpoint
 

@@ -4,6 +4,7 @@
 
 A module is a plain one, before the fit, on the CPU, a GPU or "meta" (its parameters are made when
 their values come); or a run's, in a hook, where each rank keeps its shard of the tensor at hand.
+Where a module on meta is being built for a run, the file is read when the ranks make their shards.
 """
 
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from lightning_shard.checkpoint.conversion.source import open_source
 from lightning_shard.checkpoint.conversion.unread import Unread, is_unread
 from lightning_shard.checkpoint.misfits import dtype_misfit, misfit_error, shape_misfit
+from lightning_shard.meta_start.recorder import read_at_start
 
 _ADVICE = (
     "Pass the module that has these names, such as the model in a LightningModule; names that "
@@ -39,7 +41,8 @@ def load_safetensors(module: nn.Module, path: Any, *, strict: bool = True) -> Mi
 
     Call it before a fit, in `configure_model` or `setup`, or in a later hook: there each rank must
     call. Values are turned into the parameters' own formats. Parameters that are tied need one
-    name of theirs in the file.
+    name of theirs in the file. In `configure_model`, and inside `trainer.init_module`, parameters
+    on meta stay there, and the first rank reads them unit by unit when the ranks make their shards.
 
     Args:
         module: The module that has the file's names: of a LightningModule that wraps a model, the
@@ -69,7 +72,9 @@ def load_safetensors(module: nn.Module, path: Any, *, strict: bool = True) -> Mi
         raise misfit_error(type(module).__name__, found, _ADVICE)
     for name, value in own.items():
         if is_unread(stored.get(name)):
-            _set(module, name, value, stored[name].read())
+            unread = stored[name]
+            if not read_at_start(value, unread.read):
+                _set(module, name, value, unread)
     return misses
 
 
@@ -103,8 +108,9 @@ def _misfits(own: Mapping[str, Tensor], stored: Mapping[str, Any]) -> list[str]:
     return [one for one in found if one is not None]
 
 
-def _set(module: nn.Module, name: str, value: Tensor, tensor: Tensor) -> None:
+def _set(module: nn.Module, name: str, value: Tensor, unread: Unread) -> None:
     """Give one parameter or buffer its value, through the module that has it."""
+    tensor = unread.read()
     if value.is_meta and isinstance(value, nn.Parameter):  # all that share it get it
         made = nn.Parameter(tensor.to(value.dtype), value.requires_grad)
         torch.utils.swap_tensors(value, made)  # type: ignore[no-untyped-call]

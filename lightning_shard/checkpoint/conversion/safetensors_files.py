@@ -4,7 +4,11 @@
       header's length  {"w": {"dtype": "F32", "shape": [2, 3],   little-endian, no gaps
                         "data_offsets": [0, 24]}, ...}
 
-The header is known before any tensor is read, so a file is written one tensor at a time.
+The header is known before any tensor is read, so a file is written one tensor at a time, and read
+so from any filesystem of fsspec's. The package `safetensors` cannot do either: `save_file` takes
+all tensors of a file at once, and `safe_open` a local path. torch's Hugging Face writer
+(`HuggingFaceStorageWriter`) calls its `save` for each file, which holds the file twice. The tests
+read what is written here with `safetensors`, and here what it has written.
 
 Source:
     https://huggingface.co/docs/safetensors, "Format".

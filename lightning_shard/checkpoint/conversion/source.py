@@ -7,6 +7,7 @@ a file that begins as an archive                  torch.save: .ckpt, .pt
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,16 +18,17 @@ from lightning_shard.checkpoint.conversion.archive import ArchiveFile
 from lightning_shard.checkpoint.conversion.folder_source import folder_checkpoint
 from lightning_shard.checkpoint.conversion.safetensors_files import read_safetensors
 from lightning_shard.checkpoint.conversion.unread import is_unread, present
+from lightning_shard.checkpoint.files.open_folder import INDEX_FILE
 from lightning_shard.checkpoint.files.places import inside, local_path, remote_place
 from lightning_shard.checkpoint.files.reading import read_file
 from lightning_shard.checkpoint.sharded.entries import nothing_kept
-from lightning_shard.checkpoint.sharded.folder import META_FILE, StoredFolder
-from lightning_shard.checkpoint.sharded.index import INDEX_FILE
+from lightning_shard.checkpoint.sharded.folder import StoredFolder
 from lightning_shard.errors import CheckpointError, CheckpointNotFoundError
 
 Kind = Literal["sharded", "full", "weights", "safetensors", "huggingface"]
 INDEX_OF_SAFETENSORS = "model.safetensors.index.json"
 _SUFFIX = ".safetensors"
+_PART = re.compile(r".*-\d+-of-\d+\.safetensors")
 _ARCHIVE = b"PK\x03\x04"
 
 
@@ -91,8 +93,8 @@ def _open_folder(path: Any, *, objects: bool, trust: bool, weights_only: bool) -
     if INDEX_FILE in names:
         folder = StoredFolder(path, not trust)
         meta = folder.meta() if objects else {}
-        if META_FILE in names and not objects:
-            meta = ArchiveFile(inside(path, META_FILE)).content
+        if folder.meta_name in names and not objects:
+            meta = ArchiveFile(inside(path, folder.meta_name)).content
         checkpoint = folder_checkpoint(folder, meta, weights_only=weights_only)
         return Source(path, "sharded", checkpoint, folder)
     if any(name.endswith(_SUFFIX) for name in names):
@@ -125,6 +127,12 @@ def read_hugging_face(path: Any) -> dict[str, Any]:
     """
     names = file_sizes(path)
     if INDEX_OF_SAFETENSORS not in names:
+        if any(map(_PART.fullmatch, names)):  # the index is written last
+            raise CheckpointError(
+                f"{str(path)!r} lacks {INDEX_OF_SAFETENSORS}, expected it beside files of which "
+                f"each is one of several: writing may not have come to its end. Copy the whole "
+                f"folder."
+            )
         found: dict[str, Any] = {}
         for name in sorted(names):
             if name.endswith(_SUFFIX):

@@ -59,14 +59,14 @@ class HuggingFaceFolder:
         ]
         if len(shards) == 1:
             names = ["model.safetensors"]
-        with new_folder(path) as folder:
+        with new_folder(path, replaces=True) as folder:
             for name, shard in zip(names, shards, strict=True):
-                filesystem, inner = remote_place(inside(folder, name))
+                filesystem, inner = remote_place(inside(folder.path, name))
                 with filesystem.open(inner, "wb") as file:
                     write_safetensors(file, shard, written)
             if len(shards) > 1:
                 index = _index(names, shards)
-                filesystem, inner = remote_place(inside(folder, INDEX_OF_SAFETENSORS))
+                filesystem, inner = remote_place(inside(folder.path, INDEX_OF_SAFETENSORS))
                 with filesystem.open(inner, "wb") as file:
                     file.write(json.dumps(index, indent=2).encode())
 

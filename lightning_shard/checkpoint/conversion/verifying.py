@@ -3,10 +3,11 @@
 from typing import Any
 
 from lightning_shard.checkpoint.conversion.source import Source, file_sizes
-from lightning_shard.checkpoint.files.checksums import read_checksums, verify_folder
-from lightning_shard.checkpoint.files.places import inside, remote_place
+from lightning_shard.checkpoint.files.checksums import read_checksums
+from lightning_shard.checkpoint.files.open_folder import INDEX_FILE
+from lightning_shard.checkpoint.files.places import fresh_place, inside, remote_place
 from lightning_shard.checkpoint.files.reading import verify_file
-from lightning_shard.checkpoint.sharded.index import INDEX_FILE
+from lightning_shard.checkpoint.sharded.writing import verify_whole
 
 _ARCHIVE = b"PK\x03\x04"
 
@@ -17,12 +18,11 @@ def verify(path: Any) -> bool:
     Raises:
         CheckpointError: A file is missing or damaged.
     """
-    filesystem, inner = remote_place(path)
+    filesystem, inner = fresh_place(path)
     if not filesystem.isdir(inner):
         return filesystem.isfile(inner) and _verify_file(path)
     if filesystem.isfile(inside(inner, INDEX_FILE)):
-        verify_folder(path)
-        return read_checksums(path) is not None
+        return verify_whole(path)
     return False
 
 
@@ -41,7 +41,7 @@ def missing_from(source: Source) -> list[str]:
         return []
     lengths = file_sizes(source.path)
     expected = dict(source.folder.parts)
-    known = read_checksums(source.path) or {}
+    known = read_checksums(source.path, source.folder.edition) or {}
     expected |= {name: checksum["bytes"] for name, checksum in known.items()}
     return [
         f"{name} is missing, expected {expected[name]} bytes"

@@ -5,6 +5,9 @@
 
     a file, a folder, all or nothing           new_file, new_folder
     to the disk, past the page cache           disk_file
+    a folder that ranks write into             open_folder
+    folders where nothing is renamed           remote_folders
+    where a path lies                          places
     what a killed writer has left              parts
     rename, exchange, fsync                    renames
     why something cannot be written            failures
@@ -12,5 +15,6 @@
     torch's archive: its records               torch_archive (writes), archive_check (verifies)
     a checkpoint file, with errors by name     reading
 
-On object stores nothing is renamed: there an object is there when all of it has arrived.
+On object stores nothing is renamed: there an object is there when all of it has arrived, and a
+folder when its index is, which names the files of one edition.
 """

@@ -8,8 +8,10 @@ A folder without one, which somebody else has written, is taken as it is.
 import json
 import zlib
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 from typing import Any, TypedDict
 
+from lightning_shard.checkpoint.files.open_folder import INDEX_FILE, OpenFolder, in_edition
 from lightning_shard.checkpoint.files.places import inside, remote_place
 from lightning_shard.errors import CheckpointError
 
@@ -41,20 +43,45 @@ def checksum_of(path: Any) -> Checksum:
     return {"bytes": length, "crc32": f"{crc:08x}"}
 
 
-def write_checksums(folder: Any, files: Mapping[str, Checksum]) -> None:
-    """Write the checksums of a folder's files, whose names are relative to it."""
-    filesystem, inner = remote_place(inside(folder, CHECKSUMS))
-    with filesystem.open(inner, "wb") as file:
-        file.write(json.dumps({"format": _FORMAT, "files": files}, indent=1).encode())
+def write_checked(folder: OpenFolder, name: str, content: bytes | memoryview) -> Checksum:
+    """Write a file of a folder that is not complete, and return its length and checksum.
+
+    Args:
+        folder: The folder to write into.
+        name: Name of the file, as `OpenFolder.named` gives it.
+        content: What the file holds.
+    """
+    with closing(folder.create(name)) as file:
+        file.write(content)
+        file.finish()
+    return {"bytes": len(content), "crc32": f"{zlib.crc32(content):08x}"}
 
 
-def read_checksums(folder: Any) -> dict[str, Checksum] | None:
+def complete_folder(folder: OpenFolder, index: bytes, files: Mapping[str, Checksum]) -> None:
+    """Write what makes a folder complete: its checksums, then its index.
+
+    Args:
+        folder: The folder, in which all other files are.
+        index: What its index holds.
+        files: Checksums of the other files, whose names are relative to it.
+    """
+    last: Checksum = {"bytes": len(index), "crc32": f"{zlib.crc32(index):08x}"}
+    told = {"format": _FORMAT, "files": {**files, INDEX_FILE: last}}
+    write_checked(folder, folder.named(CHECKSUMS), json.dumps(told, indent=1).encode())
+    folder.write_index(index)
+
+
+def read_checksums(folder: Any, edition: str = "") -> dict[str, Checksum] | None:
     """Return the checksums of a folder's files; None where nobody has written any.
+
+    Args:
+        folder: Local, or any path of fsspec's.
+        edition: The folder's, as its index tells it; one has checksums.
 
     Raises:
         CheckpointError: They cannot be read, or a newer version has written them.
     """
-    path = inside(folder, CHECKSUMS)
+    path = inside(folder, in_edition(CHECKSUMS, edition))
     filesystem, inner = remote_place(path)
     try:
         with filesystem.open(inner, "rb") as file:
@@ -64,8 +91,13 @@ def read_checksums(folder: Any) -> dict[str, Checksum] | None:
             str(name): {"bytes": int(one["bytes"]), "crc32": str(one["crc32"])}
             for name, one in files.items()
         }
-    except FileNotFoundError:
-        return None
+    except FileNotFoundError as error:
+        if not edition:
+            return None
+        raise CheckpointError(
+            f"{path} is missing, expected the checksums of the folder's files. Copy the whole "
+            f"folder, or load another checkpoint."
+        ) from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{path} cannot be read: {type(error).__name__}: {error}. Expected the checksums of "
@@ -80,17 +112,18 @@ def read_checksums(folder: Any) -> dict[str, Checksum] | None:
     return known
 
 
-def verify_folder(folder: Any, files: Iterable[str] | None = None) -> None:
+def verify_folder(folder: Any, files: Iterable[str] | None = None, *, edition: str = "") -> None:
     """Check files of a folder against its checksums.
 
     Args:
         folder: Local, or any path of fsspec's. Nothing is checked if it has no checksums.
         files: Names relative to the folder; all that have a checksum if left out.
+        edition: As for `read_checksums`.
 
     Raises:
         CheckpointError: A file is missing, has another length or another checksum.
     """
-    known = read_checksums(folder)
+    known = read_checksums(folder, edition)
     if known is None:
         return
     for name in known if files is None else files:

@@ -18,13 +18,23 @@ from typing import Any, BinaryIO, cast
 
 from lightning_shard.checkpoint.files.disk_file import DiskFile
 from lightning_shard.checkpoint.files.failures import explaining_failures
+from lightning_shard.checkpoint.files.open_folder import INDEX_FILE, OpenFolder, put
 from lightning_shard.checkpoint.files.parts import part_of, remove, remove_leftovers
-from lightning_shard.checkpoint.files.places import local_path, remote_place
+from lightning_shard.checkpoint.files.places import (
+    as_system_errors,
+    is_folder,
+    local_path,
+    remote_place,
+)
+from lightning_shard.checkpoint.files.remote_folders import (
+    holds_others,
+    new_edition,
+    remove_remote,
+)
 from lightning_shard.checkpoint.files.renames import put_in_place, sync_file
 from lightning_shard.errors import CheckpointError
 
-_INDEX = ".metadata"  # of torch.distributed.checkpoint, written last
-_OF_CHECKPOINTS = (_INDEX, "meta.pt", "*.distcp")
+_OF_CHECKPOINTS = (INDEX_FILE, "meta.pt", "*.distcp")
 
 
 @contextmanager
@@ -55,7 +65,7 @@ def new_file(path: Any) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def new_folder(path: Any) -> Iterator[str]:
+def new_folder(path: Any, *, replaces: bool = False) -> Iterator[OpenFolder]:
     """Write a folder that is there when the block ends, whole, and not at all if it raises.
 
     One rank enters this, and tells the others the folder; all have written when it leaves. Its
@@ -65,10 +75,12 @@ def new_folder(path: Any) -> Iterator[str]:
     Args:
         path: Local, or any path of fsspec's. Folders above it are made. A checkpoint, file or
             folder, of this name is replaced.
+        replaces: Whether what is replaced on an object store goes first, for a folder without an
+            index.
 
     Yields:
-        The folder to write into. On an object store it is `path` itself, which has lost its index
-        (`.metadata`) meanwhile: write a new one last.
+        The folder to write into. On an object store it is `path` itself, and a new edition of it
+        counts once its index (`.metadata`) is put: write that last.
 
     Raises:
         CheckpointError: The operating system's reason, or a folder of this name is no checkpoint.
@@ -76,7 +88,12 @@ def new_folder(path: Any) -> Iterator[str]:
     with explaining_failures(path):
         place = local_path(path)
         if place is None:
-            yield _remote_folder(path)
+            if holds_others(path):
+                raise _is_another(path, "a folder of checkpoints")
+            if replaces:
+                remove_remote(path)
+            with new_edition(path) as folder:
+                yield folder
             return
         _make_room(place)
         if place.is_dir() and not is_checkpoint_folder(place) and any(place.iterdir()):
@@ -84,7 +101,7 @@ def new_folder(path: Any) -> Iterator[str]:
         part = part_of(place)
         part.mkdir()
         with _removed_unless_done(part):
-            yield str(part)
+            yield OpenFolder(str(part))
             _sync_all(part)
             put_in_place(part, place)
 
@@ -140,7 +157,7 @@ def _is_special(place: Path) -> bool:
     return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
 
 
-def _is_another(place: Path, expected: str) -> CheckpointError:
+def _is_another(place: Any, expected: str) -> CheckpointError:
     return CheckpointError(
         f"{place} was not saved: a folder of this name holds other files, expected {expected} or "
         f"nothing. Remove it, or save under another name."
@@ -150,20 +167,12 @@ def _is_another(place: Path, expected: str) -> CheckpointError:
 @contextmanager
 def _remote_file(path: Any) -> Iterator[BinaryIO]:
     """Write an object; it is not there before the block ends, and given up if that raises."""
+    if is_folder(path):
+        if holds_others(path):
+            raise _is_another(path, "a file")
+        remove_remote(path)
     filesystem, inner = remote_place(path)
-    with suppress(NotImplementedError):
+    with as_system_errors(), suppress(NotImplementedError):
         filesystem.makedirs(inner.rpartition("/")[0], exist_ok=True)
-    with filesystem.transaction, filesystem.open(inner, "wb") as file:
-        yield file
-
-
-def _remote_folder(path: Any) -> str:
-    filesystem, inner = remote_place(path)
-    if filesystem.isfile(inner):
-        filesystem.rm_file(inner)
-    with suppress(NotImplementedError):
-        filesystem.makedirs(inner, exist_ok=True)
-    index = f"{inner.rstrip('/')}/{_INDEX}"
-    if filesystem.exists(index):
-        filesystem.rm_file(index)
-    return str(os.fspath(path))
+    with put(filesystem, inner) as file:
+        yield cast("BinaryIO", file)

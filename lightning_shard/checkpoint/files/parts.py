@@ -18,7 +18,8 @@ import os
 import re
 import shutil
 import socket
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from itertools import count
 from pathlib import Path
 
@@ -28,7 +29,7 @@ _NAME = re.compile(
     re.DOTALL,
 )
 _LONGEST_NAME = 150  # bytes: what a filesystem allows is 255, and the rest of the name takes some
-_SILENT_SECONDS = 3600.0
+SILENT_SECONDS = 3600.0
 _numbers = count()
 
 
@@ -52,7 +53,7 @@ def remove_leftovers(folder: Path) -> None:
     """
     for path in _leftovers(folder):
         found = _NAME.fullmatch(path.name)
-        if found is None or _lives(found, path, folder):
+        if found is None or writer_lives(path.name, partial(_changed, path, folder)):
             continue
         place = path.with_name(found["name"])
         if found["before"] and not os.path.lexists(place):
@@ -80,11 +81,18 @@ def _leftovers(folder: Path) -> list[Path]:
         return []
 
 
-def _lives(found: re.Match[str], path: Path, folder: Path) -> bool:
-    """Whether the writer of a leftover may still be writing it."""
+def writer_lives(name: str, has_changed: Callable[[], bool]) -> bool:
+    """Whether the writer of a leftover may still be writing it.
+
+    Args:
+        name: Name of the leftover.
+        has_changed: Tells whether something of it has changed within `SILENT_SECONDS`, or may have;
+            called where the writer cannot be asked.
+    """
+    found = _NAME.fullmatch(name)
+    if found is None or found["home"] != _home() or not _can_tell():
+        return has_changed()
     pid = int(found["pid"])
-    if found["home"] != _home() or not _can_tell():
-        return _changed(path, folder)
     return pid == os.getpid() or 0 < _began(pid) == int(found["began"])
 
 
@@ -99,7 +107,7 @@ def _changed(path: Path, folder: Path) -> bool:
         newest = max(one.lstat().st_mtime for one in (path, *inside))
     except OSError:
         return True
-    return now - newest < _SILENT_SECONDS
+    return now - newest < SILENT_SECONDS
 
 
 @cache

@@ -16,7 +16,7 @@ import hashlib
 import pickle
 import struct
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
@@ -42,7 +42,8 @@ class Record(NamedTuple):
 
     Attributes:
         name: Name in the archive, such as "data/3".
-        content: A storage on the CPU, or bytes.
+        content: A storage on the CPU, bytes, or an iterator of a record's parts in order, each of
+            which is only good until the next.
         num_bytes: How long it is.
     """
 
@@ -77,13 +78,17 @@ def bytes_of(content: Any, num_bytes: int) -> memoryview:
     return memoryview(content)[:num_bytes]
 
 
-def write_archive(file: BinaryIO, records: Iterable[Record]) -> None:
-    """Write a file that `torch.load` reads."""
+def write_archive(file: BinaryIO, records: Iterable[Record]) -> "Archive":
+    """Write a file that `torch.load` reads; return the archive, which knows its checksum."""
     archive = Archive(file)
     for record in records:
-        archive.write(record.name, bytes_of(record.content, record.num_bytes))
+        if isinstance(record.content, Iterator):
+            archive.write_parts(record.name, record.num_bytes, record.content)
+        else:
+            archive.write(record.name, bytes_of(record.content, record.num_bytes))
         del record  # and its elements, before the next one's come
     archive.close()
+    return archive
 
 
 class Archive:

@@ -7,6 +7,7 @@
     the folder, read                folder, reading, box_reader
     which entry of Lightning's checkpoint is where in it
                                     entries
+    what each rank keeps for itself rank_entries
     what it may hold, what fits     index, stored_misfits, named_optimizers, load_hooks
 
     NAME/.metadata          DCP's index, written last: a folder without it is no checkpoint

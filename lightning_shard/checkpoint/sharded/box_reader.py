@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 from typing_extensions import override
 
+from lightning_shard.checkpoint.files.tensor_parts import PART_BYTES
 from lightning_shard.checkpoint.sharded.box_writer import (
-    PART_BYTES,
     bytes_before_elements,
     is_plain,
 )

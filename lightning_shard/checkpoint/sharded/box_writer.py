@@ -10,48 +10,87 @@ Private names of torch stand here: where an item lies in a file. A test fails wh
 """
 
 import io
-from collections.abc import Iterator
-from contextlib import closing
+import os
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from typing_extensions import override
 
 from lightning_shard.checkpoint.files.checksums import Checksum
-from lightning_shard.checkpoint.files.disk_file import DiskFile
+from lightning_shard.checkpoint.files.open_folder import OpenFolder, WrittenFile
+from lightning_shard.checkpoint.files.tensor_parts import parts_of
 from lightning_shard.checkpoint.files.torch_archive import Archive, Record, bytes_of, records_of
 from lightning_shard.checkpoint.files.untouched import untouched
 
-PART_BYTES = 4 << 20
 _ELEMENTS = "data/0"
 
 
+class _Kept(FileSystem):
+    """Keeps in memory what torch would write itself, which is the index."""
+
+    def __init__(self) -> None:
+        self.file = io.BytesIO()
+
+    @override
+    @contextmanager
+    def create_stream(
+        self, path: str | os.PathLike[str], mode: str
+    ) -> Generator[io.IOBase, None, None]:
+        yield self.file
+
+    @override
+    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
+        return suffix
+
+    @override
+    def exists(self, path: str | os.PathLike[str]) -> bool:
+        return False
+
+    @override
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        """Do nothing: the folder is there."""
+
+    @override
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        """Do nothing: the file is in memory."""
+
+
 class BoxWriter(FileSystemWriter):
-    """Writes a rank's boxes to one file, and flushes it to the disk.
+    """Writes a rank's boxes to one file, and has it stored.
 
     Args:
-        folder: The folder to write into, on this machine's filesystems.
+        folder: The folder to write into.
 
     Attributes:
         checksums: By name, those of the files that this rank has written.
     """
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(str(folder), single_file_per_rank=True, thread_count=1)
+    def __init__(self, folder: OpenFolder) -> None:
+        super().__init__(folder.path)
+        self.sync_files = False  # of memory: it would sync all filesystems
+        self._kept = _Kept()
+        self.fs, self.path = self._kept, folder.path
         self.checksums: dict[str, Checksum] = {}
         self._folder = folder
 
+    @property
+    def index(self) -> bytes:
+        """The folder's index, once `finish` was called; only rank 0 has one."""
+        return self._kept.file.getvalue()
+
     @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        name = f"{plan.storage_data.prefix}0.distcp"
-        with closing(DiskFile(self._folder / name)) as file:
+        name = self._folder.named(f"{plan.storage_data.prefix}0.distcp")
+        with closing(self._folder.create(name)) as file:
             boxes = _BoxFile(name, file)
             results = [boxes.write(item, planner.resolve_data(item)) for item in plan.items]
             file.finish()
@@ -61,10 +100,28 @@ class BoxWriter(FileSystemWriter):
         return written
 
 
+def renamed(results: Sequence[WriteResult], names: Mapping[str, str]) -> list[WriteResult]:
+    """Return where the items of files are that have other names now.
+
+    Args:
+        results: Where they were.
+        names: By the name of a file, the one that it has now.
+    """
+    return [
+        replace(
+            one,
+            storage_data=replace(
+                one.storage_data, relative_path=names[one.storage_data.relative_path]
+            ),
+        )
+        for one in results
+    ]
+
+
 class _BoxFile:
     """A file of items, each as `torch.save` writes it."""
 
-    def __init__(self, name: str, file: DiskFile) -> None:
+    def __init__(self, name: str, file: WrittenFile) -> None:
         self.crc = 0
         self._name, self._file = name, file
 
@@ -126,25 +183,3 @@ def bytes_before_elements(shape: torch.Size, dtype: torch.dtype) -> bytes:
             break
         archive.write(record.name, bytes_of(record.content, record.num_bytes))
     return file.getvalue()
-
-
-def parts_of(tensor: Tensor) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor's elements in order, without a copy where they lie so.
-
-    Args:
-        tensor: On any device, with any strides.
-    """
-    if tensor.is_contiguous():
-        flat = tensor.view(-1).view(torch.uint8)
-        step = max(1, flat.numel()) if flat.is_cpu else PART_BYTES
-        for first in range(0, flat.numel(), step):
-            yield flat[first : first + step].cpu().numpy().data
-    elif tensor.nbytes <= PART_BYTES:
-        yield from parts_of(tensor.contiguous())
-    elif tensor[0].nbytes > PART_BYTES:
-        for row in tensor:
-            yield from parts_of(row)
-    else:
-        num_rows = PART_BYTES // tensor[0].nbytes
-        for first in range(0, len(tensor), num_rows):
-            yield from parts_of(tensor[first : first + num_rows])

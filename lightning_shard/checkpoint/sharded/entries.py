@@ -2,19 +2,27 @@
 
 "state_dict", averages of it     boxes under the same name; other tools call the first "model"
 "optimizer_states"[i]            `optimizer_<i>`, by the parameters' names
+what each rank keeps             `lightning_shard.rank_<i>`
 everything else                  meta.pt
 """
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_shard.checkpoint.section import CHECKPOINT_KEY
 from lightning_shard.checkpoint.sharded.boxed_tensor import BoxedTensor
 from lightning_shard.checkpoint.sharded.folder import StoredFolder, read_all
 from lightning_shard.checkpoint.sharded.named_optimizers import named_state
+from lightning_shard.checkpoint.sharded.rank_entries import (
+    OnDemand,
+    stored_entries,
+    take_out_entries,
+)
 
 _OPTIMIZER = "optimizer_"
 _WEIGHTS = ("state_dict", "model")  # as the strategies call them
@@ -26,7 +34,7 @@ class Roots(NamedTuple):
     Attributes:
         weights: Name of the module's weights; None where there are none by a known name.
         optimizers: Names of the optimizers' states, in order.
-        others: All other names.
+        others: All other names, but for what ranks keep.
     """
 
     weights: str | None
@@ -38,7 +46,8 @@ def roots_of(folder: StoredFolder) -> Roots:
     """Take the names of a folder apart."""
     weights = next((root for root in _WEIGHTS if root in folder.roots), None)
     optimizers = sorted((one for one in folder.roots if one.startswith(_OPTIMIZER)), key=_number)
-    others = [one for one in folder.roots if one != weights and one not in optimizers]
+    known = {weights, CHECKPOINT_KEY, *optimizers}
+    others = [one for one in folder.roots if one not in known]
     return Roots(weights, optimizers, others)
 
 
@@ -62,6 +71,7 @@ def nothing_kept() -> dict[str, Any]:
     }
 
 
+@cache
 def lightning_version() -> str:
     """Return the version of the Lightning that is installed."""
     for name in ("lightning", "pytorch-lightning"):
@@ -85,6 +95,9 @@ def checkpoint_of(folder: StoredFolder, *, in_full: bool) -> dict[str, Any]:
     checkpoint["state_dict"] = read_all(weights) if in_full else weights
     if roots.optimizers:
         checkpoint["optimizer_states"] = [optimizer_entry(folder, one) for one in roots.optimizers]
+    if CHECKPOINT_KEY in folder.roots:
+        kept = {name: OnDemand(entry) for name, entry in stored_entries(folder).items()}
+        checkpoint[CHECKPOINT_KEY] = {**checkpoint.get(CHECKPOINT_KEY, {}), **kept}
     return checkpoint | {root: read_all(folder.nested(root)) for root in roots.others}
 
 
@@ -98,12 +111,16 @@ def folder_entries(
     """Return what this rank writes into a folder, and what is left of a checkpoint for meta.pt.
 
     Args:
-        checkpoint: Lightning's checkpoint, with this rank's boxes.
+        checkpoint: Lightning's checkpoint, with this rank's boxes and its own entry.
         optimizers: The optimizers whose states it has.
         names: Name of each parameter.
         keeps: Whether this rank writes what is no box, too.
     """
     meta, state = dict(checkpoint), dict[str, Any]()
+    own: dict[str, Any] = {}
+    if CHECKPOINT_KEY in meta:
+        meta[CHECKPOINT_KEY] = section = dict(meta[CHECKPOINT_KEY])
+        own = take_out_entries(section)
     for number, one in enumerate(meta.pop("optimizer_states", ())):
         state[f"{_OPTIMIZER}{number}"] = named_state(one, optimizers[number], names)
     for name, entries in checkpoint.items():
@@ -113,6 +130,8 @@ def folder_entries(
                 for key, value in meta.pop(name).items()
                 if keeps or isinstance(value, BoxedTensor)
             }
+    if own:  # last: torch shares out what several ranks have in this order
+        state[CHECKPOINT_KEY] = own
     return state, meta
 
 

@@ -8,7 +8,6 @@ import io
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,24 +23,22 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from typing_extensions import override
 
-from lightning_shard.checkpoint.files.places import inside, remote_place
+from lightning_shard.checkpoint.files.open_folder import INDEX_FILE, META_FILE, in_edition
+from lightning_shard.checkpoint.files.places import inside, is_file
 from lightning_shard.checkpoint.files.reading import read_file
 from lightning_shard.checkpoint.sharded.box_reader import BoxReader
 from lightning_shard.checkpoint.sharded.boxed_tensor import BoxedTensor
 from lightning_shard.checkpoint.sharded.index import (
-    INDEX_FILE,
     by_itself,
+    edition_of,
     read_index,
 )
 from lightning_shard.errors import CheckpointError
 
-META_FILE = "meta.pt"
 
-
-def is_sharded_folder(path: str | Path) -> bool:
+def is_sharded_folder(path: Any) -> bool:
     """Whether there is a complete checkpoint of the sharded format at `path`."""
-    filesystem, there = remote_place(inside(path, INDEX_FILE))
-    return bool(filesystem.isfile(there))
+    return is_file(inside(path, INDEX_FILE))
 
 
 class StoredTensor:
@@ -75,6 +72,9 @@ class StoredFolder:
         path: A folder with an index, local or any path of fsspec's.
         weights_only: As for `torch.load`, of what is pickled in it.
 
+    Attributes:
+        edition: Stands in the names of its files; "" where it does not.
+
     Raises:
         CheckpointError: Its index is damaged.
     """
@@ -83,6 +83,7 @@ class StoredFolder:
         self.path = path
         self._weights_only = weights_only
         self._index = read_index(path)
+        self.edition = edition_of(path, self._index)
 
     @cached_property
     def _values(self) -> dict[str, Any]:
@@ -154,13 +155,22 @@ class StoredFolder:
             ) from error
         return targets
 
+    def unpickled(self, content: bytes) -> Any:
+        """Return what `torch.save` has made bytes of, with as much trust as in the folder."""
+        return torch.load(io.BytesIO(content), "cpu", weights_only=self._weights_only)
+
     def meta(self) -> dict[str, Any]:
         """Return what Lightning keeps besides; what it needs at least where there is none."""
-        filesystem, there = remote_place(inside(self.path, META_FILE))
-        if not filesystem.isfile(there):
+        path = inside(self.path, self.meta_name)
+        if not is_file(path):
             return {}
-        meta: dict[str, Any] = read_file(inside(self.path, META_FILE), "cpu", self._weights_only)
+        meta: dict[str, Any] = read_file(path, "cpu", self._weights_only)
         return meta
+
+    @property
+    def meta_name(self) -> str:
+        """Name of the file of what Lightning keeps besides."""
+        return in_edition(META_FILE, self.edition)
 
 
 class _LoadPlanner(DefaultLoadPlanner):

@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from typing_extensions import override
 
-from lightning_shard.checkpoint.files.places import inside, local_path, remote_place
+from lightning_shard.checkpoint.files.open_folder import INDEX_FILE, editions_in
+from lightning_shard.checkpoint.files.places import fresh_place, inside, local_path, remote_place
 from lightning_shard.errors import CheckpointError
 
-INDEX_FILE = ".metadata"
 _OF_CHECKPOINTS = "torch.distributed.checkpoint."
 _PATHS = ("Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
 _OTHERS = {
@@ -88,9 +88,9 @@ def read_index(path: Any) -> Metadata:
         CheckpointError: It is damaged, or holds what no index holds.
     """
     try:
-        filesystem, there = remote_place(inside(path, INDEX_FILE))
+        filesystem, there = fresh_place(inside(path, INDEX_FILE))
         with filesystem.open(there, "rb") as file:
-            index = _Unpickler(file).load()
+            index = _Unpickler(io.BytesIO(file.read())).load()
     except CheckpointError:
         raise
     except FileNotFoundError as error:
@@ -109,6 +109,22 @@ def read_index(path: Any) -> Metadata:
             f"expected a Metadata of torch.distributed.checkpoint. Load another checkpoint."
         )
     return index
+
+
+def edition_of(path: Any, index: Metadata) -> str:
+    """Return the edition of a folder whose files an index names; "" where there is none.
+
+    Raises:
+        CheckpointError: It names files of several editions.
+    """
+    places = (index.storage_data or {}).values()
+    found = editions_in({place.relative_path for place in places}) or {""}
+    if len(found) > 1:
+        raise CheckpointError(
+            f"The index {inside(path, INDEX_FILE)!r} of a checkpoint is damaged: it names files of "
+            f"the editions {sorted(found)}, expected one. Load another checkpoint."
+        )
+    return found.pop()
 
 
 class _Unpickler(pickle.Unpickler):

@@ -28,6 +28,7 @@ def module_boxes(module: nn.Module, engine: DataParallelEngine) -> dict[str, Any
         flat.see_assigned()
         if flat.is_unsharded:
             flat.take_in_edits()
+        flat.settle()
     held = {param for flat in engine.flats for param in flat.params}
     held.update(engine.split.full_shapes)  # on other stages
     state = module.state_dict(keep_vars=True)
@@ -54,9 +55,9 @@ def parameter_boxes(
     """
     if not engine.split.is_here(param):
         flat = engine.flats[0]
-        return BoxedTensor(engine.full_shape(param), flat.shard.dtype, [])
+        return BoxedTensor(engine.full_shape(param), flat.master_dtype, [])
     flat, index = engine.owner(param)
-    return state_boxes(param, flat.local_views[index], engine, reading=reading)
+    return state_boxes(param, flat.master_views[index], engine, reading=reading)
 
 
 def state_boxes(
@@ -128,7 +129,7 @@ def empty_entry(
 ) -> tuple[Tensor, BoxedTensor]:
     """Return memory for a state tensor that is cut as a parameter, and its boxes to read into."""
     flat, index = engine.owner(param)
-    value = torch.zeros_like(flat.local_views[index], dtype=dtype)
+    value = torch.zeros_like(flat.master_views[index], dtype=dtype)
     if flat.is_owned:
         value = value.view(flat.layout.slots[index].shape)
     return value, state_boxes(param, value, engine, reading=True)

@@ -1,11 +1,10 @@
 """Writing the folder: each rank its own boxes, and rank 0 what Lightning keeps besides."""
 
+import re
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
-from pathlib import Path
-from typing import Any
+from contextlib import ExitStack, closing, nullcontext
+from typing import Any, BinaryIO, cast
 
-import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -15,18 +14,20 @@ from typing_extensions import override
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.checkpoint.files.checksums import (
     Checksum,
-    checksum_of,
+    complete_folder,
     read_checksums,
     verify_folder,
-    write_checksums,
 )
 from lightning_shard.checkpoint.files.failures import not_saved
 from lightning_shard.checkpoint.files.new import new_folder
+from lightning_shard.checkpoint.files.open_folder import META_FILE, OpenFolder
+from lightning_shard.checkpoint.files.torch_archive import records_of, write_archive
 from lightning_shard.checkpoint.sharded.box_writer import BoxWriter
 from lightning_shard.checkpoint.sharded.boxed_tensor import BoxedTensor
-from lightning_shard.checkpoint.sharded.folder import META_FILE
-from lightning_shard.checkpoint.sharded.index import INDEX_FILE, by_itself
+from lightning_shard.checkpoint.sharded.index import by_itself, edition_of, read_index
 from lightning_shard.errors import CheckpointError
+
+_OF_RANK = re.compile(r"__(\d+)_")
 
 
 class BoxSavePlanner(DefaultSavePlanner):
@@ -61,21 +62,33 @@ def write_folder(
     group = None if collectives is None or collectives.size == 1 else collectives
     rank = 0 if group is None else group.rank
     with ExitStack() as stack:
+        sums: dict[str, Checksum] = {}  # of what rank 0 writes beside its boxes
         place = agreed_folder(
-            path, group, stack, lambda folder: torch.save(meta, folder / META_FILE)
+            path, group, stack, lambda place: sums.update(write_meta(place, meta))
         )
-        own = _write(place, state, rank, alone=group is None) | checksums_of_rank_0(place, rank)
+        writer = _write(place, state, alone=group is None)
+        own = writer.checksums | sums
         written = [own] if group is None else group.all_gather_object(own)
         if rank == 0:
-            write_checksums(place, {name: one for each in written for name, one in each.items()})
+            files = {name: one for each in written for name, one in each.items()}
+            complete_folder(place, writer.index, files)
+
+
+def write_meta(place: OpenFolder, meta: Any) -> dict[str, Checksum]:
+    """Pickle what Lightning keeps besides into its file, and return the checksum by its name."""
+    name = place.named(META_FILE)
+    with closing(place.create(name)) as file:
+        archive = write_archive(cast("BinaryIO", file), records_of(meta))
+        file.finish()
+        return {name: {"bytes": file.tell(), "crc32": f"{archive.crc:08x}"}}
 
 
 def agreed_folder(
     path: Any,
     collectives: Collectives | None,
     stack: ExitStack,
-    prepare: Callable[[Path], object],
-) -> Path:
+    prepare: Callable[[OpenFolder], object],
+) -> OpenFolder:
     """Return the folder to write into, which rank 0 makes; each rank must call.
 
     Args:
@@ -87,24 +100,35 @@ def agreed_folder(
     Raises:
         CheckpointError: The folder cannot be made, or prepared.
     """
-    made: tuple[str | None, str] = None, ""
+    made: tuple[OpenFolder | None, str] = None, ""
     if collectives is None or collectives.rank == 0:
-        try:
-            place = stack.enter_context(new_folder(path))
-            prepare(Path(place))
-            made = place, ""
-        except CheckpointError as error:
-            made = None, str(error)
-        except OSError as error:
-            made = None, str(not_saved(path, error))
-        except Exception as error:  # of an object that is pickled, any
-            made = None, _not_pickled(path, error)
+        made = made_folder(path, stack, prepare)
     if collectives is not None:
         made = collectives.broadcast_object(made, src=0)
     folder, failure = made
     if folder is None:
         raise CheckpointError(failure)
-    return Path(folder)
+    return folder
+
+
+def made_folder(
+    path: Any, stack: ExitStack, prepare: Callable[[OpenFolder], object]
+) -> tuple[OpenFolder | None, str]:
+    """Make the folder to write into, on rank 0; see `agreed_folder`.
+
+    Returns:
+        The folder, or None and why there is none.
+    """
+    try:
+        place = stack.enter_context(new_folder(path))
+        prepare(place)
+    except CheckpointError as error:
+        return None, str(error)
+    except OSError as error:
+        return None, str(not_saved(path, error))
+    except Exception as error:  # of an object that is pickled, any
+        return None, _not_pickled(path, error)
+    return place, ""
 
 
 def _not_pickled(path: Any, error: Exception) -> str:
@@ -114,9 +138,7 @@ def _not_pickled(path: Any, error: Exception) -> str:
     )
 
 
-def _write(
-    folder: Path, state: Mapping[str, Any], rank: int, *, alone: bool
-) -> dict[str, Checksum]:
+def _write(folder: OpenFolder, state: Mapping[str, Any], *, alone: bool) -> BoxWriter:
     writer = BoxWriter(folder)
     try:
         with by_itself() if alone else nullcontext():
@@ -124,23 +146,38 @@ def _write(
     except CheckpointException as error:
         told = "; ".join(f"rank {rank}: {one!r}" for rank, (one, _) in error.failures.items())
         raise CheckpointError(
-            f"The checkpoint could not be written to {str(folder)!r} ({told}). Mend that, and save "
+            f"The checkpoint could not be written to {folder.path!r} ({told}). Mend that, and save "
             f"again; earlier checkpoints are as they were."
         ) from error
-    return writer.checksums
+    return writer
 
 
-def checksums_of_rank_0(folder: Path, rank: int) -> dict[str, Checksum]:
-    """Return the checksums of what rank 0 has written so far beside its boxes; its own to call."""
-    written = [META_FILE, INDEX_FILE] if rank == 0 else []
-    return {name: checksum_of(folder / name) for name in written if (folder / name).is_file()}
-
-
-def verify_share(path: Path, rank: int, num_ranks: int) -> None:
+def verify_share(path: Any, rank: int, num_ranks: int, *, edition: str) -> None:
     """Compare this rank's share of a folder's files with their checksums; all ranks' are all files.
+
+    A rank takes the files that the same rank has written, which it reads next where the layout is
+    the same: its host has them in memory then.
 
     Raises:
         CheckpointError: A file is missing, or not as it was written.
     """
-    names = sorted(read_checksums(path) or ())
-    verify_folder(path, names[rank::num_ranks])
+    names = sorted(read_checksums(path, edition) or ())
+    own = [name for name in names if _writer_of(name) % num_ranks == rank]
+    verify_folder(path, own, edition=edition)
+
+
+def _writer_of(name: str) -> int:
+    """Return the rank that has written a file."""
+    found = _OF_RANK.match(name)
+    return 0 if found is None else int(found[1])
+
+
+def verify_whole(path: Any) -> bool:
+    """Compare all files of a folder with their checksums; return whether it has any.
+
+    Raises:
+        CheckpointError: A file is missing, or not as it was written.
+    """
+    edition = edition_of(path, read_index(path))
+    verify_share(path, 0, 1, edition=edition)
+    return read_checksums(path, edition) is not None

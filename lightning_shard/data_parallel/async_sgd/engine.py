@@ -8,7 +8,7 @@ buffers (running statistics) are each rank's own. The optimizer's state stays in
 that is put in decides when and by which gradient it is updated.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.optimizer_view import OptimizerView
-from lightning_shard.data_parallel.reducer import Reducer
+from lightning_shard.data_parallel.reducer import Reducer, always
 from lightning_shard.data_parallel.usage import UsageAgreement
 
 
@@ -111,6 +111,6 @@ class AsyncEngine(DataParallelEngine):
 
     @override
     @contextmanager
-    def backward(self) -> Iterator[None]:
-        with self.no_sync() if self.is_alone else nullcontext(), super().backward():
+    def backward(self, is_used: Callable[[], bool] = always) -> Iterator[None]:
+        with self.no_sync() if self.is_alone else nullcontext(), super().backward(is_used):
             yield

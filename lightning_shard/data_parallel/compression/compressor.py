@@ -165,6 +165,10 @@ class Exchange(ABC):
             Tensors by kind and tensor name; values to be sent later are averages over the ranks.
         """
 
+    def common_state(self) -> State:
+        """Return what of `state` is the same on all ranks, and no mean; no communication."""
+        return {}
+
     def own_state(self) -> State:
         """Return what this rank alone keeps, of which `state` has the average; no communication.
 

@@ -263,8 +263,13 @@ class LowRankExchange(Exchange):
             return {}
         residual = self._residual.clone()
         self.buffer.ranks.all_reduce(residual, "avg").wait()
-        q = {one.slot.name: one.q.clone() for one in self._factors}
-        return {"residual": self.buffer.views(residual), "q": q}
+        return {"residual": self.buffer.views(residual), **self.common_state()}
+
+    @override
+    def common_state(self) -> State:
+        if self._first is None:
+            return {}
+        return {"q": {one.slot.name: one.q.clone() for one in self._factors}}
 
     @override
     def own_state(self) -> State:

@@ -33,6 +33,7 @@ from lightning_shard.data_parallel.local_sgd.parameters import LocalParameters
 from lightning_shard.data_parallel.local_sgd.rules import SyncRule
 from lightning_shard.data_parallel.local_sgd.schedule import SyncSchedule
 from lightning_shard.data_parallel.local_sgd.sending import Arrival, Sender, check_real, on_cpu
+from lightning_shard.data_parallel.read_when_asked import ReadWhenAsked
 
 
 @dataclass
@@ -251,8 +252,12 @@ class LocalSGD:
         """Return the bytes that this rank has sent compressed, and would have sent dense."""
         return self._sender.tally()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, means: bool = True) -> dict[str, Any]:
         """Return the state that a checkpoint of the consensus lacks; each rank must call.
+
+        Args:
+            means: Whether the means of what ranks keep are in it, their own parameters and
+                residuals; without them whoever loads it has what `own_state` has returned on each.
 
         Returns:
             On rank 0 the mean of the ranks' own parameters where the consensus differs from it, the
@@ -264,15 +269,16 @@ class LocalSGD:
         arrived = [(flight.due, self._arrived(flight)) for flight in self._flights]
         own = self._own.views if self._kept is None else self._kept
         moved = self._moved() & self.rule.common.keys()
-        means = self._own.mean({name: value for name, value in own.items() if name in moved})
-        kept_back = self._sender.state(keep=self._engine.is_first)
+        differing = {name: value for name, value in own.items() if means and name in moved}
+        mean = self._own.mean(differing)
+        kept_back = self._sender.state(keep=self._engine.is_first, means=means)
         if not self._engine.is_first:
             return {}
         return {
-            "own": on_cpu(means),
+            "own": on_cpu(mean),
             "stale": [name for name in self._own.views if name in self._stale],
             "sends": self.rule.sends,
-            "arriving": [{"due": due, "mean": on_cpu(mean)} for due, mean in arrived],
+            "arriving": [{"due": due, "mean": on_cpu(one)} for due, one in arrived],
             "common": on_cpu(self._wide()),
             "outer": self.rule.state(),
             "compression": kept_back,
@@ -310,8 +316,12 @@ class LocalSGD:
             state: What `state_dict` returned.
             kept: What `own_state` returned on this rank of as many; None to go on from the mean.
         """
-        values = {**state["own"], **(kept["parameters"] if kept else {})}
-        own = {name: value for name, value in values.items() if name in self._own.views}
+        means, mine = state["own"], kept["parameters"] if kept else {}
+        names = list({**dict.fromkeys(means), **dict.fromkeys(mine)})
+        own = ReadWhenAsked(
+            [name for name in names if name in self._own.views],
+            lambda name: mine[name] if name in mine else means[name],
+        )
         self._own.set(own)
         self._stale.update(own if not kept else own.keys() & set(state["stale"]))
         self._load_buffers(kept["buffers"] if kept else [])

@@ -83,15 +83,16 @@ class Sender:
         """Return the bytes that this rank has sent compressed, and would have sent dense."""
         return sum((exchange.tally for exchange in self._exchanges), Tally())
 
-    def state(self, *, keep: bool) -> dict[str, Any]:
+    def state(self, *, keep: bool, means: bool) -> dict[str, Any]:
         """Return the compression's state by parameter name; nothing may be on its way.
 
         Args:
             keep: Whether this rank gets the state; each rank must call.
+            means: As for `full_state`.
         """
         if self._compressor is None:
             return {}
-        return full_state(self._compressor, self._exchanges, keep=keep)
+        return full_state(self._compressor, self._exchanges, keep=keep, means=means)
 
     def own_state(self) -> State:
         """Return what compression keeps on this rank; nothing may be on its way."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lightning_shard.backends.liveness.connection import Message
+from lightning_shard.backends.guarded.connection import Message
 from lightning_shard.backends.liveness.lifeline import Lifeline
 from lightning_shard.errors import RankFailedError
 

@@ -248,11 +248,21 @@ def test_safetensors_with_a_wrong_header_are_refused(tmp_path: Path) -> None:
 
 def test_remote_paths(saved: dict[str, Path], tmp_path: Path) -> None:
     expected = weights_of(saved["full"])
-    for source in saved.values():
+    for kind, source in saved.items():
+        folder = f"memory://out/{kind}"
         consolidate(f"file://{source}", "memory://out/a.ckpt")
-        consolidate("memory://out/a.ckpt", "memory://out/hf", Consolidation(max_shard_bytes=500))
-        consolidate("memory://out/hf", tmp_path / "back.pt")
+        consolidate("memory://out/a.ckpt", folder, Consolidation(max_shard_bytes=500))
+        consolidate(folder, tmp_path / "back.pt")
         assert_same(weights_of(tmp_path / "back.pt"), expected)
+
+
+def test_a_model_whose_index_never_came_was_taken_for_one_of_fewer_tensors(
+    saved: dict[str, Path], tmp_path: Path
+) -> None:
+    consolidate(saved["full"], tmp_path / "hf", Consolidation(max_shard_bytes=500))
+    (tmp_path / "hf" / "model.safetensors.index.json").unlink()
+    with pytest.raises(CheckpointError, match=r"lacks model\.safetensors\.index\.json"):
+        consolidate(tmp_path / "hf", tmp_path / "out.pt")
 
 
 def test_a_remote_folder_is_read_where_it_lies(saved: dict[str, Path], tmp_path: Path) -> None:

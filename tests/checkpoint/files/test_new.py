@@ -144,7 +144,7 @@ with new_file(place) as file:
 for make in (new_file, new_folder):
     try:
         with make(place) as new:
-            file = new if make is new_file else open(new + "/a", "wb")
+            file = new if make is new_file else open(new.path + "/a", "wb")
             with file:
                 for _ in range(64):
                     file.write(bytes(1 << 16))
@@ -250,9 +250,9 @@ def test_an_object_is_there_when_all_of_it_is_written() -> None:
         file.writelines([b"tw", "o"])
     assert filesystem.cat("/folder/last.ckpt") == b"one"
     with new_folder("memory://folder/sharded.ckpt") as folder:
-        assert folder == "memory://folder/sharded.ckpt"
-        filesystem.pipe(f"{folder}/.metadata", b"one")
+        assert os.fspath(folder) == "memory://folder/sharded.ckpt"
+        filesystem.pipe(f"{folder.path}/.metadata", folder.edition.encode())
     with pytest.raises(LookupError), new_folder("memory://folder/sharded.ckpt"):
         raise LookupError
-    assert not filesystem.exists("/folder/sharded.ckpt/.metadata")  # no checkpoint any more
+    assert filesystem.exists("/folder/sharded.ckpt/.metadata")  # the one before
     filesystem.rm("/folder", recursive=True)

@@ -13,6 +13,7 @@ from lightning_shard import (
     HybridParallelStrategy,
     PipelineParallelStrategy,
     TensorParallelStrategy,
+    ZeRO2Strategy,
     ZeRO3Strategy,
 )
 from lightning_shard.errors import ConfigError
@@ -27,7 +28,7 @@ from tests.strategies.parity import (
     single_device,
     train,
 )
-from tests.strategies.stacks import Block, Stack, fit
+from tests.strategies.stacks import NUM_BATCHES, Block, Stack, fit
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{message}")
@@ -40,6 +41,7 @@ pytestmark = [
 SLOW = pytest.mark.slow
 Make = Callable[..., Any]
 zero3: Make = partial(ZeRO3Strategy, backend="in_process", bucket_mb=SMALL_BUCKET_MB)
+zero2: Make = partial(ZeRO2Strategy, backend="in_process")
 tensor: Make = partial(TensorParallelStrategy, backend="in_process")
 STAGES: dict[str, Any] = {"backend": "in_process", "num_microbatches": 4}
 
@@ -134,6 +136,43 @@ def test_a_block_whose_forward_changes_buffers_is_refused() -> None:
     strategy = zero3(activation_checkpointing="full")
     with pytest.raises(ConfigError, match=r"'blocks\.3' \(block\) changes its buffer"):
         fit(SpectralStack, strategy, devices=2, max_epochs=1)
+
+
+class CountingStack(Stack):
+    """Its blocks keep what users keep in attributes: a counter, a list, the last value."""
+
+    class block(Block):  # noqa: D106, N801
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls, self.means = 0, list[float]()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            self.means.append(float(x.detach().mean()))
+            self.last = x.detach().mean()
+            return super().forward(x)
+
+
+def test_attributes_of_a_block_were_changed_again_by_its_recomputation() -> None:
+    fitted = fit(CountingStack, zero3(activation_checkpointing="full"), devices=2, max_epochs=1)
+    block = fitted.model.blocks[0]
+    assert block.calls == len(block.means) == NUM_BATCHES
+    assert float(block.last) == pytest.approx(block.means[-1])
+
+
+class ShrinkingStack(Stack):
+    """Its weights shrink by hand in each forward."""
+
+    class block(Block):  # noqa: D106, N801
+        def forward(self, x: Tensor) -> Tensor:
+            self.layer.weight.data.mul_(0.9)
+            return super().forward(x)
+
+
+def test_a_block_whose_forward_edits_weights_is_refused() -> None:
+    strategy = zero2(activation_checkpointing="full")
+    with pytest.raises(ConfigError, match=r"changes its parameter 'layer\.weight', and so does"):
+        fit(ShrinkingStack, strategy, devices=2, max_epochs=1)
 
 
 def test_after_a_fit_the_module_is_what_it_was() -> None:

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 
-from lightning_shard import CollectiveMismatchError, ConfigError
+from lightning_shard import CollectiveMismatchError, ConfigError, DDPStrategy
 from tests.strategies.models import ExampleGPT
 from tests.strategies.parity import UPSTREAM_WARNINGS, GlobalBatches
 from tests.trainer.test_weight_averaging import SCHEMES as AVERAGED
@@ -21,6 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*microbatches are fewer than the"),
 ]
 SCHEMES = {name: AVERAGED[name] for name in ("zero1", "zero2", "zero3", "tensor", "pipeline")} | {
+    "shard_ddp": Scheme(num_ranks=2, make=DDPStrategy),
     "2x2x1 stage 1": hybrid(2, 2, 1, 1),
     "tensor stage 2": hybrid(1, 2, 2, 2),
 }
@@ -41,7 +42,7 @@ class GPT(ExampleGPT):
     """Has a frozen parameter, one that nothing uses, and one of a single element."""
 
     def __init__(self) -> None:
-        super().__init__(width=16, num_layers=2)
+        super().__init__(width=16, num_layers=4)  # one for each stage of "pipeline zbv"
         self.unused = nn.Parameter(torch.ones(3))
         self.blocks[0].up.bias.requires_grad = False
 
@@ -236,7 +237,7 @@ EDITS: dict[str, Callable[[nn.Parameter], Any]] = {
     "decayed": lambda param: param.grad.add_(param.data, alpha=0.1),
     "data": lambda param: param.grad.data.mul_(0.5),
     "assigned": lambda param: setattr(param, "grad", param.grad * 0.5 + 1e-3),
-    "set data": lambda param: setattr(param.grad, "data", param.grad.tanh()),
+    "set data": lambda param: setattr(param.grad, "data", param.grad * 0.5 - 1e-3),
     "none": lambda param: setattr(param, "grad", None),
     "zero": lambda param: param.grad.zero_(),
     "zeros": lambda param: setattr(param, "grad", torch.zeros_like(param.grad)),
@@ -303,6 +304,15 @@ def test_what_user_code_makes_of_a_gradient_is_what_the_optimizer_gets(
 ) -> None:
     expected = edited(SINGLE, edit, hook)
     torch.testing.assert_close(edited(SCHEMES[name], edit, hook), expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("hook", IN_HOOKS[:2])
+@pytest.mark.parametrize("name", ["shard_ddp", "zero2"])
+def test_data_that_was_assigned_to_a_gradient_was_lost(name: str, hook: str) -> None:
+    """The buffer of the next steps was the user's tensor besides, under stage 0."""
+    expected = edited(SINGLE, "set data", hook)
+    trained = edited(SCHEMES[name], "set data", hook)
+    torch.testing.assert_close(trained, expected, rtol=1e-4, atol=1e-6)
 
 
 class OnRankZero(L.Callback):

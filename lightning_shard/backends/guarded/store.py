@@ -1,0 +1,226 @@
+"""The job's store, as each rank sees it: c10d's `Store` behind the job's door.
+
+Torch's own store answers whoever connects. This one is for the ranks alone; groups, c10d's barriers
+and the lifeline meet at it. Each call takes a connection that no other thread uses, so that one
+which waits keeps nobody.
+"""
+
+import os
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from time import monotonic
+from typing import Any, cast
+
+import torch.distributed as dist
+
+from lightning_shard.backends._c10d import Store, StoreBase
+from lightning_shard.backends.guarded.client import ask, connect
+from lightning_shard.backends.guarded.connection import Connection
+from lightning_shard.backends.guarded.handshake import WrongTokenError
+from lightning_shard.backends.guarded.token import JobAddress, wrong_token
+
+SERVICE = "store"
+_ANSWER_SECONDS = 60.0
+_LONGEST_LISTED = 200
+
+# C++ holds a store by its C++ part alone, whose methods are gone with the Python object.
+_stores: "dict[JobAddress, JobStore]" = {}
+
+
+def store_at(address: JobAddress, timeout: timedelta) -> Store:
+    """Return this process's store of a job, whose server may still be to come; raises as it does.
+
+    Args:
+        address: Where the job's server listens, and the token.
+        timeout: How long `get` and `wait` wait, and how long to connect.
+    """
+    made = _stores.get(address)
+    if made is None:
+        made = _stores[address] = JobStore(address, timeout)
+    store = cast(Store, made)
+    store.set_timeout(timeout)
+    return store
+
+
+class JobStore(StoreBase):
+    """The store of one job.
+
+    c10d's C++ (`PrefixStore`, groups, its own barriers) calls these methods too, some by camel-case
+    names, from any thread.
+
+    Args:
+        address: Where the job's server listens, and the token.
+        timeout: How long `get` and `wait` wait, and how long to connect.
+
+    Raises:
+        ConfigError: The server does not know this token.
+        torch.distributed.DistNetworkError: The server does not answer.
+    """
+
+    def __init__(self, address: JobAddress, timeout: timedelta) -> None:
+        super().__init__()
+        self.address = address
+        self._lock = threading.Lock()
+        self._idle: list[Connection] = []
+        store: Any = self
+        store.set_timeout(timeout)
+        first = self._connect(timeout)
+        self.own_address = first.own_address
+        self._idle.append(first)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set the value of a key."""
+        self.multi_set([key], [value])
+
+    def get(self, key: str) -> bytes:
+        """Wait for a key and return its value."""
+        return self.multi_get([key])[0]
+
+    def add(self, key: str, value: int) -> int:
+        """Add to a counter and return its new value."""
+        return int(self._ask("add", key=key, value=value))
+
+    def append(self, key: str, value: str | bytes) -> None:
+        """Append to the value of a key."""
+        self._ask("append", key=key, value=_sent(value))
+
+    def compare_set(
+        self, key: str, expected_value: str | bytes, desired_value: str | bytes
+    ) -> bytes:
+        """Set a key if it has the expected value, or is absent and "" is expected."""
+        expected, desired = _sent(expected_value), _sent(desired_value)
+        return _received(self._ask("compare_set", key=key, expected=expected, desired=desired))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all keys are set."""
+        return bool(self._ask("check", keys=list(keys)))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until all keys are set.
+
+        Raises:
+            torch.distributed.DistStoreError: They are not in time.
+        """
+        self._get(keys, timeout)
+
+    def delete_key(self, key: str) -> bool:
+        """Forget a key; return whether it was set."""
+        return bool(self._ask("delete", key=key))
+
+    def num_keys(self) -> int:
+        """Return the number of keys that are set."""
+        return int(self._ask("count"))
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Wait for several keys and return their values."""
+        return [_received(value) for value in self._get(keys, None)]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        """Set several keys."""
+        told = {key: _sent(value) for key, value in zip(keys, values, strict=True)}
+        self._ask("set", values=told)
+
+    def has_extended_api(self) -> bool:
+        """Say that append and the multi-key calls are there."""
+        return True
+
+    def clone(self) -> "JobStore":
+        """Return this store: its calls wait for each other nowhere."""
+        return self
+
+    deleteKey = delete_key  # noqa: N815 - c10d's name
+    getNumKeys = num_keys  # noqa: N815 - c10d's name
+
+    def forget(self) -> None:
+        """Let go of the sockets in a forked child, so that they end when the parent does."""
+        self._lock = threading.Lock()
+        while self._idle:
+            self._idle.pop().close()
+
+    def _get(self, keys: Sequence[str], timeout: timedelta | None) -> list[str]:
+        store: Any = self
+        seconds = (timeout or store.timeout).total_seconds()
+        try:
+            answer: list[str] = self._ask("get", seconds, keys=list(keys))
+        except TimeoutError:
+            told = ", ".join(keys)[:_LONGEST_LISTED]
+            raise dist.DistStoreError(
+                f"wait timeout after {1000 * seconds:.0f}ms, keys: {told}"
+            ) from None
+        return answer
+
+    def _ask(self, kind: str, seconds: float = _ANSWER_SECONDS, **told: Any) -> Any:
+        connection = self._take()
+        try:
+            answer = ask(connection, {"kind": kind, **told}, seconds)["answer"]
+        except TimeoutError:
+            connection.close()  # what it has asked for is of no use any more
+            if kind == "get":
+                raise
+            raise dist.DistNetworkError(f"{self} timed out after {seconds:.0f} s") from None
+        except OSError as error:
+            connection.close()
+            raise dist.DistNetworkError(f"{self}: connection closed by peer ({error})") from None
+        except BaseException:
+            connection.close()
+            raise
+        with self._lock:
+            self._idle.append(connection)
+        return answer
+
+    def _take(self) -> Connection:
+        with self._lock:
+            while self._idle:
+                connection = self._idle.pop()
+                connection.receive()
+                if connection.is_open:
+                    return connection
+                connection.close()  # of a server that has gone; another may have its place
+        store: Any = self
+        return self._connect(store.timeout)
+
+    def _connect(self, timeout: timedelta) -> Connection:
+        begin, address = monotonic(), self.address
+        try:
+            return connect(
+                address.host,
+                address.port,
+                token=address.token,
+                service=SERVICE,
+                patience_seconds=timeout.total_seconds(),
+            )
+        except OSError as error:
+            if isinstance(error, WrongTokenError):
+                raise wrong_token(address, error) from error
+            raise dist.DistNetworkError(
+                f"{self}: timed out after {monotonic() - begin:.1f} s, not connected ({error})"
+            ) from error
+
+    def __repr__(self) -> str:
+        """Say where it is, and nothing secret."""
+        return f"the job's store at {self.address.host}, port {self.address.port}"
+
+
+def _sent(value: str | bytes) -> str:
+    return (
+        value if isinstance(value, str) and value.isascii() else _as_bytes(value).decode("latin-1")
+    )
+
+
+def _as_bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
+def _received(value: str) -> bytes:
+    return value.encode("latin-1")
+
+
+def _forget_in_child() -> None:
+    """A forked child (a DataLoader's worker) is no rank, and must not keep the sockets open."""
+    for store in list(_stores.values()):
+        store.forget()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forget_in_child)

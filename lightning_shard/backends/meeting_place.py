@@ -1,0 +1,203 @@
+"""Where the ranks of a job meet: rank 0's server, behind a door.
+
+our launcher, srun, by hand    the server listens at MASTER_ADDR:MASTER_PORT
+torchrun                       its agent's store is there, open to all: rank 0 says in it where
+                               its server listens, which each rank has prove that it is
+elastic                        a rendezvous server beside the ranks; see `lightning_shard.elastic`
+"""
+
+import json
+import os
+from datetime import timedelta
+from time import monotonic
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from lightning_shard import settings
+from lightning_shard.backends._c10d import Store, TCPStore
+from lightning_shard.backends.guarded.addresses import address_towards, listen, loopback_of
+from lightning_shard.backends.guarded.server import JobServer
+from lightning_shard.backends.guarded.store import store_at
+from lightning_shard.backends.guarded.token import JobAddress, find_token, remember
+from lightning_shard.backends.pending import is_about_a_peer
+from lightning_shard.backends.roll_call import MissingRanksError, fresh_store
+from lightning_shard.errors import ConfigError
+
+_OPEN_KEY = "lightning_shard/open_store"
+_SERVER_KEY = "lightning_shard/server"
+_LONGEST_TRY = timedelta(seconds=10)
+
+_server: JobServer | None = None
+_place: tuple[str, int, str] | None = None
+
+
+class Met(NamedTuple):
+    """The ranks have met.
+
+    Attributes:
+        store: A part of the job's store that only this meeting uses.
+        address: Where the job's server is, for the other ranks.
+    """
+
+    store: Store
+    address: JobAddress
+
+
+def meet(rank: int, world_size: int, patience: timedelta) -> Met:
+    """Meet the other ranks at the place that the environment tells of; every rank must call.
+
+    Args:
+        rank: Global rank of this process.
+        world_size: Number of ranks.
+        patience: How long to wait for the other ranks.
+
+    Raises:
+        ConfigError: MASTER_ADDR or MASTER_PORT is missing or wrong, or the token is.
+        MissingRanksError: A rank did not come; says which.
+        torch.distributed.DistError: A store is gone.
+    """
+    place = settings.rendezvous()
+    on_one_host = settings.is_on_one_host()
+    token = find_token(place.port, on_one_host=on_one_host, rank=rank)
+    remember(token)
+    if settings.has_agent_store():
+        return _meet_by_agent(place.host, token, rank, world_size, patience, on_one_host)
+    host = loopback_of(place.host) if on_one_host else place.host
+    address = JobAddress(host=host, port=place.port, token=token)
+    if rank == 0:
+        serve(address)
+    try:
+        found = store_at(address, patience)
+    except dist.DistError as error:
+        raise _no_rank_zero(error) from error
+    return Met(fresh_store(found, rank, world_size, patience), address)
+
+
+def serve(address: JobAddress) -> JobAddress:
+    """Start the job's server in this process, which is rank 0's, unless it runs already.
+
+    Args:
+        address: Where it shall listen; port 0 for any that is free.
+
+    Returns:
+        The address with the port.
+
+    Raises:
+        torch.distributed.DistNetworkError: The port is taken.
+    """
+    global _server, _place
+    wanted = (address.host, address.port, address.token)
+    if _server is None or _place != wanted or not address.port:
+        if _server is not None:
+            _server.end()
+            _server = None
+        try:
+            listeners = listen(address.host, address.port)
+        except OSError as error:
+            raise dist.DistNetworkError(
+                f"Rank 0 cannot listen at {address.host}, port {address.port}: {error}"
+            ) from error
+        _server, _place = JobServer(listeners, address.token), wanted
+        _server.start()
+    return JobAddress(host=address.host, port=_server.port, token=address.token)
+
+
+def store_without_python(
+    store: Store, host: str, rank: int, world_size: int, timeout: timedelta
+) -> Store:
+    """Return a store of torch's own, of which rank 0 says in the job's where it is.
+
+    NCCL asks its store from threads of its own, even as the process ends, when no Python runs any
+    more. It listens where the job's server does, and is open to all who reach that.
+
+    Args:
+        store: The job's store; every rank must call.
+        host: Rank 0's address.
+        rank: Global rank of this process.
+        world_size: Number of ranks.
+        timeout: How long its calls wait.
+    """
+    if rank == 0:
+        listener, *others = listen(host, 0)
+        for other in others:
+            other.close()
+        address, port = listener.getsockname()[:2]
+        own = host if address in ("0.0.0.0", "::") else address
+        made = TCPStore(
+            own,
+            port,
+            world_size,
+            True,
+            timeout,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        store.set(_OPEN_KEY, json.dumps([own, port]))
+        return made
+    told, port = json.loads(store.get(_OPEN_KEY))
+    return TCPStore(told, port, world_size, False, timeout, wait_for_workers=False)
+
+
+def _meet_by_agent(
+    host: str, token: str, rank: int, world_size: int, patience: timedelta, on_one_host: bool
+) -> Met:
+    desk = fresh_store(_agent_store(rank, patience), rank, world_size, patience)
+    if rank == 0:
+        own = "127.0.0.1" if on_one_host else _own_address(host)
+        address = serve(JobAddress(host=own, port=0, token=token))
+        desk.set(_SERVER_KEY, json.dumps([own, address.port]))
+        return Met(store_at(address, patience), address)
+    return _find_server(desk, token, patience)
+
+
+def _agent_store(rank: int, patience: timedelta) -> Store:
+    # For one rank: torch's store would only count who comes, while the roll call knows who is
+    # missing.
+    try:
+        found, _, _ = next(rendezvous("env://", rank, 1, timeout=patience))
+    except RuntimeError as error:
+        if not is_about_a_peer(error):
+            raise
+        raise _no_rank_zero(error) from error
+    store: Store = found
+    return store
+
+
+def _find_server(desk: Store, token: str, patience: timedelta) -> Met:
+    """Connect with rank 0's server; what another has written over its address leads nowhere."""
+    deadline = monotonic() + patience.total_seconds()
+    while True:
+        try:
+            host, port = json.loads(desk.get(_SERVER_KEY))
+            address = JobAddress(host=str(host), port=int(port), token=token)
+            return Met(store_at(address, min(patience, _LONGEST_TRY)), address)
+        except (ValueError, TypeError, ConfigError, dist.DistNetworkError):
+            if monotonic() > deadline:
+                raise
+
+
+def _own_address(host: str) -> str:
+    """Return an address of this host by which the others, who reach `host`, reach it."""
+    own = address_towards(host, 0)
+    return host if settings.is_loopback(own) else own
+
+
+def _no_rank_zero(error: RuntimeError) -> MissingRanksError:
+    return MissingRanksError(
+        "Rank 0, where the others meet, does not answer: see whether it runs, and whether this "
+        f"host reaches its address and port. torch said: {error}"
+    )
+
+
+def _forget_in_child() -> None:
+    """A forked child (a DataLoader's worker) serves nobody."""
+    global _server
+    server, _server = _server, None
+    if server is not None:
+        server.forget()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forget_in_child)

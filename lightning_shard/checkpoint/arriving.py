@@ -1,0 +1,261 @@
+"""Full tensors that arrive on the rank that writes them, part by part, from ranks with slices.
+
+    rank 0   own slice ──────────────────────> part, part ─┐
+    rank 1   slices ──packed──> message ─────> part ───────┼──> who writes
+    rank 2   slices ──packed──> message ─────> part ───────┘
+
+Slices go straight to rank 0, one tensor after the other. A message is full whatever tensors begin
+or end in it, and the next ones are on their way while rank 0 writes: it holds a few messages, not a
+unit, and the other ranks two of their own.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.backends.pending import Pending
+from lightning_shard.checkpoint.files.tensor_parts import PART_BYTES
+
+ARRIVING_BYTES = 4 << 20  # on rank 0, of all peers together
+_FEWEST_BYTES = 256 << 10  # of a message, since each takes its time
+_AHEAD = 2  # messages of a peer on their way, next to the one that is being read
+
+
+class SlicedTensor(NamedTuple):
+    """A full tensor of which each rank of a group has a slice, one behind the other.
+
+    Attributes:
+        shape: Full shape of the tensor.
+        dtype: Format of the elements.
+        numels: Number of elements of each rank's slice, in rank order.
+        own: This rank's slice, of any shape; None where it has zeros, or nothing.
+    """
+
+    shape: Sequence[int]
+    dtype: torch.dtype
+    numels: Sequence[int]
+    own: Tensor | None
+
+
+class ArrivingTensor:
+    """A full tensor, only good until the next one is asked for.
+
+    Args:
+        shape: Full shape of the tensor.
+        dtype: Format of the elements.
+        parts: The bytes of its elements in order, each part only good until the next.
+        device: Device of the parts.
+
+    Attributes:
+        shape: Full shape of the tensor.
+        dtype: Format of the elements.
+        parts: The bytes of its elements in order, to run through once: uint8, 1-D.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        parts: Iterator[Tensor],
+        device: torch.device,
+    ) -> None:
+        self.shape, self.dtype, self.parts = torch.Size(shape), dtype, parts
+        self._device = device
+
+    @classmethod
+    def here(cls, tensor: Tensor) -> "ArrivingTensor":
+        """Return a tensor that is here already, and stays good."""
+        tensor = tensor.detach()
+        return cls(tensor.shape, tensor.dtype, _parts_of_slice(tensor), tensor.device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all elements."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def tensor(self) -> Tensor:
+        """Return all of it, in memory of its own."""
+        full = torch.empty(self.num_bytes, dtype=torch.uint8, device=self._device)
+        done = 0
+        for part in self.parts:
+            full[done : done + part.numel()].copy_(part)
+            done += part.numel()
+        return full.view(self.dtype).view(self.shape)
+
+
+@torch.no_grad()
+def arriving(
+    tensors: Sequence[SlicedTensor], group: Collectives, device: torch.device
+) -> Iterator[ArrivingTensor]:
+    """Bring tensors to rank 0 of a group, one after the other; each rank must run through it.
+
+    Args:
+        tensors: The same ones on each rank, with its own slices.
+        group: The ranks that have slices.
+        device: Device over which slices travel.
+
+    Yields:
+        Each tensor: on rank 0 with its elements, on other ranks, which send theirs, without.
+    """
+    if group.rank == 0:
+        yield from _received(tensors, group, device)
+    else:
+        yield from _sent(tensors, group, device)
+
+
+def _received(
+    tensors: Sequence[SlicedTensor], group: Collectives, device: torch.device
+) -> Iterator[ArrivingTensor]:
+    inboxes = [
+        _Inbox(group, peer, _num_bytes(tensors, peer), device) for peer in range(1, group.size)
+    ]
+    for one in tensors:
+        parts = _parts(one, inboxes, device)
+        yield ArrivingTensor(one.shape, one.dtype, parts, device)
+        for inbox in inboxes:
+            if inbox.failure is not None:  # who writes has met with it; nothing more comes
+                raise inbox.failure
+        for _ in parts:  # nobody has looked at them
+            pass
+
+
+def _parts(
+    one: SlicedTensor, inboxes: Sequence["_Inbox"], device: torch.device
+) -> Iterator[Tensor]:
+    if one.own is not None:
+        yield from _parts_of_slice(one.own.to(one.dtype))
+    else:
+        yield from _zeros(one.numels[0] * one.dtype.itemsize, device)
+    for inbox, numel in zip(inboxes, one.numels[1:], strict=True):
+        yield from inbox.take(numel * one.dtype.itemsize)
+
+
+def _sent(
+    tensors: Sequence[SlicedTensor], group: Collectives, device: torch.device
+) -> Iterator[ArrivingTensor]:
+    outbox = _Outbox(group, _num_bytes(tensors, group.rank), device)
+    for one in tensors:
+        num_bytes = one.numels[group.rank] * one.dtype.itemsize
+        if one.own is not None:
+            parts = _parts_of_slice(one.own.to(one.dtype))
+        else:
+            parts = _zeros(num_bytes, device)
+        for part in parts:
+            outbox.put(part)
+        yield ArrivingTensor(one.shape, one.dtype, iter(()), device)
+    outbox.finish()
+
+
+def _num_bytes(tensors: Sequence[SlicedTensor], rank: int) -> int:
+    return sum(one.numels[rank] * one.dtype.itemsize for one in tensors)
+
+
+def _parts_of_slice(own: Tensor) -> Iterator[Tensor]:
+    flat = own.detach().reshape(-1).view(torch.uint8)
+    if flat.is_cpu:
+        yield flat
+        return
+    yield from torch.split(flat, PART_BYTES)
+
+
+def _zeros(num_bytes: int, device: torch.device) -> Iterator[Tensor]:
+    zeros = torch.zeros(min(num_bytes, PART_BYTES), dtype=torch.uint8, device=device)
+    for begin in range(0, num_bytes, PART_BYTES):
+        yield zeros[: num_bytes - begin]
+
+
+def _message_sizes(num_bytes: int, group: Collectives) -> list[int]:
+    """Return the bytes of each message of a peer's, the same there and on rank 0."""
+    size = max(ARRIVING_BYTES // (_AHEAD + 1) // max(group.size - 1, 1), _FEWEST_BYTES)
+    return [min(size, num_bytes - begin) for begin in range(0, num_bytes, size)]
+
+
+class _Inbox:
+    """What one peer sends, in order; receives are posted ahead.
+
+    Attributes:
+        failure: Why a message has not come.
+    """
+
+    failure: Exception | None = None
+
+    def __init__(self, group: Collectives, peer: int, num_bytes: int, device: torch.device) -> None:
+        self._group, self._peer = group, peer
+        self._sizes = deque(_message_sizes(num_bytes, group))
+        self._coming: deque[tuple[Pending, Tensor]] = deque()
+        for _ in range(min(_AHEAD + 1, len(self._sizes))):
+            self._post(torch.empty(self._sizes[0], dtype=torch.uint8, device=device))
+        self._at = 0
+        self._message = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def take(self, num_bytes: int) -> Iterator[Tensor]:
+        """Yield the next bytes, each part only good until the next one is asked for."""
+        while num_bytes:
+            if self._at == self._message.numel():
+                self._next()
+            part = self._message[self._at : self._at + num_bytes]
+            self._at += part.numel()
+            num_bytes -= part.numel()
+            yield part
+
+    def _next(self) -> None:
+        if self._message.numel():
+            self._post(self._message)
+        pending, message = self._coming.popleft()
+        try:
+            pending.wait()
+        except Exception as error:
+            self.failure = error
+            raise
+        self._message, self._at = message, 0
+
+    def _post(self, buffer: Tensor) -> None:
+        if self._sizes:
+            target = buffer[: self._sizes.popleft()]
+            self._coming.append((self._group.recv(target, self._peer, async_op=True), target))
+
+
+class _Outbox:
+    """What goes to rank 0, in messages that are on their way while the next is packed."""
+
+    def __init__(self, group: Collectives, num_bytes: int, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._sizes = deque(_message_sizes(num_bytes, group))
+        self._going: deque[tuple[Pending, Tensor]] = deque()
+        self._used = 0
+        self._message = self._new()
+
+    def put(self, data: Tensor) -> None:
+        """Send some bytes: uint8, 1-D."""
+        done = 0
+        while done < data.numel():
+            part = data[done : done + self._message.numel() - self._used]
+            self._message[self._used : self._used + part.numel()].copy_(part)
+            self._used += part.numel()
+            done += part.numel()
+            if self._used == self._message.numel():
+                self._send()
+
+    def finish(self) -> None:
+        """Wait until all has been sent."""
+        while self._going:
+            self._going.popleft()[0].wait()
+
+    def _send(self) -> None:
+        sending = self._group.send(self._message, 0, async_op=True)
+        self._going.append((sending, self._message))
+        self._message, self._used = self._new(), 0
+
+    def _new(self) -> Tensor:
+        """Return memory for the next message: that of the last but one, once it is sent."""
+        size = self._sizes.popleft() if self._sizes else 0
+        if len(self._going) < _AHEAD:
+            return torch.empty(size, dtype=torch.uint8, device=self._device)
+        sending, buffer = self._going.popleft()
+        sending.wait()
+        return buffer[:size]

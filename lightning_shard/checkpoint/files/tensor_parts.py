@@ -1,0 +1,30 @@
+"""The bytes of a tensor's elements, a few megabytes at a time."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+PART_BYTES = 4 << 20
+
+
+def parts_of(tensor: Tensor) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor's elements in order, without a copy where they lie so.
+
+    Args:
+        tensor: On any device, with any strides.
+    """
+    if tensor.is_contiguous():
+        flat = tensor.view(-1).view(torch.uint8)
+        step = max(1, flat.numel()) if flat.is_cpu else PART_BYTES
+        for first in range(0, flat.numel(), step):
+            yield flat[first : first + step].cpu().numpy().data
+    elif tensor.nbytes <= PART_BYTES:
+        yield from parts_of(tensor.contiguous())
+    elif tensor[0].nbytes > PART_BYTES:
+        for row in tensor:
+            yield from parts_of(row)
+    else:
+        num_rows = PART_BYTES // tensor[0].nbytes
+        for first in range(0, len(tensor), num_rows):
+            yield from parts_of(tensor[first : first + num_rows])

@@ -1,0 +1,10 @@
+"""Shards, their gradients and optimizer state in host memory, as ZeRO-Offload has them.
+
+    device   full parameters ──backward──> gradients ──reduce──> shard of gradients
+                   ^                                                    │ down, as soon as reduced
+                   │ up, after the update                               v
+    host     updated shard  <──────── the optimizer's step ──── shard of gradients
+
+`copier` moves the bytes and counts them, `host_shard` is the shard that the optimizer updates,
+`host_gradients` holds the averages that it reads. Source: ZeRO-Offload, arXiv:2101.06840.
+"""

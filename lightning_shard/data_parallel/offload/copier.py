@@ -1,0 +1,97 @@
+"""Copies between a rank's device and host memory, counted.
+
+    down    device ──> host    reduced gradients; parameters that user code has changed
+    up      host ──> device    updated shards
+
+On CUDA a stream of its own copies, beside what computes, from and to pinned memory. On CPU ranks
+the same calls copy between two buffers, one of which stands for the device: nothing is saved, and
+what is copied, when and how much is the same.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from lightning_shard.backends.traffic import Traffic
+
+
+class HostCopier:
+    """Copies of one rank.
+
+    Args:
+        device: The rank's device.
+
+    Attributes:
+        traffic: Calls, elements and bytes of "down" and "up" so far.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.traffic = Traffic()
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._is_busy = False
+
+    def empty(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Return host memory of the shape of `like`, pinned where the device is a GPU."""
+        pinned = self._stream is not None
+        return torch.empty(like.shape, dtype=dtype or like.dtype, device="cpu", pin_memory=pinned)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Queue what is started inside beside the current stream, after what is queued there."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def down(self, source: Tensor, target: Tensor) -> None:
+        """Start a copy to the host; `target` may be read after `finish`.
+
+        Args:
+            source: Tensor on the device, of the format of `target`.
+            target: Host memory from `empty`.
+        """
+        self.traffic.count("down", source.numel(), source.itemsize)
+        with self.running():
+            target.copy_(source, non_blocking=True)
+        if self._stream is not None:
+            source.record_stream(self._stream)
+        self._is_busy = True
+
+    def up(self, source: Tensor, target: Tensor) -> None:
+        """Start a copy to the device, in the device's format; its users must `join` first.
+
+        Args:
+            source: Host memory from `empty`, which must not change before `finish`.
+            target: Tensor on the device.
+        """
+        self.traffic.count("up", target.numel(), target.itemsize)
+        with self.running():
+            if source.dtype != target.dtype:  # fewer bytes travel in the narrow format
+                source = self.empty(source, target.dtype).copy_(source)
+            target.copy_(source, non_blocking=True)
+        self._is_busy = True
+
+    def fetch(self, source: Tensor) -> Tensor:
+        """Return a copy of a tensor on the device in host memory, once it is there."""
+        target = self.empty(source)
+        self.down(source, target)
+        self.finish()
+        return target
+
+    def join(self) -> None:
+        """Let what the current stream does next see what has been copied up."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def finish(self) -> None:
+        """Return once all copies that have been started are done."""
+        if self._stream is not None and self._is_busy:
+            self._stream.synchronize()
+        self._is_busy = False

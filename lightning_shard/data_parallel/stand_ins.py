@@ -1,0 +1,49 @@
+"""The tensors that stand in `.grad` of one flat buffer's parameters for averages in shards.
+
+A parameter has one for each shape and format in which it shows itself; they share a note. User code
+may keep them: one that nobody has kept stands for the next gradient, too.
+"""
+
+from collections.abc import Sequence
+from sys import getrefcount
+
+import torch
+from torch import nn
+
+from lightning_shard.data_parallel.averaged_gradient import AveragedGradient, GradientNote
+from lightning_shard.data_parallel.sharded_parameter import as_they_are
+
+_OWN_REFERENCES = 2  # to a stand-in that nobody else holds: that of the dict, and getrefcount's own
+
+
+class StandIns:
+    """The stand-ins of one buffer.
+
+    Args:
+        params: The buffer's parameters.
+        names: Their names in the model.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter], names: Sequence[str]) -> None:
+        self._params = params
+        self._notes = [GradientNote(name) for name in names]
+        self._made: dict[tuple[int, torch.Size, torch.dtype], AveragedGradient] = {}
+
+    def note(self, index: int) -> GradientNote:
+        """Return the note that the stand-ins of a parameter's gradient share."""
+        return self._notes[index]
+
+    @as_they_are
+    def of(self, index: int) -> AveragedGradient:
+        """Return the tensor for the `.grad` of a parameter whose gradient has been reduced."""
+        param = self._params[index]
+        key = index, param.shape, param.dtype
+        if key not in self._made:
+            self._made[key] = AveragedGradient(param, self._notes[index])
+        return self._made[key]
+
+    def leave(self, index: int) -> None:
+        """Note that a parameter's gradient is gone, also for code that has kept its `.grad`."""
+        for key in [key for key in self._made if key[0] == index]:
+            if getrefcount(self._made[key]) > _OWN_REFERENCES:
+                self._made.pop(key).lose()

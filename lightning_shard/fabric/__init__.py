@@ -1,0 +1,53 @@
+"""The engine under Lightning Fabric: `Fabric(strategy="zero3")`, and these classes for its options.
+
+    fabric = Fabric(strategy=lightning_shard.fabric.ZeRO3Strategy(bucket_mb=50), devices=8)
+
+A second thin adapter, beside `lightning_shard.strategies` for a Trainer. It runs no loop: between
+two calls of Fabric's the user's code does, and what it sees of a module looks full.
+
+    options, registry       what the classes take, and the names that Fabric knows
+    ranks                   Fabric's hooks: which rank this is, and collectives
+    strategy                Fabric's hooks: modules, optimizers, backward, clipping, states
+    sharded_module          a module that was set up, the engine that has it, its optimizers
+    full_state              `state_dict` and `load_state_dict` of both, full to the user
+    checkpoints             `fabric.save` and `fabric.load`: a file, or a folder of shards
+    for_trainer             what a Trainer resumes from, and back
+    launching, replicas     ranks that are processes, or threads on copies
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_shard.fabric.for_trainer import trainer_checkpoint
+    from lightning_shard.fabric.strategy import (
+        DDPStrategy,
+        FabricStrategy,
+        ZeRO1Strategy,
+        ZeRO2Strategy,
+        ZeRO3Strategy,
+    )
+else:
+    _HOMES = {
+        **dict.fromkeys(
+            ("DDPStrategy", "FabricStrategy", "ZeRO1Strategy", "ZeRO2Strategy", "ZeRO3Strategy"),
+            "strategy",
+        ),
+        "trainer_checkpoint": "for_trainer",
+    }
+
+    def __getattr__(name: str) -> Any:
+        """Import a name of the room on first use; registering names imports nothing of it."""
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+__all__ = [
+    "DDPStrategy",
+    "FabricStrategy",
+    "ZeRO1Strategy",
+    "ZeRO2Strategy",
+    "ZeRO3Strategy",
+    "trainer_checkpoint",
+]

@@ -1,0 +1,45 @@
+"""The private names of Fabric that this room touches.
+
+Checked with lightning 2.6; `tests/fabric/test_launching.py`, `tests/fabric/test_states.py` and
+`tests/fabric/test_raw_loops.py` fail when one changes.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+from lightning.fabric import fabric as fabric_module
+from lightning.fabric.strategies.launchers.launcher import _Launcher as Launcher
+from lightning.fabric.strategies.strategy import _BackwardSyncControl as BackwardSyncControl
+from lightning.fabric.strategies.strategy import (
+    _validate_keys_for_strict_loading as check_keys_are_there,
+)
+from lightning.fabric.utilities.init import _EmptyInit
+
+__all__ = [
+    "BackwardSyncControl",
+    "Launcher",
+    "check_keys_are_there",
+    "empty_initialisation",
+    "fabric_of",
+    "has_no_function",
+]
+
+
+def empty_initialisation(*, enabled: bool) -> AbstractContextManager[Any]:
+    """Inside, let torch's initialisations do nothing."""
+    return _EmptyInit(enabled=enabled)
+
+
+def fabric_of(function: Callable[..., Any]) -> Any:
+    """Return the Fabric whose launched function this is; None for any other function."""
+    method = function.func if isinstance(function, partial) else None
+    owner = getattr(method, "__self__", None)
+    return owner if isinstance(owner, fabric_module.Fabric) else None
+
+
+def has_no_function(function: Callable[..., Any]) -> bool:
+    """Whether this is what Fabric launches for `fabric.launch()` without a function."""
+    nothing: Any = fabric_module._do_nothing
+    return isinstance(function, partial) and nothing in function.args

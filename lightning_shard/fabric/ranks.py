@@ -1,0 +1,228 @@
+"""What a strategy of Fabric knows of its ranks: which they are, how they start and exchange."""
+
+import atexit
+from typing import Any, TypeVar, Unpack
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.strategies.parallel import ParallelStrategy
+from lightning.fabric.utilities.seed import reset_seed
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_shard import settings
+from lightning_shard.backends.base import Backend
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.backends.registry import auto_backend, get_backend
+from lightning_shard.errors import ConfigError
+from lightning_shard.fabric.launching import FabricProcessLauncher, FabricThreadLauncher
+from lightning_shard.fabric.options import FabricLightningOptions, FabricRanksOptions
+from lightning_shard.launchers.processes import ProcessLauncher
+from lightning_shard.strategies.checkpoint_files import with_files
+from lightning_shard.strategies.configs import RanksConfig
+from lightning_shard.strategies.flat_options import part, takes
+from lightning_shard.strategies.joining import (
+    check_num_nodes,
+    check_num_ranks,
+    destroy_groups,
+    environment_for,
+    join,
+    num_local_ranks,
+    take_place,
+)
+from lightning_shard.strategies.names import check_interactive
+from lightning_shard.strategies.option_names import OptionNames
+from lightning_shard.trainer.gathered_tensors import gathered
+from lightning_shard.trainer.logged_reductions import reduce_op_name, reduced
+
+T = TypeVar("T")
+
+
+class RankedStrategy(ParallelStrategy, metaclass=OptionNames):
+    """Starts the ranks, makes the process group, and answers Fabric's questions about them.
+
+    Raises:
+        ConfigError: An unknown backend, or options that contradict each other.
+    """
+
+    @takes(RanksConfig, of=ParallelStrategy)
+    def __init__(self, **options: Unpack[FabricRanksOptions]) -> None:
+        run = RanksConfig.of(options)
+        self._backend: Backend | None = None if run.backend == "auto" else get_backend(run.backend)
+        self._timeout = run.longest_wait
+        self._debug = settings.debug() or run.debug
+        self._num_ranks = run.num_ranks
+        self._num_nodes = 1  # Fabric sets it
+        self.checkpoint_format = run.checkpoint_format
+        self._collectives: Collectives | None = None
+        super().__init__(**part(FabricLightningOptions, options))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what belongs to this process or rank."""
+        return {**vars(self), "_collectives": None}
+
+    # --- which rank this is -----------------------------------------------------------------------
+
+    @property
+    def is_in_process(self) -> bool:
+        """Whether all ranks run inside this process."""
+        return self._backend is not None and self._backend.name == "in_process"
+
+    @property
+    def backend(self) -> Backend:
+        """The communication backend in use."""
+        return (self._backend or auto_backend(self.root_device)).with_debug(self._debug)
+
+    @property
+    def collectives(self) -> Collectives:
+        """Collectives over all ranks; there once they are launched.
+
+        Raises:
+            ConfigError: They are not, or another rank's Fabric is used.
+        """
+        if self._collectives is None:
+            raise ConfigError(
+                "There are no ranks yet, expected them to be launched. Call fabric.launch() first; "
+                "under the backend 'in_process' fabric.launch(train)."
+            )
+        if self.is_in_process and self._collectives.rank != self.global_rank:
+            raise ConfigError(
+                f"Rank {self.global_rank} uses the Fabric of rank {self._collectives.rank}, which "
+                f"is a thread of this process, expected its own: the argument of the launched "
+                f"function. Write def train(fabric): ..., and use that one."
+            )
+        return self._collectives
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        if not self.parallel_devices:
+            raise ConfigError("The strategy has no devices yet; pass it to a Fabric first.")
+        return self.parallel_devices[self.local_rank % len(self.parallel_devices)]
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of hosts of the run."""
+        return self._num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this host."""
+        return num_local_ranks(
+            self._num_ranks, self.parallel_devices or (), self.cluster_environment
+        )
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def _take_place(self) -> None:
+        check_num_ranks(self._num_ranks, len(self.parallel_devices or ()), "Fabric")
+        if self.is_in_process:
+            check_num_nodes(self.num_nodes)
+        found = self.cluster_environment
+        assert found is not None
+        self.cluster_environment = environment_for(found, self._backend, lambda: self.num_processes)
+        take_place(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    @override
+    def _configure_launcher(self) -> None:
+        self._take_place()
+        assert self.cluster_environment is not None
+        self.backend.check(self.root_device)
+        if self.is_in_process:
+            self._launcher = FabricThreadLauncher(self.num_processes)
+            return
+        processes = ProcessLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        check_interactive(self, processes, self.num_processes)
+        self._launcher = FabricProcessLauncher(processes)
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        reset_seed()
+        self._take_place()
+        if not dist.is_initialized():
+            assert self.cluster_environment is not None
+            join(self.backend, self.cluster_environment, self.root_device, self._timeout)
+            if not self.is_in_process:
+                atexit.register(_leave_at_exit, ref(self))
+        group = dist.group.WORLD
+        assert group is not None
+        self._collectives = self.backend.collectives(group)
+
+    def leave(self) -> None:
+        """At exit. Gloo aborts when somebody still refers to a group that is being destroyed."""
+        self._collectives = None
+        destroy_groups()
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        self._checkpoint_io = with_files(self._checkpoint_io)
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, checkpoint_io: CheckpointIO) -> None:
+        self._checkpoint_io = checkpoint_io
+
+    # --- collectives ------------------------------------------------------------------------------
+
+    def _group(self, group: Any) -> Collectives:
+        is_default = group is None or group == dist.group.WORLD
+        return self.collectives if is_default else self.backend.collectives(group)
+
+    @override
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over all ranks, in place as Fabric does; each rank must call.
+
+        Returns:
+            The tensor; of integers' averages a new one, in floats.
+        """
+        if not isinstance(tensor, Tensor):
+            return tensor
+        result = reduced(tensor, reduce_op_name(reduce_op), self._group(group))
+        if result.dtype != tensor.dtype:
+            return result
+        with torch.no_grad():
+            return tensor.copy_(result)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gather over all ranks; each rank must call, with tensors of one shape.
+
+        Returns:
+            Shape (ranks, ...); the tensor itself where there is one rank.
+        """
+        collectives = self._group(group)
+        return (
+            tensor
+            if collectives.size == 1
+            else gathered(tensor, collectives, sync_grads=sync_grads)
+        )
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        flag = torch.tensor(int(decision), device=self.root_device)
+        self.collectives.all_reduce(flag, "min" if all else "max").wait()
+        return bool(flag)
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if self._collectives is not None:
+            self.collectives.barrier()
+
+    @override
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        return self.collectives.broadcast_object(obj, src=src)
+
+
+def _leave_at_exit(strategy: "ref[RankedStrategy]") -> None:
+    alive = strategy()
+    if alive is None:
+        destroy_groups()
+    else:
+        alive.leave()

@@ -1,0 +1,71 @@
+"""The strategy names that Fabric knows: those of a Trainer, of which some are refused with advice.
+
+A strategy's module is imported when a Fabric asks for the name.
+"""
+
+from importlib import import_module
+from typing import Any, NoReturn
+
+from lightning_shard.backends.registry import backend_names
+from lightning_shard.data_parallel.compression import COMPRESSORS
+from lightning_shard.errors import ConfigError
+from lightning_shard.strategies.registry import OFFLOADED, SCHEMES, NamedStrategy, names_of
+
+SERVED = ("shard_ddp", "zero1", "zero2", "zero3", "shard_fsdp")
+"""The schemes that work under Fabric."""
+
+_ADVICE = {
+    "tensor_parallel": "a Trainer splits the layers; under Fabric use 'zero3', which shards them",
+    "pipeline_parallel": "a Trainer runs the microbatches of its training_step; under Fabric use "
+    "'zero3', which shards the layers",
+    "hybrid_parallel": "a Trainer splits the model and runs its microbatches; under Fabric use "
+    "'zero3', which shards it",
+    "local_sgd": "a Trainer counts the steps between two exchanges; under Fabric use 'shard_ddp' "
+    "with compression='int8', or fabric.no_backward_sync",
+    "async_sgd": "a Trainer counts the steps of each rank; under Fabric use 'shard_ddp'",
+    "elastic": "a Trainer's loop is what goes on after a rank is lost; under Fabric use 'zero2', "
+    "and restart from what fabric.save has written",
+}
+
+
+class Refused:
+    """Stands in the registry for a scheme that Fabric cannot run.
+
+    Args:
+        name: The name under which it stands there.
+        scheme: Scheme that the name means.
+    """
+
+    def __init__(self, name: str, scheme: str) -> None:
+        self._name, self._scheme = name, scheme
+
+    def __call__(self, **_: Any) -> NoReturn:
+        """Raise ConfigError with the advice for the scheme."""
+        raise ConfigError(
+            f"Fabric(strategy={self._name!r}): got a scheme that works with a Trainer only, "
+            f"expected one of {', '.join(map(repr, SERVED))}, which may end in a backend "
+            f"({', '.join(f'_{name}' for name in backend_names())}): {_ADVICE[self._scheme]}."
+        )
+
+
+def register_strategies(lightning: str, package: str) -> None:
+    """Make every name usable as `Fabric(strategy=name)`; a second call changes nothing.
+
+    Args:
+        lightning: Root of Fabric: "lightning.fabric" or "lightning_fabric".
+        package: Package whose strategies are built on that root.
+    """
+    registry = import_module(f"{lightning}.strategies").STRATEGY_REGISTRY
+    compressed = {f"shard_ddp_{one}": {"compression": one} for one in COMPRESSORS}
+    offloaded = {name: {"offload": kind} for name, (_, kind) in OFFLOADED.items()}
+    schemes = {**{name: dict[str, Any]() for name in SCHEMES}, **compressed, **offloaded}
+    for scheme, options in schemes.items():
+        for name, backend in names_of(scheme):
+            if name in registry:
+                continue
+            if scheme in _ADVICE:
+                registry.register(name, Refused(name, scheme), "For a Trainer only.")
+                continue
+            plain = OFFLOADED[scheme][0] if scheme in OFFLOADED else "shard_ddp"
+            made = NamedStrategy(package, SCHEMES.get(scheme, SCHEMES[plain]))
+            registry.register(name, made, f"See {package}.", backend=backend, **options)

@@ -1,0 +1,331 @@
+"""Replicated data parallel and ZeRO stages 1 to 3 under Fabric: the engine's second adapter."""
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar, Unpack
+
+from lightning.fabric.plugins.precision import Precision
+from lightning.fabric.strategies.parallel import ParallelStrategy
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_shard.data_parallel.agreement import check_same_optimizers
+from lightning_shard.data_parallel.compression import find_compressor
+from lightning_shard.data_parallel.data_groups import DataGroups
+from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.data_parallel.options import EngineOptions
+from lightning_shard.errors import ConfigError
+from lightning_shard.fabric._lightning import BackwardSyncControl, empty_initialisation
+from lightning_shard.fabric.checkpoints import Saving
+from lightning_shard.fabric.loading import Loading
+from lightning_shard.fabric.options import FabricOptions, FabricRanksOptions
+from lightning_shard.fabric.precision import checked_plugin, share_scaler
+from lightning_shard.fabric.ranks import RankedStrategy
+from lightning_shard.fabric.sharded_module import HeldModule, ShardedModule, UsedEngines, engines_of
+from lightning_shard.optim.clipping import clip_grad_norm, clip_grad_value
+from lightning_shard.optim.host_step import warn_of_cpu_ranks
+from lightning_shard.precision.policy import dtype_policy
+from lightning_shard.strategies.configs import DataParallelConfig, RanksConfig
+from lightning_shard.strategies.flat_options import part, takes
+from lightning_shard.strategies.names import strategy_name
+
+
+class FabricStrategy(RankedStrategy):
+    """Each module that is set up has an engine; the user's loop runs between its steps."""
+
+    stage: ClassVar[int]
+
+    @takes(RanksConfig, DataParallelConfig, of=ParallelStrategy)
+    def __init__(self, **options: Unpack[FabricOptions]) -> None:
+        data = DataParallelConfig.of(options)
+        self._reduce_dtype = data.reduce_dtype
+        self._options = EngineOptions(
+            stage=self.stage,
+            units=data.units,
+            bucket_mb=data.bucket_mb,
+            dtypes=dtype_policy("32-true", data.reduce_dtype),
+            compression=find_compressor(data.compression),
+            activation_checkpointing=data.activation_checkpointing,
+            offload=data.offload,
+            prefetch=data.prefetch,
+        )
+        self._held: list[HeldModule] = []
+        super().__init__(**part(FabricRanksOptions, options))
+        self._backward_sync_control = BackwardSync()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what belongs to this process or rank."""
+        return {**super().__getstate__(), "_held": []}
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        share_scaler(self.precision, self._all_views, [self.collectives], self.root_device)
+
+    @override
+    def leave(self) -> None:
+        self._held = []
+        super().leave()
+
+    def end_launch(self, *, restore: bool) -> None:
+        """Take the engines off at the end of a launch whose ranks end with it.
+
+        Args:
+            restore: Whether modules and optimizers' states are to be full; each rank must call.
+        """
+        held, self._held = self._held, []
+        for one in held:
+            one.release(restore=restore)
+        self._collectives = None
+
+    # --- modules and optimizers -------------------------------------------------------------------
+
+    @property
+    @override
+    def precision(self) -> Precision:
+        return super().precision
+
+    @precision.setter
+    def precision(self, precision: Precision | None) -> None:
+        self._precision = checked_plugin(precision)
+
+    @override
+    def module_to_device(self, module: nn.Module) -> None:
+        empty = [name for name, param in module.named_parameters() if param.is_meta]
+        if empty:
+            raise ConfigError(
+                f"{empty[0]!r} and {len(empty) - 1} more parameters of {type(module).__name__} are "
+                f"on the device 'meta', without values, expected values to put into shards. Make "
+                f"the module inside fabric.init_module(empty_init=True), set it up, and load a "
+                f"checkpoint."
+            )
+        module.to(self.root_device)
+
+    @override
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        stack = ExitStack()
+        stack.enter_context(self.root_device)
+        stack.enter_context(self.precision.module_init_context())
+        stack.enter_context(empty_initialisation(enabled=bool(empty_init)))
+        return stack
+
+    @override
+    def setup_module(self, module: nn.Module) -> ShardedModule:
+        """Put a module into shards; each rank must call, with the same module."""
+        return self._set_up(module, ())
+
+    @override
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
+    ) -> tuple[nn.Module, list[Optimizer], Any]:
+        """Put a module into shards, and let its optimizers update them; each rank must call."""
+        wrapped = self._set_up(module, optimizers)
+        for optimizer in optimizers:
+            self.setup_optimizer(optimizer)
+        return wrapped, optimizers, scheduler
+
+    def _set_up(self, module: nn.Module, optimizers: Collection[Optimizer]) -> ShardedModule:
+        if optimizers:
+            check_same_optimizers(list(optimizers), module, self.collectives)
+        held = HeldModule(
+            module,
+            optimizers,
+            self._make_engine,
+            checkpointing=self._options.activation_checkpointing,
+            units=self._options.units,
+            offload=self._options.offload,
+            rank=self.collectives.rank,
+        )
+        warn_of_cpu_ranks(self._options.offload, self.root_device)
+        self._held.append(held)
+        return ShardedModule(held)
+
+    def _make_engine(
+        self, module: nn.Module, owned: Collection[nn.Parameter]
+    ) -> DataParallelEngine:
+        dtypes = dtype_policy(str(self.precision.precision), self._reduce_dtype)
+        options = replace(self._options, dtypes=dtypes, owned=owned)
+        engine = DataParallelEngine(module, DataGroups.of(self.collectives), options)
+        scaler: Any = getattr(self.precision, "scaler", None)
+        if scaler is not None:
+            for exchange in engine.exchanges:
+                exchange.loss_scale = scaler.get_scale
+        return engine
+
+    @override
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Let an optimizer update shards; each rank must call, with the same one.
+
+        Raises:
+            ConfigError: Its parameters are not those of one module that was set up, or it would
+                update shards wrongly.
+        """
+        held = self._holder_of(optimizer)
+        check_same_optimizers([optimizer], held.module, self.collectives)
+        held.attach(optimizer)
+        return optimizer
+
+    def _holder_of(self, optimizer: Optimizer) -> HeldModule:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        holders = [next((one for one in self._held if one.holds(p)), None) for p in params]
+        known = dict.fromkeys(one for one in holders if one is not None)
+        if len(known) == 1 and None not in holders:
+            return next(iter(known))
+        found = " and ".join(type(one.module).__name__ for one in known) or "no module"
+        strangers = holders.count(None)
+        raise ConfigError(
+            f"Rank {self.global_rank}: {type(optimizer).__name__} has parameters of {found} that "
+            f"was set up, and {strangers} of none, expected those of one module alone. Make an "
+            f"optimizer for each module, after fabric.setup_module or in fabric.setup(module, "
+            f"optimizer), or set up one module that holds them all."
+        )
+
+    # --- a step -----------------------------------------------------------------------------------
+
+    @override
+    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        """Run backward and average gradients of the modules that it has come to; each must call."""
+        engines = list(engines_of(self._held))
+        used = UsedEngines(engines, self.collectives if engines else None)
+        with ExitStack() as stack:
+            for number, engine in enumerate(engines):
+                stack.enter_context(engine.backward(partial(used.has, number)))
+            super().backward(tensor, module, *args, **kwargs)
+
+    # --- states -----------------------------------------------------------------------------------
+
+    @property
+    def held(self) -> Sequence[HeldModule]:
+        """The modules that are set up."""
+        return self._held
+
+    @property
+    def scheme(self) -> str:
+        """Name of the strategy, which a folder of a checkpoint tells."""
+        return strategy_name(self)
+
+    @override
+    def save_checkpoint(
+        self,
+        path: Any,
+        state: dict[str, Any],
+        storage_options: Any = None,
+        filter: Any = None,
+    ) -> None:
+        """Save a file, or a folder of shards; each rank must call."""
+        Saving(self, state).save(path, storage_options, filter or {})
+
+    @override
+    def load_checkpoint(
+        self,
+        path: Any,
+        state: Any = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Load a file or a folder; each rank must call."""
+        loading = Loading(self, path, weights_only)
+        if isinstance(state, (nn.Module, Optimizer)):
+            loading.into_object(state, strict=strict)
+            return {}
+        return loading.into(state, strict=strict) if state else loading.whole()
+
+    @override
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Return a module's full state on every rank; each must call."""
+        return (module.module if isinstance(module, ShardedModule) else module).state_dict()
+
+    @override
+    def load_module_state_dict(
+        self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True
+    ) -> None:
+        """Load a full state; each rank must call."""
+        own = module.module if isinstance(module, ShardedModule) else module
+        own.load_state_dict(state_dict, strict=strict)
+
+    @override
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return an optimizer's full state on every rank; each must call."""
+        states = next((found for one in self._held if (found := one.state_of(optimizer))), None)
+        return optimizer.state_dict() if states is None else states.full()
+
+    @contextmanager
+    def _all_views(self) -> Iterator[None]:
+        """Show all optimizers their shards."""
+        with ExitStack() as stack:
+            for engine in engines_of(self._held):
+                stack.enter_context(engine.optimizer_view())
+            yield
+
+    def _to_clip(self, optimizer: Optimizer) -> tuple[DataParallelEngine, list[nn.Parameter]]:
+        self.precision.unscale_gradients(optimizer)
+        engine = self._holder_of(optimizer).present_engine
+        params: Any = self.precision.main_params(optimizer)
+        return engine, list(params)
+
+    @override
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float | int,
+        norm_type: float | int = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """Clip by the norm of the full gradient, which is returned; each rank must call."""
+        engine, params = self._to_clip(optimizer)
+        return clip_grad_norm(
+            params,
+            float(max_norm),
+            engine,
+            float(norm_type),
+            error_if_nonfinite=error_if_nonfinite,
+        )
+
+    @override
+    def clip_gradients_value(
+        self, module: nn.Module, optimizer: Optimizer, clip_val: float | int
+    ) -> None:
+        """Clamp every element of the gradients; each rank must call."""
+        engine, params = self._to_clip(optimizer)
+        clip_grad_value(params, float(clip_val), engine)
+
+
+class BackwardSync(BackwardSyncControl):
+    """Lets backwards only accumulate."""
+
+    @override
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        """Return the context in which the backwards of a module average nothing.
+
+        Stages 2 and 3 reduce all the same, since that is what bounds their memory.
+        """
+        engine = module.held.engine if isinstance(module, ShardedModule) else None
+        return engine.no_sync() if enabled and engine is not None else nullcontext()
+
+
+class DDPStrategy(FabricStrategy):
+    """Everything replicated; gradients are averaged. `Fabric(strategy="shard_ddp")`."""
+
+    stage = 0
+
+
+class ZeRO1Strategy(FabricStrategy):
+    """Optimizer state in shards. `Fabric(strategy="zero1")`."""
+
+    stage = 1
+
+
+class ZeRO2Strategy(FabricStrategy):
+    """Optimizer state and gradients in shards. `Fabric(strategy="zero2")`."""
+
+    stage = 2
+
+
+class ZeRO3Strategy(FabricStrategy):
+    """Parameters, gradients and optimizer state in shards. `Fabric(strategy="zero3")`."""
+
+    stage = 3

@@ -1,0 +1,211 @@
+"""Values for a model on meta when a run begins: buffers at once, parameters unit by unit.
+
+model on meta ──MetaStart.of──> a recipe for each tensor, or an error that names it
+     │                                           │ fill(param, memory)
+     └── engine, unit by unit: memory of one unit ┘ ──> shards; the unit's memory is given back
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_shard.data_parallel.values_at_start import give_memory
+from lightning_shard.errors import ConfigError
+from lightning_shard.meta_start.initialisers import note_initialisers
+from lightning_shard.meta_start.recipes import (
+    Recipe,
+    buffer_recipe,
+    forget_recipes,
+    has_meta_tensors,
+    is_on_meta,
+    recipe_of,
+)
+
+
+class MetaStart:
+    """Knows the values of a model's tensors that are on meta.
+
+    Args:
+        model: The model, of which no other rank has another.
+        device: Where its tensors are to be.
+        rank: This rank, for error messages.
+        state: State of the CPU's generator at the beginning of the run, for modules that nobody
+            saw being built.
+
+    Raises:
+        ConfigError: Some tensor gets no values, or was changed where nobody saw it.
+    """
+
+    def __init__(
+        self, model: nn.Module, device: torch.device, rank: int, state: Tensor | None = None
+    ) -> None:
+        self.device = device
+        self._model = model
+        self._note_unseen(state)
+        self._check(rank)
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, device: torch.device, rank: int, state: Tensor | None = None
+    ) -> "MetaStart | None":
+        """Return what knows the values of a model; None where all tensors have theirs."""
+        return cls(model, device, rank, state) if has_meta_tensors(model) else None
+
+    def fill(self, param: nn.Parameter, target: Tensor) -> None:
+        """Write the values of `param` to a tensor of its shape, in any format."""
+        recipe = recipe_of(param)
+        assert recipe is not None
+        recipe.fill(target)
+
+    def make_buffers(self) -> None:
+        """Give every buffer on meta its values."""
+        made: dict[int, Tensor] = {}
+        for _, module, leaf, buffer in self._buffers():
+            if id(buffer) not in made:
+                recipe = buffer_recipe(module, leaf, buffer)
+                assert recipe is not None
+                made[id(buffer)] = recipe.read(buffer.dtype).to(self.device)
+            module._buffers[leaf] = made[id(buffer)]
+
+    def make_parameters(self) -> None:
+        """Give every parameter on meta its values, in memory of its own."""
+        for _, param in self._params():
+            value = torch.empty(param.shape, dtype=param.dtype)
+            self.fill(param, value)
+            give_memory(param, value.to(self.device))
+
+    def check_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
+        """Refuse state that an optimizer has made of values that are not there yet.
+
+        Raises:
+            ConfigError: Some state is on meta.
+        """
+        for optimizer in optimizers:
+            values = [one for state in optimizer.state.values() for one in state.values()]
+            if any(isinstance(one, Tensor) and one.is_meta for one in values):
+                raise ConfigError(
+                    f"{type(optimizer).__name__} makes its state when it is constructed, but the "
+                    f"parameters are on meta and have no values then; expected an optimizer that "
+                    f"makes its state in the first step, such as AdamW. Build the module on the "
+                    f"CPU, or take another optimizer."
+                )
+
+    def end(self) -> None:
+        """Forget how the values came about, since they are there."""
+        forget_recipes(self._model)
+
+    # --- checks -----------------------------------------------------------------------------------
+
+    def _note_unseen(self, state: Tensor | None) -> None:
+        unseen = {name: tensor for name, tensor, recipe in self._tensors() if recipe is None}
+        if not unseen:
+            return
+        note_initialisers(self._model, list(unseen.values()), state)
+        rank_zero_warn(
+            f"{_some(list(unseen))} of {type(self._model).__name__} were put on meta where "
+            f"nothing was noted, as by torch.device('meta') outside of configure_model. They get "
+            f"the values of reset_parameters (of Hugging Face's _init_weights), layer by layer; "
+            f"what an __init__ has drawn or changed besides is not done again. For the values of a "
+            f"module that is built on the CPU, build it inside "
+            f"trainer.init_module(empty_init=True), or in configure_model."
+        )
+
+    def _check(self, rank: int) -> None:
+        tensors = list(self._tensors())
+        empty = [name for name, _, recipe in tensors if recipe is None or not recipe.is_written]
+        if empty:
+            raise ConfigError(
+                f"Rank {rank}: {_some(empty)} of {type(self._model).__name__} on meta would be "
+                f"memory without values: nothing that was noted writes them, and neither does a "
+                f"reset_parameters of their modules. Initialise them where the module is built, "
+                f"inside trainer.init_module(empty_init=True) or in configure_model, give their "
+                f"class a reset_parameters, or build it on the CPU."
+            )
+        changed = [
+            name
+            for name, tensor, recipe in tensors
+            if recipe is not None and recipe.misses_changes_of(tensor)
+        ]
+        if changed:
+            raise ConfigError(
+                f"Rank {rank}: {_some(changed)} of {type(self._model).__name__} were changed on "
+                f"meta, where that does nothing, after the context in which they were built had "
+                f"ended (by load_state_dict or an initialiser, say). Do it inside that context, or "
+                f"in on_fit_start; load with load_state_dict(..., assign=True), load_safetensors, "
+                f"or trainer.fit(ckpt_path=...)."
+            )
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor, Recipe | None]]:
+        for name, param in self._params():
+            yield name, param, recipe_of(param)
+        for name, module, leaf, buffer in self._buffers():
+            yield name, buffer, buffer_recipe(module, leaf, buffer)
+
+    def _params(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((name, one) for name, one in self._model.named_parameters() if is_on_meta(one))
+
+    def _buffers(self) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+        for path, module in self._model.named_modules():
+            for leaf, buffer in list(module._buffers.items()):
+                if buffer is not None and is_on_meta(buffer):
+                    yield f"{path}.{leaf}".lstrip("."), module, leaf, buffer
+
+
+def move_to(model: nn.Module, device: torch.device) -> None:
+    """Bring a model's tensors to a device, but for those on meta."""
+    if not has_meta_tensors(model):
+        model.to(device)
+        return
+    for module in model.modules():
+        for param in module._parameters.values():
+            if param is not None and not is_on_meta(param):
+                param.data = param.data.to(device)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not is_on_meta(buffer):
+                module._buffers[name] = buffer.to(device)
+
+
+@contextmanager
+def staying_on_meta(module: nn.Module) -> Iterator[None]:
+    """Let `module.cpu()` inside leave a module alone that a failed run has left on meta."""
+    if not has_meta_tensors(module):
+        yield
+        return
+    with patch.object(module, "cpu", lambda: module):
+        yield
+
+
+def _some(names: Sequence[str]) -> str:
+    told = ", ".join(map(repr, names[:3]))
+    return f"{told} and {len(names) - 3} more" if len(names) > 3 else told
+
+
+def values_at_start(
+    model: nn.Module, device: torch.device, rank: int, state: Tensor | None, *, in_full: bool
+) -> MetaStart | None:
+    """Give buffers on meta their values, and return who knows those of the parameters.
+
+    Args:
+        model: The model that a run begins with.
+        device: Where its tensors are to be.
+        rank: This rank's number, for messages.
+        state: The generator's when ranks have started; None for the present one.
+        in_full: Whether all parameters get their values now.
+
+    Returns:
+        None where all parameters have their values.
+    """
+    start = MetaStart.of(model, device, rank, state)
+    if start is None:
+        return None
+    start.make_buffers()
+    if not in_full:
+        return start
+    start.make_parameters()
+    start.end()
+    return None

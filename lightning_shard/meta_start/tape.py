@@ -1,0 +1,493 @@
+"""A tape: what was done to tensors without elements, which can be done for good later.
+
+    weight = empty(4, 4)        0   empty -> A
+    weight.uniform_()           1   uniform_(A)     generator as it was      left out: see 3
+    mask = ones(4, 4).tril()    2   ones -> B, tril(B) -> C
+    weight.normal_()            3   normal_(A)      generator as it was
+    weight.mul_(0.5)            4   mul_(A)         value(A) does 3 and 4, value(C) does 2
+
+A tensor on meta is known by its storage and by how it lies in it, so views, ties and copies are
+what they would be. Each draw is done once when it is noted, on memory that is given back, so that
+the generator goes on from where it would be. Values that code asks for at once are computed.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_shard.data_parallel.torch_private import storage_key
+from lightning_shard.errors import ConfigError
+
+_aten = torch.ops.aten
+_EMPTY = {
+    *(_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.empty_permuted),
+    *(_aten.new_empty, _aten.new_empty_strided),
+}
+_FILLING = {
+    *(_aten.normal_, _aten.uniform_, _aten.zero_, _aten.fill_, _aten.copy_, _aten.random_),
+    *(_aten.exponential_, _aten.log_normal_, _aten.cauchy_, _aten.geometric_),
+}
+_SMALL_BYTES = 1 << 20  # copied at once, where a larger tensor is kept as it is
+_META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A tensor of a tape: how it lies in which storage.
+
+    Attributes:
+        storage: Number of the storage on its tape.
+        dtype: Format of the elements.
+        size: Shape of the tensor.
+        stride: Elements from one index of a dimension to the next.
+        offset: Elements of the storage before the first.
+    """
+
+    storage: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def inside(self, memory: Tensor) -> Tensor:
+        """Return the tensor in memory, which is the storage's bytes; shape (bytes,), uint8."""
+        first = memory.storage_offset() // self.dtype.itemsize + self.offset
+        storage = memory.untyped_storage()
+        return torch.empty(0, dtype=self.dtype).set_(storage, first, self.size, self.stride)
+
+    def scratch(self) -> Tensor:
+        """Return a tensor of the same form, of zeros."""
+        made = torch.empty_strided(self.size, self.stride, dtype=self.dtype)
+        return made.zero_()
+
+
+@dataclass(frozen=True)
+class _Constant:
+    """A tensor with elements that an operation reads."""
+
+    tensor: Tensor
+    version: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "_Constant":
+        is_small = tensor.numel() * tensor.element_size() <= _SMALL_BYTES
+        value = tensor.clone() if is_small else tensor
+        return cls(value, value._version)
+
+    def read(self) -> Tensor:
+        if self.tensor._version != self.version:
+            raise ConfigError(
+                f"A tensor of shape {tuple(self.tensor.shape)} was copied into a module on meta "
+                f"and changed since; expected it as it was, for it is read when the ranks make "
+                f"their shards. Copy in a clone of it."
+            )
+        return self.tensor
+
+
+@dataclass(frozen=True)
+class _Node:
+    """One operation.
+
+    Attributes:
+        func: What is called; None for memory that nobody has written.
+        args: Its arguments, with notes in the place of tensors.
+        kwargs: Its keyword arguments, likewise.
+        reads: Storages of the arguments.
+        outs: The tensors that it returns in new storages, by their place in the flat result.
+        writes: The tensors that it writes to.
+        fills: The storage whose every element it writes without reading it; None where there is
+            none.
+        state: The generator's state before it; None if nothing is drawn.
+        default_dtype: Format of new tensors then, where nothing else says it.
+    """
+
+    func: Callable[..., Any] | None
+    args: Any
+    kwargs: Mapping[str, Any]
+    reads: frozenset[int]
+    outs: tuple[tuple[int, Ref], ...] = ()
+    writes: tuple[Ref, ...] = ()
+    fills: int | None = None
+    state: Tensor | None = None
+    default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
+
+    @property
+    def needs(self) -> frozenset[int]:
+        """Storages whose content it needs."""
+        return self.reads - {self.fills}
+
+    def call(self, memory: Mapping[int, Tensor]) -> Any:
+        """Do it on tensors with elements."""
+
+        def real(note: Any) -> Any:
+            return note.inside(memory[note.storage]) if isinstance(note, Ref) else note.read()
+
+        args, kwargs = tree_map_only((Ref, _Constant), real, (self.args, dict(self.kwargs)))
+        if self.state is not None:
+            _set_state(kwargs, self.state)
+        assert self.func is not None
+        with _default_dtype(self.default_dtype):
+            return self.func(*args, **kwargs)
+
+
+@dataclass
+class _Storage:
+    """A storage without memory.
+
+    Attributes:
+        held: The storage, so that no other gets its address.
+        nbytes: Bytes that it would take.
+        writers: Numbers of the operations that make or change its content.
+    """
+
+    held: Any
+    nbytes: int
+    writers: list[int] = field(default_factory=list)
+
+
+class Tape:
+    """Notes operations on meta tensors, and does them on memory."""
+
+    def __init__(self) -> None:
+        self._nodes: list[_Node] = []
+        self._storages: list[_Storage] = []
+        self._numbers: dict[int, int] = {}
+        self._at_hand: dict[int, tuple[Tensor, int]] = {}  # what code has asked for, and when
+
+    def __deepcopy__(self, memo: object) -> "Tape":
+        """Return itself: what is noted stays as it is."""
+        return self
+
+    def forget_values(self) -> None:
+        """Give back the memory of values that code has asked for."""
+        self._at_hand.clear()
+
+    def ref(self, tensor: Tensor) -> Ref | None:
+        """Return the note of a meta tensor; None for one whose memory nothing here has made."""
+        number = self._numbers.get(storage_key(tensor))
+        return None if number is None else _ref(tensor, number)
+
+    def is_written(self, ref: Ref) -> bool:
+        """Whether all of the tensor's memory has got values, at once or in parts."""
+        storage = self._storages[ref.storage]
+        nodes = [self._nodes[number] for number in storage.writers]
+        done = [node for node in nodes if node.func is not None]
+        if any(one.storage == ref.storage for node in done for _, one in node.outs):
+            return True
+        parts = {one for node in done for one in node.writes if one.storage == ref.storage}
+        return sum(map(_bytes_of, parts)) >= min(storage.nbytes, _bytes_of(ref))
+
+    # --- noting -----------------------------------------------------------------------------------
+
+    def do(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Do an operation without elements, and note it; at once where nothing is on meta."""
+        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        on_meta = any(one.is_meta for one in tensors)
+        if not on_meta and kwargs.get("device") != _META:
+            return func(*args, **kwargs)
+        if on_meta and kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": _META}
+        written = _written(func, args, kwargs)
+        if _answers(func) or any(not one.is_meta for one in written):
+            return self._do_now(func, args, kwargs)
+        try:
+            result = func(*_on_meta(args), **_on_meta(kwargs))
+        except NotImplementedError:
+            if written:
+                raise
+            return self._do_now(func, args, kwargs)
+        self._note(func, args, kwargs, written, result)
+        return result
+
+    def note_read(self, target: Tensor, read: Callable[[], Tensor]) -> None:
+        """Note that all of a meta tensor is read from elsewhere, as a file.
+
+        Args:
+            target: The tensor, which lies in its memory without gaps.
+            read: Returns the values, shaped as `target`.
+        """
+        ref = self._noted(target)
+
+        def copied(memory: Tensor) -> None:
+            memory.copy_(read())
+
+        reads = frozenset([ref.storage])
+        self._add(_Node(copied, (ref,), {}, reads, writes=(ref,), fills=self._filled(ref)))
+
+    def _filled(self, ref: Ref) -> int | None:
+        """Return the storage of a tensor that is all of it; None for a part."""
+        return ref.storage if _covers(ref, self._storages[ref.storage].nbytes) else None
+
+    def _note(
+        self, func: Any, args: Any, kwargs: dict[str, Any], written: Sequence[Tensor], result: Any
+    ) -> None:
+        state = None
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            state = _state(kwargs)
+        fresh = [
+            (place, one)
+            for place, one in enumerate(tree_leaves(result))
+            if isinstance(one, Tensor) and one.is_meta and self.ref(one) is None
+        ]
+        if not fresh and not written and state is None:
+            return  # a view
+        noted = tree_map_only(Tensor, self._noted_or_constant, (tuple(args), kwargs))
+        refs = [one for one in tree_leaves(noted) if isinstance(one, Ref)]
+        writes = tuple(map(self._noted, written))
+        node = _Node(
+            None if func.overloadpacket in _EMPTY else func,
+            noted[0],
+            {**noted[1], **({"device": torch.device("cpu")} if "device" in kwargs else {})},
+            frozenset(one.storage for one in refs),
+            tuple((place, self._noted(one)) for place, one in fresh),
+            writes,
+            self._filled(writes[0]) if func.overloadpacket in _FILLING else None,
+            state,
+        )
+        if state is not None:
+            _draw(node)
+        self._add(node)
+
+    def _add(self, node: _Node) -> None:
+        changed = [*(ref.storage for ref in node.writes), *(ref.storage for _, ref in node.outs)]
+        for storage in dict.fromkeys(changed):
+            self._storages[storage].writers.append(len(self._nodes))
+        self._nodes.append(node)
+
+    def _noted(self, tensor: Tensor) -> Ref:
+        ref = self.ref(tensor)
+        if ref is None:
+            held = tensor.untyped_storage()
+            self._numbers[storage_key(tensor)] = len(self._storages)
+            self._storages.append(_Storage(held, held.nbytes()))
+            ref = self.ref(tensor)
+        assert ref is not None
+        return ref
+
+    def _noted_or_constant(self, tensor: Tensor) -> Ref | _Constant:
+        return self._noted(tensor) if tensor.is_meta else _Constant.of(tensor)
+
+    # --- doing ------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def fill(self, ref: Ref, target: Tensor) -> None:
+        """Write the values of a noted tensor.
+
+        Args:
+            ref: The tensor's note.
+            target: Shaped as it, of any format and on any device; contiguous memory on the CPU in
+                the tensor's own format is written in place.
+        """
+        nbytes = self._storages[ref.storage].nbytes
+        in_place = target.dtype == ref.dtype and target.device.type == "cpu"
+        in_place = in_place and target.is_contiguous() and _covers(ref, nbytes)
+        in_place = in_place and ref.stride == target.stride()
+        memory: dict[int, Tensor] = {}
+        if in_place:
+            memory[ref.storage] = target.detach().view(-1).view(torch.uint8)
+        with _same_random_state():
+            self._run({ref.storage: len(self._nodes)}, memory)
+        if not in_place:
+            target.copy_(ref.inside(memory[ref.storage]))
+
+    @torch.no_grad()
+    def _do_now(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Do an operation on values, which are computed for it."""
+        noted = tree_map_only(Tensor, self._noted_or_self, (tuple(args), kwargs))
+        wanted = {one.storage for one in tree_leaves(noted) if isinstance(one, Ref)}
+        memory: dict[int, Tensor] = {}
+        with _same_random_state():
+            self._run(dict.fromkeys(wanted, len(self._nodes)), memory, keep=True)
+        self._at_hand = {one: (memory[one], len(self._nodes)) for one in wanted}
+        real = tree_map_only(Ref, lambda one: one.inside(memory[one.storage]), noted)
+        if kwargs.get("device") == _META:
+            real[1]["device"] = torch.device("cpu")
+        return func(*real[0], **real[1])
+
+    def _noted_or_self(self, tensor: Tensor) -> Any:
+        return self._noted(tensor) if tensor.is_meta else tensor
+
+    def _run(
+        self, wanted: Mapping[int, int], memory: dict[int, Tensor], *, keep: bool = False
+    ) -> None:
+        """Do what gives storages their content.
+
+        Args:
+            wanted: By storage, the number of the operation before which its content is wanted.
+            memory: The storages' bytes, which grow; those that are there are written in place.
+            keep: Whether the memory of other storages stays, and that of earlier calls is used.
+        """
+        needed = sorted(self._needed(wanted, memory if keep else None))
+        last = {one: number for number in needed for one in self._nodes[number].reads}
+        for number in needed:
+            node = self._nodes[number]
+            self._run_node(node, memory)
+            for storage in () if keep else node.reads:
+                if last[storage] == number and storage not in wanted:
+                    del memory[storage]
+
+    def _needed(self, wanted: Mapping[int, int], memory: dict[int, Tensor] | None) -> set[int]:
+        found: set[int] = set()
+        seen: set[tuple[int, int]] = set()
+        todo = list(wanted.items())
+        while todo:
+            storage, before = todo.pop()
+            since = self._take_at_hand(storage, before, memory)
+            writers = [one for one in self._storages[storage].writers if since <= one < before]
+            if not writers and not since:
+                raise _unknown(self._storages[storage].nbytes)
+            for number in reversed(writers):
+                if (storage, number) in seen:
+                    break
+                seen.add((storage, number))
+                found.add(number)
+                node = self._nodes[number]
+                todo += [(one, number) for one in node.needs - {storage}]
+                if node.fills == storage:
+                    found.update(self._maker(storage))
+                    break
+        return found
+
+    def _take_at_hand(self, storage: int, before: int, memory: dict[int, Tensor] | None) -> int:
+        """Use a value that was asked for; return the number from which operations are missing."""
+        kept = self._at_hand.get(storage)
+        if memory is None or kept is None:
+            return 0
+        if any(before <= one < kept[1] for one in self._storages[storage].writers):
+            return 0
+        memory[storage] = kept[0]
+        return kept[1]
+
+    def _maker(self, storage: int) -> Iterator[int]:
+        """Yield the operation that makes a storage empty: its memory is needed, no content."""
+        first = self._storages[storage].writers[0]
+        if self._nodes[first].func is None:
+            yield first
+
+    def _run_node(self, node: _Node, memory: dict[int, Tensor]) -> None:
+        for storage in node.reads - memory.keys():  # written before anything has made it
+            memory[storage] = self._bytes(storage)
+        if node.func is None:
+            for _, ref in node.outs:
+                if ref.storage not in memory:
+                    memory[ref.storage] = self._bytes(ref.storage)
+            return
+        result = tree_leaves(node.call(memory))
+        for place, ref in node.outs:
+            self._take(ref, result[place], memory)
+
+    def _take(self, ref: Ref, made: Tensor, memory: dict[int, Tensor]) -> None:
+        fits = made.stride() == ref.stride and made.storage_offset() == ref.offset
+        fits = fits and made.untyped_storage().nbytes() == self._storages[ref.storage].nbytes
+        if ref.storage not in memory and fits:
+            memory[ref.storage] = torch.empty(0, dtype=torch.uint8).set_(made.untyped_storage())
+            return
+        if ref.storage not in memory:
+            memory[ref.storage] = self._bytes(ref.storage)
+        ref.inside(memory[ref.storage]).copy_(made)
+
+    def _bytes(self, storage: int) -> Tensor:
+        return torch.empty(self._storages[storage].nbytes, dtype=torch.uint8)
+
+
+def _ref(tensor: Tensor, number: int) -> Ref:
+    if tensor.is_conj() or tensor.is_neg():
+        raise ConfigError(
+            "A lazily conjugated or negated tensor on meta cannot be made later; expected a plain "
+            "one. Call resolve_conj() or resolve_neg() where the module is built."
+        )
+    size, stride = tuple(tensor.shape), tuple(tensor.stride())
+    return Ref(number, tensor.dtype, size, stride, int(tensor.storage_offset()))
+
+
+def _unknown(nbytes: int) -> ConfigError:
+    return ConfigError(
+        f"A module on meta was computed from a tensor on meta ({nbytes} bytes) that was made "
+        f"elsewhere, so that its values are not known; expected all of it to be made in one "
+        f"context. Make both inside trainer.init_module(empty_init=True), or in configure_model."
+    )
+
+
+def _bytes_of(ref: Ref) -> int:
+    return prod(ref.size) * ref.dtype.itemsize
+
+
+def _covers(ref: Ref, nbytes: int) -> bool:
+    """Whether a tensor is all of its storage, each element once."""
+    return ref.offset == 0 and _bytes_of(ref) == nbytes and 0 not in ref.stride
+
+
+def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the arguments that an operation writes to."""
+    found: list[Tensor] = []
+    for index, place in enumerate(func._schema.arguments):
+        if place.alias_info is not None and place.alias_info.is_write:
+            given = args[index] if index < len(args) else kwargs.get(place.name)
+            tree_map_only(Tensor, found.append, given)
+    return found
+
+
+def _answers(func: Any) -> bool:
+    """Whether an operation returns numbers, for which it needs elements."""
+    returned = [str(one.type) for one in func._schema.returns]
+    return bool(returned) and not any("Tensor" in one for one in returned)
+
+
+def _on_meta(nested: Any) -> Any:
+    """Return arguments whose tensors have no elements; numbers in tensors stay."""
+
+    def without(tensor: Tensor) -> Tensor:
+        if tensor.is_meta or tensor.ndim == 0:
+            return tensor
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META)
+
+    return tree_map_only(Tensor, without, nested)
+
+
+def _draw(node: _Node) -> None:
+    """Let the generator go on as if the operation were done."""
+
+    def scratch(note: Any) -> Tensor:
+        return note.scratch() if isinstance(note, Ref) else note.read()
+
+    args, kwargs = tree_map_only((Ref, _Constant), scratch, (node.args, dict(node.kwargs)))
+    assert node.func is not None
+    node.func(*args, **kwargs)
+
+
+def _state(kwargs: Mapping[str, Any]) -> Tensor:
+    generator = kwargs.get("generator")
+    return torch.get_rng_state() if generator is None else generator.get_state()
+
+
+def _set_state(kwargs: dict[str, Any], state: Tensor) -> None:
+    if kwargs.get("generator") is None:
+        torch.set_rng_state(state)
+    else:
+        kwargs["generator"] = torch.Generator()
+        kwargs["generator"].set_state(state)
+
+
+@contextmanager
+def _same_random_state() -> Iterator[None]:
+    state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

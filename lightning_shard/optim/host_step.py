@@ -1,0 +1,84 @@
+"""The optimizer's step on shards in host memory.
+
+The user's own optimizer makes it. Where its class has torch's fused kernel, the step is that kernel
+on the CPU, for groups that leave the choice to torch: one pass over parameters, gradients and state
+in place of one for each operation. The groups keep the user's options; state that a checkpoint or
+an earlier run has put on the device moves to where its parameter is.
+"""
+
+from collections.abc import Sequence
+from inspect import unwrap
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam, Optimizer
+
+from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.data_parallel.options import Offload
+from lightning_shard.errors import ConfigError
+
+_FUSED = (Adam, SGD, Adagrad)  # AdamW is an Adam
+_OTHERWISE = ("fused", "foreach", "capturable", "differentiable")
+
+
+def refuse_offload(offload: Offload, optimizers: Sequence[Optimizer]) -> ConfigError:
+    """Return the error for optimizers of full matrices, whose step would be on the host."""
+    names = ", ".join(type(one).__name__ for one in optimizers)
+    return ConfigError(
+        f"offload={offload!r} has the CPU make the optimizer's step on 1-D shards, but of {names} "
+        f"at least one needs full matrices, whose products the CPU would take far too long for. "
+        f"Use an element-wise optimizer such as AdamW, or leave offload out."
+    )
+
+
+def warn_of_cpu_ranks(offload: Offload | None, device: torch.device) -> None:
+    """Warn, on rank zero, where host memory is the device's own."""
+    if offload is not None and device.type == "cpu":
+        rank_zero_warn(
+            f"offload={offload!r} saves nothing on CPU ranks: what it moves to the host is there "
+            f"already. They run the same code, to be tested without a GPU."
+        )
+
+
+class StepOnHost:
+    """Lets an optimizer step on the host, from `take` to `put_back`.
+
+    Args:
+        optimizer: The user's optimizer.
+        engine: The engine that holds its parameters.
+    """
+
+    def __init__(self, optimizer: Optimizer, engine: DataParallelEngine) -> None:
+        self._optimizer, self._engine = optimizer, engine
+        self._fused: list[dict[str, Any]] = []
+
+    def take(self) -> None:
+        """Prepare a step, once parameters show shards."""
+        if self._engine.copier is None:
+            return
+        for param, entries in self._optimizer.state.items():
+            for key, value in entries.items():
+                if isinstance(value, Tensor) and value.ndim and value.device != param.device:
+                    entries[key] = value.to(param.device)
+        self._fused = [group for group in self._optimizer.param_groups if self._may_fuse(group)]
+        for group in self._fused:
+            group["fused"] = True
+
+    def put_back(self) -> None:
+        """Give the groups their options back."""
+        for group in self._fused:
+            group["fused"] = None
+        self._fused = []
+
+    def _may_fuse(self, group: dict[str, Any]) -> bool:
+        step = unwrap(type(self._optimizer).step)
+        has_kernel = any(step is unwrap(kind.step) for kind in _FUSED)
+        is_free = "fused" in group and not any(group.get(name) for name in _OTHERWISE)
+        return (
+            has_kernel
+            and is_free
+            and group["fused"] is None
+            and all(param.is_floating_point() for param in group["params"])
+        )

@@ -1,0 +1,257 @@
+"""Launches of ranks that are threads: what they run on, and what they leave."""
+
+import copy
+from typing import Any
+
+import lightning as L  # noqa: N812
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.loggers import CSVLogger
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_shard.errors import ConfigError
+from tests.fabric.loops import fabric_of, strategy_of
+from tests.fabric.nets import Net, adam, assert_close, batch_of, on_one, on_ranks, weights_of
+
+SHARED = Net()  # among a module's globals, so every rank's
+
+
+def fitted(fabric: Fabric, module: nn.Module, optimizer: Any, num_steps: int = 2) -> Any:
+    model, wrapped = fabric.setup(module, optimizer)
+    for number in range(num_steps):
+        fabric.backward(model(batch_of(fabric, number)).square().mean())
+        wrapped.step()
+        wrapped.zero_grad()
+    return model
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+def test_the_callers_objects_are_trained_and_full_afterwards(stage: str) -> None:
+    """Passed, or in the function's closure; optimizers have full states, and go on from there."""
+    passed, enclosed = Net(), Net()
+    optimizers = [adam(passed), adam(enclosed)]
+
+    def loop(fabric: Fabric, module: nn.Module, optimizer: Any) -> Any:
+        fitted(fabric, enclosed, optimizers[1])
+        return fitted(fabric, module, optimizer)
+
+    model = on_ranks(stage, loop, passed, optimizers[0])
+    expected = Net()
+    on_one(fitted, expected, adam(expected))
+    for module in (passed, enclosed, model):
+        assert_close(weights_of(module), weights_of(expected))
+    assert optimizers[0].state[passed.head.weight]["exp_avg"].shape == (2, 6)
+    batch = torch.ones(1, 4)
+    assert_close(model(batch), expected(batch))
+    on_ranks(stage, loop, passed, optimizers[0])  # and once more
+
+
+def test_each_rank_has_what_it_needs() -> None:
+    def loop(fabric: Fabric, word: str) -> Any:
+        rank = fabric.global_rank
+        value = torch.tensor([float(rank)])
+        total = fabric.all_reduce(value, reduce_op="sum")
+        assert total is value
+        assert fabric.all_gather({"a": torch.tensor(rank)})["a"].tolist() == [0, 1, 2]
+        assert fabric.broadcast([rank, word], src=1) == [1, "x"]
+        assert fabric.strategy.reduce_boolean_decision(rank == 0, all=False)
+        assert not fabric.strategy.reduce_boolean_decision(rank == 0)
+        assert fabric.is_global_zero == (rank == 0)
+        assert fabric.world_size == 3
+        fabric.seed_everything(3 + rank, verbose=False)
+        own = torch.Generator().manual_seed(3 + rank)
+        assert torch.rand(1).item() == torch.rand(1, generator=own).item()
+        with fabric.rank_zero_first():
+            fabric.print(f"rank {rank}")
+        fabric.barrier()
+        return total.item(), fabric.device.type
+
+    assert on_ranks("zero1", loop, "x", devices=3) == (3.0, "cpu")
+
+
+def test_loaders_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+
+    def loop(fabric: Fabric) -> Any:
+        loader = DataLoader(TensorDataset(torch.arange(12.0)), batch_size=2, shuffle=True)
+        loader = fabric.setup_dataloaders(loader)
+        epochs = [torch.cat([batch[0] for batch in loader]) for _ in range(2)]
+        assert len(loader) == 3
+        return [fabric.all_gather(epoch).flatten().tolist() for epoch in epochs]
+
+    first, second = on_ranks("zero2", loop)
+    assert sorted(first) == sorted(second) == list(range(12))
+    assert first != second
+
+
+class Told:
+    def __init__(self) -> None:
+        self.said: list[Any] = []
+
+    def on_step(self, number: int) -> None:
+        self.said.append(number)
+
+    def on_after_optimizer_step(self, strategy: Any, optimizer: Any) -> None:
+        self.said.append(type(optimizer).__name__)
+
+
+def test_callbacks_are_called_and_loggers_log_once(tmp_path: Any) -> None:
+    told = Told()
+
+    class Noting(CSVLogger):
+        def log_metrics(self, metrics: Any, step: Any = None) -> None:
+            noted.append((dict(metrics), step))
+
+    noted: list[Any] = []
+    logger = Noting(tmp_path)
+
+    def loop(fabric: Fabric) -> None:
+        module = Net()
+        fitted(fabric, module, adam(module), num_steps=1)
+        fabric.call("on_step", number=fabric.global_rank)
+        fabric.log("loss", torch.tensor(2.0), step=1)
+        fabric.log_dict({"a": 1})
+
+    on_ranks("zero2", loop, callbacks=told, loggers=logger)
+    assert told.said == ["AdamW", 0]
+    assert noted == [({"loss": 2.0}, 1), ({"a": 1}, None)]
+
+
+def test_a_lightning_module_logs_and_steps_through_its_fabric() -> None:
+    class Module(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.net(batch).square().mean()
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return adam(self)
+
+    def loop(fabric: Fabric) -> Any:
+        module = Module()
+        model, optimizer = fabric.setup(module, module.configure_optimizers())
+        for number in range(2):
+            fabric.backward(model.training_step(batch_of(fabric, number), number))
+            optimizer.step()
+            optimizer.zero_grad()
+        return weights_of(model)
+
+    assert_close(on_ranks("zero3", loop), on_one(loop))
+
+
+def test_a_subclass_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(Fabric):
+        def run(self, module: nn.Module) -> Any:
+            fitted(self, module, adam(module))
+            return self.world_size
+
+    module, expected = Net(), Net()
+    own = Own(strategy=strategy_of("zero3"), accelerator="cpu", devices=2)
+    assert own.run(module) == 2
+    on_one(fitted, expected, adam(expected))
+    assert_close(weights_of(module), weights_of(expected))
+
+
+def test_modules_are_made_in_place_and_empty() -> None:
+    def loop(fabric: Fabric) -> Any:
+        with fabric.init_module(empty_init=True):
+            empty = nn.Linear(3, 3)
+        with fabric.init_module():
+            full = nn.Linear(3, 3)
+        assert full.weight.dtype == torch.bfloat16
+        assert full.weight.abs().sum() > 0
+        with fabric.autocast():
+            model = fabric.setup_module(empty)
+        return model(torch.ones(1, 3)).dtype
+
+    assert on_ranks("zero3", loop, precision="bf16-true") == torch.float32
+
+
+def test_copies_of_a_module_are_modules_of_their_own() -> None:
+    """As an average of weights is made; a copy's states and forwards are its own."""
+
+    def loop(fabric: Fabric) -> Any:
+        module = Net()
+        model, optimizer = fabric.setup(module, adam(module))
+        average = copy.deepcopy(model.module)
+        for number in range(3):
+            fabric.backward(model(batch_of(fabric, number)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for own, new in zip(average.parameters(), module.parameters(), strict=True):
+                    own.lerp_(new, 0.5)
+        with pytest.raises(ConfigError, match=r"Copy model\.module"):
+            copy.deepcopy(model)
+        return weights_of(model)
+
+    expected = on_one(lambda fabric: weights_of(fitted(fabric, *pair(Net()), num_steps=3)))
+    for stage in ("shard_ddp", "zero3"):
+        assert_close(on_ranks(stage, loop), expected)
+
+
+def pair(module: nn.Module) -> Any:
+    return module, adam(module)
+
+
+def test_a_launch_without_a_function_is_refused() -> None:
+    with pytest.raises(ConfigError, match="expected the function that each runs"):
+        fabric_of("zero3_in_process").launch()
+
+
+def test_a_module_of_all_ranks_is_refused() -> None:
+    def loop(fabric: Fabric) -> None:
+        fabric.setup_module(SHARED)
+
+    with pytest.raises(ConfigError, match="was set up by rank 0, which is a thread"):
+        on_ranks("zero2", loop)
+
+
+def test_the_fabric_of_another_rank_is_refused() -> None:
+    fabric = fabric_of("zero2_in_process")
+    globals()["FABRIC"] = fabric
+
+    def loop(own: Fabric) -> None:
+        FABRIC.barrier()  # noqa: F821
+
+    with pytest.raises(ConfigError, match="Rank 1 uses the Fabric of rank 0"):
+        fabric.launch(loop)
+
+
+def test_a_failed_rank_is_named_and_shards_are_not_taken_for_a_model() -> None:
+    module = Net()
+
+    def loop(fabric: Fabric, module: nn.Module) -> None:
+        fitted(fabric, module, adam(module))
+        if fabric.global_rank == 1:
+            raise ValueError("of rank 1")
+        fabric.barrier()
+
+    with pytest.raises(ValueError, match="of rank 1"):
+        on_ranks("zero3", loop, module)
+    with pytest.raises(ConfigError, match="only one rank's shard"):
+        on_ranks("zero3", lambda fabric, module: fabric.setup_module(module), module)
+
+
+def test_a_module_without_values_is_refused() -> None:
+    def loop(fabric: Fabric) -> None:
+        with torch.device("meta"):
+            module = nn.Linear(2, 2)
+        fabric.setup_module(module)
+
+    with pytest.raises(ConfigError, match="on the device 'meta'"):
+        on_ranks("zero3", loop)
+
+
+def test_ranks_that_set_up_other_models_are_refused() -> None:
+    def loop(fabric: Fabric) -> None:
+        fabric.setup_module(nn.Linear(2, 2 + fabric.global_rank))
+
+    with pytest.raises(ConfigError, match="the ranks have different models"):
+        on_ranks("zero2", loop)

@@ -1,0 +1,1 @@
+"""Modules that are built on meta and get their values later."""
