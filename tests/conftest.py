@@ -20,6 +20,7 @@ from zlib import crc32
 
 import pytest
 import torch
+from lightning.pytorch.utilities import rank_zero_only
 
 TESTS = Path(__file__).parent
 SAMPLED = {"checkpoint", "precision", "strategies", "trainer"}
@@ -39,9 +40,12 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def own_environment() -> Iterator[None]:
-    """Put `os.environ` back: launchers leave WORLD_SIZE there, and processes inherit it."""
+    """Put back what launchers leave: WORLD_SIZE in `os.environ`, and who warns and logs."""
     before = dict(os.environ)
+    rank_before = getattr(rank_zero_only, "rank", None)
     yield
+    if rank_before is not None:
+        rank_zero_only.rank = rank_before
     if dict(os.environ) != before:
         os.environ.clear()
         os.environ.update(before)

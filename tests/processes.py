@@ -26,6 +26,9 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).parents[1]
+# Lightning warns, on a host that has SLURM, of what these ranks do on purpose.
+WARNING_FILTERS = ("error", "ignore:The `srun` command is available")
+WARNINGS_ARE_ERRORS = tuple(f"-W{one}" for one in WARNING_FILTERS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +110,7 @@ def calling_command(
     """Write the call into `folder`; return what each rank runs to make it."""
     call = pickle.dumps((function.__module__, function.__qualname__, arguments))
     Path(folder, "call.pickle").write_bytes(call)
-    return [sys.executable, "-W", "error", "-m", "tests.processes", folder]
+    return [sys.executable, *WARNINGS_ARE_ERRORS, "-m", "tests.processes", folder]
 
 
 def read_result(folder: str, rank: int) -> Any:
@@ -193,7 +196,7 @@ def _run_forked(folder: str, num_processes: int, timeout_seconds: float) -> list
 def _rank_server() -> "subprocess.Popen[bytes]":
     """Start this process's server; it ends when its pipe does."""
     server = subprocess.Popen(
-        [sys.executable, "-W", "error", "-m", "tests.rank_server"],
+        [sys.executable, *WARNINGS_ARE_ERRORS, "-m", "tests.rank_server"],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         cwd=REPOSITORY,
         stdin=subprocess.PIPE,

@@ -11,7 +11,14 @@ import torch
 
 from tests.environments.program import train
 from tests.mpirun import OF_LAUNCHERS, run_mpi_command
-from tests.processes import Finished, check, free_port, run_commands
+from tests.processes import (
+    WARNING_FILTERS,
+    WARNINGS_ARE_ERRORS,
+    Finished,
+    check,
+    free_port,
+    run_commands,
+)
 from tests.strategies.parity import UPSTREAM_WARNINGS
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
@@ -36,7 +43,7 @@ def run(commands: Sequence[Sequence[str]]) -> list[Finished]:
 
 def program(folder: Path, strategy: str, devices: int, num_nodes: int) -> tuple[str, ...]:
     options = (str(folder), strategy, str(devices), str(num_nodes))
-    return (sys.executable, "-W", "error", *PROGRAM, *options)
+    return (sys.executable, *WARNINGS_ARE_ERRORS, *PROGRAM, *options)
 
 
 def agents(folder: Path, rendezvous: str, num_local: int) -> list[list[str]]:
@@ -118,7 +125,11 @@ def test_tasks_of_srun(num_nodes: int, tmp_path: Path) -> None:
 
 
 def test_lightning_starts_the_other_ranks(tmp_path: Path) -> None:
-    check(run([alone(program(tmp_path, "zero2", 2, 1), {"PYTHONWARNINGS": "error"})]))
+    check(
+        run(
+            [alone(program(tmp_path, "zero2", 2, 1), {"PYTHONWARNINGS": ",".join(WARNING_FILTERS)})]
+        )
+    )
     assert_trained(tmp_path, "LightningEnvironment", [(0, 2, 0, 0), (1, 2, 1, 0)])
 
 
