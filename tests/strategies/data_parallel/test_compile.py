@@ -1,5 +1,6 @@
 """torch.compile of networks, blocks and methods under every strategy."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -45,10 +46,11 @@ from tests.strategies.parity import (
     quiet_trainer,
 )
 
+# torch 2.13 looks at the inputs of what it compiles
+LOOKS_AT_INPUTS = r"The \.grad attribute of a Tensor that is not a leaf"
 pytestmark = [
     *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    # torch 2.13 looks at the inputs of what it compiles
-    pytest.mark.filterwarnings(r"ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings(f"ignore:{LOOKS_AT_INPUTS}"),
     pytest.mark.filterwarnings(r"ignore:`torch.jit.script_method` is deprecated"),  # inductor
 ]
 
@@ -299,6 +301,7 @@ def test_stage_3_breaks_a_graph_where_fsdp2_does(
 
 def train_compiled_on_gloo() -> list[Run]:
     ignore_upstream_warnings()
+    warnings.filterwarnings("ignore", LOOKS_AT_INPUTS)
     runs = []
     for way in ("net_in_place", "blocks_in_place"):
         strategy = ZeRO3Strategy(backend="gloo", bucket_mb=SMALL_BUCKET_MB)
