@@ -4,9 +4,11 @@ host-a  10.77.0.1  fd77::1 ───── a link that can be cut ────�
 """
 
 import os
+import shlex
+import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 
 from tests.processes import REPOSITORY
 
+NAMES = ("host-a", "host-b")
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 ADDRESSES_6 = ("fd77::1", "fd77::2")
 _OF_JOBS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME")
@@ -24,12 +27,16 @@ class TwoHosts:
 
     Args:
         names: The names of the namespaces.
+
+    Attributes:
+        hosts_file: What the hosts have as /etc/hosts; None: this machine's, which names neither.
     """
 
     def __init__(self, names: tuple[str, str]) -> None:
         self._names = names
         self._links = tuple(f"{name}-v" for name in names)
         self._processes: list[subprocess.Popen[bytes]] = []
+        self.hosts_file: Path | None = None
 
     def make(self) -> None:
         for name in self._names:
@@ -44,16 +51,21 @@ class TwoHosts:
             self._inside(name, "addr", "add", f"{addresses[1]}/64", "dev", link, "nodad")
             self._inside(name, "link", "set", link, "up")
 
+    def enter(self, host: int) -> list[str]:
+        """Return what comes before a command to have it run on a host."""
+        named = f'hostname {NAMES[host]}; exec "$@"'
+        if self.hosts_file is not None:  # `ip netns exec` makes a mount namespace of its own
+            named = f"mount --bind {shlex.quote(str(self.hosts_file))} /etc/hosts; {named}"
+        return ["ip", "netns", "exec", self._names[host], "unshare", "-u", "sh", "-c", named, "sh"]
+
     def start(
         self, host: int, command: Sequence[str], variables: Mapping[str, str], log: Path
     ) -> "subprocess.Popen[bytes]":
         """Start a command on a host, its output in a file."""
-        named = f'hostname host-{"ab"[host]}; exec "$@"'
-        enter = ["ip", "netns", "exec", self._names[host], "unshare", "-u", "sh", "-c", named, "sh"]
         environment = {name: value for name, value in os.environ.items() if name not in _OF_JOBS}
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [*enter, *command],
+                [*self.enter(host), *command],
                 cwd=REPOSITORY,
                 env=environment | {"OMP_NUM_THREADS": "1", "NODE_RANK": str(host)} | variables,
                 stdout=output,
@@ -71,10 +83,19 @@ class TwoHosts:
             process.kill()
             process.wait()
         for name in self._names:
+            _end_all_in(name)
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
     def _inside(self, name: str, *arguments: str) -> None:
         _ip("-n", name, *arguments)
+
+
+def _end_all_in(name: str) -> None:
+    """End what daemons have started inside a namespace, which nobody waits for."""
+    told = subprocess.run(["ip", "netns", "pids", name], check=False, capture_output=True, text=True)
+    for process in told.stdout.split():
+        with suppress(ProcessLookupError):
+            os.kill(int(process), signal.SIGKILL)
 
 
 def _ip(*arguments: str) -> None:
