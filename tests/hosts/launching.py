@@ -2,6 +2,7 @@
 
 our launcher, torchrun   the same command on each host
 mpirun                   a command on host-a, which starts a daemon on host-b as by ssh
+srun                     a command on host-a; slurmd starts the ranks
 """
 
 import shlex
@@ -45,7 +46,9 @@ def mpirun(hosts: TwoHosts, folder: Path, program: Sequence[str], per_host: int)
     host_file.write_text("".join(f"{name} slots={per_host}\n" for name in NAMES))
     agent.write_text(f'#!/bin/sh\nshift\nexec {shlex.join(hosts.enter(1))} sh -c "$*"\n')
     agent.chmod(0o700)
-    forwarded = [word for name in ("PATH", "PYTHONPATH", "OMP_NUM_THREADS") for word in ("-x", name)]
+    forwarded = [
+        word for name in ("PATH", "PYTHONPATH", "OMP_NUM_THREADS") for word in ("-x", name)
+    ]
     return [
         [
             *(MPIRUN, "--allow-run-as-root", "--prtemca", "plm_ssh_agent", str(agent)),
@@ -56,11 +59,18 @@ def mpirun(hosts: TwoHosts, folder: Path, program: Sequence[str], per_host: int)
     ]
 
 
+def srun(hosts: TwoHosts, folder: Path, program: Sequence[str], per_host: int) -> Commands:
+    """Return srun, for hosts on which SLURM runs."""
+    return [["srun", "--nodes=2", f"--ntasks-per-node={per_host}", sys.executable, *program]]
+
+
 LAUNCHERS: dict[str, Callable[[TwoHosts, Path, Sequence[str], int], Commands]] = {
     "our launcher": ours,
     "torchrun": torchrun,
     "torchrun, c10d": torchrun_c10d,
     "mpirun": mpirun,
+    "mpirun, MPI": mpirun,
+    "srun": srun,
 }
 
 

@@ -92,7 +92,9 @@ class TwoHosts:
 
 def _end_all_in(name: str) -> None:
     """End what daemons have started inside a namespace, which nobody waits for."""
-    told = subprocess.run(["ip", "netns", "pids", name], check=False, capture_output=True, text=True)
+    told = subprocess.run(
+        ["ip", "netns", "pids", name], check=False, capture_output=True, text=True
+    )
     for process in told.stdout.split():
         with suppress(ProcessLookupError):
             os.kill(int(process), signal.SIGKILL)
@@ -118,3 +120,14 @@ def two_hosts() -> Iterator[Any]:
         yield hosts
     finally:
         hosts.remove()
+
+
+@contextmanager
+def two_named_hosts(folder: Path) -> Iterator[Any]:
+    """Make two hosts that know each other's names."""
+    lines = ["127.0.0.1 localhost", "::1 localhost"]
+    lines += [f"{address} {name}" for address, name in zip(ADDRESSES, NAMES, strict=True)]
+    with two_hosts() as hosts:
+        hosts.hosts_file = folder / "etc_hosts"
+        hosts.hosts_file.write_text("\n".join(lines) + "\n")
+        yield hosts

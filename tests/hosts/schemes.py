@@ -1,15 +1,17 @@
 """Twenty steps of a small GPT under every scheme, on ranks that some launcher has started.
 
-python -m tests.hosts.schemes gloo 2 2 FILE zero1 zero2     two hosts of two ranks each
+python -m tests.hosts.schemes gloo 2 2 FOLDER zero1 zero2     two hosts of two ranks each
 
-The fits come one after the other in the same processes, each with a Trainer of its own. Rank 0
-writes the mean loss of each step into the file.
+The fits come one after the other in the same processes, each with a Trainer of its own. Each rank
+writes the mean loss of each step, and its host's name, into a file of its own.
 """
 
 import json
+import socket
 import sys
 import warnings
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,6 @@ SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
     "async_sgd": ("AsyncSGDStrategy", {"staleness_bound": 0}),
     "elastic": ("ElasticStrategy", {"scheme": "zero2", "snapshot_every": 5}),
 }
-Losses = dict[str, list[float]]
 
 
 class Curve(Callback):
@@ -74,20 +75,21 @@ def losses_of(scheme: str, options: dict[str, Any], devices: int, num_nodes: int
     return curve.losses
 
 
-def in_process() -> Losses:
-    """Train under every scheme on ranks of this process."""
-    return {scheme: losses_of(scheme, {"backend": "in_process"}, NUM_RANKS, 1) for scheme in SCHEMES}
+@cache
+def in_process(scheme: str) -> list[float]:
+    """Train under a scheme on ranks of this process."""
+    return losses_of(scheme, {"backend": "in_process"}, NUM_RANKS, 1)
 
 
-def main(backend: str, devices: int, num_nodes: int, file: Path, schemes: Sequence[str]) -> None:
+def main(backend: str, devices: int, num_nodes: int, folder: Path, schemes: Sequence[str]) -> None:
     """Train under some schemes on ranks of several hosts."""
     torch.set_num_threads(1)
     found = {}
     for scheme in schemes:
         found[scheme] = losses_of(scheme, {"backend": backend, "timeout": 60}, devices, num_nodes)
         print("trained", scheme, flush=True)
-    if torch.distributed.get_rank() == 0:
-        file.write_text(json.dumps(found))
+    told = json.dumps({"host": socket.gethostname(), "losses": found})
+    (folder / f"rank{torch.distributed.get_rank()}.json").write_text(told)
 
 
 if __name__ == "__main__":
