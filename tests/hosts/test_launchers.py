@@ -20,6 +20,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*num_workers.* argument"),
 ]
 _PATIENCE_SECONDS = 400.0
+_SAID_OF_HYBRID = "nodes of 2 ranks: 2; tp inside a node; pp across 2 nodes"
 _PER_HOST = NUM_RANKS // len(NAMES)
 
 
@@ -40,7 +41,9 @@ def run(launcher: str, hosts: TwoHosts, folder: Path, schemes: Sequence[str]) ->
         for host, (command, log) in enumerate(zip(commands, logs, strict=True))
     ]
     statuses = [process.wait(_PATIENCE_SECONDS) for process in processes]
-    assert not any(statuses), "".join(log.read_text(errors="replace")[-8000:] for log in logs)
+    said = "".join(log.read_text(errors="replace") for log in logs)
+    assert not any(statuses), said[-16000:]
+    assert ("hybrid_parallel" not in schemes) or _SAID_OF_HYBRID in said
     return {file.stem: json.loads(file.read_text()) for file in folder.glob("rank*.json")}
 
 
@@ -63,6 +66,19 @@ def test_losses_are_those_of_one_process(launcher: str, tmp_path: Path) -> None:
     MEASURED.mkdir(parents=True, exist_ok=True)
     measurement(launcher).write_text(json.dumps(told))
     assert max(told.values()) <= TOLERANCE, told
+
+
+def test_layers_that_a_mapping_puts_across_hosts_are_told(tmp_path: Path) -> None:
+    """The mesh said that they were inside a host, whatever `mpirun --map-by node` had done."""
+    with two_named_hosts(tmp_path) as hosts:
+        program = ["-m", "tests.hosts.schemes", "gloo", "2", "2", str(tmp_path), "hybrid_parallel"]
+        [command] = LAUNCHERS["mpirun"](hosts, tmp_path, program, _PER_HOST)
+        command[command.index("slot")] = "node"
+        process = hosts.start(0, command, {}, tmp_path / "log")
+        status, said = process.wait(_PATIENCE_SECONDS), (tmp_path / "log").read_text()
+    assert status == 0, said
+    assert "rank 0's host has ranks 0, 2. So 2 of 2 tp groups cross hosts" in said
+    assert "tp inside a node" not in said
 
 
 def difference(losses: Sequence[Sequence[float]], scheme: str) -> float:
