@@ -15,11 +15,11 @@ from tests.hosts.slurm import SlurmCluster
 
 pytestmark = [
     pytest.mark.hosts,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(2000),
     pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*num_workers.* argument"),
 ]
-_PATIENCE_SECONDS = 400.0
+_PATIENCE_SECONDS = 900.0
 _SAID_OF_HYBRID = "nodes of 2 ranks: 2; tp inside a node; pp across 2 nodes"
 _PER_HOST = NUM_RANKS // len(NAMES)
 
