@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tests.hosts.namespaces import ADDRESSES, NAMES, TwoHosts
+from tests.hosts.namespaces import ADDRESSES, NAMES, Hosts
 from tests.mpirun import MPIRUN
 from tests.processes import REPOSITORY
 
@@ -20,12 +20,12 @@ _TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nnodes=2")
 Commands = list[list[str]]
 
 
-def ours(hosts: TwoHosts, folder: Path, program: Sequence[str], per_host: int) -> Commands:
+def ours(hosts: Hosts, folder: Path, program: Sequence[str], per_host: int) -> Commands:
     """Return what a user types on each host, with NODE_RANK, MASTER_ADDR and MASTER_PORT set."""
     return [["env", f"NODE_RANK={host}", *_place(), sys.executable, *program] for host in range(2)]
 
 
-def torchrun(hosts: TwoHosts, folder: Path, program: Sequence[str], per_host: int) -> Commands:
+def torchrun(hosts: Hosts, folder: Path, program: Sequence[str], per_host: int) -> Commands:
     """Return torchrun with a fixed address of rank 0."""
     place = [f"--master-addr={ADDRESSES[0]}", f"--master-port={PORT}"]
     return [
@@ -34,13 +34,13 @@ def torchrun(hosts: TwoHosts, folder: Path, program: Sequence[str], per_host: in
     ]
 
 
-def torchrun_c10d(hosts: TwoHosts, folder: Path, program: Sequence[str], per_host: int) -> Commands:
+def torchrun_c10d(hosts: Hosts, folder: Path, program: Sequence[str], per_host: int) -> Commands:
     """Return torchrun whose agents meet and number the hosts themselves."""
     meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint={NAMES[0]}:{PORT}", "--rdzv-id=test"]
     return [[*_TORCHRUN, *meeting, f"--nproc-per-node={per_host}", *program]] * 2
 
 
-def mpirun(hosts: TwoHosts, folder: Path, program: Sequence[str], per_host: int) -> Commands:
+def mpirun(hosts: Hosts, folder: Path, program: Sequence[str], per_host: int) -> Commands:
     """Return mpirun with a host file; what stands for ssh goes into the other namespace."""
     host_file, agent = folder / "hosts", folder / "agent"
     host_file.write_text("".join(f"{name} slots={per_host}\n" for name in NAMES))
@@ -59,12 +59,12 @@ def mpirun(hosts: TwoHosts, folder: Path, program: Sequence[str], per_host: int)
     ]
 
 
-def srun(hosts: TwoHosts, folder: Path, program: Sequence[str], per_host: int) -> Commands:
+def srun(hosts: Hosts, folder: Path, program: Sequence[str], per_host: int) -> Commands:
     """Return srun, for hosts on which SLURM runs."""
     return [["srun", "--nodes=2", f"--ntasks-per-node={per_host}", sys.executable, *program]]
 
 
-LAUNCHERS: dict[str, Callable[[TwoHosts, Path, Sequence[str], int], Commands]] = {
+LAUNCHERS: dict[str, Callable[[Hosts, Path, Sequence[str], int], Commands]] = {
     "our launcher": ours,
     "torchrun": torchrun,
     "torchrun, c10d": torchrun_c10d,

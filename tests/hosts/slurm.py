@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from tests.hosts.namespaces import ADDRESSES, NAMES, TwoHosts
+from tests.hosts.namespaces import ADDRESSES, NAMES, Hosts
 from tests.processes import REPOSITORY
 
 CPUS_PER_NODE = 4
@@ -132,7 +132,7 @@ class SlurmCluster:
         folder: For all files of the daemons.
     """
 
-    def __init__(self, hosts: TwoHosts, folder: Path) -> None:
+    def __init__(self, hosts: Hosts, folder: Path) -> None:
         self._hosts = hosts
         self._folder = folder
         self._programs = programs()
@@ -204,7 +204,7 @@ class SlurmCluster:
     def _configuration(self) -> str:
         nodes = [
             f"NodeName={name} NodeHostname={name} NodeAddr={address} CPUs={CPUS_PER_NODE}"
-            for name, address in zip(NAMES, ADDRESSES, strict=True)
+            for name, address in zip(NAMES, ADDRESSES, strict=False)
         ]
         return _CONFIGURATION.format(
             first=NAMES[0],
@@ -223,7 +223,7 @@ def _until(holds: Any, told: Any) -> None:
 
 
 @contextmanager
-def slurm(hosts: TwoHosts, folder: Path) -> Iterator[SlurmCluster]:
+def slurm(hosts: Hosts, folder: Path) -> Iterator[SlurmCluster]:
     """Start SLURM on the hosts; their removal ends it, with all that it has started."""
     cluster = SlurmCluster(hosts, folder)
     cluster.start()

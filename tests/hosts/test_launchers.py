@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.hosts.launching import LAUNCHERS, TOKEN
-from tests.hosts.namespaces import NAMES, TwoHosts, two_named_hosts
+from tests.hosts.namespaces import NAMES, Hosts, named_hosts
 from tests.hosts.page import MEASURED, TOLERANCE, WITHOUT, measurement
 from tests.hosts.schemes import NUM_RANKS, NUM_STEPS, SCHEMES, in_process
 from tests.hosts.slurm import SlurmCluster
@@ -24,7 +24,7 @@ _SAID_OF_HYBRID = "nodes of 2 ranks: 2; tp inside a node; pp across 2 nodes"
 _PER_HOST = NUM_RANKS // len(NAMES)
 
 
-def run(launcher: str, hosts: TwoHosts, folder: Path, schemes: Sequence[str]) -> dict[str, Any]:
+def run(launcher: str, hosts: Hosts, folder: Path, schemes: Sequence[str]) -> dict[str, Any]:
     """Train under the schemes; return what the ranks have written, by the files' names."""
     backend = "mpi" if launcher.endswith("MPI") else "gloo"
     program = ["-m", "tests.hosts.schemes", backend, str(_PER_HOST), str(len(NAMES)), str(folder)]
@@ -56,7 +56,7 @@ def test_losses_are_those_of_one_process(launcher: str, tmp_path: Path) -> None:
     for number, schemes in enumerate(filter(None, jobs)):
         folder = tmp_path / str(number)
         folder.mkdir()
-        with two_named_hosts(folder) as hosts:
+        with named_hosts(folder) as hosts:
             ranks = run(launcher, hosts, folder, schemes)
         assert [ranks[f"rank{rank}"]["host"] for rank in range(NUM_RANKS)] == [
             NAMES[rank // _PER_HOST] for rank in range(NUM_RANKS)
@@ -70,7 +70,7 @@ def test_losses_are_those_of_one_process(launcher: str, tmp_path: Path) -> None:
 
 def test_layers_that_a_mapping_puts_across_hosts_are_told(tmp_path: Path) -> None:
     """The mesh said that they were inside a host, whatever `mpirun --map-by node` had done."""
-    with two_named_hosts(tmp_path) as hosts:
+    with named_hosts(tmp_path) as hosts:
         program = ["-m", "tests.hosts.schemes", "gloo", "2", "2", str(tmp_path), "hybrid_parallel"]
         [command] = LAUNCHERS["mpirun"](hosts, tmp_path, program, _PER_HOST)
         command[command.index("slot")] = "node"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.hosts.launching import TOKEN
-from tests.hosts.namespaces import two_named_hosts
+from tests.hosts.namespaces import named_hosts
 from tests.hosts.slurm import SlurmCluster, batch_script
 from tests.hosts.slurm_job import NUM_STEPS, fit
 
@@ -26,7 +26,7 @@ _TWO_NODES = ("--nodes=2", "--ntasks-per-node=1", "--output=/dev/null")
 def cluster(tmp_path: Path) -> Iterator[SlurmCluster]:
     folder = tmp_path / "slurm"
     folder.mkdir()
-    with two_named_hosts(tmp_path) as hosts:
+    with named_hosts(tmp_path) as hosts:
         made = SlurmCluster(hosts, folder)
         made.start()
         made.variables["LIGHTNING_SHARD_JOB_TOKEN"] = TOKEN
