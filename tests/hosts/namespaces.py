@@ -85,10 +85,15 @@ class Hosts:
         self._processes.append(process)
         return process
 
+    @property
+    def first(self) -> "subprocess.Popen[bytes]":
+        """The process that was started first."""
+        return self._processes[0]
+
     def wait_for(self, words: str, log: Path) -> None:
         """Wait until a log has these words; fail when the process that was started first ends."""
         while words not in log.read_text(errors="replace"):
-            assert self._processes[0].poll() is None, log.read_text(errors="replace")
+            assert self.first.poll() is None, log.read_text(errors="replace")
             time.sleep(0.1)
 
     def cut(self, host: int = 1) -> None:

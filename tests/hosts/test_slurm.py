@@ -151,7 +151,11 @@ def test_tasks_of_a_job_array_meet_at_ports_of_their_own(
     told = f'{tmp_path}/job"$SLURM_ARRAY_TASK_ID" 0.2'
     options = "".join(f"#SBATCH {one}\n" for one in (*_TWO_NODES, "--array=0-1"))
     script.write_text(f"#!/bin/sh\n{options}srun {' '.join(program)} {told}\n")
-    cluster.say("sbatch", "--parsable", "--wait", str(script), seconds=_PATIENCE_SECONDS)
+    cluster.say("sbatch", str(script))
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while min(len(steps_in(folder)) for folder in folders) < NUM_STEPS:
+        assert time.monotonic() < deadline, [steps_in(folder) for folder in folders]
+        time.sleep(0.2)
     ports = [{port for *_, port in steps_in(folder)} for folder in folders]
     assert [len(one) for one in ports] == [1, 1]
     assert ports[0] != ports[1]
