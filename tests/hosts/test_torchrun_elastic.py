@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.hosts.launching import PORT, TOKEN
-from tests.hosts.namespaces import ADDRESSES, made_hosts
+from tests.hosts.namespaces import ADDRESSES, named_hosts
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(600)]
 _PATIENCE_SECONDS = 400.0
@@ -18,7 +18,7 @@ def test_the_ranks_that_are_left_are_started_again_and_go_on(tmp_path: Path) -> 
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--max-restarts=9"]
     torchrun += ["--rdzv-backend=c10d", f"--rdzv-endpoint={ADDRESSES[0]}:{PORT}", "--rdzv-id=test"]
     program = ["-m", "tests.hosts.program", "elastic", str(_NUM_STEPS), "0.2"]
-    with made_hosts() as hosts:
+    with named_hosts(tmp_path) as hosts:
         for host, address in enumerate(ADDRESSES[:2]):
             command = [*torchrun, f"--local-addr={address}", "--nproc-per-node=1", *program]
             hosts.start(host, command, {"LIGHTNING_SHARD_JOB_TOKEN": TOKEN}, logs[host])
