@@ -12,8 +12,7 @@ import shlex
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from tests.processes import REPOSITORY
 
 CPUS_PER_NODE = 4
 _UNPACKED = REPOSITORY / "build" / "slurm"
-_LIBRARIES = "usr/lib/x86_64-linux-gnu"
 _PATIENCE_SECONDS = 60.0
 _CONFIGURATION = """
 ClusterName=tests
@@ -71,10 +69,10 @@ class Programs:
         if self._root is None:
             return {"PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"}
         folders = (f"{self._root}/usr/bin", f"{self._root}/usr/sbin")
-        libraries = self._root / _LIBRARIES
+        plugins = self._plugins(self._root)
         return {
             "PATH": ":".join((*folders, os.environ["PATH"])),
-            "LD_LIBRARY_PATH": f"{libraries}:{libraries}/slurm-wlm",
+            "LD_LIBRARY_PATH": f"{plugins.parent}:{plugins}",
         }
 
     def path(self, name: str) -> str:
@@ -87,7 +85,11 @@ class Programs:
 
     def plugins(self) -> str:
         """Return the line of slurm.conf that says where plugins are."""
-        return "" if self._root is None else f"PluginDir={self._root / _LIBRARIES}/slurm-wlm"
+        return "" if self._root is None else f"PluginDir={self._plugins(self._root)}"
+
+    def _plugins(self, root: Path) -> Path:
+        [found] = root.glob("usr/lib/*/slurm-wlm")  # a folder of this machine's architecture
+        return found
 
 
 _ADVICE = (
@@ -112,10 +114,12 @@ def _unpack() -> None:
     fetch = ["apt-get", "install", "--yes", "--download-only", "--reinstall"]
     fetch += ["--no-install-recommends", "-o", f"Dir::Cache::archives={archives}"]
     try:
+        _run(["apt-get", "update"])
         _run([*fetch, "slurm-wlm", "munge"])
         for package in archives.glob("*.deb"):
             _run(["dpkg", "-x", str(package), str(_UNPACKED)])
     except (OSError, subprocess.CalledProcessError) as error:
+        shutil.rmtree(_UNPACKED)
         told = getattr(error, "stderr", "") or error
         pytest.fail(f"SLURM could not be fetched: {told}. {_ADVICE}")
 
@@ -220,14 +224,6 @@ def _until(holds: Any, told: Any) -> None:
     while not holds():
         assert time.monotonic() < deadline, told()
         time.sleep(0.2)
-
-
-@contextmanager
-def slurm(hosts: Hosts, folder: Path) -> Iterator[SlurmCluster]:
-    """Start SLURM on the hosts; their removal ends it, with all that it has started."""
-    cluster = SlurmCluster(hosts, folder)
-    cluster.start()
-    yield cluster
 
 
 def batch_script(path: Path, options: Sequence[str], command: Sequence[str]) -> Path:
