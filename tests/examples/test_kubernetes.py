@@ -42,7 +42,7 @@ def test_a_field_that_the_api_does_not_know_is_noticed() -> None:
 def test_a_field_of_another_type_is_noticed() -> None:
     told = manifest()
     told["spec"]["failurePolicy"]["maxRestarts"] = "ten"
-    with pytest.raises(ValueError, match="maxRestarts|valid integer"):
+    with pytest.raises(ValueError, match="valid integer"):
         as_understood(told)
 
 
