@@ -27,9 +27,11 @@ test: $(STAMP)
 test-all: $(STAMP) $(ZOO)/.installed
 	$(PYTEST) -m "not gpu and not hosts"
 
-# Root makes network namespaces that stand for hosts; without it these tests fail, and say why.
+# Root makes network namespaces that stand for hosts, and a SLURM of them; without it these tests
+# fail, and say why. What launchers did over two hosts is written into docs/launchers.md.
 test-cluster: $(STAMP)
 	$(BIN)/python -m pytest -m hosts
+	$(BIN)/python -m tests.hosts
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

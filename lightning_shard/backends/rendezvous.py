@@ -17,6 +17,7 @@ import torch.distributed as dist
 from lightning_shard import settings
 from lightning_shard.backends import liveness
 from lightning_shard.backends._c10d import HashStore, PrefixStore, Store
+from lightning_shard.backends.guarded.addresses import address_towards, chosen_ports
 from lightning_shard.backends.guarded.token import remembered
 from lightning_shard.backends.meeting_place import meet, store_without_python
 from lightning_shard.backends.object_transfers import guard_torch
@@ -132,7 +133,18 @@ def _join_at_rank_zero(
     guard_torch()
     store, address = meet(rank, world_size, max(timeout, SHORTEST_MEETING))
     store.set_timeout(timeout)
-    make_group(store, address.host)
+    try:
+        make_group(store, address.host)
+    except RuntimeError as error:
+        if settings.is_on_one_host() or not is_about_a_peer(error):
+            raise
+        raise RankFailedError(
+            f"Rank {rank} of {world_size} met the others at {address.host}, port {address.port}, "
+            f"but within {timeout} it could not connect with each of them: ranks listen at "
+            f"{chosen_ports()} of their hosts, which a firewall may drop. Let these TCP ports "
+            f"through between the hosts, from and to {address_towards(address.host, 0)} here; or "
+            f"see whether another rank has ended. torch said: {error}"
+        ) from error
     liveness.start(
         store,
         rank=rank,

@@ -1,8 +1,9 @@
-"""A fit of one rank on each of two hosts.
+"""A fit of one rank on each of two hosts, or of as many as torchrun or NUM_NODES says.
 
 python -m tests.hosts.program zero3|elastic STEPS SECONDS
 """
 
+import os
 import sys
 import time
 import warnings
@@ -66,7 +67,8 @@ def _main() -> None:
         strategy = ElasticStrategy(
             scheme="zero2", backend="gloo", min_ranks=1, snapshot_every=2, timeout=timeout
         )
-    print("total", repr(fit(strategy, num_steps, seconds, 1, 2)), flush=True)
+    num_nodes = os.environ.get("GROUP_WORLD_SIZE", os.environ.get("NUM_NODES", "2"))
+    print("total", repr(fit(strategy, num_steps, seconds, 1, int(num_nodes))), flush=True)
 
 
 if __name__ == "__main__":

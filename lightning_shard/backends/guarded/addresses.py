@@ -70,6 +70,14 @@ def address_towards(host: str, port: int) -> str:
     raise last or OSError(f"{host} has no address")
 
 
+def chosen_ports() -> str:
+    """Return in words which ports the system chooses from, where nobody asks for one."""
+    with contextlib.suppress(OSError, ValueError):
+        first, last = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+        return f"ports {first} to {last}"
+    return "ports that the system chooses"
+
+
 def interface_of(address: str) -> str | None:
     """Return the name of the interface that has this address; None where it cannot be told."""
     if ":" in address:
