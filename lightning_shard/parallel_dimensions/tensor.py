@@ -63,11 +63,18 @@ class TensorDimension(ParallelDimension):
             return None
         layers = self._planned_layers(model, group.size)
         for tensor in (*model.parameters(), *model.buffers()):
-            same = tensor.data.to(run.device).contiguous()
-            group.broadcast(same).wait()
-            tensor.data = same.to(tensor.device)
+            if not tensor.is_meta:  # those are made alike on every rank
+                same = tensor.data.to(run.device).contiguous()
+                group.broadcast(same).wait()
+                tensor.data = same.to(tensor.device)
         share_random_state(group, run.device)
-        self._layers = SplitModel(model, layers, group, sequence_parallel=self._sequence_parallel)
+        self._layers = SplitModel(
+            model,
+            layers,
+            group,
+            sequence_parallel=self._sequence_parallel,
+            make=_given if run.start is None else run.start.make,
+        )
         _forget_graphs(self._layers.shardings)
         ranks = run.mesh.peers(self.axis, run.rank)
         self._same_results = SameResults(group, ranks, run.device)
@@ -165,6 +172,10 @@ class TensorDimension(ParallelDimension):
                 f"found for a small model of the same class says the patterns."
             )
         return self._planned_layers(module, num_ranks)
+
+
+def _given(param: torch.nn.Parameter) -> None:
+    """Do nothing for a parameter that has its values."""
 
 
 def _forget_graphs(params: Iterable[torch.nn.Parameter]) -> None:

@@ -61,6 +61,8 @@ class SplitModel:
         layers: The layers that the plan splits.
         group: Group of the tensor-parallel ranks, each of which must construct this.
         sequence_parallel: Whether activations outside the regions are in slices: see `sequence`.
+        make: Gives a parameter its values, where it is on meta; it is called for those that get a
+            hook.
 
     Attributes:
         shardings: How each split parameter is cut.
@@ -77,8 +79,10 @@ class SplitModel:
         group: Collectives,
         *,
         sequence_parallel: bool = False,
+        make: Callable[[nn.Parameter], object] = bool,
     ) -> None:
         self.group = group
+        self._make = make
         self._sequence_parallel = sequence_parallel
         self.shardings: dict[nn.Parameter, Sharding] = {}
         self.full_shapes: dict[nn.Parameter, torch.Size] = {}
@@ -205,6 +209,7 @@ class SplitModel:
 
         for param in module.parameters(recurse=False):
             if param.requires_grad:
+                self._make(param)
                 self._hooks.append(param.register_hook(summed))  # type: ignore[no-untyped-call]
 
     def _check_users(self, model: nn.Module) -> None:
