@@ -8,15 +8,14 @@ import torch
 from torch import nn
 
 from lightning_shard import HybridParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy
-from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from tests.checkpoint.kept_runs import Regressor
 from tests.checkpoint.sharded.runs import quiet_trainer
 from tests.examples.commands import ignore_upstream_warnings
-from tests.meta_start.counting import AliveBytes
+from tests.strategies.rises import watched_starts
 
 pytestmark = ignore_upstream_warnings
 
-WIDTH, BLOCKS = 192, 8
+WIDTH, BLOCKS = 128, 8
 PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 STRATEGIES: dict[str, Any] = {
     "tensor": lambda: TensorParallelStrategy(
@@ -82,32 +81,17 @@ def start(strategy: Any, *, empty: bool, **options: Any) -> Deep:
     return model
 
 
-@pytest.fixture
-def rises(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Collect what each rank holds when it is set up, and how much more it has held in it."""
-    found: list[tuple[int, int]] = []
-    set_up = DataParallelStrategy.setup
-
-    def counted(self: DataParallelStrategy, trainer: L.Trainer) -> None:
-        with AliveBytes() as alive:
-            set_up(self, trainer)
-        held = self.held_bytes()
-        found.append((held.parameters, alive.peak - held.parameters - held.gradients))
-
-    monkeypatch.setattr(DataParallelStrategy, "setup", counted)
-    return found
-
-
 @pytest.mark.parametrize(
     ("name", "parts", "units"),
     [("tensor", 2, 0), ("tensor zero3", 4, 1), ("pipeline", 2, 0), ("hybrid", 4, 1)],
 )
 def test_no_rank_of_a_split_model_holds_more_than_its_part_and_one_unit(
-    name: str, parts: int, units: int, rises: list[tuple[int, int]]
+    name: str, parts: int, units: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    rises = watched_starts(monkeypatch)
     start(STRATEGIES[name](), empty=True, max_steps=0)
     block = 2 * 2 * WIDTH * WIDTH * 4
-    small = 2**18  # generator states, of 5 KB for each draw, which the ranks compare; biases
+    small = 2**15  # biases, buffers, what ranks tell each other
     for held, above in rises:
         assert held < BLOCKS * block / parts + block / 2
         # a unit, and beside it the layer that is cut, with its part
