@@ -113,9 +113,7 @@ class _Together:
     def tensors(self) -> dict[str, Unread]:
         """Return what they become, by the model's names."""
         made = self.made(lambda one: torch.empty(one.shape, dtype=one.dtype, device="meta"))
-        return {
-            name: _Converted(self, name, one.shape, one.dtype) for name, one in made.items()
-        }
+        return {name: _Converted(self, name, one.shape, one.dtype) for name, one in made.items()}
 
     def made(self, read: Callable[[Unread], Tensor]) -> dict[str, Tensor]:
         """Put them together, each as `read` gives it."""

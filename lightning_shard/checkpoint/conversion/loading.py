@@ -91,9 +91,7 @@ def _name_misfits(
 ) -> list[str]:
     loaded = {id(value) for name, value in own.items() if is_unread(stored.get(name))}
     missing = [
-        name
-        for name in misses.missing_keys
-        if id(own[name]) not in loaded and name not in may_lack
+        name for name in misses.missing_keys if id(own[name]) not in loaded and name not in may_lack
     ]
     return [
         *([f"Missing key(s): {_some(missing)}"] if missing else []),
