@@ -42,9 +42,10 @@ def load_safetensors(module: nn.Module, path: Any, *, strict: bool = True) -> Mi
 
     Call it before a fit, in `configure_model` or `setup`, or in a later hook: there each rank must
     call. Values are turned into the parameters' own formats. Parameters that are tied need one
-    name of theirs in the file. A model of Hugging Face takes what its `from_pretrained` takes: names
-    of its base model or of older versions, experts one by one. In `configure_model`, and inside `trainer.init_module`, parameters
-    on meta stay there, and the first rank reads them unit by unit when the ranks make their shards.
+    name of theirs in the file. A model of Hugging Face takes what its `from_pretrained` takes:
+    names of its base model or of older versions, experts one by one. In `configure_model`, and
+    inside `trainer.init_module`, parameters on meta stay there, and are read unit by unit when the
+    ranks make their shards: by the first rank, or by each what it has a part of.
 
     Args:
         module: The module that has the file's names: of a LightningModule that wraps a model, the
@@ -54,8 +55,8 @@ def load_safetensors(module: nn.Module, path: Any, *, strict: bool = True) -> Mi
         strict: Whether the names must be the module's.
 
     Returns:
-        The names that were left out, which are none under `strict` but those of tied parameters, and
-        those that a class of Hugging Face's does without.
+        The names that were left out, which are none under `strict` but those of tied parameters,
+        and those that a class of Hugging Face's does without.
 
     Raises:
         CheckpointError: Names, shapes or kinds of numbers do not fit, and nothing was loaded; or

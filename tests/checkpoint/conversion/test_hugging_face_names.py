@@ -92,7 +92,7 @@ def test_names_that_no_rule_knows_are_refused(tmp_path: Path) -> None:
         return {**without_base(state), "adapter.weight": torch.ones(1)}
 
     stored(gpt2(), tmp_path, other)
-    with pytest.raises(CheckpointError, match="Unexpected key\\(s\\): 'adapter.weight';? ?"):
+    with pytest.raises(CheckpointError, match=r"Unexpected key\(s\): 'adapter.weight'"):
         load_safetensors(gpt2(), tmp_path)
 
 
@@ -103,7 +103,7 @@ def test_an_expert_that_is_missing_is_refused(tmp_path: Path) -> None:
         }
 
     stored(mixtral(), tmp_path, fewer)
-    with pytest.raises(CheckpointError, match="layers.1.mlp.experts.gate_up_proj.*has shape"):
+    with pytest.raises(CheckpointError, match=r"layers.1.mlp.experts.gate_up_proj.*has shape"):
         load_safetensors(mixtral(), tmp_path)
 
 
