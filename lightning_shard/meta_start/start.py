@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.model_split import ModelSplit, Unsplit
+from lightning_shard.data_parallel.quantised import is_quantised
 from lightning_shard.data_parallel.values_at_start import give_memory
 from lightning_shard.errors import ConfigError
 from lightning_shard.meta_start.digest import digest
@@ -53,6 +54,7 @@ class MetaStart:
         self.device = device
         self.split: ModelSplit = Unsplit()
         self._model = model
+        self._refuse_quantised(rank)
         self._note_unseen(state)
         self._check(rank)
 
@@ -136,6 +138,15 @@ class MetaStart:
             f"module that is built on the CPU, build it inside "
             f"trainer.init_module(empty_init=True), or in configure_model."
         )
+
+    def _refuse_quantised(self, rank: int) -> None:
+        quantised = [name for name, tensor in self._params() if is_quantised(tensor)]
+        if quantised:
+            raise ConfigError(
+                f"Rank {rank}: {_some(quantised)} of {type(self._model).__name__} on meta are "
+                f"quantised, and their scales would be lost; expected ones with elements. Build "
+                f"the quantised layers on the CPU or the GPU, as from_pretrained does."
+            )
 
     def _check(self, rank: int) -> None:
         tensors = list(self._tensors())

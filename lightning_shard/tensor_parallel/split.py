@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.model_split import in_place
+from lightning_shard.data_parallel.quantised import is_quantised
 from lightning_shard.data_parallel.sharded_parameter import bring_full
 from lightning_shard.data_parallel.torch_private import pass_for_parameter, saving_hook, untraced
 from lightning_shard.errors import ConfigError, LayoutError
@@ -134,6 +135,12 @@ class SplitModel:
             if param in self.shardings:
                 self._check_tied(layer, cut, param)
                 continue
+            if is_quantised(param):
+                raise ConfigError(
+                    f"{layer.name}.{cut.name} is a quantised {type(param).__name__}, whose packed "
+                    f"elements cannot be cut; expected floating-point weights. Leave the layer out "
+                    f"of the plan, or use strategy='zero3'."
+                )
             self.shardings[param] = self._sharding(layer, cut, param)
             self.full_shapes[param] = param.shape
 
