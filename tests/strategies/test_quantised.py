@@ -4,7 +4,7 @@ Stand-ins are as the packages' parameters: bitsandbytes' has packed elements of 
 as an attribute, torchao's is one tensor made of several.
 """
 
-from typing import Any
+from typing import Any, Self
 
 import lightning as L  # noqa: N812
 import pytest
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
-from typing_extensions import Self
 
 from lightning_shard import (
     ConfigError,
