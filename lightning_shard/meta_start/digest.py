@@ -55,4 +55,5 @@ def _of_leaf(leaf: Any) -> Iterator[bytes]:
 def _content(tensor: Tensor) -> bytes:
     raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
     head = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
-    return head + blake2b(memoryview(raw.numpy())).digest()
+    elements: Any = raw.numpy()
+    return head + blake2b(memoryview(elements)).digest()
