@@ -73,7 +73,7 @@ class TensorDimension(ParallelDimension):
             layers,
             group,
             sequence_parallel=self._sequence_parallel,
-            make=_given if run.start is None else run.start.make,
+            make=None if run.start is None else run.start.make,
         )
         _forget_graphs(self._layers.shardings)
         ranks = run.mesh.peers(self.axis, run.rank)
@@ -172,10 +172,6 @@ class TensorDimension(ParallelDimension):
                 f"found for a small model of the same class says the patterns."
             )
         return self._planned_layers(module, num_ranks)
-
-
-def _given(param: torch.nn.Parameter) -> None:
-    """Do nothing for a parameter that has its values."""
 
 
 def _forget_graphs(params: Iterable[torch.nn.Parameter]) -> None:

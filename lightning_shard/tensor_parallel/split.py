@@ -80,7 +80,7 @@ class SplitModel:
         group: Collectives,
         *,
         sequence_parallel: bool = False,
-        make: Callable[[nn.Parameter], object] = bool,
+        make: Callable[[nn.Parameter], object] | None = None,
     ) -> None:
         self.group = group
         self._make = make
@@ -216,7 +216,8 @@ class SplitModel:
 
         for param in module.parameters(recurse=False):
             if param.requires_grad:
-                self._make(param)
+                if self._make is not None:
+                    self._make(param)
                 self._hooks.append(param.register_hook(summed))  # type: ignore[no-untyped-call]
 
     def _check_users(self, model: nn.Module) -> None:
