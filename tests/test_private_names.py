@@ -35,6 +35,7 @@ MAY_TOUCH_THEM = {
     "backends/debug_wrapper/torch_groups.py",
     "backends/in_process/rank_globals.py",
     "checkpoint/conversion/archive.py",
+    "checkpoint/conversion/hugging_face_names.py",
     "checkpoint/files/torch_archive.py",
     "checkpoint/sharded/box_writer.py",
     "checkpoint/sharded/index.py",

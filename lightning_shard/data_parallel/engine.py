@@ -38,6 +38,7 @@ from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.data_parallel.parameter_shard import ParameterShard
 from lightning_shard.data_parallel.presenting import look_full
 from lightning_shard.data_parallel.publishing import bring_together, publishing_edits
+from lightning_shard.data_parallel.quantised import refuse_quantised
 from lightning_shard.data_parallel.reducer import Reducer, always
 from lightning_shard.data_parallel.shard_advice import explaining_gradients, explaining_shards
 from lightning_shard.data_parallel.shard_loading import cut_loaded
@@ -88,6 +89,7 @@ class DataParallelEngine:
         refuse_leftover_shards(model)
         self.groups = DataGroups.of(groups)
         self.collectives = self.groups.dp
+        refuse_quantised(model, self.collectives.rank, stage=options.stage)
         check_same_model(model, self.collectives)
         self.model = model
         self.options = options

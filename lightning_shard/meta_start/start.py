@@ -5,7 +5,7 @@ model on meta ──MetaStart.of──> a recipe for each tensor, or an error th
      └── engine, unit by unit: memory of one unit ┘ ──> shards; the unit's memory is given back
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from unittest.mock import patch
 
@@ -14,8 +14,12 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.data_parallel.model_split import ModelSplit, Unsplit
+from lightning_shard.data_parallel.quantised import is_quantised
 from lightning_shard.data_parallel.values_at_start import give_memory
 from lightning_shard.errors import ConfigError
+from lightning_shard.meta_start.digest import digest
 from lightning_shard.meta_start.initialisers import note_initialisers
 from lightning_shard.meta_start.recipes import (
     Recipe,
@@ -39,13 +43,18 @@ class MetaStart:
 
     Raises:
         ConfigError: Some tensor gets no values, or was changed where nobody saw it.
+
+    Attributes:
+        split: How the model is split over ranks by the time a parameter is asked for.
     """
 
     def __init__(
         self, model: nn.Module, device: torch.device, rank: int, state: Tensor | None = None
     ) -> None:
         self.device = device
+        self.split: ModelSplit = Unsplit()
         self._model = model
+        self._refuse_quantised(rank)
         self._note_unseen(state)
         self._check(rank)
 
@@ -57,10 +66,23 @@ class MetaStart:
         return cls(model, device, rank, state) if has_meta_tensors(model) else None
 
     def fill(self, param: nn.Parameter, target: Tensor) -> None:
-        """Write the values of `param` to a tensor of its shape, in any format."""
+        """Write the values of `param` to a tensor of its shape, in any format.
+
+        Of a parameter of which this rank has a part, all of it is made, and given back.
+        """
         recipe = recipe_of(param)
         assert recipe is not None
-        recipe.fill(target)
+        if recipe.ref.size == tuple(target.shape):
+            recipe.fill(target)
+        else:
+            target.copy_(self.split.local(param, recipe.read(recipe.ref.dtype)))
+
+    def make(self, param: nn.Parameter) -> None:
+        """Give one parameter its values now, in memory of its own; nothing if it has them."""
+        if is_on_meta(param):
+            value = torch.empty(param.shape, dtype=param.dtype)
+            self.fill(param, value)
+            give_memory(param, value.to(self.device))
 
     def make_buffers(self) -> None:
         """Give every buffer on meta its values."""
@@ -75,9 +97,11 @@ class MetaStart:
     def make_parameters(self) -> None:
         """Give every parameter on meta its values, in memory of its own."""
         for _, param in self._params():
-            value = torch.empty(param.shape, dtype=param.dtype)
-            self.fill(param, value)
-            give_memory(param, value.to(self.device))
+            self.make(param)
+
+    def digest(self) -> str:
+        """Return a text that is the same on ranks that would make the same values."""
+        return digest({name: recipe for name, _, recipe in self._tensors()})
 
     def check_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
         """Refuse state that an optimizer has made of values that are not there yet.
@@ -114,6 +138,15 @@ class MetaStart:
             f"module that is built on the CPU, build it inside "
             f"trainer.init_module(empty_init=True), or in configure_model."
         )
+
+    def _refuse_quantised(self, rank: int) -> None:
+        quantised = [name for name, tensor in self._params() if is_quantised(tensor)]
+        if quantised:
+            raise ConfigError(
+                f"Rank {rank}: {_some(quantised)} of {type(self._model).__name__} on meta are "
+                f"quantised, and their scales would be lost; expected ones with elements. Build "
+                f"the quantised layers on the CPU or the GPU, as from_pretrained does."
+            )
 
     def _check(self, rank: int) -> None:
         tensors = list(self._tensors())
@@ -185,8 +218,19 @@ def _some(names: Sequence[str]) -> str:
     return f"{told} and {len(names) - 3} more" if len(names) > 3 else told
 
 
+def noted_alike(start: MetaStart | None, ranks: Collectives) -> bool:
+    """Whether every rank would make the same values by itself; each rank must call."""
+    noted = ranks.all_gather_object("" if start is None else start.digest())
+    return noted[0] != "" and len(set(noted)) == 1
+
+
 def values_at_start(
-    model: nn.Module, device: torch.device, rank: int, state: Tensor | None, *, in_full: bool
+    model: nn.Module,
+    device: torch.device,
+    rank: int,
+    state: Tensor | None,
+    *,
+    in_full_on: Callable[[MetaStart | None], torch.device | None],
 ) -> MetaStart | None:
     """Give buffers on meta their values, and return who knows those of the parameters.
 
@@ -195,16 +239,19 @@ def values_at_start(
         device: Where its tensors are to be.
         rank: This rank's number, for messages.
         state: The generator's when ranks have started; None for the present one.
-        in_full: Whether all parameters get their values now.
+        in_full_on: Called on every rank with who knows the values. Returns the device on which all
+            parameters get theirs now; None where that is done later.
 
     Returns:
         None where all parameters have their values.
     """
     start = MetaStart.of(model, device, rank, state)
+    at_once = in_full_on(start)
     if start is None:
         return None
+    start.device = device if at_once is None else at_once
     start.make_buffers()
-    if not in_full:
+    if at_once is None:
         return start
     start.make_parameters()
     start.end()

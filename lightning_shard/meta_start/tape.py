@@ -68,19 +68,25 @@ class Ref:
 
 
 @dataclass(frozen=True)
-class _Constant:
+class Constant:
     """A tensor with elements that an operation reads."""
 
     tensor: Tensor
     version: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "_Constant":
+    def of(cls, tensor: Tensor) -> "Constant":
+        """Take a tensor as it is now."""
         is_small = tensor.numel() * tensor.element_size() <= _SMALL_BYTES
         value = tensor.clone() if is_small else tensor
         return cls(value, value._version)
 
     def read(self) -> Tensor:
+        """Return it.
+
+        Raises:
+            ConfigError: It was changed since.
+        """
         if self.tensor._version != self.version:
             raise ConfigError(
                 f"A tensor of shape {tuple(self.tensor.shape)} was copied into a module on meta "
@@ -128,7 +134,7 @@ class _Node:
         def real(note: Any) -> Any:
             return note.inside(memory[note.storage]) if isinstance(note, Ref) else note.read()
 
-        args, kwargs = tree_map_only((Ref, _Constant), real, (self.args, dict(self.kwargs)))
+        args, kwargs = tree_map_only((Ref, Constant), real, (self.args, dict(self.kwargs)))
         if self.state is not None:
             _set_state(kwargs, self.state)
         assert self.func is not None
@@ -163,6 +169,12 @@ class Tape:
     def __deepcopy__(self, memo: object) -> "Tape":
         """Return itself: what is noted stays as it is."""
         return self
+
+    @property
+    def operations(self) -> Iterator[tuple[Any, ...]]:
+        """The operations that were noted: what is called, with what, from which random state."""
+        for node in self._nodes:
+            yield node.func, node.args, node.kwargs, node.outs, node.state, node.default_dtype
 
     def forget_values(self) -> None:
         """Give back the memory of values that code has asked for."""
@@ -213,12 +225,8 @@ class Tape:
             read: Returns the values, shaped as `target`.
         """
         ref = self._noted(target)
-
-        def copied(memory: Tensor) -> None:
-            memory.copy_(read())
-
-        reads = frozenset([ref.storage])
-        self._add(_Node(copied, (ref,), {}, reads, writes=(ref,), fills=self._filled(ref)))
+        made = ((0, ref),)  # what is read is the tensor's memory: no second one is made
+        self._add(_Node(read, (), {}, frozenset(), made, (ref,), self._filled(ref)))
 
     def _filled(self, ref: Ref) -> int | None:
         """Return the storage of a tensor that is all of it; None for a part."""
@@ -270,8 +278,8 @@ class Tape:
         assert ref is not None
         return ref
 
-    def _noted_or_constant(self, tensor: Tensor) -> Ref | _Constant:
-        return self._noted(tensor) if tensor.is_meta else _Constant.of(tensor)
+    def _noted_or_constant(self, tensor: Tensor) -> Ref | Constant:
+        return self._noted(tensor) if tensor.is_meta else Constant.of(tensor)
 
     # --- doing ------------------------------------------------------------------------------------
 
@@ -350,7 +358,7 @@ class Tape:
                 node = self._nodes[number]
                 todo += [(one, number) for one in node.needs - {storage}]
                 if node.fills == storage:
-                    found.update(self._maker(storage))
+                    found.update(self._maker(storage) if storage in node.reads else ())
                     break
         return found
 
@@ -384,6 +392,7 @@ class Tape:
 
     def _take(self, ref: Ref, made: Tensor, memory: dict[int, Tensor]) -> None:
         fits = made.stride() == ref.stride and made.storage_offset() == ref.offset
+        fits = fits and made.dtype == ref.dtype and made.device.type == "cpu"
         fits = fits and made.untyped_storage().nbytes() == self._storages[ref.storage].nbytes
         if ref.storage not in memory and fits:
             memory[ref.storage] = torch.empty(0, dtype=torch.uint8).set_(made.untyped_storage())
@@ -456,7 +465,7 @@ def _draw(node: _Node) -> None:
     def scratch(note: Any) -> Tensor:
         return note.scratch() if isinstance(note, Ref) else note.read()
 
-    args, kwargs = tree_map_only((Ref, _Constant), scratch, (node.args, dict(node.kwargs)))
+    args, kwargs = tree_map_only((Ref, Constant), scratch, (node.args, dict(node.kwargs)))
     assert node.func is not None
     node.func(*args, **kwargs)
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.mesh import Axis, ParallelMesh
+from lightning_shard.meta_start.start import MetaStart
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,7 @@ class RunView:
         loss_scale: What a loss scaler multiplies losses with.
         completed: Makes what a step has returned what any code can take: that of all dimensions.
         forget_activations: Lets go of activations that the layers of any dimension keep.
+        start: Knows the values of parameters on meta; None where there are none.
     """
 
     module: "pl.LightningModule"
@@ -48,3 +50,4 @@ class RunView:
     loss_scale: Callable[[], float]
     completed: Callable[[Any], Any]
     forget_activations: Callable[[], None]
+    start: MetaStart | None = None

@@ -63,11 +63,18 @@ class TensorDimension(ParallelDimension):
             return None
         layers = self._planned_layers(model, group.size)
         for tensor in (*model.parameters(), *model.buffers()):
-            same = tensor.data.to(run.device).contiguous()
-            group.broadcast(same).wait()
-            tensor.data = same.to(tensor.device)
+            if not tensor.is_meta:  # those are made alike on every rank
+                same = tensor.data.to(run.device).contiguous()
+                group.broadcast(same).wait()
+                tensor.data = same.to(tensor.device)
         share_random_state(group, run.device)
-        self._layers = SplitModel(model, layers, group, sequence_parallel=self._sequence_parallel)
+        self._layers = SplitModel(
+            model,
+            layers,
+            group,
+            sequence_parallel=self._sequence_parallel,
+            make=None if run.start is None else run.start.make,
+        )
         _forget_graphs(self._layers.shardings)
         ranks = run.mesh.peers(self.axis, run.rank)
         self._same_results = SameResults(group, ranks, run.device)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.model_split import in_place
+from lightning_shard.data_parallel.values_at_start import give_memory
 from lightning_shard.layout.boxes import PlacedBox
 from lightning_shard.pipeline_parallel.gradients import GradientStash
 from lightning_shard.pipeline_parallel.partition import Partition, buffer_stages, parameter_stages
@@ -24,8 +25,8 @@ class PipelineSplit:
     """Takes the parameters of other stages off a rank, until `restore`.
 
     Args:
-        model: The full model, whose values on rank 0 win. Each rank of the pipeline must construct
-            this.
+        model: The full model, whose values on rank 0 win; parameters on meta, which all ranks would
+            make alike, stay there. Each rank of the pipeline must construct this.
         partition: Blocks of each stage.
         stage_ranks: Group rank of each stage.
         group: Group of the pipeline's ranks.
@@ -59,9 +60,12 @@ class PipelineSplit:
         }
         self._ties = self._groups_of_ties()
         for tensor in (*model.parameters(), *model.buffers()):
-            same = tensor.data.to(device).contiguous()
-            group.broadcast(same).wait()
-            tensor.data = same.new_empty(0) if tensor in self.full_shapes else same
+            if not tensor.is_meta:
+                same = tensor.data.to(device).contiguous()
+                group.broadcast(same).wait()
+                tensor.data = same.new_empty(0) if tensor in self.full_shapes else same
+            elif isinstance(tensor, nn.Parameter) and tensor in self.full_shapes:
+                give_memory(tensor, torch.empty(0, dtype=tensor.dtype, device=device))
 
     def _ranks_of(self, stages: Sequence[int]) -> tuple[int, ...]:
         return tuple(sorted({self._stage_ranks[stage] for stage in stages}))

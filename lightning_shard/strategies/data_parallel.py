@@ -160,10 +160,14 @@ class DataParallelStrategy(EndingStrategy):
         is_brought = any(one.brings_model(run) for one in self.dimensions)
         self._start = values_at_start(
             self.model,
-            torch.device("cpu") if is_brought else run.device,
+            run.device,
             self.global_rank,
             self._random_state,
-            in_full=self._splits_model,  # ranks cut full layers
+            in_full_on=lambda start: (
+                (torch.device("cpu") if is_brought else run.device)
+                if self._needs_values(start)
+                else None
+            ),
         )
         self.model = self.precision_plugin.convert_module(self.model)
         if not is_brought:
@@ -251,6 +255,7 @@ class DataParallelStrategy(EndingStrategy):
             loss_scale=self._loss_scale,
             completed=self._completed,
             forget_activations=self._forget_activations,
+            start=self._start,
         )
 
     def _loss_scale(self) -> float:
@@ -280,6 +285,8 @@ class DataParallelStrategy(EndingStrategy):
             )
         splits = [split for one in self.dimensions if (split := one.split(run)) is not None]
         split = combined(splits)
+        if self._start is not None and split is not None:
+            self._start.split = split
         self._engine = engine = self.engine_type(
             self.model,
             self.gradient_groups,
@@ -314,6 +321,11 @@ class DataParallelStrategy(EndingStrategy):
         self._runner = PlainRunner(lambda: self.engine.step(), apart)
         for one in reversed(self.dimensions):
             self._runner = one.wrapped(self._runner)
+
+    def _needs_values(self, start: MetaStart | None) -> bool:
+        """Whether parameters on meta need their values before ranks cut the model; each calls."""
+        del start
+        return False
 
     @property
     def _splits_model(self) -> bool:

@@ -19,6 +19,7 @@ from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.model_split import Unsplit
 from lightning_shard.errors import ConfigError
 from lightning_shard.mesh import Axis, ParallelMesh
+from lightning_shard.meta_start.start import MetaStart, noted_alike
 from lightning_shard.parallel_dimensions.dimension import ParallelDimension
 from lightning_shard.parallel_dimensions.run_groups import RunGroups
 from lightning_shard.parallel_dimensions.run_view import RunView
@@ -157,6 +158,10 @@ class ModelParallelStrategy(DataParallelStrategy):
     def _splits_model(self) -> bool:
         splitting = [one.axis for one in self.dimensions if not one.averages_gradients]
         return any(self.mesh.size(axis) > 1 for axis in splitting)
+
+    @override
+    def _needs_values(self, start: MetaStart | None) -> bool:
+        return self._splits_model and not noted_alike(start, self.collectives)
 
     @property
     @override

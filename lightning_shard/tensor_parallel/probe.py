@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.torch_private import forget_forward_hooks, in_backward
+from lightning_shard.data_parallel.values_at_start import give_memory
 from lightning_shard.tensor_parallel.candidates import Candidate
 from lightning_shard.tensor_parallel.plan import PlannedLayer
 from lightning_shard.tensor_parallel.split import SplitModel
@@ -314,7 +315,11 @@ def _num_values(module: nn.Module) -> int:
 
 def bare_copy(module: nn.Module) -> nn.Module:
     """Copy a module to the CPU, with random values and without the user's hooks."""
-    module = copy.deepcopy(module).float().cpu().eval()
+    module = copy.deepcopy(module).float()
+    for param in module.parameters():
+        if param.is_meta:
+            give_memory(param, torch.empty(param.shape))
+    module = module.cpu().eval()
     for one in module.modules():
         forget_forward_hooks(one)
     generator = torch.Generator().manual_seed(0)

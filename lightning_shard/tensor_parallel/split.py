@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.model_split import in_place
+from lightning_shard.data_parallel.quantised import is_quantised
 from lightning_shard.data_parallel.sharded_parameter import bring_full
 from lightning_shard.data_parallel.torch_private import pass_for_parameter, saving_hook, untraced
 from lightning_shard.errors import ConfigError, LayoutError
@@ -61,6 +62,8 @@ class SplitModel:
         layers: The layers that the plan splits.
         group: Group of the tensor-parallel ranks, each of which must construct this.
         sequence_parallel: Whether activations outside the regions are in slices: see `sequence`.
+        make: Gives a parameter its values, where it is on meta; it is called for those that get a
+            hook.
 
     Attributes:
         shardings: How each split parameter is cut.
@@ -77,8 +80,10 @@ class SplitModel:
         group: Collectives,
         *,
         sequence_parallel: bool = False,
+        make: Callable[[nn.Parameter], object] | None = None,
     ) -> None:
         self.group = group
+        self._make = make
         self._sequence_parallel = sequence_parallel
         self.shardings: dict[nn.Parameter, Sharding] = {}
         self.full_shapes: dict[nn.Parameter, torch.Size] = {}
@@ -130,6 +135,12 @@ class SplitModel:
             if param in self.shardings:
                 self._check_tied(layer, cut, param)
                 continue
+            if is_quantised(param):
+                raise ConfigError(
+                    f"{layer.name}.{cut.name} is a quantised {type(param).__name__}, whose packed "
+                    f"elements cannot be cut; expected floating-point weights. Leave the layer out "
+                    f"of the plan, or use strategy='zero3'."
+                )
             self.shardings[param] = self._sharding(layer, cut, param)
             self.full_shapes[param] = param.shape
 
@@ -205,6 +216,8 @@ class SplitModel:
 
         for param in module.parameters(recurse=False):
             if param.requires_grad:
+                if self._make is not None:
+                    self._make(param)
                 self._hooks.append(param.register_hook(summed))  # type: ignore[no-untyped-call]
 
     def _check_users(self, model: nn.Module) -> None:

@@ -1,6 +1,7 @@
 """A model that is built on meta, trained a step and saved in shards: memory, seconds, bytes.
 
     python -m tests.benchmarks.meta_start                       2 billion parameters, 4 ranks
+    python -m tests.benchmarks.meta_start --ranks 8 --offload parameters
     python -m tests.benchmarks.meta_start --layers 4 --width 256 --normal
 
 The ranks are threads of this process, so that its resident set is that of all of them. The model is
@@ -96,13 +97,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=25)
     parser.add_argument("--width", type=int, default=2560)
     parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--offload", choices=["optimizer", "parameters"])
     parser.add_argument("--normal", action="store_true", help="build the model on the CPU")
     options = parser.parse_args(arguments)
     warnings.filterwarnings("ignore", message=".*does not have many workers")
+    warnings.filterwarnings("ignore", message=".*offload")
     L.seed_everything(7, verbose=False)
     phases = Phases()
     trainer = L.Trainer(
-        strategy=ZeRO3Strategy(backend="in_process", checkpoint_format="sharded"),
+        strategy=ZeRO3Strategy(
+            backend="in_process", checkpoint_format="sharded", offload=options.offload
+        ),
         accelerator="cpu",
         devices=options.ranks,
         precision="bf16-true",

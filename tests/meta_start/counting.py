@@ -28,9 +28,10 @@ class AliveBytes(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.device.type == "cpu":
-                storage = tensor.untyped_storage()
+        given = {one.untyped_storage()._cdata for one in _on_cpu((args, kwargs))}
+        for tensor in _on_cpu(result):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in given:  # a view of what was there is not made here
                 self._made.setdefault(storage._cdata, StorageWeakRef(storage))
         self.peak = max(self.peak, self._alive())
         return result
@@ -44,3 +45,8 @@ class AliveBytes(TorchDispatchMode):
             else:
                 total += storage.nbytes()
         return total
+
+
+def _on_cpu(nested: Any) -> list[Tensor]:
+    leaves = tree_leaves(nested)
+    return [one for one in leaves if isinstance(one, Tensor) and one.device.type == "cpu"]

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_shard.checkpoint.conversion.hugging_face_names import named_as
 from lightning_shard.checkpoint.conversion.source import open_source
 from lightning_shard.checkpoint.conversion.unread import Unread, is_unread
 from lightning_shard.checkpoint.misfits import dtype_misfit, misfit_error, shape_misfit
@@ -41,8 +42,10 @@ def load_safetensors(module: nn.Module, path: Any, *, strict: bool = True) -> Mi
 
     Call it before a fit, in `configure_model` or `setup`, or in a later hook: there each rank must
     call. Values are turned into the parameters' own formats. Parameters that are tied need one
-    name of theirs in the file. In `configure_model`, and inside `trainer.init_module`, parameters
-    on meta stay there, and the first rank reads them unit by unit when the ranks make their shards.
+    name of theirs in the file. A model of Hugging Face takes what its `from_pretrained` takes:
+    names of its base model or of older versions, experts one by one. In `configure_model`, and
+    inside `trainer.init_module`, parameters on meta stay there, and are read unit by unit when the
+    ranks make their shards: by the first rank, or by each what it has a part of.
 
     Args:
         module: The module that has the file's names: of a LightningModule that wraps a model, the
@@ -52,22 +55,23 @@ def load_safetensors(module: nn.Module, path: Any, *, strict: bool = True) -> Mi
         strict: Whether the names must be the module's.
 
     Returns:
-        The names that were left out, which are none under `strict` but those of tied parameters.
+        The names that were left out, which are none under `strict` but those of tied parameters,
+        and those that a class of Hugging Face's does without.
 
     Raises:
         CheckpointError: Names, shapes or kinds of numbers do not fit, and nothing was loaded; or
             the file is damaged.
     """
-    stored = open_source(path, weights_only=True).weights
     own = {
         name: value
         for name, value in module.state_dict(keep_vars=True).items()
         if isinstance(value, Tensor)
     }
+    named = named_as(module, own, open_source(path, weights_only=True).weights)
+    stored = named.tensors
     misses = _misses(own, stored)
-    found = _misfits(own, stored)
-    if strict:
-        found += _name_misfits(own, stored, misses)
+    found = _name_misfits(own, stored, misses, named.may_lack) if strict else []
+    found += _misfits(own, stored)
     if found:
         raise misfit_error(type(module).__name__, found, _ADVICE)
     for name, value in own.items():
@@ -84,10 +88,12 @@ def _misses(own: Mapping[str, Tensor], stored: Mapping[str, Any]) -> Misses:
 
 
 def _name_misfits(
-    own: Mapping[str, Tensor], stored: Mapping[str, Any], misses: Misses
+    own: Mapping[str, Tensor], stored: Mapping[str, Any], misses: Misses, may_lack: set[str]
 ) -> list[str]:
     loaded = {id(value) for name, value in own.items() if is_unread(stored.get(name))}
-    missing = [name for name in misses.missing_keys if id(own[name]) not in loaded]
+    missing = [
+        name for name in misses.missing_keys if id(own[name]) not in loaded and name not in may_lack
+    ]
     return [
         *([f"Missing key(s): {_some(missing)}"] if missing else []),
         *(
