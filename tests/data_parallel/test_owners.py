@@ -1,7 +1,7 @@
 """Owners of parameters that are updated full, by stage and by ranks that have parts of layers."""
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ class Halves(Unsplit):
     def __init__(self, away: Collection[nn.Parameter] = frozenset()) -> None:
         class Parts:
             group: Any = SimulatedCollectives(1, 2)
-            shardings: Any = {}
+            shardings: ClassVar[Any] = {}
 
         self.parts, self._away = Parts(), away
 

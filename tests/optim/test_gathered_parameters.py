@@ -96,9 +96,7 @@ def careless(model: nn.Module) -> Optimizer:
 def muon_and_adam(model: nn.Module) -> Optimizer:
     matrices = [param for param in model.parameters() if param.ndim == 2]
     vectors = [param for param in model.parameters() if param.ndim < 2]
-    return Muon(
-        [{"params": matrices, "use_muon": True}, {"params": vectors, "use_muon": False}]
-    )
+    return Muon([{"params": matrices, "use_muon": True}, {"params": vectors, "use_muon": False}])
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
