@@ -30,7 +30,7 @@ from lightning_shard.optim.owned_parameters import OwnedParameters, why_not_as_t
 
 _WORKS_WITH_OWNERS = (
     " zero1, zero2, zero3, tensor, pipeline and hybrid parallel take it without gradient "
-    "compression, from the beginning of a fit."
+    "compression, from the beginning of a fit; elastic does with scheme='shard_ddp'."
 )
 
 
