@@ -134,8 +134,8 @@ class OwnedParameters:
             raise ConfigError(
                 f"Rank {self._engine.collectives.rank}: {type(self._optimizer).__name__} was given "
                 f"{flat.layout.slots[index].name!r} in the middle of the fit, which lies in shards "
-                f"or parts over the ranks, expected a parameter that lies full on one rank: one that such "
-                f"an optimizer, or none, had when the fit began. List it there in "
+                f"or parts over the ranks, expected a parameter that lies full on one rank: one "
+                f"that such an optimizer, or none, had when the fit began. List it there in "
                 f"configure_optimizers."
             )
         self._known.update(added)
