@@ -3,7 +3,8 @@
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,9 @@ from tests.strategies.data_parallel.test_optimizers_of_matrices import (
     NUM_STEPS,
     alone,
     assert_same,
+    distance,
     fit,
     noisy,
-    spread,
-    spread_of,
 )
 from tests.strategies.matrix_optimizers import Matrices, MatricesGPT, Muon, build
 
@@ -128,14 +128,22 @@ def test_a_gpt_equals_a_single_devices(name: str, layout: str) -> None:
     parity.assert_parity(got, expected, num_steps=NUM_STEPS, atol=1e-9)
 
 
+@cache
+def own_spread() -> tuple[Any, float]:
+    """Return one device's model, and how far its runs under noise lie apart from each other."""
+    models = [noisy(seed) for seed in range(4)]
+    return models[0], max(distance(*pair) for pair in combinations(models, 2))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["tensor", "tensor-zero2", "hybrid"])
+@pytest.mark.parametrize("layout", ["tensor", "tensor-of-4", "tensor-zero2", "hybrid"])
 def test_torchs_muon_stays_within_its_own_spread(layout: str) -> None:
-    expected, allowed = spread()
+    """Measured: 0.011 to 0.013, and 0.014 between runs of one device."""
+    expected, allowed = own_spread()
     num_ranks, make = GPT_LAYOUTS[layout]
-    distance = spread_of(noisy(0, strategy=make(), devices=num_ranks), expected)
-    print(f"{layout}: {distance:.2e}, and one device's own spread {allowed:.2e}")
-    assert 0 < distance <= allowed
+    found = distance(noisy(0, strategy=make(), devices=num_ranks), expected)
+    print(f"{layout}: {found:.2e}, and one device's own spread {allowed:.2e}")
+    assert 0 < found <= allowed
 
 
 RESUMED = [
