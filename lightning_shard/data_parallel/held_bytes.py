@@ -121,11 +121,11 @@ def replicated(engine: DataParallelEngine, optimizers: Iterable[Optimizer]) -> H
         params += numel * flat.master_dtype.itemsize if flat.full.dtype != flat.master_dtype else 0
         gradients += numel * flat.full.element_size() if trained else 0
     states: dict[bool, int] = {True: 0, False: 0}  # by whether parts are gathered
-    for param, entries in ((p, e) for one in optimizers for p, e in one.state.items()):
+    for stepped, entries in ((p, e) for one in optimizers for p, e in one.state.items()):
         tensors = [value for value in entries.values() if isinstance(value, Tensor)]
-        for value in tensors if param in growth else ():
-            full = round(value.nbytes * (growth[param] if value.ndim else 1))
-            states[param in engine.owners.of_parts] += full
+        for value in tensors if stepped in growth else ():
+            full = round(value.nbytes * (growth[stepped] if value.ndim else 1))
+            states[stepped in engine.owners.of_parts] += full
     gathered, state = states[True], states[False]
     if engine.split.parts is not None and engine.options.owned:
         gathered = sum(engine.split.parts.group.all_gather_object(gathered))

@@ -82,7 +82,9 @@ class GatheredParameters:
     def send_out(self) -> None:
         """Give every rank its part of what has been updated; each rank must call."""
         exchange = self._exchange
-        for message in self._messages if exchange is not None else ():
+        if exchange is None:
+            return
+        for message in self._messages:
             sent, awaited = exchange.nothing(), exchange.nothing()
             for param in message:
                 if not self._owners.gathers(param):
@@ -170,9 +172,10 @@ class _PartExchange:
         self._parts.group.all_to_all(
             received, message, output_split_sizes=taken, input_split_sizes=given
         ).wait()
+        flats = torch.split(received, taken)
         return [
             list(tensors) if rank == self.rank else _shaped(flat, tensors)
-            for rank, (flat, tensors) in enumerate(zip(received.split(taken), awaited, strict=True))
+            for rank, (flat, tensors) in enumerate(zip(flats, awaited, strict=True))
         ]
 
     def _numel(self, rank: int, tensors: Sequence[Tensor]) -> int:
@@ -181,7 +184,7 @@ class _PartExchange:
 
 def _shaped(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors that lie one behind the other in a flat one."""
-    found = flat.split([tensor.numel() for tensor in like])
+    found = torch.split(flat, [tensor.numel() for tensor in like])
     return [one.view(tensor.shape) for one, tensor in zip(found, like, strict=True)]
 
 
