@@ -73,7 +73,7 @@ LAYOUTS |= {
 }
 
 
-@pytest.mark.few_cases(6)
+@pytest.mark.few_cases(4)
 @pytest.mark.parametrize("layout", ["tensor-2", "tensor-4", "tensor-4-stage0", "pp2-tp2"])
 @pytest.mark.parametrize("name", ["adafactor", "transformers", "muon", "shampoo"])
 def test_weights_equal_a_single_devices(name: str, layout: str) -> None:
@@ -160,7 +160,7 @@ RESUMED = [
 ]
 
 
-@pytest.mark.few_cases(4)
+@pytest.mark.few_cases(3)
 @pytest.mark.parametrize(("before", "kept_as", "after"), RESUMED)
 @pytest.mark.parametrize("name", ["muon", "adafactor", "shampoo"])
 def test_a_run_goes_on_on_another_layout(
@@ -174,7 +174,7 @@ def test_a_run_goes_on_on_another_layout(
     assert_same(model, alone(name, 4), 4 - SAVED_AFTER)
 
 
-@pytest.mark.few_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("layout", ["tensor-2", "tensor-4", "pp2-tp2"])
 @pytest.mark.parametrize("name", ["adafactor", "shampoo"])
 def test_a_checkpoint_is_that_of_a_single_device(name: str, layout: str, tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def count(model: L.LightningModule, tp: int, stage: int) -> Census:
     return census
 
 
-@pytest.mark.few_cases(3)
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("tp", [2, 4])
 def test_state_and_traffic(tp: int, stage: int) -> None:
@@ -285,7 +285,7 @@ def _state_after_a_step(optimizer: Optimizer) -> list[int]:
     return found
 
 
-@pytest.mark.few_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("layout", ["tensor-2", "tensor-4"])
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-mixed"])
 def test_other_formats_train(precision: str, layout: str) -> None:
