@@ -234,7 +234,7 @@ def _brought(
     """Bring a tensor to the first of the ranks that share the model, group by group.
 
     Args:
-        one: The tensor.
+        one: Where the tensor lies, and its shape and format.
         arrived: What is here of it; None on ranks that do not have it.
         engine: The engine of the model, on the first rank of each data-parallel group.
     """
