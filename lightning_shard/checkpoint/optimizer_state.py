@@ -2,8 +2,8 @@
 
 A state tensor belongs to a parameter's elements when it has as many of them as the parameter; it
 is cut and joined as the parameter is. Everything else (step counters) is the same on all ranks.
-Where one rank owns a full parameter, all of its state is there, whatever its shape (Adafactor's
-rows and columns, Shampoo's factors), and nothing on other ranks.
+Where one rank owns a full parameter, or gathers it for each update, all of its state is there,
+whatever its shape (Adafactor's rows and columns, Shampoo's factors), and nothing on other ranks.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -144,7 +144,8 @@ class FullOptimizerState:
         entries = self._entries()
         owned = [(index, key) for index, keys in sorted(self._owned.items()) for key in keys]
         here = [one for one in entries if engine.split.is_here(self._params[one[0]])]
-        sliced = [*map(self._sliced, here), *map(self._on_owner, owned)]
+        ours = [one for one in owned if self._owned[one[0]][one[1]].model_ranks == _ranks(engine)]
+        sliced = [*map(self._sliced, here), *map(self._on_owner, ours)]
         coming = arriving(sliced, engine.groups.shard, engine.device)
         for index, key in entries:
             param = self._params[index]
@@ -157,9 +158,16 @@ class FullOptimizerState:
                 full = of_split(param, full, engine)
             if engine.is_first:
                 yield (index, key), full
-        for place, full in zip(owned, coming, strict=True):
+        for index, key in owned:
+            one = self._owned[index][key]
+            arrived = next(coming) if one.model_ranks == _ranks(engine) else None
+            if engine.collectives.rank == 0:
+                arrived = _brought(one, arrived, engine)
             if engine.is_first:
-                yield place, full
+                assert arrived is not None
+                yield (index, key), arrived
+        for _ in coming:  # to its end
+            pass
 
     def _entries(self) -> list[tuple[int, str]]:
         """Return the entries that lie in shards, in the order in which they come."""
@@ -176,7 +184,7 @@ class FullOptimizerState:
         return slices_of(flat, place, own, self._slices[index][key], self._engine.groups.shard)
 
     def _on_owner(self, entry: tuple[int, str]) -> SlicedTensor:
-        """Return a tensor of another shape than its parameter's, all of which one rank has."""
+        """Return a tensor that one rank has, whatever its shape."""
         index, key = entry
         one, ranks = self._owned[index][key], self._engine.groups.shard
         numels = [0] * ranks.size
@@ -200,17 +208,49 @@ class FullOptimizerState:
 
 
 class _Owned(NamedTuple):
-    """A state tensor on the owner of its parameter, of another shape than the parameter's.
+    """A state tensor on the owner of its parameter.
 
     Attributes:
         shape: Shape of the tensor.
         dtype: Format of the tensor.
         owner: Rank in the shard group that has it.
+        model_ranks: Its rank in each of the groups that share the model.
     """
 
     shape: torch.Size
     dtype: torch.dtype
     owner: int
+    model_ranks: tuple[int, ...]
+
+
+def _ranks(engine: DataParallelEngine) -> tuple[int, ...]:
+    """Return this rank's number in each of the groups that share the model."""
+    return tuple(group.rank for group in engine.split.groups)
+
+
+def _brought(
+    one: _Owned, arrived: ArrivingTensor | None, engine: DataParallelEngine
+) -> ArrivingTensor | None:
+    """Bring a tensor to the first of the ranks that share the model, group by group.
+
+    Args:
+        one: Where the tensor lies, and its shape and format.
+        arrived: What is here of it; None on ranks that do not have it.
+        engine: The engine of the model, on the first rank of each data-parallel group.
+    """
+    mine = _ranks(engine)
+    for at, (group, source) in enumerate(zip(engine.split.groups, one.model_ranks, strict=True)):
+        is_on_way = not any(mine[:at]) and mine[at + 1 :] == one.model_ranks[at + 1 :]
+        if not source or not is_on_way:
+            continue
+        if group.rank == source:
+            assert arrived is not None
+            group.send(arrived.tensor(), 0)
+        elif group.rank == 0:
+            tensor = torch.empty(one.shape, dtype=one.dtype, device=engine.device)
+            group.recv(tensor, source)
+            arrived = ArrivingTensor.here(tensor)
+    return arrived
 
 
 def _agree_on_keys(
@@ -228,8 +268,8 @@ def _agree_on_keys(
     for index, entries in state.items():
         if not engine.split.is_here(params[index]):
             continue
-        if is_on_other_ranks(*engine.owner(params[index])):
-            continue  # never stepped here: its counters are stale
+        if not is_stepped(params[index], engine):
+            continue  # its counters are stale
         mine[index] = {key: _told(value, params[index], engine) for key, value in entries.items()}
     for group in (engine.groups.shard, *engine.split.groups):
         theirs = group.all_gather_object(mine)
@@ -254,11 +294,13 @@ def _agree_on_keys(
 def _told(value: Any, param: nn.Parameter, engine: DataParallelEngine) -> tuple[str, Any]:
     """Return what other ranks have to know of a state entry of this rank, and its kind."""
     flat, index = engine.owner(param)
-    if is_shard(value, flat, index):
+    is_gathered = engine.owners.gathers(param)
+    if not is_gathered and is_shard(value, flat, index):
         return "shard", value.dtype
     has_elements = isinstance(value, Tensor) and value.ndim > 0
-    if has_elements and flat.is_owned and not engine.split.groups:
-        return "owned", _Owned(value.shape, value.dtype, engine.groups.shard.rank)
+    if has_elements and (is_gathered or flat.is_owned):
+        owner = engine.groups.shard.rank if flat.stage > 0 else 0
+        return "owned", _Owned(value.shape, value.dtype, owner, _ranks(engine))
     return "common", host_copy(value)
 
 
@@ -268,16 +310,25 @@ def params_of(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def _own_part(value: Any, param: nn.Parameter, engine: DataParallelEngine) -> Any:
-    """Return this rank's part of a state tensor of a parameter that tensor parallel splits."""
-    return engine.split.local(param, value) if isinstance(value, Tensor) else value
+    """Return what this rank keeps of a state tensor of a parameter that tensor parallel splits."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.clone() if engine.owners.gathers(param) else engine.split.local(param, value)
 
 
 def is_kept(param: nn.Parameter, engine: DataParallelEngine) -> bool:
     """Whether this rank keeps state of a parameter, and not its owner alone."""
-    if not engine.split.is_here(param):
+    if not engine.split.is_here(param) or engine.owners.gathered_elsewhere(param):
         return False
     flat, index = engine.owner(param)
     return not (flat.is_owned and is_on_other_ranks(flat, index))
+
+
+def is_stepped(param: nn.Parameter, engine: DataParallelEngine) -> bool:
+    """Whether an optimizer updates elements of a parameter on this rank."""
+    if not engine.split.is_here(param) or engine.owners.gathered_elsewhere(param):
+        return False
+    return not is_on_other_ranks(*engine.owner(param))
 
 
 def is_on_other_ranks(flat: FlatParameters, index: int) -> bool:

@@ -23,7 +23,6 @@ from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.data_parallel.unit import Unit
 from lightning_shard.data_parallel.units import UnitSpec, find_units
 from lightning_shard.errors import ConfigError
-from lightning_shard.layout.owned import assign_owners
 
 T = TypeVar("T")
 
@@ -33,6 +32,7 @@ def build_units(
     groups: DataGroups,
     options: EngineOptions,
     split: ModelSplit,
+    owners: Mapping[nn.Parameter, int],
     copier: HostCopier | None = None,
 ) -> list[Unit]:
     """Lay a model's parameters out in flat buffers.
@@ -42,28 +42,13 @@ def build_units(
         groups: Groups of the data-parallel ranks, each of which must call.
         options: Stage, units and formats of the engine.
         split: How the model is split over other ranks.
+        owners: Rank of the shard group that has a parameter full; none for those in shards.
         copier: Copies to host memory, under offload.
     """
     specs = find_units(
         model, classes=options.units, bucket_mb=options.unit_mb, is_here=split.is_here
     )
-    owners = _owners(specs, groups, options)
     return [_build_unit(spec, groups, options, split, owners, copier) for spec in specs]
-
-
-def _owners(
-    specs: Sequence[UnitSpec], groups: DataGroups, options: EngineOptions
-) -> dict[nn.Parameter, int]:
-    """Return the rank that has each parameter full; those that are trained are shared out first."""
-    if options.stage == 0:
-        return {}
-    owned = [param for spec in specs for _, param in spec.params if param in options.owned]
-    owned.sort(key=lambda param: not param.requires_grad)
-    trained = sum(param.requires_grad for param in owned)
-    owners: list[int] = []
-    for some in (owned[:trained], owned[trained:]):
-        owners += assign_owners([param.numel() for param in some], num_ranks=groups.shard.size)
-    return dict(zip(owned, owners, strict=True))
 
 
 def _build_unit(

@@ -35,6 +35,7 @@ from lightning_shard.data_parallel.model_split import ModelSplit, Unsplit
 from lightning_shard.data_parallel.offload.copier import HostCopier
 from lightning_shard.data_parallel.optimizer_view import OptimizerView
 from lightning_shard.data_parallel.options import EngineOptions
+from lightning_shard.data_parallel.owners import share_out
 from lightning_shard.data_parallel.parameter_shard import ParameterShard
 from lightning_shard.data_parallel.presenting import look_full
 from lightning_shard.data_parallel.publishing import bring_together, publishing_edits
@@ -68,6 +69,7 @@ class DataParallelEngine:
         shards: The gradients as user code sees them.
         absent: The gradients of parameters that only other ranks have.
         edits: Averages the gradients that user code has made or edited.
+        owners: Who updates the parameters that an optimizer needs full.
         copier: Copies to and from host memory, and counts them; None without offload.
         around_step: Makes the context in which each step and backward runs, which a hook may have
             begun.
@@ -98,7 +100,10 @@ class DataParallelEngine:
         first = next((param.device for param in model.parameters()), torch.device("cpu"))
         self.device = first if options.start is None else options.start.device
         self.copier = None if options.offload is None else HostCopier(self.device)
-        self.units = build_units(model, self.groups, options, self.split, self.copier)
+        self.owners = share_out(model, self.groups, options, self.split)
+        self.units = build_units(
+            model, self.groups, options, self.split, self.owners.of_shards, self.copier
+        )
         self.flats = [flat for unit in self.units for flat in unit.flats]
         self.gradients = build_gradients(self.units, reducing, options, self.split)
         self._positions = placed(

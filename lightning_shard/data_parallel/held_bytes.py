@@ -113,20 +113,23 @@ def replicated(engine: DataParallelEngine, optimizers: Iterable[Optimizer]) -> H
                 continue
             shape = engine.split.full_shapes.get(param)
             full = slot.numel if shape is None else shape.numel()
-            growth[param] = full / max(slot.numel, 1)
+            is_gathered = param in engine.owners.of_parts  # its state is full, on one rank
+            growth[param] = 1.0 if is_gathered else full / max(slot.numel, 1)
             numel += full
         trained = sum(param.requires_grad for param in flat.params) > 0
         params += numel * flat.full.element_size()
         params += numel * flat.master_dtype.itemsize if flat.full.dtype != flat.master_dtype else 0
         gradients += numel * flat.full.element_size() if trained else 0
-    state = sum(
-        round(value.nbytes * (growth[param] if value.ndim else 1))
-        for optimizer in optimizers
-        for param, entries in optimizer.state.items()
-        if param in growth
-        for value in entries.values()
-        if isinstance(value, Tensor)
-    )
+    states: dict[bool, int] = {True: 0, False: 0}  # by whether parts are gathered
+    for stepped, entries in ((p, e) for one in optimizers for p, e in one.state.items()):
+        tensors = [value for value in entries.values() if isinstance(value, Tensor)]
+        for value in tensors if stepped in growth else ():
+            full = round(value.nbytes * (growth[stepped] if value.ndim else 1))
+            states[stepped in engine.owners.of_parts] += full
+    gathered, state = states[True], states[False]
+    if engine.split.parts is not None and engine.options.owned:
+        gathered = sum(engine.split.parts.group.all_gather_object(gathered))
+    state += gathered
     if engine.options.stage > 0:
         state = sum(engine.groups.shard.all_gather_object(state))
     for group in engine.split.groups_of_layers:

@@ -15,6 +15,28 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.layout.boxes import PlacedBox, whole
 
 
+class Cut(Protocol):
+    """How a full tensor is cut into the parts of several ranks."""
+
+    def shard(self, full: Tensor, index: int) -> Tensor:
+        """Return the part of rank `index`, contiguous and in memory of its own."""
+
+    def assemble(self, shards: Sequence[Tensor]) -> Tensor:
+        """Return the full tensor from every rank's part, in rank order."""
+
+
+class LayerParts(Protocol):
+    """Ranks that have parts of the same layers."""
+
+    @property
+    def group(self) -> Collectives:
+        """Return the group of the ranks."""
+
+    @property
+    def shardings(self) -> Mapping[nn.Parameter, Cut]:
+        """Return how each parameter is cut that is not full on all of the ranks."""
+
+
 class ModelSplit(Protocol):
     """The split of a model: how this rank's parameters make up full ones."""
 
@@ -25,6 +47,10 @@ class ModelSplit(Protocol):
     @property
     def groups_of_layers(self) -> Sequence[Collectives]:
         """Return the groups whose ranks have different parameters, not parts of the same."""
+
+    @property
+    def parts(self) -> LayerParts | None:
+        """Return the one group of ranks that have parts of the same layers; None for no one."""
 
     @property
     def full_shapes(self) -> Mapping[nn.Parameter, torch.Size]:
@@ -83,6 +109,7 @@ class Unsplit:
     groups_of_layers: Sequence[Collectives] = ()
     group_sets: Sequence[Sequence[Collectives]] = ((),)
     full_shapes: Mapping[nn.Parameter, torch.Size] = {}
+    parts: LayerParts | None = None
     is_first = True
 
     def groups_of(self, param: nn.Parameter) -> Sequence[Collectives]:
@@ -120,6 +147,11 @@ class Unsplit:
     def places(self, param: nn.Parameter, shape: Sequence[int]) -> Sequence[PlacedBox]:
         """Return the one place of all elements."""
         return [in_place(shape)]
+
+
+def has_parts(split: ModelSplit | None) -> bool:
+    """Whether ranks have parts of the same layers."""
+    return split is not None and len(split.groups) > len(split.groups_of_layers)
 
 
 def in_place(shape: Sequence[int]) -> PlacedBox:

@@ -1,9 +1,10 @@
-"""Optimizers of full matrices under the stages 1 to 3: who updates what, and the update itself.
+"""Optimizers of full matrices on shards and parts: who updates what, and the update itself.
 
     before the engine   a trial says which param groups need full parameters (Muon's, Adafactor's)
                         and the engine gives each of their parameters to one rank: `layout/owned`
     a step              owner    param.data, param.grad   full, in the parameter's own shape
                         others   the optimizer's groups leave the parameter out
+    tensor parallel     the owner gathers what other ranks have, see `gathered_parameters`
 
 so that the owner takes the step of a single device. State is full on the owner, and nowhere else.
 """
@@ -16,12 +17,14 @@ from torch.optim import Optimizer
 
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
+from lightning_shard.data_parallel.model_split import has_parts
 from lightning_shard.errors import ConfigError
 from lightning_shard.optim.elementwise import (
     needs_full_parameters,
     why_not_elementwise,
     why_not_separate,
 )
+from lightning_shard.optim.gathered_parameters import GatheredParameters
 
 
 def parameters_to_own(optimizers: Sequence[Optimizer], model: nn.Module) -> frozenset[nn.Parameter]:
@@ -59,6 +62,7 @@ class OwnedParameters:
     def __init__(self, optimizer: Optimizer, engine: DataParallelEngine) -> None:
         self._optimizer, self._engine = optimizer, engine
         self._known = {param for group in optimizer.param_groups for param in group["params"]}
+        self._gathered = GatheredParameters(optimizer, engine)
         self._listed: list[list[nn.Parameter]] = []
         self._shown: list[tuple[nn.Parameter, Tensor, Tensor | None]] = []
         # a step may raise, and what there is may be saved then
@@ -72,6 +76,8 @@ class OwnedParameters:
     def take(self) -> None:
         """Show what is owned here in its own shape, and take what others have off the groups.
 
+        Each rank must call.
+
         Raises:
             ConfigError: The optimizer was given parameters since, which lie in shards.
         """
@@ -84,9 +90,15 @@ class OwnedParameters:
             for param, home in homes:
                 if home is not None and home[0].is_owned and not _is_of_another_rank(home):
                     self._show(param, *home)
+        self._gathered.take()
+
+    def send_out(self) -> None:
+        """Give ranks that have parts of what was updated theirs; each rank must call."""
+        self._gathered.send_out()
 
     def put_back(self) -> None:
-        """Show shards again, and give the groups back what was taken off."""
+        """Show shards again, and give the groups back what was taken off; no communication."""
+        self._gathered.put_back()
         for group, listed in zip(self._optimizer.param_groups, self._listed, strict=False):
             group["params"] = listed
         for param, shard, grad in self._shown:
@@ -113,15 +125,17 @@ class OwnedParameters:
 
     def _check_added(self, group: dict[str, Any]) -> None:
         added = [param for param in group["params"] if param not in self._known]
-        homes = [home for param in added if (home := self._home(param)) is not None]
-        cut = [home for home in homes if not home[0].is_owned and home[0].stage > 0]
+        engine = self._engine
+        is_cut = engine.options.stage > 0 or has_parts(engine.split)
+        others = [param for param in added if is_cut and param not in engine.options.owned]
+        cut = [home for param in others if (home := self._home(param)) is not None]
         if cut and needs_full_parameters(self._optimizer, group):
             flat, index = cut[0]
             raise ConfigError(
                 f"Rank {self._engine.collectives.rank}: {type(self._optimizer).__name__} was given "
                 f"{flat.layout.slots[index].name!r} in the middle of the fit, which lies in shards "
-                f"over the ranks, expected a parameter that lies full on one rank: one that such "
-                f"an optimizer, or none, had when the fit began. List it there in "
+                f"or parts over the ranks, expected a parameter that lies full on one rank: one "
+                f"that such an optimizer, or none, had when the fit began. List it there in "
                 f"configure_optimizers."
             )
         self._known.update(added)
@@ -144,10 +158,10 @@ def why_not_as_they_lie(optimizer: Optimizer, engine: DataParallelEngine) -> str
             needs full ones, or with full ones that it does not update one by one; None when each
             group has what it needs.
     """
-    known = set(engine.model.parameters())
+    known, owned = set(engine.model.parameters()), engine.options.owned
     for group in optimizer.param_groups:
-        held = [one for one in group["params"] if one in known and engine.split.is_here(one)]
-        is_cut = any(not engine.owner(param)[0].is_owned for param in held) or not held
+        held = [param for param in group["params"] if param in known]
+        is_cut = any(param not in owned for param in held) or not held
         reason = (why_not_elementwise if is_cut else why_not_separate)(optimizer, [group])
         if reason is not None:
             return reason

@@ -20,16 +20,17 @@ from torch.optim import Optimizer
 
 from lightning_shard.checkpoint.optimizer_state import shard_state
 from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.data_parallel.model_split import has_parts
 from lightning_shard.errors import ConfigError
 from lightning_shard.optim.common_loss import looks_at_loss, mean_loss
-from lightning_shard.optim.elementwise import why_not_elementwise, why_not_separate
+from lightning_shard.optim.elementwise import why_not_separate
 from lightning_shard.optim.frozen_adam import FrozenAdam
 from lightning_shard.optim.host_step import StepOnHost
 from lightning_shard.optim.owned_parameters import OwnedParameters, why_not_as_they_lie
 
 _WORKS_WITH_OWNERS = (
-    " zero1, zero2, zero3 and pipelines take it without gradient compression, from the beginning "
-    "of a fit."
+    " zero1, zero2, zero3, tensor, pipeline and hybrid parallel take it without gradient "
+    "compression, from the beginning of a fit; elastic does with scheme='shard_ddp'."
 )
 
 
@@ -113,6 +114,7 @@ class ShardedOptimizer:
 
     def _leave(self) -> None:
         self._in_view = False
+        self._owned.send_out()
         self._owned.put_back()
         self._frozen_adam.put_back()
         self._on_host.put_back()
@@ -123,14 +125,13 @@ class ShardedOptimizer:
 
 def _check_parts(optimizer: Optimizer, engine: DataParallelEngine) -> None:
     """Raise if an optimizer needs more than this rank has."""
-    has_parts_of_layers = len(engine.split.groups) > len(engine.split.groups_of_layers)
     unit, reason = "element", None
     if engine.options.stage > 0:
         cut = f"ZeRO stage {engine.options.stage} gives each rank 1-D shards of the parameters"
         reason = why_not_as_they_lie(optimizer, engine)
-    elif has_parts_of_layers:
+    elif has_parts(engine.split):
         cut = "tensor parallel gives each rank its part of every layer"
-        reason = why_not_elementwise(optimizer)
+        reason = why_not_as_they_lie(optimizer, engine)
     elif engine.split.groups_of_layers:
         unit, cut = "parameter", "pipeline parallel gives each rank the parameters of its stages"
         reason = why_not_separate(optimizer)

@@ -50,7 +50,8 @@ def _trial(optimizer: Optimizer, group: dict[str, Any], like: Tensor) -> tuple[f
     kind = type(optimizer)
     parameters = inspect.signature(kind.step).parameters
     needs_closure = "closure" in parameters and parameters["closure"].default is not None
-    if not kind.__module__.startswith("torch.optim.") or needs_closure:
+    is_torchs = f"{kind.__module__}.".startswith("torch.optim.")  # Muon says "torch.optim"
+    if not is_torchs or needs_closure:
         return None
     param = nn.Parameter(torch.zeros((_SIDE,) * like.ndim, dtype=like.dtype, device=like.device))
     param.grad = torch.zeros_like(param)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.data_parallel.model_split import ModelSplit
+from lightning_shard.data_parallel.model_split import LayerParts, ModelSplit, has_parts
 from lightning_shard.layout.boxes import Box, PlacedBox, placed_in
 
 
@@ -46,6 +46,12 @@ class CombinedSplit:
     def groups_of_layers(self) -> Sequence[Collectives]:
         """Those of both whose ranks have different parameters."""
         return (*self._inner.groups_of_layers, *self._outer.groups_of_layers)
+
+    @property
+    def parts(self) -> LayerParts | None:
+        """Who has parts of the same layers, in one of both; None where both have, or none."""
+        found = [one.parts for one in (self._inner, self._outer) if has_parts(one)]
+        return found[0] if len(found) == 1 else None
 
     @property
     def group_sets(self) -> Sequence[Sequence[Collectives]]:

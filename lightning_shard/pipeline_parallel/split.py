@@ -39,6 +39,7 @@ class PipelineSplit:
     """
 
     is_first: bool
+    parts: None = None  # stages have layers, not parts of the same
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ from lightning_shard.data_parallel.checkpointed_blocks import checkpointed_block
 from lightning_shard.data_parallel.compression import Compressor, Tally, find_compressor
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.held_bytes import HeldBytes, held, replicated
-from lightning_shard.data_parallel.model_split import ModelSplit
+from lightning_shard.data_parallel.model_split import ModelSplit, has_parts
 from lightning_shard.data_parallel.options import DTypePolicy, EngineOptions, Offload
 from lightning_shard.errors import ConfigError
 from lightning_shard.meta_start.start import MetaStart, values_at_start
@@ -334,10 +334,11 @@ class DataParallelStrategy(EndingStrategy):
 
     def _parameters_to_own(self, split: ModelSplit | None) -> Collection[nn.Parameter]:
         """Return the parameters that optimizers of full matrices need on one rank each."""
-        has_parts = split is not None and len(split.groups) > len(split.groups_of_layers)
+        gathers = split is not None and split.parts is not None
+        is_cut = gathers if has_parts(split) else self._options.stage > 0
         compresses = self._options.compression is not None
         updates = self._is_fitting() or self._states_in_shards is not None  # those of the fit
-        if not updates or self._options.stage == 0 or has_parts or compresses:
+        if not updates or not is_cut or compresses:
             return frozenset()
         assert self.model is not None
         if not self.owns_matrices:

@@ -328,6 +328,11 @@ class SplitModel:
         return ()
 
     @property
+    def parts(self) -> "SplitModel":
+        """The split itself, whose ranks have parts of the same layers."""
+        return self
+
+    @property
     def group_sets(self) -> Sequence[Sequence[Collectives]]:
         """Full parameters are spread over no group, split ones over the tensor-parallel one."""
         return (), (self.group,)

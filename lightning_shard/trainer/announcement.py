@@ -10,11 +10,12 @@ from typing import Any
 
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.utilities import rank_zero_info
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.held_bytes import HeldBytes, expected, format_bytes
 from lightning_shard.optim.state_bytes import expected_state_bytes
 
@@ -63,12 +64,10 @@ def what_is_held(
 ) -> tuple[HeldBytes, tuple[str, ...]]:
     """Return the bytes that this rank will hold, and the optimizers that they leave out."""
     shards = {
-        param: shard.view(slot.shape) if flat.is_owned and shard.numel() else shard
+        param: _as_updated(flat, index, engine)
         for flat in engine.flats
-        for param, slot, shard in zip(
-            flat.params, flat.layout.slots, flat.master_views, strict=True
-        )
-        if engine.split.is_here(param)
+        for index, param in enumerate(flat.params)
+        if engine.split.is_here(param) and not engine.owners.gathered_elsewhere(param)
     }
     sizes = [expected_state_bytes(optimizer, shards) for optimizer in optimizers]
     unknown = {
@@ -81,6 +80,16 @@ def what_is_held(
     if engine.copier is not None:
         return replace(held, offloaded=held.offloaded + state), tuple(sorted(unknown))
     return replace(held, optimizer_state=state), tuple(sorted(unknown))
+
+
+def _as_updated(flat: FlatParameters, index: int, engine: DataParallelEngine) -> Tensor:
+    """Return a tensor of the shape in which an optimizer updates a parameter on this rank."""
+    param, shard = flat.params[index], flat.master_views[index]
+    if not shard.numel():
+        return shard
+    if engine.owners.gathers(param):
+        return shard.new_empty(()).expand(tuple(engine.full_shape(param)))
+    return shard.view(flat.layout.slots[index].shape) if flat.is_owned else shard
 
 
 def announcement(

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_shard.checkpoint.optimizer_state import is_on_other_ranks, is_shard, params_of
+from lightning_shard.checkpoint.optimizer_state import is_shard, is_stepped, params_of
 from lightning_shard.checkpoint.sharded.boxed_tensor import BoxedTensor, boxed_range
 from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.layout.boxes import whole
 
 
 def module_boxes(module: nn.Module, engine: DataParallelEngine) -> dict[str, Any]:
@@ -107,7 +108,7 @@ def optimizer_boxes(
 
 def _writes(param: nn.Parameter, engine: DataParallelEngine) -> bool:
     """Whether this rank's entries are current, and not those of a stage that shares them."""
-    if not engine.split.is_here(param) or is_on_other_ranks(*engine.owner(param)):
+    if not is_stepped(param, engine):
         return False
     return not engine.split.is_shared(param) or engine.split.counts(param)
 
@@ -115,6 +116,12 @@ def _writes(param: nn.Parameter, engine: DataParallelEngine) -> bool:
 def _entries(
     param: nn.Parameter, entries: Mapping[str, Any], engine: DataParallelEngine
 ) -> dict[str, Any]:
+    if engine.owners.gathers(param):
+        shape = torch.Size(engine.full_shape(param))
+        return {
+            key: _full_box(value) if _has_shape(value, shape) else value
+            for key, value in entries.items()
+        }
     return {
         key: state_boxes(param, value.contiguous(), engine)
         if is_shard(value, *engine.owner(param))
@@ -123,12 +130,25 @@ def _entries(
     }
 
 
+def _has_shape(value: Any, shape: torch.Size) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0 and value.shape == shape
+
+
+def _full_box(value: Tensor) -> BoxedTensor:
+    """Return a tensor that is full on this rank as one box."""
+    value = value.detach().contiguous()
+    return BoxedTensor(value.shape, value.dtype, [(whole(value.shape), value)])
+
+
 @torch.no_grad()
 def empty_entry(
     param: nn.Parameter, dtype: torch.dtype, engine: DataParallelEngine
 ) -> tuple[Tensor, BoxedTensor]:
     """Return memory for a state tensor that is cut as a parameter, and its boxes to read into."""
     flat, index = engine.owner(param)
+    if engine.owners.gathers(param):
+        value = flat.master.new_zeros(tuple(engine.full_shape(param)), dtype=dtype)
+        return value, _full_box(value)
     value = torch.zeros_like(flat.master_views[index], dtype=dtype)
     if flat.is_owned:
         value = value.view(flat.layout.slots[index].shape)
