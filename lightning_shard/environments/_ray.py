@@ -79,6 +79,11 @@ def ray_torch() -> Any:
     return import_module("ray.train.torch")
 
 
+def report(metrics: dict[str, Any]) -> None:
+    """Report metrics alone; each worker must call."""
+    ray_train().report(metrics)
+
+
 def report_in_place(metrics: dict[str, Any], folder: Path) -> None:
     """Report a checkpoint that lies where Ray keeps them; each worker must call."""
     train = ray_train()
@@ -89,7 +94,7 @@ def report_in_place(metrics: dict[str, Any], folder: Path) -> None:
     )
 
 
-def report_copied(metrics: dict[str, Any], folder: str | None, name: str) -> None:
+def report_copied(metrics: dict[str, Any], folder: Path | None, name: str) -> None:
     """Report a checkpoint that Ray copies into its storage first; each worker must call.
 
     Args:

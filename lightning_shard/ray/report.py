@@ -2,6 +2,8 @@
 
 import secrets
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -86,27 +88,32 @@ class RayReportCallback(Checkpoint):
         self._last_step = trainer.global_step
         metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
         metrics |= {"epoch": trainer.current_epoch, "step": trainer.global_step}
+        strategy: Any = trainer.strategy
+        speaks = trainer.is_global_zero or not strategy.is_in_process  # for its worker
         if not self._saves:
-            _ray.ray_train().report(metrics)
+            if speaks:
+                _ray.report(metrics)
             return
         told = f"checkpoint_step={trainer.global_step}-{secrets.token_hex(8)}"
-        name: str = trainer.strategy.broadcast(told)
-        storage = _ray.context().get_storage()
-        if is_mounted(storage.storage_filesystem):
-            folder = Path(storage.experiment_fs_path, name)
-            _save(trainer, folder)
-            _ray.report_in_place(metrics, folder)
-            return
-        with tempfile.TemporaryDirectory() as folder_of_rank:
-            _save(trainer, Path(folder_of_rank))
-            is_writer = trainer.is_global_zero
-            _ray.report_copied(metrics, folder_of_rank if is_writer else None, name)
+        name: str = strategy.broadcast(told)
+        with _folder_to_save_into(name) as (folder, is_in_place):
+            trainer.save_checkpoint(folder / CHECKPOINT_NAME)
+            strategy.finish_save()
+            if is_in_place and speaks:
+                _ray.report_in_place(metrics, folder)
+            elif speaks:
+                _ray.report_copied(metrics, folder if trainer.is_global_zero else None, name)
 
 
-def _save(trainer: "pl.Trainer", folder: Path) -> None:
-    strategy: Any = trainer.strategy
-    trainer.save_checkpoint(folder / CHECKPOINT_NAME)
-    strategy.finish_save()
+@contextmanager
+def _folder_to_save_into(name: str) -> Iterator[tuple[Path, bool]]:
+    """Make the folder of a checkpoint; and say whether it lies where Ray keeps them."""
+    storage = _ray.context().get_storage()
+    if is_mounted(storage.storage_filesystem):
+        yield Path(storage.experiment_fs_path, name), True
+        return
+    with tempfile.TemporaryDirectory() as own:
+        yield Path(own), False
 
 
 def _check_format(trainer: "pl.Trainer") -> None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +25,12 @@ from lightning_shard import (
     ZeRO2Strategy,
     ZeRO3Strategy,
 )
-from lightning_shard.ray import RayReportCallback, latest_checkpoint, prepare_trainer
+from lightning_shard.ray import (
+    RayReportCallback,
+    dataset_batches,
+    latest_checkpoint,
+    prepare_trainer,
+)
 
 NUM_STEPS = 20
 SCHEMES: Mapping[str, tuple[Any, dict[str, Any]]] = {
@@ -151,9 +157,7 @@ def losses_in_process(scheme: str, num_ranks: int, max_epochs: int = 1) -> list[
 
 
 def every_scheme(config: dict[str, Any]) -> None:
-    """Train under one scheme after the other, and report the losses of each."""
-    import ray.train
-
+    """Train under one scheme after the other, and write down what each rank has seen."""
     for scheme in config["schemes"]:
         losses = Losses()
         trainer = make_trainer(strategy_of(scheme), [losses], enable_checkpointing=False)
@@ -162,7 +166,69 @@ def every_scheme(config: dict[str, Any]) -> None:
         num_samples = 8 * trainer.world_size * NUM_STEPS
         trainer.fit(Net(), DataLoader(samples(num_samples), batch_size=8, shuffle=True))
         place = (trainer.local_rank, trainer.node_rank, trainer.world_size)
-        ray.train.report({"scheme": scheme, "losses": losses.noted, "place": place})
+        told = Path(config["folder"], f"{scheme}-{trainer.global_rank}")
+        told.write_text(repr({"losses": losses.noted, "place": place}))
+
+
+class Seen(L.Callback):
+    """Notes the numbers of the samples of each batch."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[int]] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, index: int) -> None:
+        self.batches.append(batch["id"].tolist())
+
+
+class Rows(Net):
+    """Trains on rows of a Ray dataset."""
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        inputs = batch["id"].float()[:, None].expand(-1, 4) / 64
+        return super().training_step((inputs, inputs.sum(1, keepdim=True)), index)
+
+
+def on_a_dataset(config: dict[str, Any]) -> None:
+    """Train for two epochs on a Ray dataset, and report the rows that each rank was given."""
+    import ray.train
+
+    seen = Seen()
+    trainer = make_trainer(
+        strategy_of(config["scheme"]),
+        [seen],
+        max_steps=-1,
+        max_epochs=2,
+        enable_checkpointing=False,
+        num_sanity_val_steps=0,
+    )
+    prepare_trainer(trainer)
+    L.seed_everything(5, verbose=False)
+    trainer.fit(Rows(), dataset_batches(trainer, "rows", batch_size=4))
+    trainer.strategy.barrier()
+    ranks = trainer.strategy.collectives.all_gather_object(seen.batches)
+    ray.train.report({"ranks": ranks})
+
+
+class Stay(L.Callback):
+    """Stays behind a step while there are so many ranks: somebody has to end them."""
+
+    def __init__(self, num_ranks: int, step: int) -> None:
+        self._num_ranks, self._step = num_ranks, step
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        while (trainer.world_size, trainer.global_step) == (self._num_ranks, self._step):
+            time.sleep(0.1)
+
+
+def shrinking(config: dict[str, Any]) -> None:
+    """Train elastically, and wait at a step for a node to be taken away."""
+    folder = Path(config["folder"])
+    callbacks = [RayReportCallback(every_n_train_steps=5), Losses(folder / "log"), Stay(4, 8)]
+    strategy = strategy_of("elastic", timeout=20.0)
+    trainer = prepare_trainer(make_trainer(strategy, callbacks))
+    L.seed_everything(5, verbose=False)
+    loader = DataLoader(samples(8 * 4 * NUM_STEPS), batch_size=8, shuffle=True)
+    trainer.fit(Net(), loader, ckpt_path=latest_checkpoint())
 
 
 def killed_once(config: dict[str, Any]) -> None:
