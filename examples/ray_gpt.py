@@ -55,7 +55,9 @@ def run(options: argparse.Namespace) -> Any:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
-    config = {name: getattr(options, name) for name in ("strategy", "gpus", "steps", "report_every")}
+    config = {
+        name: getattr(options, name) for name in ("strategy", "gpus", "steps", "report_every")
+    }
     return TorchTrainer(
         train,
         train_loop_config=config,

@@ -22,7 +22,7 @@ from lightning_shard.backends.rendezvous import HOST_KEY
 from lightning_shard.elastic.generation import Generation, Membership
 from lightning_shard.elastic.in_process_membership import InProcessMembership
 from lightning_shard.elastic.membership_table import Bounds
-from lightning_shard.elastic.restart_membership import RestartMembership, Restarted
+from lightning_shard.elastic.restart_membership import Restarted, RestartMembership
 from lightning_shard.elastic.served_membership import ServedMembership
 from lightning_shard.environments import ElasticEnvironment, RayEnvironment
 from lightning_shard.errors import ConfigError

@@ -57,8 +57,8 @@ def dataset_batches(trainer: "pl.Trainer", name: str, **options: Any) -> Dataset
     Args:
         trainer: The Trainer that will read them.
         name: The dataset's key in `TorchTrainer(datasets=...)`.
-        **options: Arguments of `ray.data.DataIterator.iter_torch_batches`: `batch_size`, the samples
-            of one data-parallel rank's step, `drop_last`, `collate_fn`, `prefetch_batches` ...
+        **options: Arguments of `ray.data.DataIterator.iter_torch_batches`: `batch_size`, the
+            samples of one data-parallel rank's step, `drop_last`, `collate_fn` ...
 
     Raises:
         BackendUnavailableError: Ray Train is not installed.

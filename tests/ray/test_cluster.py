@@ -137,7 +137,10 @@ def test_ranks_of_a_model_share_rows_and_none_is_left_out(
         datasets={"rows": ray.data.range(64)},
     )
     ranks = result.metrics["ranks"]
-    models = [[ranks[rank] for rank in range(k, k + 4 // num_models)] for k in range(0, 4, 4 // num_models)]
+    models = [
+        [ranks[rank] for rank in range(k, k + 4 // num_models)]
+        for k in range(0, 4, 4 // num_models)
+    ]
     for of_model in models:
         assert all(batches == of_model[0] for batches in of_model)
     num_batches = 64 // 4 // num_models
@@ -149,7 +152,7 @@ def test_ranks_of_a_model_share_rows_and_none_is_left_out(
 
 def test_an_elastic_fit_goes_on_with_the_nodes_that_are_left(cluster: Any, tmp_path: Path) -> None:
     """Ray's scaling policy makes the group smaller; the global batch and the curve stay."""
-    node = [one for one in cluster.list_all_nodes() if one is not cluster.head_node][0]
+    node = next(one for one in cluster.list_all_nodes() if one is not cluster.head_node)
 
     def take_away() -> None:
         while not (tmp_path / "log").exists() or logged(tmp_path)[-1][0] < 8:

@@ -167,7 +167,7 @@ def test_trainers_that_workers_cannot_be_ranks_of(monkeypatch: pytest.MonkeyPatc
     for strategy, plugins, message in (
         ("auto", None, "expected a strategy of lightning_shard"),
         ("zero2_in_process", None, "would train the whole model in each"),
-        ("zero2", [InProcessEnvironment(2)], "cluster environment is InProcessEnvironment"),
+        ("zero2", [InProcessEnvironment(1)], "cluster environment is InProcessEnvironment"),
     ):
         with pytest.raises(ConfigError, match=message):
             prepare_trainer(trainer(strategy=strategy, plugins=plugins, devices=1))

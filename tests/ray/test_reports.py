@@ -5,11 +5,14 @@ from typing import Any
 
 import lightning as L  # noqa: N812
 import pytest
+import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from lightning_shard import HybridParallelStrategy, ZeRO2Strategy
+from lightning_shard import ZeRO2Strategy
+from lightning_shard.backends.collectives import Collectives
 from lightning_shard.errors import ConfigError
-from lightning_shard.ray import RayReportCallback, dataset_batches
+from lightning_shard.ray import RayReportCallback
+from lightning_shard.ray.batches import _in_turns
 from lightning_shard.testing import run_ranks
 from tests.ray.fake import FakeWorker
 from tests.ray.workers import Net, samples
@@ -103,15 +106,11 @@ def test_storage_that_is_not_mounted_refuses_folders(
         fit(RayReportCallback(), max_epochs=1)
 
 
-def _batches_of_four(rank: int) -> list[Any]:
-    from lightning_shard.backends.collectives import Collectives
-    from lightning_shard.ray.batches import _in_turns
-    import torch.distributed as dist
-
+def _batches(rank: int) -> list[Any]:
     own = iter([f"{rank}{letter}" for letter in "abc"])
     return list(_in_turns(own, Collectives(dist.group.WORLD)))
 
 
 def test_ranks_of_a_model_take_turns_with_their_shards() -> None:
     batches = ["0a", "1a", "2a", "0b", "1b", "2b", "0c", "1c", "2c"]
-    assert run_ranks(_batches_of_four, 3) == [batches] * 3
+    assert run_ranks(_batches, 3) == [batches] * 3
