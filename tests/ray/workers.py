@@ -117,6 +117,9 @@ class Kill(L.Callback):
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         is_now = (trainer.global_rank, trainer.global_step) == (self._rank, self._step)
         if is_now and not self._mark.exists():
+            import ray.train
+
+            ray.train.get_all_reported_checkpoints()  # waits until Ray has taken them up
             self._mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
