@@ -28,7 +28,6 @@ def cluster() -> Iterator[Any]:
     os.environ |= {
         "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{given.get('PYTHONPATH', '')}",
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "300",  # several starts share the cores
         "OMP_NUM_THREADS": "1",
     }
     node = {"num_cpus": 2, "object_store_memory": _OBJECT_STORE_BYTES}
