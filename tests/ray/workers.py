@@ -46,7 +46,7 @@ SCHEMES: Mapping[str, tuple[Any, dict[str, Any]]] = {
     ),
     "local_sgd": (LocalSGDStrategy, {"sync_every": 4}),
     "async_sgd": (AsyncSGDStrategy, {"staleness_bound": 0}),
-    "elastic": (ElasticStrategy, {"scheme": "zero2", "min_ranks": 1}),
+    "elastic": (ElasticStrategy, {"scheme": "zero2", "min_ranks": 1, "snapshot_every": 2}),
 }
 
 
