@@ -1,5 +1,6 @@
 """Ray Train on a cluster of two nodes: the losses of one process, also after a worker is lost."""
 
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -135,14 +136,14 @@ def test_ranks_of_a_model_share_rows_and_none_is_left_out(
 ) -> None:
     import ray.data
 
-    result = run(
+    run(
         workers.on_a_dataset,
-        {"scheme": scheme},
-        tmp_path,
+        {"scheme": scheme, "folder": str(tmp_path)},
+        tmp_path / "storage",
         num_cpus=0.5,  # reading needs some
         datasets={"rows": ray.data.range(64)},
     )
-    ranks = result.metrics["ranks"]
+    ranks = json.loads((tmp_path / "ranks").read_text())
     models = [
         [ranks[rank] for rank in range(k, k + 4 // num_models)]
         for k in range(0, 4, 4 // num_models)
