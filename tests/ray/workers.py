@@ -211,7 +211,7 @@ def on_a_dataset(config: dict[str, Any]) -> None:
     trainer.strategy.barrier()
     ranks = trainer.strategy.collectives.all_gather_object(seen.batches)
     if trainer.is_global_zero:
-        Path(config.get("folder", "/tmp"), "ranks").write_text(json.dumps(ranks))
+        Path(config["folder"], "ranks").write_text(json.dumps(ranks))
     ray.train.report({"ranks": ranks})
 
 
