@@ -5,14 +5,14 @@ node 1  the machine's own address, two workers        node 2  127.0.0.2, two wor
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.processes import REPOSITORY
 
-_OBJECT_STORE_BYTES = 100 * 2**20
+_NODE = {"num_cpus": 2, "object_store_memory": 100 * 2**20}
+SECOND_NODE = {**_NODE, "node_ip_address": "127.0.0.2"}
 
 
 @pytest.fixture(scope="session")
@@ -30,11 +30,10 @@ def cluster() -> Iterator[Any]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "OMP_NUM_THREADS": "1",
     }
-    node = {"num_cpus": 2, "object_store_memory": _OBJECT_STORE_BYTES}
     nodes = Cluster()
     try:
-        nodes.add_node(include_dashboard=False, **node)
-        nodes.add_node(node_ip_address="127.0.0.2", **node)
+        nodes.add_node(include_dashboard=False, **_NODE)
+        nodes.add_node(**SECOND_NODE)
         ray.init(address=nodes.address, log_to_driver=bool(given.get("RAY_TEST_LOGS")))
         yield nodes
     finally:
@@ -42,9 +41,3 @@ def cluster() -> Iterator[Any]:
         nodes.shutdown()
         os.environ.clear()
         os.environ.update(given)
-
-
-@pytest.fixture
-def storage(tmp_path: Path) -> Path:
-    """A folder that every node of the cluster sees."""
-    return tmp_path / "storage"

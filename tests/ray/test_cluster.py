@@ -11,6 +11,7 @@ import pytest
 
 from lightning_shard.ray.storage import CHECKPOINT_NAME
 from tests.ray import workers
+from tests.ray.conftest import SECOND_NODE
 from tests.ray.workers import NUM_STEPS, SCHEMES, losses_in_process
 
 pytestmark = [
@@ -169,8 +170,11 @@ def test_an_elastic_fit_goes_on_with_the_nodes_that_are_left(cluster: Any, tmp_p
     remover = Thread(target=take_away, daemon=True)
     remover.start()
     config = {"folder": str(tmp_path)}
-    run(workers.shrinking, config, tmp_path / "storage", num_workers=(1, 4), max_failures=3)
-    remover.join()
+    try:
+        run(workers.shrinking, config, tmp_path / "storage", num_workers=(1, 4), max_failures=3)
+        remover.join()
+    finally:
+        cluster.add_node(**SECOND_NODE)  # for the tests that follow
     lines = logged(tmp_path)
     before = [(step, loss) for step, loss, num_ranks in lines if num_ranks == 4]
     halves = [(step, loss) for step, loss, num_ranks in lines if num_ranks == 2]
