@@ -8,6 +8,9 @@ STAMP := $(VENV)/.installed
 # The packages of tests/zoo. timm and lightly need torchvision, whose wheel needs CUDA's libraries:
 # Lightning would import it wherever it finds it, and fail, so it lies in a folder of its own.
 ZOO := $(VENV)/zoo
+# Ray and what it needs (of which tensorboardX would be every Trainer's logger) lie in an environment of
+# their own, which sees the other packages.
+RAY := $(VENV)/ray
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # Several ranks share the cores: an idle OpenMP thread must sleep, not spin.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -16,22 +19,25 @@ export OMP_WAIT_POLICY ?= PASSIVE
 # processes, so three share two cores.
 PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadfile
 
-.PHONY: demo test test-all test-cluster lint types docs bench clean
+.PHONY: demo test test-all test-cluster test-ray lint types docs bench clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/train_gpt.py --config configs/gpt_demo.yaml
 
 test: $(STAMP)
-	$(PYTEST) -m "not slow and not gpu and not benchmark and not hosts"
+	$(PYTEST) -m "not slow and not gpu and not benchmark and not hosts and not ray"
 
 test-all: $(STAMP) $(ZOO)/.installed
-	$(PYTEST) -m "not gpu and not hosts"
+	$(PYTEST) -m "not gpu and not hosts and not ray"
 
 # Root makes network namespaces that stand for hosts, and a SLURM of them; without it these tests
 # fail, and say why. What launchers did over two hosts is written into docs/launchers.md.
-test-cluster: $(STAMP)
+test-cluster: $(STAMP) test-ray
 	$(BIN)/python -m pytest -m hosts
 	$(BIN)/python -m tests.hosts
+
+test-ray: $(RAY)/.installed
+	$(RAY)/bin/python -m pytest tests/ray -m ray
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -58,6 +64,16 @@ $(ZOO)/.installed: $(STAMP)
 	$(BIN)/pip uninstall --quiet --yes torchvision
 	$(PIP) --no-deps --upgrade --target $(ZOO) torchvision
 	touch $(ZOO)/.installed
+
+SITE := import sysconfig; print(sysconfig.get_path("purelib"))
+
+$(RAY)/.installed: $(STAMP)
+	$(BIN)/python -m venv $(RAY)
+	echo "import site; site.addsitedir('$$($(BIN)/python -c '$(SITE)')')" > \
+		$$($(RAY)/bin/python -c '$(SITE)')/beside.pth
+	$(RAY)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		--editable ".[ray]"
+	touch $(RAY)/.installed
 
 clean:
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis

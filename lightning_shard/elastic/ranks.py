@@ -4,6 +4,7 @@ launcher               who says who takes part         what becomes of the rest 
 in process             a membership table in this process        they go on
 Lightning's, srun      a rendezvous server beside the ranks       they go on
 torchrun               torchelastic's agents           they are ended, and all start anew
+Ray Train              Ray's controller                the same
 """
 
 from dataclasses import dataclass
@@ -21,9 +22,9 @@ from lightning_shard.backends.rendezvous import HOST_KEY
 from lightning_shard.elastic.generation import Generation, Membership
 from lightning_shard.elastic.in_process_membership import InProcessMembership
 from lightning_shard.elastic.membership_table import Bounds
-from lightning_shard.elastic.restart_membership import RestartMembership
+from lightning_shard.elastic.restart_membership import Restarted, RestartMembership
 from lightning_shard.elastic.served_membership import ServedMembership
-from lightning_shard.environments import ElasticEnvironment
+from lightning_shard.environments import ElasticEnvironment, RayEnvironment
 from lightning_shard.errors import ConfigError
 
 
@@ -127,6 +128,11 @@ class ElasticRanks:
         if isinstance(self._membership, InProcessMembership):
             self._membership = self._generation = None
 
+    def end_fit(self) -> None:
+        """Note that a fit has ended well; what predecessors of a later one need is gone."""
+        if isinstance(self._membership, RestartMembership) and not self.has_failed:
+            self._membership.end_fit()
+
     def leave(self) -> None:
         """Leave the job at exit; the silence of a rank that has failed says that it has."""
         if self._membership is not None and not self.has_failed:
@@ -138,14 +144,40 @@ def make_membership(bounds: Bounds, group_setup: GroupSetup, *, in_process: bool
     environment = group_setup.environment
     if in_process:
         return InProcessMembership(bounds)
-    if (run := settings.torchrun_job()) is not None:
+    if (worker := restarted_worker(environment)) is not None:
         settings.set_rendezvous(environment.main_address, environment.main_port)
-        return RestartMembership(group_setup.backend, group_setup.device, group_setup.timeout, run)
+        return RestartMembership(
+            group_setup.backend, group_setup.device, group_setup.timeout, worker
+        )
     assert isinstance(environment, ElasticEnvironment)
     job = settings.job()
     assert job is not None  # the launcher has told it
     rank = None if environment.is_newcomer else environment.global_rank()
     return ServedMembership(job, rank, group_setup.timeout)
+
+
+def restarted_worker(environment: ClusterEnvironment) -> Restarted | None:
+    """Return which worker this is of a job that is restarted as a whole; None of any other."""
+    if isinstance(environment, RayEnvironment):
+        return Restarted(
+            by="Ray Train",
+            job=environment.job,
+            rank=environment.global_rank(),
+            world_size=environment.world_size(),
+            limit="FailureConfig(max_failures=...)",
+            is_killed=True,
+        )
+    run = settings.torchrun_job()
+    if run is None:
+        return None
+    place = settings.placement(settings.TORCHRUN)
+    return Restarted(
+        by="torchrun",
+        job=run,
+        rank=place.rank,
+        world_size=place.world_size,
+        limit="--max-restarts",
+    )
 
 
 def _make_group_of_one(group_setup: GroupSetup) -> None:

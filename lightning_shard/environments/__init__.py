@@ -4,13 +4,16 @@ from lightning_shard.environments.checks import check_environment
 from lightning_shard.environments.elastic import ElasticEnvironment, elastic_environment
 from lightning_shard.environments.in_process import InProcessEnvironment
 from lightning_shard.environments.mpi import MPIEnvironment
+from lightning_shard.environments.ray import RayEnvironment, check_num_devices
 from lightning_shard.environments.selection import fitting_environment
 
 __all__ = [
     "ElasticEnvironment",
     "InProcessEnvironment",
     "MPIEnvironment",
+    "RayEnvironment",
     "check_environment",
+    "check_num_devices",
     "elastic_environment",
     "fitting_environment",
 ]

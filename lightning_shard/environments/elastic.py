@@ -11,6 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from typing_extensions import override
 
 from lightning_shard import settings
+from lightning_shard.environments.ray import RayEnvironment
 from lightning_shard.errors import ConfigError
 
 _OF_NEWCOMER = (1, 2)
@@ -109,9 +110,9 @@ class ElasticEnvironment(ClusterEnvironment):
 def elastic_environment(found: ClusterEnvironment) -> ClusterEnvironment:
     """Return the environment of an elastic job, wrapped around the one that Lightning found.
 
-    torchrun's ranks keep `found` as it is: torchrun's agents say who takes part, and start all
-    ranks anew at each change.
+    Ranks of torchrun and of Ray Train keep `found` as it is: these say who takes part, and start
+    all ranks anew at each change.
     """
-    if isinstance(found, ElasticEnvironment | TorchElasticEnvironment):
+    if isinstance(found, ElasticEnvironment | TorchElasticEnvironment | RayEnvironment):
         return found
     return ElasticEnvironment(found)

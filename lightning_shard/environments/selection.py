@@ -5,6 +5,8 @@ MPIEnvironment            mpirun                        ours
 LightningEnvironment      mpirun, mpi4py missing        ours: else each rank trains alone
 SLURMEnvironment          mpirun, inside a SLURM job    ours: srun's numbers are not the ranks'
 any                       backend "mpi"                 ours: its ranks are MPI's
+LightningEnvironment,     Ray Train                     ours: what Ray inherits from srun, and
+  Ray's, SLURMEnvironment                               torch's variables, are not the ranks'
 any other                                               what was found
 """
 
@@ -16,6 +18,7 @@ from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvir
 
 from lightning_shard import settings
 from lightning_shard.environments.mpi import MPIEnvironment
+from lightning_shard.environments.ray import RayEnvironment
 from lightning_shard.errors import ConfigError
 
 
@@ -30,8 +33,10 @@ def fitting_environment(found: ClusterEnvironment, *, uses_mpi: bool) -> Cluster
         ConfigError: The ranks were started by something that MPI knows nothing of, or the
             launcher's variables are wrong.
     """
-    if isinstance(found, MPIEnvironment):
+    if isinstance(found, MPIEnvironment | RayEnvironment):
         return found
+    if RayEnvironment.detect():
+        return _in_worker_of_ray(found, uses_mpi=uses_mpi)
     started_by_mpi = MPIEnvironment.detect()
     mistaken = type(found) in (LightningEnvironment, SLURMEnvironment) and started_by_mpi
     if not (uses_mpi or mistaken or isinstance(found, LightningMPIEnvironment)):
@@ -46,6 +51,16 @@ def fitting_environment(found: ClusterEnvironment, *, uses_mpi: bool) -> Cluster
     if isinstance(found, SLURMEnvironment) and not started_by_mpi:
         _check_srun_told_mpi(environment.world_size())
     return environment
+
+
+def _in_worker_of_ray(found: ClusterEnvironment, *, uses_mpi: bool) -> ClusterEnvironment:
+    if uses_mpi:
+        raise ConfigError(
+            "The backend 'mpi' needs ranks that mpirun has started, but Ray Train has started this "
+            "one. Pass backend='auto' (NCCL on GPUs, Gloo on CPUs)."
+        )
+    mistaken = isinstance(found, LightningEnvironment) or type(found) is SLURMEnvironment
+    return RayEnvironment() if mistaken else found
 
 
 def _check_srun_told_mpi(world_size: int) -> None:

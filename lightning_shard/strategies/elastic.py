@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_shard import settings
 from lightning_shard.backends.in_process.world import current_world
 from lightning_shard.backends.rendezvous import unless_a_rank_fails
 from lightning_shard.checkpoint.by_rank import in_memory, own_entry
@@ -38,7 +37,12 @@ from lightning_shard.elastic.generation import Generation, Membership, SignalHan
 from lightning_shard.elastic.launcher import ElasticLauncher
 from lightning_shard.elastic.loop import make_elastic
 from lightning_shard.elastic.next_generation import refuse_strangers
-from lightning_shard.elastic.ranks import ElasticRanks, GroupSetup, make_membership
+from lightning_shard.elastic.ranks import (
+    ElasticRanks,
+    GroupSetup,
+    make_membership,
+    restarted_worker,
+)
 from lightning_shard.elastic.reconfigurable import ElasticFit
 from lightning_shard.elastic.rendezvous_server import JobRules
 from lightning_shard.elastic.run import ElasticRun
@@ -117,7 +121,7 @@ class ElasticStrategy(DataParallelStrategy):
             self._launcher = InProcessLauncher(self.num_processes, is_elastic=True)
             return
         self.cluster_environment = elastic_environment(self.cluster_environment)
-        if settings.torchrun_job() is not None:
+        if restarted_worker(self.cluster_environment) is not None:
             super()._configure_launcher()
             return
         rules = JobRules(
@@ -267,6 +271,7 @@ class ElasticStrategy(DataParallelStrategy):
         self._ranks.end_run()
         if self._run is not None:
             self._run.end_fit()
+            self._ranks.end_fit()
 
     # --- what the run asks, see `Reconfigurable` --------------------------------------------------
 

@@ -18,7 +18,9 @@ from lightning_shard.backends.base import Backend
 from lightning_shard.environments import (
     InProcessEnvironment,
     MPIEnvironment,
+    RayEnvironment,
     check_environment,
+    check_num_devices,
     fitting_environment,
 )
 from lightning_shard.errors import ConfigError
@@ -36,6 +38,10 @@ def num_local_ranks(
     """
     if num_ranks is not None:
         return num_ranks
+    if isinstance(started, RayEnvironment):
+        if devices and devices[0].type == "cpu":
+            check_num_devices(started, len(devices))
+        return started.local_size
     if isinstance(started, MPIEnvironment) and [one.type for one in devices] == ["cpu"]:
         return started.local_size  # devices="auto" means 1 on CPUs, however many mpirun started
     return len(devices)

@@ -25,6 +25,7 @@ _LAUNCHERS = {
     "LSFEnvironment": "started by jsrun",
     "LightningEnvironment": "started by Lightning",
     "MPIEnvironment": "started by mpirun",
+    "RayEnvironment": "started by Ray Train",
     "SLURMEnvironment": "started by srun",
     "TorchElasticEnvironment": "started by torchrun",
 }

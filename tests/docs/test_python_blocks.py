@@ -19,7 +19,8 @@ from tests.docs.pages import NAMES, Block, blocks
 from tests.strategies.parity import UPSTREAM_WARNINGS
 
 PRELUDE = blocks("docs/start.md", "python")[0]
-WITH_PYTHON = [name for name in NAMES if blocks(name, "python")]
+WITH_RAY = "docs/ray.md"  # its blocks run in tests/ray, where there is a cluster
+WITH_PYTHON = [name for name in NAMES if blocks(name, "python") and name != WITH_RAY]
 QUIET = {
     "logger": False,
     "enable_checkpointing": False,

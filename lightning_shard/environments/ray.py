@@ -1,0 +1,156 @@
+"""The cluster environment of workers that Ray Train has started: Ray says which rank each is.
+
+    ranks, sizes          Ray's context of the worker group; a restart makes another group
+    where they meet       rank 0 draws a port and the job's token, and tells them over Ray
+    the process group     ours: the one that `TorchTrainer` has made is ended first
+
+Ray's own Lightning environment leaves the port and the group to torch, and knows no number of
+workers on a host: `Trainer(devices="auto")` would count one of them on CPUs.
+"""
+
+import os
+import secrets
+import socket
+from functools import cache, cached_property
+
+import torch.distributed as dist
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from typing_extensions import override
+
+from lightning_shard import settings
+from lightning_shard.environments import _ray
+from lightning_shard.errors import ConfigError
+from lightning_shard.settings import Rendezvous
+
+_LOOPBACK = "127.0.0.1"
+
+
+class RayEnvironment(ClusterEnvironment):
+    """Answers as Ray Train's context does; each worker makes one, in its train function.
+
+    Raises:
+        BackendUnavailableError: Ray Train is not installed.
+        ConfigError: This process is no worker of Ray Train.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._context = _ray.context()
+        _end_group_of_ray()
+
+    @property
+    def local_size(self) -> int:
+        """Number of workers on this node."""
+        return int(self._context.get_local_world_size())
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes, where each has as many workers as this one; else 1."""
+        nodes, rest = divmod(self.world_size(), self.local_size)
+        return 1 if rest else nodes
+
+    @property
+    def job(self) -> str:
+        """Name that workers on this node have in common over restarts, with Ray's process id."""
+        return f"ray-{_ray.run_id()}-{os.getppid()}"
+
+    @property
+    @override
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    @override
+    def main_address(self) -> str:
+        """The node of rank 0; the first call, here or of `main_port`, is collective."""
+        return self._rendezvous.host
+
+    @property
+    @override
+    def main_port(self) -> int:
+        """A free port on rank 0's node; the first use of it or of `main_address` is collective."""
+        return self._rendezvous.port
+
+    @staticmethod
+    @override
+    def detect() -> bool:
+        return _ray.is_worker()
+
+    @override
+    def world_size(self) -> int:
+        return int(self._context.get_world_size())
+
+    @override
+    def set_world_size(self, size: int) -> None:
+        """Do nothing: Ray knows the world size."""
+
+    @override
+    def global_rank(self) -> int:
+        return int(self._context.get_world_rank())
+
+    @override
+    def set_global_rank(self, rank: int) -> None:
+        """Do nothing: Ray knows the rank."""
+
+    @override
+    def local_rank(self) -> int:
+        return int(self._context.get_local_rank())
+
+    @override
+    def node_rank(self) -> int:
+        return int(self._context.get_node_rank())
+
+    @override
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Compare what Ray has started with `Trainer(num_nodes=...)`.
+
+        Raises:
+            ConfigError: The two contradict each other.
+        """
+        if num_nodes not in (1, self.num_nodes):
+            raise ConfigError(
+                f"Rank {self.global_rank()}: Ray Train started {self.world_size()} worker(s), "
+                f"{self.local_size} on this node, but Trainer(num_nodes={num_nodes}). Leave "
+                f"num_nodes out: ScalingConfig(num_workers=...) says how many ranks there are."
+            )
+
+    @cached_property
+    def _rendezvous(self) -> Rendezvous:
+        """Where the ranks meet; rank 0 says it, and the token, over Ray."""
+        own: tuple[str, int, str] | None = None
+        if self.global_rank() == 0:
+            host = _LOOPBACK if self.local_size == self.world_size() else _ray.own_address()
+            own = host, _free_port(host), settings.job_token() or secrets.token_hex(16)
+        host, port, token = _ray.from_rank_zero(own)
+        settings.set_job_token(token)
+        return Rendezvous(host=host, port=port)
+
+
+def check_num_devices(environment: RayEnvironment, num_devices: int) -> None:
+    """Compare the CPU ranks of `Trainer(devices=...)` with the workers on this node.
+
+    Raises:
+        ConfigError: There are others than were asked for.
+    """
+    if num_devices not in (1, environment.local_size):
+        raise ConfigError(
+            f"Rank {environment.global_rank()}: Ray Train started {environment.local_size} "
+            f"worker(s) on this node, but Trainer(devices={num_devices}). Pass devices='auto': "
+            f"ScalingConfig(num_workers=...) says how many ranks there are."
+        )
+
+
+def _free_port(host: str) -> int:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+@cache
+def _end_group_of_ray() -> None:
+    """End what torch's backend of Ray Train has made, once in a process: a later one is ours.
+
+    It is a plain group, where nobody hears of a rank that is gone, and its store asks for nothing.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
