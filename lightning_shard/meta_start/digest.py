@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from lightning_shard.meta_start.notes import Constant
 from lightning_shard.meta_start.recipes import Recipe
-from lightning_shard.meta_start.tape import Constant, Tape
+from lightning_shard.meta_start.tape import Tape
 
 
 def digest(recipes: Mapping[str, Recipe | None]) -> str:

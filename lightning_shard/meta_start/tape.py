@@ -14,7 +14,6 @@ the generator goes on from where it would be. Values that code asks for at once 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_shard.data_parallel.torch_private import storage_key
 from lightning_shard.errors import ConfigError
+from lightning_shard.meta_start.notes import Constant, Node, Ref, bytes_of, covers, draw, ref_of
 
 _aten = torch.ops.aten
 _EMPTY = {
@@ -33,113 +33,7 @@ _FILLING = {
     *(_aten.normal_, _aten.uniform_, _aten.zero_, _aten.fill_, _aten.copy_, _aten.random_),
     *(_aten.exponential_, _aten.log_normal_, _aten.cauchy_, _aten.geometric_),
 }
-_SMALL_BYTES = 1 << 20  # copied at once, where a larger tensor is kept as it is
 _META = torch.device("meta")
-
-
-@dataclass(frozen=True)
-class Ref:
-    """A tensor of a tape: how it lies in which storage.
-
-    Attributes:
-        storage: Number of the storage on its tape.
-        dtype: Format of the elements.
-        size: Shape of the tensor.
-        stride: Elements from one index of a dimension to the next.
-        offset: Elements of the storage before the first.
-    """
-
-    storage: int
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    def inside(self, memory: Tensor) -> Tensor:
-        """Return the tensor in memory, which is the storage's bytes; shape (bytes,), uint8."""
-        first = memory.storage_offset() // self.dtype.itemsize + self.offset
-        storage = memory.untyped_storage()
-        return torch.empty(0, dtype=self.dtype).set_(storage, first, self.size, self.stride)
-
-    def scratch(self) -> Tensor:
-        """Return a tensor of the same form, of zeros."""
-        made = torch.empty_strided(self.size, self.stride, dtype=self.dtype)
-        return made.zero_()
-
-
-@dataclass(frozen=True)
-class Constant:
-    """A tensor with elements that an operation reads."""
-
-    tensor: Tensor
-    version: int
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "Constant":
-        """Take a tensor as it is now."""
-        is_small = tensor.numel() * tensor.element_size() <= _SMALL_BYTES
-        value = tensor.clone() if is_small else tensor
-        return cls(value, value._version)
-
-    def read(self) -> Tensor:
-        """Return it.
-
-        Raises:
-            ConfigError: It was changed since.
-        """
-        if self.tensor._version != self.version:
-            raise ConfigError(
-                f"A tensor of shape {tuple(self.tensor.shape)} was copied into a module on meta "
-                f"and changed since; expected it as it was, for it is read when the ranks make "
-                f"their shards. Copy in a clone of it."
-            )
-        return self.tensor
-
-
-@dataclass(frozen=True)
-class _Node:
-    """One operation.
-
-    Attributes:
-        func: What is called; None for memory that nobody has written.
-        args: Its arguments, with notes in the place of tensors.
-        kwargs: Its keyword arguments, likewise.
-        reads: Storages of the arguments.
-        outs: The tensors that it returns in new storages, by their place in the flat result.
-        writes: The tensors that it writes to.
-        fills: The storage whose every element it writes without reading it; None where there is
-            none.
-        state: The generator's state before it; None if nothing is drawn.
-        default_dtype: Format of new tensors then, where nothing else says it.
-    """
-
-    func: Callable[..., Any] | None
-    args: Any
-    kwargs: Mapping[str, Any]
-    reads: frozenset[int]
-    outs: tuple[tuple[int, Ref], ...] = ()
-    writes: tuple[Ref, ...] = ()
-    fills: int | None = None
-    state: Tensor | None = None
-    default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
-
-    @property
-    def needs(self) -> frozenset[int]:
-        """Storages whose content it needs."""
-        return self.reads - {self.fills}
-
-    def call(self, memory: Mapping[int, Tensor]) -> Any:
-        """Do it on tensors with elements."""
-
-        def real(note: Any) -> Any:
-            return note.inside(memory[note.storage]) if isinstance(note, Ref) else note.read()
-
-        args, kwargs = tree_map_only((Ref, Constant), real, (self.args, dict(self.kwargs)))
-        if self.state is not None:
-            _set_state(kwargs, self.state)
-        assert self.func is not None
-        with _default_dtype(self.default_dtype):
-            return self.func(*args, **kwargs)
 
 
 @dataclass
@@ -161,7 +55,7 @@ class Tape:
     """Notes operations on meta tensors, and does them on memory."""
 
     def __init__(self) -> None:
-        self._nodes: list[_Node] = []
+        self._nodes: list[Node] = []
         self._storages: list[_Storage] = []
         self._numbers: dict[int, int] = {}
         self._at_hand: dict[int, tuple[Tensor, int]] = {}  # what code has asked for, and when
@@ -183,7 +77,7 @@ class Tape:
     def ref(self, tensor: Tensor) -> Ref | None:
         """Return the note of a meta tensor; None for one whose memory nothing here has made."""
         number = self._numbers.get(storage_key(tensor))
-        return None if number is None else _ref(tensor, number)
+        return None if number is None else ref_of(tensor, number)
 
     def is_written(self, ref: Ref) -> bool:
         """Whether all of the tensor's memory has got values, at once or in parts."""
@@ -193,7 +87,7 @@ class Tape:
         if any(one.storage == ref.storage for node in done for _, one in node.outs):
             return True
         parts = {one for node in done for one in node.writes if one.storage == ref.storage}
-        return sum(map(_bytes_of, parts)) >= min(storage.nbytes, _bytes_of(ref))
+        return sum(map(bytes_of, parts)) >= min(storage.nbytes, bytes_of(ref))
 
     # --- noting -----------------------------------------------------------------------------------
 
@@ -226,11 +120,11 @@ class Tape:
         """
         ref = self._noted(target)
         made = ((0, ref),)  # what is read is the tensor's memory: no second one is made
-        self._add(_Node(read, (), {}, frozenset(), made, (ref,), self._filled(ref)))
+        self._add(Node(read, (), {}, frozenset(), made, (ref,), self._filled(ref)))
 
     def _filled(self, ref: Ref) -> int | None:
         """Return the storage of a tensor that is all of it; None for a part."""
-        return ref.storage if _covers(ref, self._storages[ref.storage].nbytes) else None
+        return ref.storage if covers(ref, self._storages[ref.storage].nbytes) else None
 
     def _note(
         self, func: Any, args: Any, kwargs: dict[str, Any], written: Sequence[Tensor], result: Any
@@ -248,7 +142,7 @@ class Tape:
         noted = tree_map_only(Tensor, self._noted_or_constant, (tuple(args), kwargs))
         refs = [one for one in tree_leaves(noted) if isinstance(one, Ref)]
         writes = tuple(map(self._noted, written))
-        node = _Node(
+        node = Node(
             None if func.overloadpacket in _EMPTY else func,
             noted[0],
             {**noted[1], **({"device": torch.device("cpu")} if "device" in kwargs else {})},
@@ -259,10 +153,10 @@ class Tape:
             state,
         )
         if state is not None:
-            _draw(node)
+            draw(node)
         self._add(node)
 
-    def _add(self, node: _Node) -> None:
+    def _add(self, node: Node) -> None:
         changed = [*(ref.storage for ref in node.writes), *(ref.storage for _, ref in node.outs)]
         for storage in dict.fromkeys(changed):
             self._storages[storage].writers.append(len(self._nodes))
@@ -294,7 +188,7 @@ class Tape:
         """
         nbytes = self._storages[ref.storage].nbytes
         in_place = target.dtype == ref.dtype and target.device.type == "cpu"
-        in_place = in_place and target.is_contiguous() and _covers(ref, nbytes)
+        in_place = in_place and target.is_contiguous() and covers(ref, nbytes)
         in_place = in_place and ref.stride == target.stride()
         memory: dict[int, Tensor] = {}
         if in_place:
@@ -378,7 +272,7 @@ class Tape:
         if self._nodes[first].func is None:
             yield first
 
-    def _run_node(self, node: _Node, memory: dict[int, Tensor]) -> None:
+    def _run_node(self, node: Node, memory: dict[int, Tensor]) -> None:
         for storage in node.reads - memory.keys():  # written before anything has made it
             memory[storage] = self._bytes(storage)
         if node.func is None:
@@ -405,31 +299,12 @@ class Tape:
         return torch.empty(self._storages[storage].nbytes, dtype=torch.uint8)
 
 
-def _ref(tensor: Tensor, number: int) -> Ref:
-    if tensor.is_conj() or tensor.is_neg():
-        raise ConfigError(
-            "A lazily conjugated or negated tensor on meta cannot be made later; expected a plain "
-            "one. Call resolve_conj() or resolve_neg() where the module is built."
-        )
-    size, stride = tuple(tensor.shape), tuple(tensor.stride())
-    return Ref(number, tensor.dtype, size, stride, int(tensor.storage_offset()))
-
-
 def _unknown(nbytes: int) -> ConfigError:
     return ConfigError(
         f"A module on meta was computed from a tensor on meta ({nbytes} bytes) that was made "
         f"elsewhere, so that its values are not known; expected all of it to be made in one "
         f"context. Make both inside trainer.init_module(empty_init=True), or in configure_model."
     )
-
-
-def _bytes_of(ref: Ref) -> int:
-    return prod(ref.size) * ref.dtype.itemsize
-
-
-def _covers(ref: Ref, nbytes: int) -> bool:
-    """Whether a tensor is all of its storage, each element once."""
-    return ref.offset == 0 and _bytes_of(ref) == nbytes and 0 not in ref.stride
 
 
 def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
@@ -459,28 +334,9 @@ def _on_meta(nested: Any) -> Any:
     return tree_map_only(Tensor, without, nested)
 
 
-def _draw(node: _Node) -> None:
-    """Let the generator go on as if the operation were done."""
-
-    def scratch(note: Any) -> Tensor:
-        return note.scratch() if isinstance(note, Ref) else note.read()
-
-    args, kwargs = tree_map_only((Ref, Constant), scratch, (node.args, dict(node.kwargs)))
-    assert node.func is not None
-    node.func(*args, **kwargs)
-
-
 def _state(kwargs: Mapping[str, Any]) -> Tensor:
     generator = kwargs.get("generator")
     return torch.get_rng_state() if generator is None else generator.get_state()
-
-
-def _set_state(kwargs: dict[str, Any], state: Tensor) -> None:
-    if kwargs.get("generator") is None:
-        torch.set_rng_state(state)
-    else:
-        kwargs["generator"] = torch.Generator()
-        kwargs["generator"].set_state(state)
 
 
 @contextmanager
@@ -490,13 +346,3 @@ def _same_random_state() -> Iterator[None]:
         yield
     finally:
         torch.set_rng_state(state)
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
