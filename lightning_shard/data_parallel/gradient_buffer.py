@@ -17,10 +17,11 @@ from torch import Tensor
 
 from lightning_shard.data_parallel.averaged_gradient import AveragedGradient
 from lightning_shard.data_parallel.flat_parameters import FlatParameters, full_views
-from lightning_shard.data_parallel.gradient_state import GradientState
+from lightning_shard.data_parallel.gradient_state import GradientStates
 from lightning_shard.data_parallel.offload.host_gradients import HostGradients
 from lightning_shard.data_parallel.sharded_parameter import as_they_are
 from lightning_shard.data_parallel.torch_private import storage_uses
+from lightning_shard.data_parallel.unrecorded import unrecorded
 
 _OWN_REFERENCES = 2  # to a view that nobody else holds: that of the list, and getrefcount's own
 
@@ -32,7 +33,7 @@ class GradientBuffer:
         flat: The parameters whose gradients these are.
 
     Attributes:
-        states: State of each parameter's gradient, in buffer order.
+        states: States of the parameters' gradients, in buffer order.
         full: This rank's own gradients; None while there is no memory.
         views: View of each gradient in `full`.
         local: This rank's shard of the averages.
@@ -45,7 +46,7 @@ class GradientBuffer:
 
     def __init__(self, flat: FlatParameters) -> None:
         self.flat = flat
-        self.states = [GradientState() for _ in flat.params]
+        self.states = GradientStates(len(flat.params))
         self.full: Tensor | None = None
         self.views: list[Tensor] = []
         self.local: Tensor | None = None
@@ -59,7 +60,7 @@ class GradientBuffer:
         self._stash: Tensor | None = None
         self._own_uses = 0  # of the memory of `full`, by us
 
-    @torch.no_grad()
+    @unrecorded
     def allocate(self) -> Tensor:
         """Return `full`, which has memory from now on."""
         if self.full is not None:
@@ -118,29 +119,30 @@ class GradientBuffer:
             self.local = self.flat.full.new_empty(shape, dtype=kind)
             self.local_views = self.flat.shard_views(self.local)
         fits = dtype == self.local.dtype or (self.local.dtype == torch.float32 and not travels_on)
-        is_taken = not self.accumulates and self._holds_averages and not self.is_on_host
+        is_taken = not self.accumulates and self.states.any_reduced and not self.is_on_host
         if not fits or is_taken:
             return torch.empty_like(self.local, dtype=None if fits else dtype)
         return self.local
 
     def store(self, index: int, grad: Tensor) -> None:
         """Put a gradient into `full`, or add it to an earlier micro-batch's; show it."""
-        if self.states[index].is_local:  # or reentrant checkpointing
+        if self.states.is_local[index]:  # or reentrant checkpointing
             self.views[index].add_(grad)
         else:
             self.set_aside()
             self.views[index].copy_(grad)
         shown = self.views[index] if self.shows_sums else self.flat.stand_ins.of(index)
         self.flat.params[index].grad = shown
+        self.states.arrive(index)
 
     def set_aside(self) -> None:
         """Keep the averages that lie in a part of `full` before new gradients overwrite it."""
-        if not self.accumulates or self.is_plain or self._stash is not None or self.is_on_host:
+        if not self.accumulates or self.is_plain or not self.states.any_reduced:
             return
-        if self._holds_averages:
-            for index in range(len(self.states)):  # zero_grad has perhaps let go of all
-                self.observe(index)
-        if self._holds_averages:
+        if self._stash is not None or self.is_on_host:
+            return
+        self.observe_all()  # zero_grad has perhaps let go of all
+        if self.states.any_reduced:
             assert self.local is not None
             self._stash = self.local.clone()
 
@@ -150,9 +152,14 @@ class GradientBuffer:
             return
         if self.local is None:
             self.target(average.dtype, travels_on=True)
+        assert self.local is not None
+        adds = not self.accumulates and not self.is_on_host and self.states.any_reduced
+        if not adds or self.states.all_reduced:
+            self.local.add_(average) if adds else self.local.copy_(average)
+            return
         shards = self.flat.shard_views(average)
-        for state, local, shard in zip(self.states, self.local_views, shards, strict=True):
-            adds = state.is_reduced and not self.accumulates and not self.is_on_host
+        is_reduced = self.states.is_reduced
+        for adds, local, shard in zip(is_reduced, self.local_views, shards, strict=True):
             local.add_(shard) if adds else local.copy_(shard)
 
     def add_what_was_set_aside(self) -> None:
@@ -160,19 +167,16 @@ class GradientBuffer:
         if self._stash is None:
             return
         shards = self.flat.shard_views(self._stash)
-        for state, local, shard in zip(self.states, self.local_views, shards, strict=True):
-            if state.is_reduced:
+        is_reduced = self.states.is_reduced
+        for is_kept, local, shard in zip(is_reduced, self.local_views, shards, strict=True):
+            if is_kept:
                 local.add_(shard)
         self._stash = None
 
     @property
-    def _holds_averages(self) -> bool:
-        return any(state.is_reduced for state in self.states)
-
-    @property
     def is_on_host(self) -> bool:
         """Whether the averages that are held lie in host memory."""
-        return self.host is not None and self.host.are_here and self._holds_averages
+        return self.host is not None and self.host.are_here and self.states.any_reduced
 
     def land(self, *, synchronised: bool) -> None:
         """Once a reduction is over, under offload, let its averages follow those on the host.
@@ -185,13 +189,13 @@ class GradientBuffer:
         if not (synchronised or self.is_on_host):
             self.host.are_here = False
             return
-        self.host.land(self.local, [state.is_reduced for state in self.states])
+        self.host.land(self.local, list(map(bool, self.states.is_reduced)))
         if not self.accumulates:
             self.local, self.local_views = None, []
 
     def bring_down(self) -> None:
         """Under offload, let all averages lie in host memory, for an optimizer there."""
-        if self.host is not None and self._holds_averages and not self.host.are_here:
+        if self.host is not None and self.states.any_reduced and not self.host.are_here:
             self.land(synchronised=True)
 
     def host_buffers(self) -> list[Tensor]:
@@ -212,15 +216,30 @@ class GradientBuffer:
     @as_they_are
     def observe(self, index: int) -> None:
         """Learn from `.grad` whether user code has zeroed the gradient."""
-        grad = self.flat.params[index].grad
+        self._observe(index, self.flat.params[index].grad)
+
+    @as_they_are
+    def observe_all(self) -> None:
+        """Learn from every `.grad` whether user code has zeroed the gradient."""
+        notes = self.flat.stand_ins.notes
+        for index, (param, note) in enumerate(zip(self.flat.params, notes, strict=True)):
+            grad = param.grad
+            if grad is None:
+                self.forget(index)
+            elif isinstance(grad, AveragedGradient):
+                is_as_made = grad.note is note and grad.own is None
+                if note.zeroed or not is_as_made:
+                    self._observe(index, grad)
+
+    def _observe(self, index: int, grad: Tensor | None) -> None:
         if grad is None:
             self.forget(index)
         elif isinstance(grad, AveragedGradient):
             grad.settle(self.flat.stand_ins.note(index))
             if grad.note.zeroed:
                 grad.note.zeroed = False
-                self.states[index].leave()
-                if self.states[index].is_reduced:
+                self.states.leave(index)
+                if self.states.is_reduced[index]:
                     self.kept(index).zero_()
 
     def forget(self, index: int) -> None:
@@ -228,7 +247,7 @@ class GradientBuffer:
         if self.shows_sums and self.views and getrefcount(self.views[index]) > _OWN_REFERENCES:
             self._leave_to_user(index)
         self.flat.stand_ins.leave(index)
-        self.states[index].forget()
+        self.states.forget(index)
         self.flat.stand_ins.note(index).zeroed = False  # of a gradient that is gone
 
     @as_they_are
@@ -261,17 +280,20 @@ class GradientBuffer:
     @as_they_are
     def settle(self) -> None:
         """Once ranks agree on the used parameters, set each `.grad`, or None, alike on all."""
-        for index, (param, state) in enumerate(zip(self.flat.params, self.states, strict=True)):
-            if not state.is_valid and isinstance(param.grad, AveragedGradient):
+        if self.states.all_valid and not self.is_plain:
+            return
+        for index, param in enumerate(self.flat.params):
+            is_valid = self.states.is_valid[index]
+            if not is_valid and isinstance(param.grad, AveragedGradient):
                 param.grad = None
                 self.forget(index)
-            elif state.is_valid and param.grad is None and self.is_plain:
+            elif is_valid and param.grad is None and self.is_plain:
                 param.grad = self.views[index]
 
     def is_there(self, index: int) -> bool:
         """Whether the average of any rank's gradient lies here, or in other ranks' shards."""
-        state = self.states[index]
-        return state.is_reduced and state.is_valid and bool(self.average_views)
+        is_shown = self.states.is_reduced[index] and self.states.is_valid[index]
+        return bool(is_shown and self.average_views)
 
     def present(self, index: int) -> Tensor | None:
         """Return this rank's shard of a gradient, or None when no rank used the parameter."""
@@ -297,7 +319,7 @@ class GradientBuffer:
             self.forget(index)
         elif presented is not None and grad is not None and grad is not presented:
             presented.copy_(grad)
-        is_kept = self.states[index].is_reduced or not isinstance(outer, AveragedGradient)
+        is_kept = self.states.is_reduced[index] or not isinstance(outer, AveragedGradient)
         return outer if is_kept else None
 
     @as_they_are

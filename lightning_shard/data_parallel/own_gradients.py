@@ -104,12 +104,12 @@ class OwnGradients:
             assert grad is not None
             self._buffer.allocate()
             self._buffer.views[index].copy_(grad.to_dense() if grad.is_sparse else grad)
-            self._buffer.states[index].arrive()
+            self._buffer.states.arrive(index)
             self._show(index)
 
     def _show(self, index: int) -> None:
         buffer = self._buffer
-        buffer.states[index].show()
+        buffer.states.show(index)
         shown = buffer.views[index] if buffer.is_plain else self._flat.stand_ins.of(index)
         self._flat.params[index].grad = shown
 
@@ -127,8 +127,7 @@ class OwnGradients:
         for index, is_there in enumerate(there):
             if is_there:
                 self._show(index)
-        for state in self._buffer.states:
-            state.leave()
+        self._buffer.states.all_leave()
         self.know_content()
 
     @as_they_are

@@ -29,7 +29,11 @@ from lightning_shard.data_parallel.parameter_shard import (
     pickling_refused,
 )
 from lightning_shard.data_parallel.sharded_tensor import ShardedTensor, Spread, is_alike
-from lightning_shard.data_parallel.torch_private import ACCESS_TO_BACKWARD_HOOKS, is_traced
+from lightning_shard.data_parallel.torch_private import (
+    ACCESS_TO_BACKWARD_HOOKS,
+    is_traced,
+    sees_subclasses,
+)
 from lightning_shard.errors import ConfigError
 
 _HOME = "_lightning_shard_home"  # set on parameters that can be in shards
@@ -43,6 +47,8 @@ def as_they_are(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @wraps(function)
     def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if not sees_subclasses():  # called by another one
+            return function(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
 

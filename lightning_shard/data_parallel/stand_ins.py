@@ -22,28 +22,33 @@ class StandIns:
     Args:
         params: The buffer's parameters.
         names: Their names in the model.
+
+    Attributes:
+        notes: Of each parameter the note that the stand-ins of its gradient share.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], names: Sequence[str]) -> None:
         self._params = params
-        self._notes = [GradientNote(name) for name in names]
-        self._made: dict[tuple[int, torch.Size, torch.dtype], AveragedGradient] = {}
+        self.notes = [GradientNote(name) for name in names]
+        self._made: list[dict[tuple[torch.Size, torch.dtype], AveragedGradient]]
+        self._made = [{} for _ in names]
 
     def note(self, index: int) -> GradientNote:
         """Return the note that the stand-ins of a parameter's gradient share."""
-        return self._notes[index]
+        return self.notes[index]
 
     @as_they_are
     def of(self, index: int) -> AveragedGradient:
         """Return the tensor for the `.grad` of a parameter whose gradient has been reduced."""
-        param = self._params[index]
-        key = index, param.shape, param.dtype
-        if key not in self._made:
-            self._made[key] = AveragedGradient(param, self._notes[index])
-        return self._made[key]
+        param, made = self._params[index], self._made[index]
+        form = param.shape, param.dtype
+        if form not in made:
+            made[form] = AveragedGradient(param, self.notes[index])
+        return made[form]
 
     def leave(self, index: int) -> None:
         """Note that a parameter's gradient is gone, also for code that has kept its `.grad`."""
-        for key in [key for key in self._made if key[0] == index]:
-            if getrefcount(self._made[key]) > _OWN_REFERENCES:
-                self._made.pop(key).lose()
+        made = self._made[index]
+        for form in list(made):
+            if getrefcount(made[form]) > _OWN_REFERENCES:
+                made.pop(form).lose()

@@ -42,6 +42,7 @@ __all__ = [
     "pass_for_parameter",
     "queue_after_backward",
     "saving_hook",
+    "sees_subclasses",
     "storage_key",
     "storage_uses",
     "untraced",
@@ -89,6 +90,11 @@ class Untraced:
 def is_traced() -> bool:
     """Whether torch.compile is looking at tensors now, to describe compiled code's inputs."""
     return torch._guards.TracingContext.try_get() is not None
+
+
+def sees_subclasses() -> bool:
+    """Whether subclasses of tensors see now what is done to them, by `__torch_function__`."""
+    return bool(torch._C._is_torch_function_enabled())
 
 
 def in_backward() -> bool:
