@@ -174,7 +174,7 @@ class FlatGradients:
         if isinstance(grad, AveragedGradient):
             self.buffer.observe(index)
             grad = grad.note.take_arrival()
-        else:
+        elif not self.states.is_none(index):
             self.buffer.forget(index)  # `.grad` was None
         if grad.requires_grad:  # it is in a graph where backward creates one
             grad = grad.detach()

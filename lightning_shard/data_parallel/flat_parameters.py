@@ -205,8 +205,11 @@ class FlatParameters:
         self._present(self.full_views)
 
     def _present(self, views: Sequence[Tensor]) -> None:
-        for index, view in enumerate(views):
-            self._point(index, view)
+        for index, (param, view) in enumerate(zip(self.params, views, strict=True)):
+            if isinstance(param.grad, AveragedGradient):
+                self._point(index, view)
+            else:
+                param.data = view
         self._shown.show(views)
 
     def _point(self, index: int, view: Tensor) -> None:
@@ -493,4 +496,5 @@ class FlatParameters:
 
 def full_views(full: Tensor, layout: FlatLayout) -> list[Tensor]:
     """Return the full-shaped view of each slot of a full-sized flat tensor."""
-    return [full[slot.offset : slot.stop].view(slot.shape) for slot in layout.slots]
+    parts = full.split_with_sizes(layout.part_numels)[1::2]
+    return [part.view(slot.shape) for part, slot in zip(parts, layout.slots, strict=True)]

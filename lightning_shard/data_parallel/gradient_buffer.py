@@ -10,6 +10,8 @@ Where each rank keeps the full average, the view of `full` is the parameter's `.
 as the full gradient does. The buffer learns what user code has done to `.grad` when it looks there.
 """
 
+from collections.abc import Sequence
+from operator import and_
 from sys import getrefcount
 
 import torch
@@ -58,6 +60,7 @@ class GradientBuffer:
         self.is_plain = not flat.has_local_form
         self.shows_sums = self.is_plain
         self._stash: Tensor | None = None
+        self._addresses: list[int] = []  # of the views
         self._own_uses = 0  # of the memory of `full`, by us
 
     @unrecorded
@@ -68,24 +71,26 @@ class GradientBuffer:
         kind = self.flat.master_dtype if self.accumulates else self.flat.full.dtype
         self.full = torch.empty_like(self.flat.full, dtype=kind)
         self.views = full_views(self.full, self.flat.layout)
-        end = 0
-        for slot in self.flat.layout.slots:  # padding travels too: keep it zero
-            self.full[end : slot.offset].zero_()
-            end = slot.stop
-        self.full[end:].zero_()
+        for start, stop in self.flat.layout.gaps:  # padding travels too: keep it zero
+            self.full[start:stop].zero_()
         if self.accumulates and self.local is None:
             bounds = self.flat.layout.shard_bounds(self.flat.shard_index)
             self.local = self.full[slice(*bounds)]
             self.local_views = self.flat.shard_views(self.local)
+        self._addresses = [view.data_ptr() for view in self.views]
         self._own_uses = storage_uses(self.full)
         return self.full
 
-    def see_assigned(self, index: int) -> None:
+    def see_assigned(self) -> None:
         """Where user code has assigned `.grad.data`, know the tensor in `.grad` for the user's."""
-        view, slot = self.views[index], self.flat.layout.slots[index]
-        assert self.full is not None
-        if view.data_ptr() != self.full.data_ptr() + slot.offset * self.full.itemsize:
-            self.views[index] = self.full[slot.offset : slot.stop].view(slot.shape)
+        if self.full is None or not self.shows_sums:
+            return
+        addresses = [view.data_ptr() for view in self.views]
+        if addresses == self._addresses:
+            return
+        for index, slot in enumerate(self.flat.layout.slots):
+            if addresses[index] != self._addresses[index]:
+                self.views[index] = self.full[slot.offset : slot.stop].view(slot.shape)
 
     @as_they_are
     def renew(self) -> None:
@@ -221,9 +226,11 @@ class GradientBuffer:
     @as_they_are
     def observe_all(self) -> None:
         """Learn from every `.grad` whether user code has zeroed the gradient."""
-        notes = self.flat.stand_ins.notes
-        for index, (param, note) in enumerate(zip(self.flat.params, notes, strict=True)):
-            grad = param.grad
+        grads = [param.grad for param in self.flat.params]
+        if not [grad for grad in grads if grad is not None]:
+            self.forget_all()
+            return
+        for index, (grad, note) in enumerate(zip(grads, self.flat.stand_ins.notes, strict=True)):
             if grad is None:
                 self.forget(index)
             elif isinstance(grad, AveragedGradient):
@@ -248,14 +255,22 @@ class GradientBuffer:
             self._leave_to_user(index)
         self.flat.stand_ins.leave(index)
         self.states.forget(index)
-        self.flat.stand_ins.note(index).zeroed = False  # of a gradient that is gone
+
+    def forget_all(self) -> None:
+        """Note that all gradients are gone."""
+        if self.shows_sums:
+            for index in range(len(self.states)):
+                self.forget(index)
+        else:
+            self.flat.stand_ins.all_leave()
+            self.states.forget_all()
 
     @as_they_are
     def drop(self) -> None:
         """Let go of all gradients and their memory."""
-        for index, param in enumerate(self.flat.params):
+        for param in self.flat.params:
             param.grad = None
-            self.forget(index)
+        self.forget_all()
         self.full, self.views, self._stash = None, [], None
         self.local, self.local_views = None, []
         if self.host is not None:
@@ -295,35 +310,46 @@ class GradientBuffer:
         is_shown = self.states.is_reduced[index] and self.states.is_valid[index]
         return bool(is_shown and self.average_views)
 
-    def present(self, index: int) -> Tensor | None:
-        """Return this rank's shard of a gradient, or None when no rank used the parameter."""
-        if not self.is_there(index):
-            return None
-        local = self.average_views[index]
-        return local if local.numel() or self.flat.stage == 0 else None
+    def presented(self) -> list[Tensor | None]:
+        """Return this rank's shard of each gradient, or None when no rank used the parameter."""
+        views = self.average_views
+        if not views:
+            return [None] * len(self.states)
+        are_there = map(and_, self.states.is_reduced, self.states.is_valid)
+        takes_empty = self.flat.stage == 0
+        return [
+            view if is_there and (takes_empty or view.numel()) else None
+            for view, is_there in zip(views, are_there, strict=True)
+        ]
 
     @as_they_are
-    def take_back(self, index: int, outer: Tensor | None) -> Tensor | None:
-        """End the optimizer's view of one gradient: keep what user code made of it.
+    def take_back(self, outer: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """End the optimizer's view of the gradients: keep what user code made of them.
+
+        In `.grad` stand the tensors that were presented, or those that user code has put there.
 
         Args:
-            index: Index of the parameter, whose `.grad` is the tensor that was presented, or one
-                that user code has put there.
-            outer: The tensor that stood in `.grad` before the view; None without one.
+            outer: The tensors that stood in `.grad` before the view; None where there was none.
 
         Returns:
-            The tensor that has to stand in `.grad` again; None without one.
+            The tensors that have to stand in `.grad` again; None where there is none.
         """
-        presented, grad = self.present(index), self.flat.params[index].grad
-        if presented is not None and grad is None:
-            self.forget(index)
-        elif presented is not None and grad is not None and grad is not presented:
-            presented.copy_(grad)
-        is_kept = self.states.is_reduced[index] or not isinstance(outer, AveragedGradient)
-        return outer if is_kept else None
+        for index, (param, one) in enumerate(zip(self.flat.params, self.presented(), strict=True)):
+            grad = param.grad
+            if one is None or grad is one:
+                continue
+            if grad is None:
+                self.forget(index)
+            else:
+                one.copy_(grad)
+        return [
+            grad if is_reduced or not isinstance(grad, AveragedGradient) else None
+            for grad, is_reduced in zip(outer, self.states.is_reduced, strict=True)
+        ]
 
     @as_they_are
-    def restore(self, index: int, outer: Tensor | None) -> None:
-        """Put back what `take_back` returned; the parameter may have another shape by now."""
-        stand_in = isinstance(outer, AveragedGradient)
-        self.flat.params[index].grad = self.flat.stand_ins.of(index) if stand_in else outer
+    def restore(self, outer: Sequence[Tensor | None]) -> None:
+        """Put back what `take_back` returned; parameters may have other shapes by now."""
+        for index, (param, grad) in enumerate(zip(self.flat.params, outer, strict=True)):
+            is_stand_in = isinstance(grad, AveragedGradient)
+            param.grad = self.flat.stand_ins.of(index) if is_stand_in else grad

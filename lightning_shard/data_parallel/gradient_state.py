@@ -54,6 +54,11 @@ class GradientStates:
         """Whether an average of any gradient lies in the shard."""
         return _YES in self.is_reduced
 
+    def is_none(self, index: int) -> bool:
+        """Whether there is no gradient, and has been none since `forget`."""
+        somewhere = self.is_local[index] or self.is_reduced[index]
+        return not (somewhere or self.is_used[index] or self.is_valid[index])
+
     @property
     def all_reduced(self) -> bool:
         """Whether an average of every gradient lies in the shard."""
@@ -97,3 +102,8 @@ class GradientStates:
         """Note that a gradient is gone."""
         self.is_local[index] = self.is_reduced[index] = 0
         self.is_used[index] = self.is_valid[index] = 0
+
+    def forget_all(self) -> None:
+        """Note that every gradient is gone."""
+        for flags in (self.is_local, self.is_reduced, self.is_used, self.is_valid):
+            flags[:] = bytes(len(self))

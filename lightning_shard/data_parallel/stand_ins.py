@@ -52,3 +52,9 @@ class StandIns:
         for form in list(made):
             if getrefcount(made[form]) > _OWN_REFERENCES:
                 made.pop(form).lose()
+        self.notes[index].zeroed = False  # of a gradient that is gone
+
+    def all_leave(self) -> None:
+        """Note that all gradients are gone."""
+        for index in range(len(self.notes)):
+            self.leave(index)

@@ -57,6 +57,9 @@ _BACKWARD_HOOKS: Any = vars(torch._C.TensorBase)["_backward_hooks"]
 ACCESS_TO_BACKWARD_HOOKS = (_BACKWARD_HOOKS.__get__, _BACKWARD_HOOKS.__set__)
 F = TypeVar("F", bound=Callable[..., Any])
 
+# whether subclasses of tensors see now what is done to them, by `__torch_function__`
+sees_subclasses: Callable[[], bool] = torch._C._is_torch_function_enabled
+
 
 def untraced(function: F) -> F:
     """Keep torch.compile out of a function: collectives of ours are nothing dynamo could trace."""
@@ -90,11 +93,6 @@ class Untraced:
 def is_traced() -> bool:
     """Whether torch.compile is looking at tensors now, to describe compiled code's inputs."""
     return torch._guards.TracingContext.try_get() is not None
-
-
-def sees_subclasses() -> bool:
-    """Whether subclasses of tensors see now what is done to them, by `__torch_function__`."""
-    return bool(torch._C._is_torch_function_enabled())
 
 
 def in_backward() -> bool:
