@@ -175,7 +175,7 @@ class FlatGradients:
             self.buffer.observe(index)
             grad = grad.note.take_arrival()
         elif not self.states.is_none(index):
-            self.buffer.forget(index)  # `.grad` was None
+            self.buffer.forget([index])  # `.grad` was None
         if grad.requires_grad:  # it is in a graph where backward creates one
             grad = grad.detach()
         return grad.to_dense() if grad.is_sparse else grad
@@ -333,7 +333,7 @@ class FlatGradients:
             if not is_given:
                 continue
             grad, self.flat.params[index].grad = self.flat.params[index].grad, None
-            self.buffer.forget(index)
+            self.buffer.forget([index])
             if grad is not None:
                 grad = grad.detach()
                 self.take(index, grad.to_dense() if grad.is_sparse else grad)

@@ -227,20 +227,16 @@ class GradientBuffer:
     def observe_all(self) -> None:
         """Learn from every `.grad` whether user code has zeroed the gradient."""
         grads = [param.grad for param in self.flat.params]
-        if not [grad for grad in grads if grad is not None]:
-            self.forget_all()
-            return
+        self.forget([index for index, grad in enumerate(grads) if grad is None])
         for index, (grad, note) in enumerate(zip(grads, self.flat.stand_ins.notes, strict=True)):
-            if grad is None:
-                self.forget(index)
-            elif isinstance(grad, AveragedGradient):
+            if isinstance(grad, AveragedGradient):
                 is_as_made = grad.note is note and grad.own is None
                 if note.zeroed or not is_as_made:
                     self._observe(index, grad)
 
     def _observe(self, index: int, grad: Tensor | None) -> None:
         if grad is None:
-            self.forget(index)
+            self.forget([index])
         elif isinstance(grad, AveragedGradient):
             grad.settle(self.flat.stand_ins.note(index))
             if grad.note.zeroed:
@@ -249,28 +245,20 @@ class GradientBuffer:
                 if self.states.is_reduced[index]:
                     self.kept(index).zero_()
 
-    def forget(self, index: int) -> None:
-        """Note that a gradient is gone, also for user code that has kept its `.grad`."""
-        if self.shows_sums and self.views and getrefcount(self.views[index]) > _OWN_REFERENCES:
-            self._leave_to_user(index)
-        self.flat.stand_ins.leave(index)
-        self.states.forget(index)
-
-    def forget_all(self) -> None:
-        """Note that all gradients are gone."""
-        if self.shows_sums:
-            for index in range(len(self.states)):
-                self.forget(index)
-        else:
-            self.flat.stand_ins.all_leave()
-            self.states.forget_all()
+    def forget(self, indices: Sequence[int]) -> None:
+        """Note that gradients are gone, also for user code that has kept a `.grad`."""
+        for index in indices if self.shows_sums and self.views else ():
+            if getrefcount(self.views[index]) > _OWN_REFERENCES:
+                self._leave_to_user(index)
+        self.flat.stand_ins.leave(indices)
+        self.states.forget(indices)
 
     @as_they_are
     def drop(self) -> None:
         """Let go of all gradients and their memory."""
         for param in self.flat.params:
             param.grad = None
-        self.forget_all()
+        self.forget(range(len(self.states)))
         self.full, self.views, self._stash = None, [], None
         self.local, self.local_views = None, []
         if self.host is not None:
@@ -301,7 +289,7 @@ class GradientBuffer:
             is_valid = self.states.is_valid[index]
             if not is_valid and isinstance(param.grad, AveragedGradient):
                 param.grad = None
-                self.forget(index)
+                self.forget([index])
             elif is_valid and param.grad is None and self.is_plain:
                 param.grad = self.views[index]
 
@@ -339,7 +327,7 @@ class GradientBuffer:
             if one is None or grad is one:
                 continue
             if grad is None:
-                self.forget(index)
+                self.forget([index])
             else:
                 one.copy_(grad)
         return [

@@ -14,7 +14,7 @@ A buffer may have thousands of gradients, and most events are of all of them: so
 in each of a few arrays, and an event of all, or a question about any, is one operation.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import or_
 
 _YES = 1
@@ -98,12 +98,8 @@ class GradientStates:
         """Note which parameters some rank has used, beside those that are known to be."""
         self.is_valid[:] = bytes(map(or_, self.is_valid, flags))
 
-    def forget(self, index: int) -> None:
-        """Note that a gradient is gone."""
-        self.is_local[index] = self.is_reduced[index] = 0
-        self.is_used[index] = self.is_valid[index] = 0
-
-    def forget_all(self) -> None:
-        """Note that every gradient is gone."""
-        for flags in (self.is_local, self.is_reduced, self.is_used, self.is_valid):
-            flags[:] = bytes(len(self))
+    def forget(self, indices: Iterable[int]) -> None:
+        """Note that gradients are gone."""
+        for index in indices:
+            self.is_local[index] = self.is_reduced[index] = 0
+            self.is_used[index] = self.is_valid[index] = 0

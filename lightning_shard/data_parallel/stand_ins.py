@@ -4,7 +4,7 @@ A parameter has one for each shape and format in which it shows itself; they sha
 may keep them: one that nobody has kept stands for the next gradient, too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from sys import getrefcount
 
 import torch
@@ -46,15 +46,11 @@ class StandIns:
             made[form] = AveragedGradient(param, self.notes[index])
         return made[form]
 
-    def leave(self, index: int) -> None:
-        """Note that a parameter's gradient is gone, also for code that has kept its `.grad`."""
-        made = self._made[index]
-        for form in list(made):
-            if getrefcount(made[form]) > _OWN_REFERENCES:
-                made.pop(form).lose()
-        self.notes[index].zeroed = False  # of a gradient that is gone
-
-    def all_leave(self) -> None:
-        """Note that all gradients are gone."""
-        for index in range(len(self.notes)):
-            self.leave(index)
+    def leave(self, indices: Iterable[int]) -> None:
+        """Note that parameters' gradients are gone, also for code that has kept a `.grad`."""
+        for index in indices:
+            made = self._made[index]
+            for form in list(made):
+                if getrefcount(made[form]) > _OWN_REFERENCES:
+                    made.pop(form).lose()
+            self.notes[index].zeroed = False  # of a gradient that is gone

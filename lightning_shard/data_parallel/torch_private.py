@@ -3,7 +3,7 @@
 `tests/data_parallel/test_torch_private.py` fails when upstream changes them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar, cast
 
@@ -27,6 +27,7 @@ __all__ = [
     "TorchDispatchMode",
     "Untraced",
     "check_batch_norm_input",
+    "children_of",
     "exchange_contents",
     "forget_forward_hooks",
     "gradient_hooks",
@@ -47,6 +48,7 @@ __all__ = [
     "storage_uses",
     "untraced",
     "untraced_alone",
+    "with_buffers",
     "without_function_modes",
 ]
 
@@ -144,6 +146,16 @@ def has_compiled_call(module: nn.Module) -> bool:
 def is_compiled_function(function: object) -> bool:
     """Whether `torch.compile` has made a function of another."""
     return hasattr(function, "_torchdynamo_orig_callable")
+
+
+def children_of(modules: Iterable[nn.Module]) -> list[nn.Module | None]:
+    """Return what each module holds as its children, one module after the other."""
+    return [child for module in modules for child in module._modules.values()]
+
+
+def with_buffers(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the modules that hold buffers of their own."""
+    return [module for module in modules if module._buffers]
 
 
 def is_persistent(module: nn.Module, name: str) -> bool:

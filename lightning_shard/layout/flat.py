@@ -34,12 +34,12 @@ class Slot:
     shape: tuple[int, ...]
     offset: int
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements of the full parameter."""
         return prod(self.shape)
 
-    @property
+    @cached_property
     def stop(self) -> int:
         """Index in the buffer one past the parameter's last element."""
         return self.offset + self.numel
