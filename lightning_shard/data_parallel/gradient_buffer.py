@@ -11,6 +11,7 @@ as the full gradient does. The buffer learns what user code has done to `.grad` 
 """
 
 from collections.abc import Sequence
+from itertools import compress
 from operator import and_
 from sys import getrefcount
 
@@ -21,7 +22,7 @@ from lightning_shard.data_parallel.averaged_gradient import AveragedGradient
 from lightning_shard.data_parallel.flat_parameters import FlatParameters, full_views
 from lightning_shard.data_parallel.gradient_state import GradientStates
 from lightning_shard.data_parallel.offload.host_gradients import HostGradients
-from lightning_shard.data_parallel.sharded_parameter import as_they_are
+from lightning_shard.data_parallel.sharded_parameter import OWN_GRAD, as_they_are
 from lightning_shard.data_parallel.torch_private import storage_uses
 from lightning_shard.data_parallel.unrecorded import unrecorded
 
@@ -136,8 +137,10 @@ class GradientBuffer:
         else:
             self.set_aside()
             self.views[index].copy_(grad)
-        shown = self.views[index] if self.shows_sums else self.flat.stand_ins.of(index)
-        self.flat.params[index].grad = shown
+        if self.shows_sums:
+            self.flat.params[index].grad = self.views[index]
+        else:
+            self.flat.stand_ins.put([index])
         self.states.arrive(index)
 
     def set_aside(self) -> None:
@@ -226,7 +229,7 @@ class GradientBuffer:
     @as_they_are
     def observe_all(self) -> None:
         """Learn from every `.grad` whether user code has zeroed the gradient."""
-        grads = [param.grad for param in self.flat.params]
+        grads = [*map(OWN_GRAD, self.flat.params)]
         self.forget([index for index, grad in enumerate(grads) if grad is None])
         for index, (grad, note) in enumerate(zip(grads, self.flat.stand_ins.notes, strict=True)):
             if isinstance(grad, AveragedGradient):
@@ -276,9 +279,9 @@ class GradientBuffer:
         """After a reduction, let `.grad` stand for the averages that lie in shards."""
         if self.is_plain:
             return
-        for index, param in enumerate(self.flat.params):
-            if not isinstance(param.grad, AveragedGradient):
-                param.grad = self.flat.stand_ins.of(index)
+        grads = enumerate(map(OWN_GRAD, self.flat.params))
+        others = [index for index, grad in grads if not isinstance(grad, AveragedGradient)]
+        self.flat.stand_ins.put(others)
 
     @as_they_are
     def settle(self) -> None:
@@ -338,6 +341,7 @@ class GradientBuffer:
     @as_they_are
     def restore(self, outer: Sequence[Tensor | None]) -> None:
         """Put back what `take_back` returned; parameters may have other shapes by now."""
-        for index, (param, grad) in enumerate(zip(self.flat.params, outer, strict=True)):
-            is_stand_in = isinstance(grad, AveragedGradient)
-            param.grad = self.flat.stand_ins.of(index) if is_stand_in else grad
+        stood_in = [isinstance(grad, AveragedGradient) for grad in outer]
+        for param, grad, is_stand_in in zip(self.flat.params, outer, stood_in, strict=True):
+            param.grad = None if is_stand_in else grad
+        self.flat.stand_ins.put(compress(range(len(outer)), stood_in))

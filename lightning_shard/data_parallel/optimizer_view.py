@@ -148,9 +148,8 @@ class OptimizerView:
             gradients.flat.present_shards(sharded=True)
             nothing = [None] * len(gradients.states)
             gradients.buffer.take_back(nothing)  # what was made of them meanwhile
-            for index, param in enumerate(gradients.flat.params):
-                if gradients.buffer.is_there(index):
-                    param.grad = gradients.flat.stand_ins.of(index)
+            indices = range(len(gradients.states))
+            gradients.flat.stand_ins.put(filter(gradients.buffer.is_there, indices))
         if self._absent is not None:
             self._absent.show()
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.averaged_gradient import AveragedGradient
 from lightning_shard.data_parallel.gradient_buffer import GradientBuffer
-from lightning_shard.data_parallel.sharded_parameter import as_they_are
+from lightning_shard.data_parallel.sharded_parameter import OWN_GRAD, as_they_are
 from lightning_shard.data_parallel.unrecorded import unrecorded
 from lightning_shard.errors import ConfigError
 
@@ -68,7 +68,7 @@ class OwnGradients:
         """Return of each parameter whether a tensor of the user's stands in `.grad`."""
         self._buffer.see_assigned()
         views = self._buffer.views or [None] * self.num_params
-        grads = [param.grad for param in self._flat.params]
+        grads = [*map(OWN_GRAD, self._flat.params)]
         return [
             not (grad is None or grad is view or isinstance(grad, AveragedGradient))
             for grad, view in zip(grads, views, strict=True)
@@ -115,8 +115,10 @@ class OwnGradients:
     def _show(self, index: int) -> None:
         buffer = self._buffer
         buffer.states.show(index)
-        shown = buffer.views[index] if buffer.is_plain else self._flat.stand_ins.of(index)
-        self._flat.params[index].grad = shown
+        if buffer.is_plain:
+            self._flat.params[index].grad = buffer.views[index]
+        else:
+            self._flat.stand_ins.put([index])
 
     @unrecorded
     def average_again(self, there: Sequence[bool]) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_shard.data_parallel.averaged_gradient import AveragedGradient, GradientNote
-from lightning_shard.data_parallel.sharded_parameter import as_they_are
+from lightning_shard.data_parallel.sharded_parameter import OWN_GRAD, SET_OWN_GRAD, as_they_are
 
 _OWN_REFERENCES = 2  # to a stand-in that nobody else holds: that of the dict, and getrefcount's own
 
@@ -38,13 +38,31 @@ class StandIns:
         return self.notes[index]
 
     @as_they_are
-    def of(self, index: int) -> AveragedGradient:
-        """Return the tensor for the `.grad` of a parameter whose gradient has been reduced."""
-        param, made = self._params[index], self._made[index]
-        form = param.shape, param.dtype
-        if form not in made:
-            made[form] = AveragedGradient(param, self.notes[index])
-        return made[form]
+    def put(self, indices: Iterable[int]) -> None:
+        """Let stand-ins be the `.grad` of parameters whose gradients have been reduced."""
+        for index in indices:
+            param, made = self._params[index], self._made[index]
+            form = param.shape, param.dtype
+            if form not in made:
+                made[form] = AveragedGradient(param, self.notes[index])
+            SET_OWN_GRAD(param, made[form])
+
+    @as_they_are
+    def lift(self, indices: Iterable[int]) -> list[int]:
+        """Take stand-ins out of `.grad` while their parameters come to show other shapes.
+
+        Returns:
+            The indices of the parameters that had one, for `put`.
+        """
+        lifted = []
+        for index in indices:
+            grad, note = OWN_GRAD(self._params[index]), self.notes[index]
+            if isinstance(grad, AveragedGradient):
+                if grad.note is not note or grad.own is not None:
+                    grad.settle(note)
+                SET_OWN_GRAD(self._params[index], None)
+                lifted.append(index)
+        return lifted
 
     def leave(self, indices: Iterable[int]) -> None:
         """Note that parameters' gradients are gone, also for code that has kept a `.grad`."""
