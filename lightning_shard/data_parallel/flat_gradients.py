@@ -46,6 +46,7 @@ class FlatGradients:
 
     Attributes:
         buffer: The memory in which the gradients lie.
+        states: States of the parameters' gradients, in buffer order.
         own: The gradients that user code has made or edited.
         was_reduced: Whether a reduction has begun in this backward.
         is_closed: Whether backward has left the unit's modules, so that no gradient comes any
@@ -66,6 +67,7 @@ class FlatGradients:
         self.exchange = exchange
         self.waits_for_end = waits_for_end
         self.buffer = GradientBuffer(flat)
+        self.states: GradientStates = self.buffer.states
         self.own = OwnGradients(self.buffer, groups.dp)
         self._groups = groups
         self._reduce_dtype = reduce_dtype or flat.full.dtype
@@ -80,11 +82,6 @@ class FlatGradients:
     def reduce_over(self, groups: DataGroups) -> None:
         """Average over other ranks from now on; nothing may be in flight."""
         self._groups, self.own.ranks = groups, groups.dp
-
-    @property
-    def states(self) -> GradientStates:
-        """States of the parameters' gradients, in buffer order."""
-        return self.buffer.states
 
     @property
     def accumulates(self) -> bool:
