@@ -82,6 +82,11 @@ class GradientBuffer:
         self._own_uses = storage_uses(self.full)
         return self.full
 
+    @property
+    def views_or_none(self) -> Sequence[Tensor | None]:
+        """View of each gradient in `full`; None for each while there is no memory."""
+        return self.views or [None] * len(self.states)
+
     def see_assigned(self) -> None:
         """Where user code has assigned `.grad.data`, know the tensor in `.grad` for the user's."""
         if self.full is None or not self.shows_sums:
@@ -167,8 +172,8 @@ class GradientBuffer:
             return
         shards = self.flat.shard_views(average)
         is_reduced = self.states.is_reduced
-        for adds, local, shard in zip(is_reduced, self.local_views, shards, strict=True):
-            local.add_(shard) if adds else local.copy_(shard)
+        for is_held, local, shard in zip(is_reduced, self.local_views, shards, strict=True):
+            local.add_(shard) if is_held else local.copy_(shard)
 
     def add_what_was_set_aside(self) -> None:
         """Add the averages that `set_aside` has kept to the new ones."""

@@ -67,7 +67,7 @@ class OwnGradients:
     def _which_are_own(self) -> list[bool]:
         """Return of each parameter whether a tensor of the user's stands in `.grad`."""
         self._buffer.see_assigned()
-        views = self._buffer.views or [None] * self.num_params
+        views = self._buffer.views_or_none
         grads = [*map(OWN_GRAD, self._flat.params)]
         return [
             not (grad is None or grad is view or isinstance(grad, AveragedGradient))
@@ -145,7 +145,7 @@ class OwnGradients:
             ConfigError: User code has put a gradient of its own there.
         """
         self._buffer.observe_all()
-        views = self._buffer.views or [None] * self.num_params
+        views = self._buffer.views_or_none
         for index, (grad, view) in enumerate(zip(outer, views, strict=True)):
             if not (grad is None or grad is view or isinstance(grad, AveragedGradient)):
                 raise self._set_by_hand(index)
