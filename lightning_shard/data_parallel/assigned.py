@@ -44,15 +44,12 @@ class ShownViews:
     @property
     def stand(self) -> bool:
         """Whether every parameter's memory begins where its view does; a quick check."""
-        for param, address in zip(self._params, self._addresses, strict=False):
-            if param.data_ptr() != address:
-                return False
-        return True
+        return not self._addresses or [p.data_ptr() for p in self._params] == self._addresses
 
     @property
     def lie_straight(self) -> bool:
         """Whether every parameter is contiguous, as its view is."""
-        return all(param.is_contiguous() for param in self._params)
+        return False not in [param.is_contiguous() for param in self._params]
 
     def assigned(self) -> list[int]:
         """Return the indices of the parameters that show another tensor, by a close check."""
@@ -116,6 +113,10 @@ class ParameterPlaces:
             *((m._modules, name, child) for _, m in modules for name, child in m._modules.items()),
         ]
 
+    @property
+    def _are_as_known(self) -> bool:
+        return not [name for held, name, known in self._watched if held.get(name) is not known]
+
     def put_back(self, take: Callable[[nn.Parameter, Tensor], None]) -> None:
         """Put back the parameters that user code has replaced by others, with the others' values.
 
@@ -125,7 +126,7 @@ class ParameterPlaces:
         Raises:
             ConfigError: The values that stand for one parameter differ, or have another shape.
         """
-        if all(held.get(name) is known for held, name, known in self._watched):
+        if self._are_as_known:
             return
         modules = dict(self._model.named_modules(remove_duplicate=False))
         newcomers: dict[nn.Parameter, dict[_ParameterPath, nn.Parameter]] = {}

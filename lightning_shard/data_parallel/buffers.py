@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.data_parallel.torch_private import is_persistent
+from lightning_shard.data_parallel.known_modules import KnownModules
+from lightning_shard.data_parallel.torch_private import is_persistent, with_buffers
 
 
 class BufferSync:
@@ -21,7 +22,7 @@ class BufferSync:
     """
 
     def __init__(self, model: nn.Module, collectives: Collectives) -> None:
-        self._model = model
+        self._model, self._modules = model, KnownModules(model)
         self._collectives = collectives
         self._may_differ = False
 
@@ -48,7 +49,7 @@ class BufferSync:
         """Return the buffers that training may change, in the same order on every rank."""
         return [
             buffer
-            for module in self._model.modules()
+            for module in with_buffers(self._modules.now())
             for name, buffer in module.named_buffers(recurse=False)
             if buffer.is_floating_point() and buffer.numel() and is_persistent(module, name)
         ]

@@ -110,13 +110,15 @@ class DataParallelEngine:
             (one, gradients.flat) for one, gradients in enumerate(self.gradients)
         )
         self._homes = placed((flat, flat) for flat in self.flats)
+        self._buffer_numbers = {id(param): one for param, (one, _) in self._positions.items()}
         ahead = options.units_ahead
         self._unsharder = (
             Unsharder(model, self.units, self._close, ahead) if options.stage == 3 else None
         )
         self._weights = EqualWeights(self.flats, reducing.dp, self.device)
         self.reducer = Reducer(self.gradients, reducing.dp, self._usage(reducing.dp))
-        self._hooks: dict[nn.Parameter, RemovableHandle] = {}
+        self._hooks: list[RemovableHandle] = []
+        self._unhooked = list(self._positions)
         self._buffers = BufferSync(model, self.collectives)
         self._buffers.broadcast_all()
         self.shards = GradientShards(
@@ -194,9 +196,11 @@ class DataParallelEngine:
     @as_they_are
     def hook_trainable(self) -> None:
         """Watch parameters that have come to require gradients (unfrozen ones, too)."""
-        for param, (position, index) in self._positions.items():
-            if param.requires_grad and param not in self._hooks:
-                self._hooks[param] = self._hook(param, position, index)
+        if not [param for param in self._unhooked if param.requires_grad]:
+            return
+        for param in (param for param in self._unhooked if param.requires_grad):
+            self._hooks.append(self._hook(param, *self._positions[param]))
+        self._unhooked = [param for param in self._unhooked if not param.requires_grad]
 
     def _hook(self, param: nn.Parameter, position: int, index: int) -> RemovableHandle:
         def arrived(_: Tensor) -> None:
@@ -328,12 +332,12 @@ class DataParallelEngine:
 
     def send_up(self, params: Iterable[nn.Parameter]) -> None:
         """After an update of `params` in host memory, bring this rank's device up to date."""
-        for flat in self._touched(params):
+        for flat in self._touched(params) if self.copier is not None else ():
             flat.send_up()
 
     def _touched(self, params: Iterable[nn.Parameter]) -> list[FlatParameters]:
-        touched = {self._positions[param][0] for param in params if param in self._positions}
-        return [self.gradients[position].flat for position in sorted(touched)]
+        touched = set(map(self._buffer_numbers.get, map(id, params)))
+        return [one.flat for number, one in enumerate(self.gradients) if number in touched]
 
     def publish(self, params: Iterable[nn.Parameter]) -> None:
         """After an update of `params`, bring all ranks' full parameters up to date."""
@@ -453,8 +457,12 @@ class DataParallelEngine:
             self._unsharder.reshard_all()
         for gradients in self.gradients:
             gradients.buffer.drop()
-        while self._hooks:  # autograd would keep the engine for good
-            self._hooks.popitem()[1].remove()
+        self._unhook()  # autograd would keep the engine for good
+
+    def _unhook(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
+        self._unhooked = list(self._positions)
 
     def detach(self, *, restore: bool) -> None:
         """Take the engine off the model; with `restore`, each parameter is full again.
@@ -485,9 +493,9 @@ class DataParallelEngine:
     def _remove_hooks(self) -> None:
         for flat in self.flats:
             flat.move_out()
-        for handle in (*self._hooks.values(), *self._loading):
+        self._unhook()
+        for handle in self._loading:
             handle.remove()
-        self._hooks.clear()
         if self._unsharder is not None:
             self._unsharder.remove()
 

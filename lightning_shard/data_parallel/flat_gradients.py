@@ -17,6 +17,7 @@ then on is its `GradientState`; the memory, and what stands in `.grad`, are thos
 """
 
 from collections.abc import Sequence
+from operator import and_
 
 import torch
 from torch import Tensor
@@ -27,8 +28,9 @@ from lightning_shard.data_parallel.compression.compressor import Exchange
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.gradient_buffer import GradientBuffer
-from lightning_shard.data_parallel.gradient_state import GradientState
+from lightning_shard.data_parallel.gradient_state import GradientStates
 from lightning_shard.data_parallel.own_gradients import OwnGradients
+from lightning_shard.data_parallel.unrecorded import unrecorded
 from lightning_shard.errors import ConfigError
 
 
@@ -44,6 +46,7 @@ class FlatGradients:
 
     Attributes:
         buffer: The memory in which the gradients lie.
+        states: States of the parameters' gradients, in buffer order.
         own: The gradients that user code has made or edited.
         was_reduced: Whether a reduction has begun in this backward.
         is_closed: Whether backward has left the unit's modules, so that no gradient comes any
@@ -64,6 +67,7 @@ class FlatGradients:
         self.exchange = exchange
         self.waits_for_end = waits_for_end
         self.buffer = GradientBuffer(flat)
+        self.states: GradientStates = self.buffer.states
         self.own = OwnGradients(self.buffer, groups.dp)
         self._groups = groups
         self._reduce_dtype = reduce_dtype or flat.full.dtype
@@ -80,11 +84,6 @@ class FlatGradients:
         self._groups, self.own.ranks = groups, groups.dp
 
     @property
-    def states(self) -> list[GradientState]:
-        """State of each parameter's gradient, in buffer order."""
-        return self.buffer.states
-
-    @property
     def accumulates(self) -> bool:
         """Whether gradients stay here until a backward that synchronises."""
         return self.buffer.accumulates
@@ -92,7 +91,11 @@ class FlatGradients:
     @property
     def is_trained(self) -> bool:
         """Whether any parameter requires a gradient now; frozen buffers cost nothing."""
-        return any(param.requires_grad for param in self.flat.params)
+        return self._num_trained > 0
+
+    @property
+    def _num_trained(self) -> int:
+        return [param.requires_grad for param in self.flat.params].count(True)
 
     @property
     def is_complete(self) -> bool:
@@ -101,16 +104,25 @@ class FlatGradients:
             return True
         if len(self._seen) < self._expected:
             return False
-        self._expected = sum(param.requires_grad for param in self.flat.params)
+        self._expected = self._num_trained
         return len(self._seen) >= self._expected
+
+    @property
+    def all_trained_are_used(self) -> bool:
+        """Whether this rank has used every parameter that can have a gradient."""
+        if self.states.all_used:
+            return True
+        used = zip(self.states.is_used, self.flat.params, strict=True)
+        return all(is_used or not param.requires_grad for is_used, param in used)
 
     @property
     def must_reduce(self) -> bool:
         """Whether the end of a backward still owes a reduction, whatever this rank's graph used."""
-        is_late = self.was_reduced and any(state.is_local for state in self.states)
-        return (is_late and not self.accumulates) or (not self.was_reduced and self.is_trained)
+        if self.was_reduced:
+            return self.states.any_local and not self.accumulates
+        return self.is_trained
 
-    @torch.no_grad()
+    @unrecorded
     def take(self, index: int, grad: Tensor) -> None:
         """Take a gradient computed outside autograd's own pass, in the parameter's own shape.
 
@@ -120,10 +132,11 @@ class FlatGradients:
         self._expect(index)
         if self.flat.params[index].grad is self.buffer.views[index]:
             self.buffer.views[index].add_(grad)
+            self.states.arrive(index)
         else:
             self.buffer.observe(index)
             self.buffer.store(index, grad)
-        self._note(index)
+        self._seen.add(index)
 
     def accept(self, index: int) -> None:
         """Take the gradient that autograd has just put on a parameter.
@@ -134,14 +147,17 @@ class FlatGradients:
         self._expect(index)
         grad = self.flat.params[index].grad
         assert grad is not None
-        if grad is not self.buffer.views[index]:
+        if grad is self.buffer.views[index]:
+            self.states.arrive(index)
+        else:
             self.buffer.store(index, self._arrived(index, grad))
-        self._note(index)
+        self._seen.add(index)
 
     def _expect(self, index: int) -> None:
         if not self._seen:
             self.buffer.renew()
-        self.buffer.allocate()
+        if self.buffer.full is None:
+            self.buffer.allocate()
         if self.was_reduced and self.accumulates:
             raise ConfigError(
                 f"Rank {self._groups.dp.rank}: the gradient of {self.own.name(index)!r} "
@@ -150,18 +166,15 @@ class FlatGradients:
                 f"or 3."
             )
 
-    def _note(self, index: int) -> None:
-        self.states[index].arrive()
-        self._seen.add(index)
-
     def _arrived(self, index: int, grad: Tensor) -> Tensor:
         """Return the gradient that has just come, taken from what stands in `.grad` now."""
         if isinstance(grad, AveragedGradient):
             self.buffer.observe(index)
             grad = grad.note.take_arrival()
-        else:
-            self.buffer.forget(index)  # `.grad` was None
-        grad = grad.detach()  # it is in a graph where backward creates one
+        elif not self.states.is_none(index):
+            self.buffer.forget([index])  # `.grad` was None
+        if grad.requires_grad:  # it is in a graph where backward creates one
+            grad = grad.detach()
         return grad.to_dense() if grad.is_sparse else grad
 
     def averaged(self, index: int) -> Tensor:
@@ -172,7 +185,7 @@ class FlatGradients:
         """
         self.buffer.observe(index)
         if (
-            self.states[index].is_local
+            self.states.is_local[index]
             or self._pending is not None
             or not self.buffer.average_views
         ):
@@ -184,21 +197,19 @@ class FlatGradients:
             )
         return self.buffer.kept(index)
 
-    @torch.no_grad()
+    @unrecorded
     def begin_reduce(self) -> None:
         """Start averaging the full buffer over the ranks; each rank must call."""
         self.finish_reduce()
         self.was_reduced = True
         full = self.buffer.allocate()
-        for index in range(len(self.states)):
-            self.buffer.observe(index)
+        self.buffer.observe_all()
         if self.buffer.is_plain:
             self.own.take_in()
-        used = [self._has_contribution(index) for index in range(len(self.states))]
-        twice = any(new and state.is_reduced for new, state in zip(used, self.states, strict=True))
+        used = self._contributions()
+        twice = any(map(and_, used, self.states.is_reduced))
         self._clear_unused(used)
-        for state in self.states:
-            state.leave()
+        self.states.all_leave()
         if not self.accumulates:
             self.buffer.give_up_full()
         if self.exchange is not None and not self._passes(self.exchange, full, used, twice):
@@ -209,11 +220,10 @@ class FlatGradients:
             self._send(full.to(self._reduce_dtype))
 
     def _clear_unused(self, used: Sequence[bool]) -> None:
-        for index, view in enumerate(self.buffer.views):
-            if not used[index]:
-                self.buffer.set_aside()
-                self._keep_average(index)
-                view.zero_()
+        for index in (index for index, is_used in enumerate(used) if not is_used):
+            self.buffer.set_aside()
+            self._keep_average(index)
+            self.buffer.views[index].zero_()
 
     def _send(self, send: Tensor) -> None:
         if self.flat.stage == 0:
@@ -245,7 +255,7 @@ class FlatGradients:
             )
         return exchange.passes(full, used)
 
-    @torch.no_grad()
+    @unrecorded
     def continue_reduce(self) -> None:
         """Start the second half of a compressed reduction, or of one over several copies.
 
@@ -262,10 +272,12 @@ class FlatGradients:
         self._pending = self._groups.replicate.all_reduce(out, "avg", async_op=True), out
         self._copies_differ = False
 
-    def _has_contribution(self, index: int) -> bool:
+    def _contributions(self) -> list[bool]:
+        """Return which gradients are this rank's part of an average."""
         if self.buffer.is_plain and self.exchange is None:  # averaged again to itself
-            return self.flat.params[index].grad is self.buffer.views[index]
-        return self.states[index].is_local
+            shown = zip(self.flat.params, self.buffer.views, strict=True)
+            return [param.grad is view for param, view in shown]
+        return list(map(bool, self.states.is_local))
 
     def _keep_average(self, index: int) -> None:
         """Set an average in `.grad` aside that must not travel again."""
@@ -273,7 +285,7 @@ class FlatGradients:
         if self.buffer.is_plain and self.flat.params[index].grad is view:
             self._averages[index] = view.clone()
 
-    @torch.no_grad()
+    @unrecorded
     def finish_reduce(self) -> None:
         """Wait for the average and add it to the local gradients."""
         if self._pending is None:
@@ -293,8 +305,7 @@ class FlatGradients:
             self.buffer.views[index].copy_(average)
         self._averages.clear()
         self.buffer.land(synchronised=self.is_synchronised)
-        for state in self.states:
-            state.come()
+        self.states.all_come()
         self.buffer.release()
         self.own.know_content()
 
@@ -305,10 +316,10 @@ class FlatGradients:
     def end_backward(self) -> None:
         """Forget which gradients this backward has brought."""
         self._seen.clear()
-        self._expected = sum(param.requires_grad for param in self.flat.params)
+        self._expected = self._num_trained
         self.was_reduced = self.is_closed = False
 
-    @torch.no_grad()
+    @unrecorded
     def reduce_given(self, given: Sequence[bool]) -> None:
         """From stage 1 on, reduce gradients that user code put into `.grad`; each rank must call.
 
@@ -319,15 +330,14 @@ class FlatGradients:
             if not is_given:
                 continue
             grad, self.flat.params[index].grad = self.flat.params[index].grad, None
-            self.buffer.forget(index)
+            self.buffer.forget([index])
             if grad is not None:
                 grad = grad.detach()
                 self.take(index, grad.to_dense() if grad.is_sparse else grad)
         self.begin_reduce()
         self.finish_reduce()
         self.end_backward()
-        for state, is_given in zip(self.states, given, strict=True):
-            state.is_valid = state.is_valid or is_given
+        self.states.validate(given)
         self.settle()
 
     def buffers(self) -> list[Tensor]:

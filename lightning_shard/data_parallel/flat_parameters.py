@@ -31,7 +31,6 @@ from lightning_shard.data_parallel.assigned import (
     refuse_resharded,
     refuse_shape,
 )
-from lightning_shard.data_parallel.averaged_gradient import AveragedGradient
 from lightning_shard.data_parallel.blanks import overwrite
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.offload.copier import HostCopier
@@ -44,6 +43,7 @@ from lightning_shard.data_parallel.sharded_parameter import (
     settle_in,
 )
 from lightning_shard.data_parallel.stand_ins import StandIns
+from lightning_shard.data_parallel.unrecorded import unrecorded
 from lightning_shard.data_parallel.values_at_start import ValuesAtStart, give_memory
 from lightning_shard.layout.flat import FlatLayout, build_layout
 from lightning_shard.layout.owned import OwnedLayout, build_owned_layout
@@ -143,7 +143,7 @@ class FlatParameters:
         """Whether `full` has memory; its content is valid once the gather has been waited for."""
         return self.full.untyped_storage().nbytes() > 0
 
-    @torch.no_grad()
+    @unrecorded
     def _fill(
         self, compute: torch.dtype, copier: HostCopier | None, start: ValuesAtStart | None
     ) -> tuple[Tensor, Tensor]:
@@ -197,7 +197,7 @@ class FlatParameters:
         ]
 
     @as_they_are
-    @torch.no_grad()
+    @unrecorded
     def present_full(self) -> None:
         """Let every parameter show its full shape; `full` must be unsharded."""
         self.present_shards(sharded=False)
@@ -205,19 +205,16 @@ class FlatParameters:
         self._present(self.full_views)
 
     def _present(self, views: Sequence[Tensor]) -> None:
-        for index, view in enumerate(views):
-            self._point(index, view)
+        lifted = self.stand_ins.lift(range(len(self.params)))
+        for param, view in zip(self.params, views, strict=True):
+            param.data = view
+        self.stand_ins.put(lifted)
         self._shown.show(views)
 
     def _point(self, index: int, view: Tensor) -> None:
-        param = self.params[index]
-        if isinstance(param.grad, AveragedGradient):  # must have the parameter's shape
-            param.grad.settle(self.stand_ins.note(index))
-            param.grad = None
-            param.data = view
-            param.grad = self.stand_ins.of(index)
-        else:
-            param.data = view
+        lifted = self.stand_ins.lift([index])
+        self.params[index].data = view
+        self.stand_ins.put(lifted)
 
     def settle_in(self, home_of: Callable[[int], ParameterHome]) -> None:
         """Let parameters look full to user code while they are in shards.
@@ -276,7 +273,7 @@ class FlatParameters:
         return value.to(self.full.device, copy=True)
 
     @as_they_are
-    @torch.no_grad()
+    @unrecorded
     def adopt(self, values: Mapping[int, Tensor]) -> None:
         """Write values into the buffers, as if user code had written them into the shown tensors.
 
@@ -357,14 +354,14 @@ class FlatParameters:
         return value.flatten()[shard_slice.param_offset : shard_slice.param_stop]
 
     @as_they_are
-    @torch.no_grad()
+    @unrecorded
     def present_local(self) -> None:
         """Let every parameter show this rank's shard."""
         self.see_assigned()
         self._present(self.local_views)
 
     @as_they_are
-    @torch.no_grad()
+    @unrecorded
     def present_master(self) -> None:
         """Let every parameter show the shard that the optimizer updates."""
         self.see_assigned()
@@ -382,7 +379,7 @@ class FlatParameters:
             self.host.send_up(self.shard)
             self.host.copier.join()
 
-    @torch.no_grad()
+    @unrecorded
     def begin_unshard(self) -> Pending | Uploaded | None:
         """Start bringing the full parameters together from the shards; each rank must call."""
         if self.reshards:
@@ -402,7 +399,7 @@ class FlatParameters:
         sizes = self.layout.shard_numels
         return self._groups.shard.all_gather(self.full, own, sizes=sizes, async_op=True)
 
-    @torch.no_grad()
+    @unrecorded
     def take_in_edits(self) -> None:
         """Carry user code's changes of the full parameters over to the shard.
 
@@ -441,7 +438,7 @@ class FlatParameters:
         real = torch.view_as_real(self.master) if self.master.is_complex() else self.master
         return int(real.view(_WHOLE_NUMBERS[real.element_size()]).sum())
 
-    @torch.no_grad()
+    @unrecorded
     def load(self, index: int, value: Tensor) -> None:
         """Overwrite one parameter by a tensor of its own shape, however it shows itself now.
 
@@ -473,7 +470,7 @@ class FlatParameters:
             return self.gather_shards(self.master)
         return self.full_views
 
-    @torch.no_grad()
+    @unrecorded
     def gather_shards(self, shard: Tensor) -> list[Tensor]:
         """Bring any shard-shaped tensor together in the parameters' own shapes.
 
@@ -493,4 +490,5 @@ class FlatParameters:
 
 def full_views(full: Tensor, layout: FlatLayout) -> list[Tensor]:
     """Return the full-shaped view of each slot of a full-sized flat tensor."""
-    return [full[slot.offset : slot.stop].view(slot.shape) for slot in layout.slots]
+    parts = full.split_with_sizes(layout.part_numels)[1::2]
+    return [part.view(slot.shape) for part, slot in zip(parts, layout.slots, strict=True)]

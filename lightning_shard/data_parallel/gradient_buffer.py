@@ -10,6 +10,9 @@ Where each rank keeps the full average, the view of `full` is the parameter's `.
 as the full gradient does. The buffer learns what user code has done to `.grad` when it looks there.
 """
 
+from collections.abc import Sequence
+from itertools import compress
+from operator import and_
 from sys import getrefcount
 
 import torch
@@ -17,10 +20,11 @@ from torch import Tensor
 
 from lightning_shard.data_parallel.averaged_gradient import AveragedGradient
 from lightning_shard.data_parallel.flat_parameters import FlatParameters, full_views
-from lightning_shard.data_parallel.gradient_state import GradientState
+from lightning_shard.data_parallel.gradient_state import GradientStates
 from lightning_shard.data_parallel.offload.host_gradients import HostGradients
-from lightning_shard.data_parallel.sharded_parameter import as_they_are
+from lightning_shard.data_parallel.sharded_parameter import OWN_GRAD, as_they_are
 from lightning_shard.data_parallel.torch_private import storage_uses
+from lightning_shard.data_parallel.unrecorded import unrecorded
 
 _OWN_REFERENCES = 2  # to a view that nobody else holds: that of the list, and getrefcount's own
 
@@ -32,7 +36,7 @@ class GradientBuffer:
         flat: The parameters whose gradients these are.
 
     Attributes:
-        states: State of each parameter's gradient, in buffer order.
+        states: States of the parameters' gradients, in buffer order.
         full: This rank's own gradients; None while there is no memory.
         views: View of each gradient in `full`.
         local: This rank's shard of the averages.
@@ -45,7 +49,7 @@ class GradientBuffer:
 
     def __init__(self, flat: FlatParameters) -> None:
         self.flat = flat
-        self.states = [GradientState() for _ in flat.params]
+        self.states = GradientStates(len(flat.params))
         self.full: Tensor | None = None
         self.views: list[Tensor] = []
         self.local: Tensor | None = None
@@ -57,9 +61,10 @@ class GradientBuffer:
         self.is_plain = not flat.has_local_form
         self.shows_sums = self.is_plain
         self._stash: Tensor | None = None
+        self._addresses: list[int] = []  # of the views
         self._own_uses = 0  # of the memory of `full`, by us
 
-    @torch.no_grad()
+    @unrecorded
     def allocate(self) -> Tensor:
         """Return `full`, which has memory from now on."""
         if self.full is not None:
@@ -67,24 +72,31 @@ class GradientBuffer:
         kind = self.flat.master_dtype if self.accumulates else self.flat.full.dtype
         self.full = torch.empty_like(self.flat.full, dtype=kind)
         self.views = full_views(self.full, self.flat.layout)
-        end = 0
-        for slot in self.flat.layout.slots:  # padding travels too: keep it zero
-            self.full[end : slot.offset].zero_()
-            end = slot.stop
-        self.full[end:].zero_()
+        for start, stop in self.flat.layout.gaps:  # padding travels too: keep it zero
+            self.full[start:stop].zero_()
         if self.accumulates and self.local is None:
             bounds = self.flat.layout.shard_bounds(self.flat.shard_index)
             self.local = self.full[slice(*bounds)]
             self.local_views = self.flat.shard_views(self.local)
+        self._addresses = [view.data_ptr() for view in self.views]
         self._own_uses = storage_uses(self.full)
         return self.full
 
-    def see_assigned(self, index: int) -> None:
+    @property
+    def views_or_none(self) -> Sequence[Tensor | None]:
+        """View of each gradient in `full`; None for each while there is no memory."""
+        return self.views or [None] * len(self.states)
+
+    def see_assigned(self) -> None:
         """Where user code has assigned `.grad.data`, know the tensor in `.grad` for the user's."""
-        view, slot = self.views[index], self.flat.layout.slots[index]
-        assert self.full is not None
-        if view.data_ptr() != self.full.data_ptr() + slot.offset * self.full.itemsize:
-            self.views[index] = self.full[slot.offset : slot.stop].view(slot.shape)
+        if self.full is None or not self.shows_sums:
+            return
+        addresses = [view.data_ptr() for view in self.views]
+        if addresses == self._addresses:
+            return
+        for index, slot in enumerate(self.flat.layout.slots):
+            if addresses[index] != self._addresses[index]:
+                self.views[index] = self.full[slot.offset : slot.stop].view(slot.shape)
 
     @as_they_are
     def renew(self) -> None:
@@ -118,29 +130,32 @@ class GradientBuffer:
             self.local = self.flat.full.new_empty(shape, dtype=kind)
             self.local_views = self.flat.shard_views(self.local)
         fits = dtype == self.local.dtype or (self.local.dtype == torch.float32 and not travels_on)
-        is_taken = not self.accumulates and self._holds_averages and not self.is_on_host
+        is_taken = not self.accumulates and self.states.any_reduced and not self.is_on_host
         if not fits or is_taken:
             return torch.empty_like(self.local, dtype=None if fits else dtype)
         return self.local
 
     def store(self, index: int, grad: Tensor) -> None:
         """Put a gradient into `full`, or add it to an earlier micro-batch's; show it."""
-        if self.states[index].is_local:  # or reentrant checkpointing
+        if self.states.is_local[index]:  # or reentrant checkpointing
             self.views[index].add_(grad)
         else:
             self.set_aside()
             self.views[index].copy_(grad)
-        shown = self.views[index] if self.shows_sums else self.flat.stand_ins.of(index)
-        self.flat.params[index].grad = shown
+        if self.shows_sums:
+            self.flat.params[index].grad = self.views[index]
+        else:
+            self.flat.stand_ins.put([index])
+        self.states.arrive(index)
 
     def set_aside(self) -> None:
         """Keep the averages that lie in a part of `full` before new gradients overwrite it."""
-        if not self.accumulates or self.is_plain or self._stash is not None or self.is_on_host:
+        if not self.accumulates or self.is_plain or not self.states.any_reduced:
             return
-        if self._holds_averages:
-            for index in range(len(self.states)):  # zero_grad has perhaps let go of all
-                self.observe(index)
-        if self._holds_averages:
+        if self._stash is not None or self.is_on_host:
+            return
+        self.observe_all()  # zero_grad has perhaps let go of all
+        if self.states.any_reduced:
             assert self.local is not None
             self._stash = self.local.clone()
 
@@ -150,29 +165,31 @@ class GradientBuffer:
             return
         if self.local is None:
             self.target(average.dtype, travels_on=True)
+        assert self.local is not None
+        adds = not self.accumulates and not self.is_on_host and self.states.any_reduced
+        if not adds or self.states.all_reduced:
+            self.local.add_(average) if adds else self.local.copy_(average)
+            return
         shards = self.flat.shard_views(average)
-        for state, local, shard in zip(self.states, self.local_views, shards, strict=True):
-            adds = state.is_reduced and not self.accumulates and not self.is_on_host
-            local.add_(shard) if adds else local.copy_(shard)
+        is_reduced = self.states.is_reduced
+        for is_held, local, shard in zip(is_reduced, self.local_views, shards, strict=True):
+            local.add_(shard) if is_held else local.copy_(shard)
 
     def add_what_was_set_aside(self) -> None:
         """Add the averages that `set_aside` has kept to the new ones."""
         if self._stash is None:
             return
         shards = self.flat.shard_views(self._stash)
-        for state, local, shard in zip(self.states, self.local_views, shards, strict=True):
-            if state.is_reduced:
+        is_reduced = self.states.is_reduced
+        for is_kept, local, shard in zip(is_reduced, self.local_views, shards, strict=True):
+            if is_kept:
                 local.add_(shard)
         self._stash = None
 
     @property
-    def _holds_averages(self) -> bool:
-        return any(state.is_reduced for state in self.states)
-
-    @property
     def is_on_host(self) -> bool:
         """Whether the averages that are held lie in host memory."""
-        return self.host is not None and self.host.are_here and self._holds_averages
+        return self.host is not None and self.host.are_here and self.states.any_reduced
 
     def land(self, *, synchronised: bool) -> None:
         """Once a reduction is over, under offload, let its averages follow those on the host.
@@ -185,13 +202,13 @@ class GradientBuffer:
         if not (synchronised or self.is_on_host):
             self.host.are_here = False
             return
-        self.host.land(self.local, [state.is_reduced for state in self.states])
+        self.host.land(self.local, list(map(bool, self.states.is_reduced)))
         if not self.accumulates:
             self.local, self.local_views = None, []
 
     def bring_down(self) -> None:
         """Under offload, let all averages lie in host memory, for an optimizer there."""
-        if self.host is not None and self._holds_averages and not self.host.are_here:
+        if self.host is not None and self.states.any_reduced and not self.host.are_here:
             self.land(synchronised=True)
 
     def host_buffers(self) -> list[Tensor]:
@@ -212,31 +229,44 @@ class GradientBuffer:
     @as_they_are
     def observe(self, index: int) -> None:
         """Learn from `.grad` whether user code has zeroed the gradient."""
-        grad = self.flat.params[index].grad
+        self._observe(index, self.flat.params[index].grad)
+
+    @as_they_are
+    def observe_all(self) -> None:
+        """Learn from every `.grad` whether user code has zeroed the gradient."""
+        grads = [*map(OWN_GRAD, self.flat.params)]
+        self.forget([index for index, grad in enumerate(grads) if grad is None])
+        for index, (grad, note) in enumerate(zip(grads, self.flat.stand_ins.notes, strict=True)):
+            if isinstance(grad, AveragedGradient):
+                is_as_made = grad.note is note and grad.own is None
+                if note.zeroed or not is_as_made:
+                    self._observe(index, grad)
+
+    def _observe(self, index: int, grad: Tensor | None) -> None:
         if grad is None:
-            self.forget(index)
+            self.forget([index])
         elif isinstance(grad, AveragedGradient):
             grad.settle(self.flat.stand_ins.note(index))
             if grad.note.zeroed:
                 grad.note.zeroed = False
-                self.states[index].leave()
-                if self.states[index].is_reduced:
+                self.states.leave(index)
+                if self.states.is_reduced[index]:
                     self.kept(index).zero_()
 
-    def forget(self, index: int) -> None:
-        """Note that a gradient is gone, also for user code that has kept its `.grad`."""
-        if self.shows_sums and self.views and getrefcount(self.views[index]) > _OWN_REFERENCES:
-            self._leave_to_user(index)
-        self.flat.stand_ins.leave(index)
-        self.states[index].forget()
-        self.flat.stand_ins.note(index).zeroed = False  # of a gradient that is gone
+    def forget(self, indices: Sequence[int]) -> None:
+        """Note that gradients are gone, also for user code that has kept a `.grad`."""
+        for index in indices if self.shows_sums and self.views else ():
+            if getrefcount(self.views[index]) > _OWN_REFERENCES:
+                self._leave_to_user(index)
+        self.flat.stand_ins.leave(indices)
+        self.states.forget(indices)
 
     @as_they_are
     def drop(self) -> None:
         """Let go of all gradients and their memory."""
-        for index, param in enumerate(self.flat.params):
+        for param in self.flat.params:
             param.grad = None
-            self.forget(index)
+        self.forget(range(len(self.states)))
         self.full, self.views, self._stash = None, [], None
         self.local, self.local_views = None, []
         if self.host is not None:
@@ -254,54 +284,69 @@ class GradientBuffer:
         """After a reduction, let `.grad` stand for the averages that lie in shards."""
         if self.is_plain:
             return
-        for index, param in enumerate(self.flat.params):
-            if not isinstance(param.grad, AveragedGradient):
-                param.grad = self.flat.stand_ins.of(index)
+        grads = enumerate(map(OWN_GRAD, self.flat.params))
+        others = [index for index, grad in grads if not isinstance(grad, AveragedGradient)]
+        self.flat.stand_ins.put(others)
 
     @as_they_are
     def settle(self) -> None:
         """Once ranks agree on the used parameters, set each `.grad`, or None, alike on all."""
-        for index, (param, state) in enumerate(zip(self.flat.params, self.states, strict=True)):
-            if not state.is_valid and isinstance(param.grad, AveragedGradient):
+        if self.states.all_valid and not self.is_plain:
+            return
+        for index, param in enumerate(self.flat.params):
+            is_valid = self.states.is_valid[index]
+            if not is_valid and isinstance(param.grad, AveragedGradient):
                 param.grad = None
-                self.forget(index)
-            elif state.is_valid and param.grad is None and self.is_plain:
+                self.forget([index])
+            elif is_valid and param.grad is None and self.is_plain:
                 param.grad = self.views[index]
 
     def is_there(self, index: int) -> bool:
         """Whether the average of any rank's gradient lies here, or in other ranks' shards."""
-        state = self.states[index]
-        return state.is_reduced and state.is_valid and bool(self.average_views)
+        is_shown = self.states.is_reduced[index] and self.states.is_valid[index]
+        return bool(is_shown and self.average_views)
 
-    def present(self, index: int) -> Tensor | None:
-        """Return this rank's shard of a gradient, or None when no rank used the parameter."""
-        if not self.is_there(index):
-            return None
-        local = self.average_views[index]
-        return local if local.numel() or self.flat.stage == 0 else None
+    def presented(self) -> list[Tensor | None]:
+        """Return this rank's shard of each gradient, or None when no rank used the parameter."""
+        views = self.average_views
+        if not views:
+            return [None] * len(self.states)
+        are_there = map(and_, self.states.is_reduced, self.states.is_valid)
+        takes_empty = self.flat.stage == 0
+        return [
+            view if is_there and (takes_empty or view.numel()) else None
+            for view, is_there in zip(views, are_there, strict=True)
+        ]
 
     @as_they_are
-    def take_back(self, index: int, outer: Tensor | None) -> Tensor | None:
-        """End the optimizer's view of one gradient: keep what user code made of it.
+    def take_back(self, outer: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """End the optimizer's view of the gradients: keep what user code made of them.
+
+        In `.grad` stand the tensors that were presented, or those that user code has put there.
 
         Args:
-            index: Index of the parameter, whose `.grad` is the tensor that was presented, or one
-                that user code has put there.
-            outer: The tensor that stood in `.grad` before the view; None without one.
+            outer: The tensors that stood in `.grad` before the view; None where there was none.
 
         Returns:
-            The tensor that has to stand in `.grad` again; None without one.
+            The tensors that have to stand in `.grad` again; None where there is none.
         """
-        presented, grad = self.present(index), self.flat.params[index].grad
-        if presented is not None and grad is None:
-            self.forget(index)
-        elif presented is not None and grad is not None and grad is not presented:
-            presented.copy_(grad)
-        is_kept = self.states[index].is_reduced or not isinstance(outer, AveragedGradient)
-        return outer if is_kept else None
+        for index, (param, one) in enumerate(zip(self.flat.params, self.presented(), strict=True)):
+            grad = param.grad
+            if one is None or grad is one:
+                continue
+            if grad is None:
+                self.forget([index])
+            else:
+                one.copy_(grad)
+        return [
+            grad if is_reduced or not isinstance(grad, AveragedGradient) else None
+            for grad, is_reduced in zip(outer, self.states.is_reduced, strict=True)
+        ]
 
     @as_they_are
-    def restore(self, index: int, outer: Tensor | None) -> None:
-        """Put back what `take_back` returned; the parameter may have another shape by now."""
-        stand_in = isinstance(outer, AveragedGradient)
-        self.flat.params[index].grad = self.flat.stand_ins.of(index) if stand_in else outer
+    def restore(self, outer: Sequence[Tensor | None]) -> None:
+        """Put back what `take_back` returned; parameters may have other shapes by now."""
+        stood_in = [isinstance(grad, AveragedGradient) for grad in outer]
+        for param, grad, is_stand_in in zip(self.flat.params, outer, stood_in, strict=True):
+            param.grad = None if is_stand_in else grad
+        self.flat.stand_ins.put(compress(range(len(outer)), stood_in))

@@ -23,6 +23,7 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.content import content, contents
 from lightning_shard.data_parallel.flat_gradients import FlatGradients
 from lightning_shard.data_parallel.sharded_parameter import as_they_are
+from lightning_shard.data_parallel.unrecorded import unrecorded
 from lightning_shard.errors import ConfigError
 
 
@@ -47,7 +48,7 @@ class HandEdits:
         self.are_expected = False
 
     @as_they_are
-    @torch.no_grad()
+    @unrecorded
     def average(self) -> None:
         """Average all gradients that the optimizer is about to see; each rank must call."""
         if not self._gradients or self._ranks.size == 1:
@@ -93,9 +94,7 @@ class HandEdits:
             For each parameter whether on any rank a tensor of the user's stands there, and whether
             one of the engine's does; for each buffer whether ranks have different gradients.
         """
-        kinds = [
-            one.own.kind(index) for one in self._gradients for index in range(one.own.num_params)
-        ]
+        kinds = [kind for one in self._gradients for kind in one.own.kinds()]
         there = torch.tensor(kinds, dtype=torch.int64, device=self._device).view(-1)
         hashes = torch.stack([self._content(one) for one in self._gradients])
         least = torch.cat([~there, ~hashes])

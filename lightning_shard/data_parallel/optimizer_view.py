@@ -90,16 +90,15 @@ class OptimizerView:
         gradients.flat.present_shards(sharded=False)
         params = gradients.flat.params
         outer = [param.grad for param in params]
-        for index, grad in enumerate(outer):
-            gradients.own.check(index, grad)
+        gradients.own.check(outer)
         if self._unsharder is None:
             gradients.flat.take_in_edits()
         for param in params:
             param.grad = None
         gradients.flat.present_master()
         gradients.buffer.bring_down()
-        for index, param in enumerate(params):
-            param.grad = gradients.buffer.present(index)
+        for param, grad in zip(params, gradients.buffer.presented(), strict=True):
+            param.grad = grad
         return outer
 
     @contextmanager
@@ -147,10 +146,10 @@ class OptimizerView:
     def _lend_stand_ins(self) -> None:
         for gradients in self._gradients:
             gradients.flat.present_shards(sharded=True)
-            for index, param in enumerate(gradients.flat.params):
-                gradients.buffer.take_back(index, None)  # what was made of it meanwhile
-                if gradients.buffer.is_there(index):
-                    param.grad = gradients.flat.stand_ins.of(index)
+            nothing = [None] * len(gradients.states)
+            gradients.buffer.take_back(nothing)  # what was made of them meanwhile
+            indices = range(len(gradients.states))
+            gradients.flat.stand_ins.put(filter(gradients.buffer.is_there, indices))
         if self._absent is not None:
             self._absent.show()
 
@@ -158,10 +157,11 @@ class OptimizerView:
         """Show shards again; what user code has zeroed or set in `.grad` stays so."""
         for gradients in self._gradients:
             gradients.flat.present_shards(sharded=False)
-            for index, param in enumerate(gradients.flat.params):
-                gradients.buffer.observe(index)
+            gradients.buffer.observe_all()
+            presented = gradients.buffer.presented()
+            for param, grad in zip(gradients.flat.params, presented, strict=True):
                 if isinstance(param.grad, AveragedGradient):
-                    param.grad = gradients.buffer.present(index)
+                    param.grad = grad
         if self._absent is not None:
             self._absent.hide()
 
@@ -186,15 +186,14 @@ class OptimizerView:
         if not self._outer:
             return
         for gradients, outer in zip(self._gradients, self._outer, strict=True):
-            kept = [gradients.buffer.take_back(index, grad) for index, grad in enumerate(outer)]
+            kept = gradients.buffer.take_back(outer)
             for param in gradients.flat.params:
                 param.grad = None
             if self._unsharder is None:
                 gradients.flat.present_full()
             elif gradients.flat.host is not None:
                 gradients.flat.present_local()
-            for index, grad in enumerate(kept):
-                gradients.buffer.restore(index, grad)
+            gradients.buffer.restore(kept)
             gradients.flat.present_shards(sharded=self._unsharder is not None)
         self._outer = []
         if self._unsharder is not None:

@@ -7,13 +7,13 @@ reduced as those of a backward are, see `FlatGradients.reduce_given`.
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.averaged_gradient import AveragedGradient
 from lightning_shard.data_parallel.gradient_buffer import GradientBuffer
-from lightning_shard.data_parallel.sharded_parameter import as_they_are
+from lightning_shard.data_parallel.sharded_parameter import OWN_GRAD, as_they_are
+from lightning_shard.data_parallel.unrecorded import unrecorded
 from lightning_shard.errors import ConfigError
 
 
@@ -56,64 +56,71 @@ class OwnGradients:
     @property
     def are_there(self) -> bool:
         """Whether a tensor of the user's stands in some `.grad`."""
-        return any(self._is_own(index) for index in range(self.num_params))
+        return any(self._which_are_own())
 
     @property
     def which_are_there(self) -> list[bool]:
         """Whether each parameter has a gradient here, under stage 0; later stages have agreed."""
         return [param.grad is not None for param in self._flat.params if self._flat.stage == 0]
 
-    def _is_own(self, index: int) -> bool:
-        grad = self._flat.params[index].grad
-        if grad is None or isinstance(grad, AveragedGradient):
-            return False
-        if not self._buffer.views or grad is not self._buffer.views[index]:
-            return True
-        self._buffer.see_assigned(index)
-        return grad is not self._buffer.views[index]
+    @as_they_are
+    def _which_are_own(self) -> list[bool]:
+        """Return of each parameter whether a tensor of the user's stands in `.grad`."""
+        self._buffer.see_assigned()
+        views = self._buffer.views_or_none
+        grads = [*map(OWN_GRAD, self._flat.params)]
+        return [
+            not (grad is None or grad is view or isinstance(grad, AveragedGradient))
+            for grad, view in zip(grads, views, strict=True)
+        ]
 
-    def kind(self, index: int) -> tuple[bool, bool]:
-        """Whether a tensor of the user's stands in `.grad`, and whether one of the engine's does.
+    def kinds(self) -> list[tuple[bool, bool]]:
+        """Whether a tensor of the user's stands in each `.grad`, and whether one of the engine's.
 
         Raises:
             ConfigError: A tensor of the user's has another shape than the parameter.
         """
-        is_own, grad = self._is_own(index), self._flat.params[index].grad
-        if is_own and grad is not None and grad.shape != self._flat.layout.slots[index].shape:
-            raise self._set_by_hand(index)
-        return is_own, not is_own and grad is not None
+        kinds = []
+        for index, is_own in enumerate(self._which_are_own()):
+            grad = self._flat.params[index].grad
+            if is_own and grad is not None and grad.shape != self._flat.layout.slots[index].shape:
+                raise self._set_by_hand(index)
+            kinds.append((is_own, not is_own and grad is not None))
+        return kinds
 
     @property
     def held_everywhere(self) -> Tensor | None:
         """The memory of all gradients, under stage 0; zero where there is no gradient."""
         if self._flat.stage > 0 or self._buffer.full is None:
             return None
+        self._buffer.observe_all()
         for index, param in enumerate(self._flat.params):
-            self._buffer.observe(index)
             if param.grad is None:
                 self._buffer.views[index].zero_()
         return self._buffer.full
 
-    @torch.no_grad()
+    @unrecorded
     def take_in(self) -> None:
         """Under stage 0, copy the tensors that user code has put into `.grad` to the buffer."""
-        for index, param in enumerate(self._flat.params):
-            if not self._is_own(index):
-                continue
+        which = self._which_are_own()
+        for index in (index for index, is_own in enumerate(which) if is_own):
+            param = self._flat.params[index]
             grad, param.grad = param.grad, None
             assert grad is not None
             self._buffer.allocate()
             self._buffer.views[index].copy_(grad.to_dense() if grad.is_sparse else grad)
-            self._buffer.states[index].arrive()
+            self._buffer.states.arrive(index)
             self._show(index)
 
     def _show(self, index: int) -> None:
         buffer = self._buffer
-        buffer.states[index].show()
-        shown = buffer.views[index] if buffer.is_plain else self._flat.stand_ins.of(index)
-        self._flat.params[index].grad = shown
+        buffer.states.show(index)
+        if buffer.is_plain:
+            self._flat.params[index].grad = buffer.views[index]
+        else:
+            self._flat.stand_ins.put([index])
 
-    @torch.no_grad()
+    @unrecorded
     def average_again(self, there: Sequence[bool]) -> None:
         """Under stage 0, average the gradients in the buffer once more; each rank must call.
 
@@ -127,22 +134,21 @@ class OwnGradients:
         for index, is_there in enumerate(there):
             if is_there:
                 self._show(index)
-        for state in self._buffer.states:
-            state.leave()
+        self._buffer.states.all_leave()
         self.know_content()
 
     @as_they_are
-    def check(self, index: int, outer: Tensor | None) -> None:
-        """Raise if a tensor of the user's stands in `.grad` before the optimizer's view of it.
+    def check(self, outer: Sequence[Tensor | None]) -> None:
+        """Raise if a tensor of the user's stands in some `.grad` before the optimizer's view.
 
         Raises:
             ConfigError: User code has put a gradient of its own there.
         """
-        self._buffer.observe(index)
-        view = self._buffer.views[index] if self._buffer.views else None
-        if outer is None or outer is view or isinstance(outer, AveragedGradient):
-            return
-        raise self._set_by_hand(index)
+        self._buffer.observe_all()
+        views = self._buffer.views_or_none
+        for index, (grad, view) in enumerate(zip(outer, views, strict=True)):
+            if not (grad is None or grad is view or isinstance(grad, AveragedGradient)):
+                raise self._set_by_hand(index)
 
     def _set_by_hand(self, index: int) -> ConfigError:
         return ConfigError(

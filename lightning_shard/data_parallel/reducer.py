@@ -111,7 +111,7 @@ class Reducer:
         self._arrived(position, gradients)
 
     def _arrived(self, position: int, gradients: FlatGradients) -> None:
-        if gradients.is_complete and not gradients.was_reduced:
+        if not gradients.was_reduced and gradients.is_complete:
             self._completed.append(position)
             self._reduce_ready()
 

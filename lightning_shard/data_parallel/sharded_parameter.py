@@ -29,7 +29,11 @@ from lightning_shard.data_parallel.parameter_shard import (
     pickling_refused,
 )
 from lightning_shard.data_parallel.sharded_tensor import ShardedTensor, Spread, is_alike
-from lightning_shard.data_parallel.torch_private import ACCESS_TO_BACKWARD_HOOKS, is_traced
+from lightning_shard.data_parallel.torch_private import (
+    ACCESS_TO_BACKWARD_HOOKS,
+    is_traced,
+    sees_subclasses,
+)
 from lightning_shard.errors import ConfigError
 
 _HOME = "_lightning_shard_home"  # set on parameters that can be in shards
@@ -43,6 +47,8 @@ def as_they_are(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @wraps(function)
     def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if not sees_subclasses():  # called by another one
+            return function(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
 
@@ -182,6 +188,10 @@ class ShardedParameter(nn.Parameter):
             return _of_user(func, params, *given)
 
 
+# A parameter's own `.grad`, for functions that see parameters as they are; quicker than asking one
+# that may be in shards.
+OWN_GRAD: Callable[[nn.Parameter], Tensor | None] = _TENSOR.grad.__get__
+SET_OWN_GRAD: Callable[[nn.Parameter, Tensor | None], None] = _TENSOR.grad.__set__
 _CLASSES: tuple[type[nn.Parameter], ...] = (nn.Parameter, ShardedParameter)
 _SET_GRAD = _TENSOR.grad.__set__
 _SHARDS = (ParameterShard, AveragedGradient, ShardView)

@@ -4,14 +4,14 @@ A parameter has one for each shape and format in which it shows itself; they sha
 may keep them: one that nobody has kept stands for the next gradient, too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from sys import getrefcount
 
 import torch
 from torch import nn
 
 from lightning_shard.data_parallel.averaged_gradient import AveragedGradient, GradientNote
-from lightning_shard.data_parallel.sharded_parameter import as_they_are
+from lightning_shard.data_parallel.sharded_parameter import OWN_GRAD, SET_OWN_GRAD, as_they_are
 
 _OWN_REFERENCES = 2  # to a stand-in that nobody else holds: that of the dict, and getrefcount's own
 
@@ -22,28 +22,53 @@ class StandIns:
     Args:
         params: The buffer's parameters.
         names: Their names in the model.
+
+    Attributes:
+        notes: Of each parameter the note that the stand-ins of its gradient share.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], names: Sequence[str]) -> None:
         self._params = params
-        self._notes = [GradientNote(name) for name in names]
-        self._made: dict[tuple[int, torch.Size, torch.dtype], AveragedGradient] = {}
+        self.notes = [GradientNote(name) for name in names]
+        self._made: list[dict[tuple[torch.Size, torch.dtype], AveragedGradient]]
+        self._made = [{} for _ in names]
 
     def note(self, index: int) -> GradientNote:
         """Return the note that the stand-ins of a parameter's gradient share."""
-        return self._notes[index]
+        return self.notes[index]
 
     @as_they_are
-    def of(self, index: int) -> AveragedGradient:
-        """Return the tensor for the `.grad` of a parameter whose gradient has been reduced."""
-        param = self._params[index]
-        key = index, param.shape, param.dtype
-        if key not in self._made:
-            self._made[key] = AveragedGradient(param, self._notes[index])
-        return self._made[key]
+    def put(self, indices: Iterable[int]) -> None:
+        """Let stand-ins be the `.grad` of parameters whose gradients have been reduced."""
+        for index in indices:
+            param, made = self._params[index], self._made[index]
+            form = param.shape, param.dtype
+            if form not in made:
+                made[form] = AveragedGradient(param, self.notes[index])
+            SET_OWN_GRAD(param, made[form])
 
-    def leave(self, index: int) -> None:
-        """Note that a parameter's gradient is gone, also for code that has kept its `.grad`."""
-        for key in [key for key in self._made if key[0] == index]:
-            if getrefcount(self._made[key]) > _OWN_REFERENCES:
-                self._made.pop(key).lose()
+    @as_they_are
+    def lift(self, indices: Iterable[int]) -> list[int]:
+        """Take stand-ins out of `.grad` while their parameters come to show other shapes.
+
+        Returns:
+            The indices of the parameters that had one, for `put`.
+        """
+        lifted = []
+        for index in indices:
+            grad, note = OWN_GRAD(self._params[index]), self.notes[index]
+            if isinstance(grad, AveragedGradient):
+                if grad.note is not note or grad.own is not None:
+                    grad.settle(note)
+                SET_OWN_GRAD(self._params[index], None)
+                lifted.append(index)
+        return lifted
+
+    def leave(self, indices: Iterable[int]) -> None:
+        """Note that parameters' gradients are gone, also for code that has kept a `.grad`."""
+        for index in indices:
+            made = self._made[index]
+            for form in list(made):
+                if getrefcount(made[form]) > _OWN_REFERENCES:
+                    made.pop(form).lose()
+            self.notes[index].zeroed = False  # of a gradient that is gone

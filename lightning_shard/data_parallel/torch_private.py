@@ -3,7 +3,7 @@
 `tests/data_parallel/test_torch_private.py` fails when upstream changes them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar, cast
 
@@ -27,6 +27,7 @@ __all__ = [
     "TorchDispatchMode",
     "Untraced",
     "check_batch_norm_input",
+    "children_of",
     "exchange_contents",
     "forget_forward_hooks",
     "gradient_hooks",
@@ -42,10 +43,12 @@ __all__ = [
     "pass_for_parameter",
     "queue_after_backward",
     "saving_hook",
+    "sees_subclasses",
     "storage_key",
     "storage_uses",
     "untraced",
     "untraced_alone",
+    "with_buffers",
     "without_function_modes",
 ]
 
@@ -55,6 +58,9 @@ INITIALISERS = ("reset_parameters", "_reset_parameters")  # of torch's layers, b
 _BACKWARD_HOOKS: Any = vars(torch._C.TensorBase)["_backward_hooks"]
 ACCESS_TO_BACKWARD_HOOKS = (_BACKWARD_HOOKS.__get__, _BACKWARD_HOOKS.__set__)
 F = TypeVar("F", bound=Callable[..., Any])
+
+# whether subclasses of tensors see now what is done to them, by `__torch_function__`
+sees_subclasses: Callable[[], bool] = torch._C._is_torch_function_enabled
 
 
 def untraced(function: F) -> F:
@@ -140,6 +146,16 @@ def has_compiled_call(module: nn.Module) -> bool:
 def is_compiled_function(function: object) -> bool:
     """Whether `torch.compile` has made a function of another."""
     return hasattr(function, "_torchdynamo_orig_callable")
+
+
+def children_of(modules: Iterable[nn.Module]) -> list[nn.Module | None]:
+    """Return what each module holds as its children, one module after the other."""
+    return [child for module in modules for child in module._modules.values()]
+
+
+def with_buffers(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the modules that hold buffers of their own."""
+    return [module for module in modules if module._buffers]
 
 
 def is_persistent(module: nn.Module, name: str) -> bool:

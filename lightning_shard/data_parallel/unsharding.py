@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
+from lightning_shard.data_parallel.known_modules import KnownModules
 from lightning_shard.data_parallel.shard_copies import ShardCopies
 from lightning_shard.data_parallel.sharded_parameter import UserCode
 from lightning_shard.data_parallel.torch_private import in_backward, untraced
@@ -58,7 +60,7 @@ class Unsharder:
         self._root_units = [unit for unit in units if unit.is_root]
         self._next: dict[Unit, Unit] = {}
         self._previous: dict[Unit, Unit] = {}
-        self._trace: list[Unit] = []
+        self._trace: dict[Unit, None] = {}  # in this step, in order
         self._depth = 0
         self._in_step = False
         self._has_stepped = False
@@ -72,6 +74,7 @@ class Unsharder:
         self.record = UnshardRecord()
         for index, unit in enumerate(units):
             unit.on_unshard = partial(self.record.note, index, unit.name)
+        self._modules_in: dict[nn.Module, KnownModules] = {}  # blocks
         self._install(model)
 
     def _install(self, model: nn.Module) -> None:
@@ -79,6 +82,7 @@ class Unsharder:
         for unit in self._units:
             for module in unit.modules:
                 inside.update(module.modules())
+                self._modules_in[module] = KnownModules(module)
                 self._hook_block(unit, module)
                 for part in module.modules():
                     if (
@@ -292,21 +296,21 @@ class Unsharder:
     def _follow_trace(self) -> None:
         """Expect the next step to visit the units in the order of the last one."""
         if self._trace:
-            self._next = dict(zip(self._trace, self._trace[1:], strict=False))
+            self._next = dict(pairwise(self._trace))
             self._previous = {after: before for before, after in self._next.items()}
-            self._trace = []
+            self._trace = {}
 
     def _before_forward(self, unit: Unit, inputs: Any) -> None:
         unit.ensure_full()
         if in_backward():  # recomputation of a checkpointed block
             return
-        if self._in_step and unit not in self._trace:
-            self._trace.append(unit)
+        if self._in_step:
+            self._trace.setdefault(unit)
         self._prefetch(self._next, unit)
         if not torch.is_grad_enabled():
             return
         unit.open_calls += 1
-        tensors = [tensor for tensor in _tensors(inputs) if tensor.requires_grad]
+        tensors = [tensor for tensor in _tensors(_leaves(inputs)) if tensor.requires_grad]
         # a leaf's hook runs before what else is ready, such as the backward of a weight norm
         if tensors and not any(tensor.is_leaf for tensor in tensors):
 
@@ -319,9 +323,10 @@ class Unsharder:
         if in_backward():
             return
         if torch.is_grad_enabled():
-            if _hides_tensors(output) or _leaves_graph_on(module):
+            leaves = _leaves(output)
+            if _hides_tensors(leaves) or _leaves_graph_on(self._modules_in[module].now()):
                 unit.kept = True  # we cannot see its backward coming
-            if tensors := [tensor for tensor in _tensors(output) if tensor.requires_grad]:
+            if tensors := [tensor for tensor in _tensors(leaves) if tensor.requires_grad]:
                 _on_entry(tensors, lambda: self._before_backward(unit))
         if unit.note_forward(module) and not (unit.kept or self._holds):
             unit.reshard(edited=True)  # a forward may keep its own weights small
@@ -422,34 +427,31 @@ def _on_entry(outputs: Sequence[Tensor], entered: Callable[[], None]) -> None:
         node.register_prehook(enter)
 
 
-def _tensors(collection: Any) -> list[Tensor]:
-    """Return every tensor in nested mappings, sequences and dataclasses."""
-    return [leaf for leaf in _leaves(collection) if isinstance(leaf, Tensor)]
+def _tensors(leaves: Iterable[Any]) -> list[Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def _hides_tensors(collection: Any) -> bool:
+def _hides_tensors(leaves: Iterable[Any]) -> bool:
     """Whether an object that we do not know may carry tensors out of a block."""
-    return any(not isinstance(leaf, (Tensor, *_PLAIN)) for leaf in _leaves(collection))
+    return bool([leaf for leaf in leaves if not isinstance(leaf, (Tensor, *_PLAIN))])
 
 
-def _leaves_graph_on(block: nn.Module) -> bool:
+def _leaves_graph_on(modules: Iterable[nn.Module]) -> bool:
     """Whether forward has left a tensor with a graph on some module, as MoE routers do."""
-    return any(
-        isinstance(value, Tensor) and value.grad_fn is not None
-        for module in block.modules()
-        for value in vars(module).values()
-    )
+    values = [value for module in modules for value in vars(module).values()]
+    return bool([one for one in values if isinstance(one, Tensor) and one.grad_fn is not None])
 
 
-def _leaves(collection: Any) -> Iterator[Any]:
-    if isinstance(collection, Mapping):
-        children: Iterable[Any] = collection.values()
-    elif isinstance(collection, (list, tuple)):
-        children = collection
+def _leaves(collection: Any) -> list[Any]:
+    """Return what is in nested mappings, sequences and dataclasses."""
+    if isinstance(collection, Tensor):
+        return [collection]
+    if isinstance(collection, (list, tuple)):
+        children: Iterable[Any] = collection
+    elif isinstance(collection, Mapping):
+        children = collection.values()
     elif is_dataclass(collection):
         children = [getattr(collection, field.name) for field in fields(collection)]
     else:
-        yield collection
-        return
-    for child in children:
-        yield from _leaves(child)
+        return [collection]
+    return [leaf for child in children for leaf in _leaves(child)]

@@ -52,12 +52,11 @@ class UsageAgreement:
 
     def begin(self) -> None:
         """Start the exchange; each rank must call, after its last reduction has started."""
-        used = [int(state.is_used) for one in self._gradients for state in one.states]
+        used = b"".join(one.states.is_used for one in self._gradients)
         if self._unshards is not None:
             self._digest = self._unshards.digest()
-        moved = [int(self._weights.have_moved)] if self._weights is not None else []
-        message = [*used, *moved, *self._digest]
-        self._flags = torch.tensor(message, dtype=torch.uint8, device=self._device)
+        moved = bytes([self._weights.have_moved]) if self._weights is not None else b""
+        self._flags = _as_tensor(used + moved + self._digest).to(self._device)
         self._pending = self._collectives.all_reduce(self._flags, "max", async_op=True)
 
     def finish(self) -> None:
@@ -69,15 +68,13 @@ class UsageAgreement:
         self._check_digest()
         if self._weights is not None:
             self._weights.agree(self._flags[-1])
-        complete = all(
-            state.is_used or not param.requires_grad
-            for gradients in self._gradients
-            for state, param in zip(gradients.states, gradients.flat.params, strict=True)
-        )
-        states = [state for gradients in self._gradients for state in gradients.states]
-        flags = [] if complete else self._flags.bool().tolist()
-        for number, state in enumerate(states):
-            state.is_valid = state.is_valid or (state.is_used if complete else flags[number])
+        complete = all(one.all_trained_are_used for one in self._gradients)
+        flags = [] if complete else self._flags.tolist()
+        start = 0
+        for states in (one.states for one in self._gradients):
+            stop = start + len(states)
+            states.validate(states.is_used if complete else flags[start:stop])
+            start = stop
 
     def _check_digest(self) -> None:
         names = [] if self._unshards is None else self._unshards.take()
@@ -92,3 +89,10 @@ class UsageAgreement:
                 f"stage 2."
             )
         self._known_digest = self._digest
+
+
+def _as_tensor(message: bytes) -> torch.Tensor:
+    """Return a message as a tensor with memory of its own."""
+    if not message:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(message), dtype=torch.uint8)

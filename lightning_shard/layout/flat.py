@@ -13,6 +13,8 @@ reduce-scatter and all-gather work on the buffer itself. Pure arithmetic: no ten
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from math import prod
 
 from lightning_shard.errors import LayoutError
@@ -32,12 +34,12 @@ class Slot:
     shape: tuple[int, ...]
     offset: int
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements of the full parameter."""
         return prod(self.shape)
 
-    @property
+    @cached_property
     def stop(self) -> int:
         """Index in the buffer one past the parameter's last element."""
         return self.offset + self.numel
@@ -87,11 +89,27 @@ class FlatLayout:
         """Number of elements of the whole buffer, padding included."""
         return self.num_shards * self.shard_numel
 
-    @property
+    @cached_property
     def shard_numels(self) -> tuple[int, ...]:
         """Number of elements of each rank's shard."""
         bounds = map(self.shard_bounds, range(self.num_shards))
         return tuple(stop - start for start, stop in bounds)
+
+    @cached_property
+    def part_numels(self) -> tuple[int, ...]:
+        """Number of elements of each part of the buffer: padding, slot, padding ... padding."""
+        numels, end = [], 0
+        for slot in self.slots:
+            numels += [slot.offset - end, slot.numel]
+            end = slot.stop
+        return (*numels, self.full_numel - end)
+
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """First and one-past-last index of each run of padding."""
+        ends = list(accumulate(self.part_numels))
+        paddings = zip(ends[::2], self.part_numels[::2], strict=True)
+        return tuple((end - numel, end) for end, numel in paddings if numel)
 
     def shard_bounds(self, shard: int) -> tuple[int, int]:
         """Indices in the buffer of a shard's first element and of one past its last."""

@@ -38,6 +38,7 @@ class FrozenAdam:
     def __init__(self, optimizer: Optimizer, engine: DataParallelEngine) -> None:
         self._optimizer = optimizer
         self._engine = engine
+        self._compresses = bool(engine.exchanges)
         self._set_aside: list[tuple[nn.Parameter, Tensor]] = []
         for group in optimizer.param_groups:
             for exchange in map(engine.exchange_of, group["params"]):
@@ -49,7 +50,7 @@ class FrozenAdam:
 
     def take(self) -> None:
         """Update what has a frozen second moment, and hide it from the optimizer's own step."""
-        for group in self._optimizer.param_groups:
+        for group in self._optimizer.param_groups if self._compresses else ():
             for param in group["params"]:
                 exchange = self._engine.exchange_of(param)
                 if exchange is None or not exchange.froze_variance or param.grad is None:
@@ -104,7 +105,7 @@ class FrozenAdam:
 
     def _tell_factor(self) -> None:
         """Tell each exchange the factor of its next update, which schedulers may have changed."""
-        for group in self._optimizer.param_groups:
+        for group in self._optimizer.param_groups if self._compresses else ():
             for param in group["params"]:
                 exchange = self._engine.exchange_of(param)
                 if exchange is not None and exchange.sends_momentum:

@@ -42,10 +42,12 @@ class GatheredParameters:
 
         Each rank that has parts of the layers must call.
         """
+        if self._exchange is None:
+            return
         owners, groups = self._owners, self._optimizer.param_groups
         listed = [param for group in groups for param in group["params"]]
         params = [param for param in listed if param in owners.of_parts]
-        if self._exchange is None or not params:
+        if not params:
             return
         used = self._exchange.used(params)
         self._messages = list(_messages(params))

@@ -10,6 +10,8 @@ so that the owner takes the step of a single device. State is full on the owner,
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
@@ -63,6 +65,7 @@ class OwnedParameters:
         self._optimizer, self._engine = optimizer, engine
         self._known = {param for group in optimizer.param_groups for param in group["params"]}
         self._gathered = GatheredParameters(optimizer, engine)
+        self._plans: list[_GroupPlan] = []
         self._listed: list[list[nn.Parameter]] = []
         self._shown: list[tuple[nn.Parameter, Tensor, Tensor | None]] = []
         # a step may raise, and what there is may be saved then
@@ -81,15 +84,16 @@ class OwnedParameters:
         Raises:
             ConfigError: The optimizer was given parameters since, which lie in shards.
         """
-        for group in self._optimizer.param_groups:
-            self._check_added(group)
-        for group in self._optimizer.param_groups:
+        groups = self._optimizer.param_groups
+        if len(groups) != len(self._plans) or not all(map(_GroupPlan.fits, self._plans, groups)):
+            for group in groups:
+                self._check_added(group)
+            self._plans = [self._plan(group) for group in groups]
+        for group, plan in zip(groups, self._plans, strict=True):
             self._listed.append(group["params"])
-            homes = [(param, self._home(param)) for param in group["params"]]
-            group["params"] = [param for param, home in homes if not _is_of_another_rank(home)]
-            for param, home in homes:
-                if home is not None and home[0].is_owned and not _is_of_another_rank(home):
-                    self._show(param, *home)
+            group["params"] = [*plan.updated]
+            for param, flat, index in plan.owned:
+                self._show(param, flat, index)
         self._gathered.take()
 
     def send_out(self) -> None:
@@ -111,6 +115,15 @@ class OwnedParameters:
                 is_ours = grad is not None and left.data_ptr() == grad.data_ptr()
                 param.grad = grad if is_ours else left.reshape(-1)
         self._listed, self._shown = [], []
+
+    def _plan(self, group: dict[str, Any]) -> "_GroupPlan":
+        homes = [(param, self._home(param)) for param in group["params"]]
+        updated = [(param, home) for param, home in homes if not _is_of_another_rank(home)]
+        return _GroupPlan(
+            listed=[*group["params"]],
+            updated=[param for param, _ in updated],
+            owned=[(param, *home) for param, home in updated if home and home[0].is_owned],
+        )
 
     def _home(self, param: nn.Parameter) -> tuple[FlatParameters, int] | None:
         return self._engine.owner(param) if self._engine.split.is_here(param) else None
@@ -139,6 +152,26 @@ class OwnedParameters:
                 f"configure_optimizers."
             )
         self._known.update(added)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _GroupPlan:
+    """What this rank's step does with the parameters of a param group.
+
+    Attributes:
+        listed: The parameters that the group had when the plan was made.
+        updated: Those of them that the optimizer updates on this rank.
+        owned: Those of `updated` that lie full here, each with its buffer and its index there.
+    """
+
+    listed: Sequence[nn.Parameter]
+    updated: Sequence[nn.Parameter]
+    owned: Sequence[tuple[nn.Parameter, FlatParameters, int]]
+
+    def fits(self, group: dict[str, Any]) -> bool:
+        """Whether the group still has these parameters."""
+        params = group["params"]
+        return len(params) == len(self.listed) and all(map(is_, params, self.listed))
 
 
 def _is_of_another_rank(home: tuple[FlatParameters, int] | None) -> bool:

@@ -31,7 +31,7 @@ from lightning_shard.backends.registry import get_backend
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
-from tests.benchmarks.model import Batch, LanguageModel
+from tests.benchmarks.model import Batch
 
 Phase = Callable[[str], AbstractContextManager[object]]
 
@@ -41,12 +41,12 @@ ADAMW: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, 
 class Contender(ABC):
     """One model with its optimizer under one scheme."""
 
-    def __init__(self, model: LanguageModel) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.module: nn.Module = model
         self.optimizer = self.shard(model)
 
     @abstractmethod
-    def shard(self, model: LanguageModel) -> torch.optim.Optimizer:
+    def shard(self, model: nn.Module) -> torch.optim.Optimizer:
         """Put `model` under the scheme and return its optimizer; every rank calls."""
 
     def computing(self) -> AbstractContextManager[object]:
@@ -99,18 +99,18 @@ class Contender(ABC):
 class Local(Contender):
     """Each rank trains alone."""
 
-    def shard(self, model: LanguageModel) -> torch.optim.Optimizer:
+    def shard(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), **ADAMW)
 
 
 class TorchDDP(Contender):
     """torch's DistributedDataParallel."""
 
-    def __init__(self, model: LanguageModel, *, bucket_view: bool = False) -> None:
+    def __init__(self, model: nn.Module, *, bucket_view: bool = False) -> None:
         self.bucket_view = bucket_view
         super().__init__(model)
 
-    def shard(self, model: LanguageModel) -> torch.optim.Optimizer:
+    def shard(self, model: nn.Module) -> torch.optim.Optimizer:
         self.module = DistributedDataParallel(model, gradient_as_bucket_view=self.bucket_view)
         return torch.optim.AdamW(model.parameters(), **ADAMW)
 
@@ -118,7 +118,7 @@ class TorchDDP(Contender):
 class TorchZeroRedundancy(Contender):
     """torch's DistributedDataParallel with its optimizer state sharded."""
 
-    def shard(self, model: LanguageModel) -> torch.optim.Optimizer:
+    def shard(self, model: nn.Module) -> torch.optim.Optimizer:
         # Here, because importing it warns of torch's own use of torch.jit (torch 2.13).
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -139,11 +139,11 @@ class TorchZeroRedundancy(Contender):
 class TorchFSDP2(Contender):
     """torch's `fully_shard` on every block and on the root."""
 
-    def __init__(self, model: LanguageModel, *, reshard: bool) -> None:
+    def __init__(self, model: nn.Module, *, reshard: bool) -> None:
         self.reshard = reshard
         super().__init__(model)
 
-    def shard(self, model: LanguageModel) -> torch.optim.Optimizer:
+    def shard(self, model: nn.Module) -> torch.optim.Optimizer:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for block in model.blocks:
             fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard)
@@ -154,14 +154,14 @@ class TorchFSDP2(Contender):
 class Sharded(Contender):
     """Our data-parallel engine over Gloo."""
 
-    def __init__(self, model: LanguageModel, *, stage: int) -> None:
-        self.stage = stage
+    def __init__(self, model: nn.Module, *, options: EngineOptions) -> None:
+        self.options = options
         super().__init__(model)
 
-    def shard(self, model: LanguageModel) -> torch.optim.Optimizer:
+    def shard(self, model: nn.Module) -> torch.optim.Optimizer:
         assert dist.group.WORLD is not None
         collectives = get_backend("gloo").collectives(dist.group.WORLD)
-        self.engine = DataParallelEngine(model, collectives, EngineOptions(stage=self.stage))
+        self.engine = DataParallelEngine(model, collectives, self.options)
         optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
         self.sharded_optimizer = ShardedOptimizer(optimizer, self.engine)
         return optimizer
@@ -183,7 +183,7 @@ class Sharded(Contender):
 class Entry:
     """How to make a contender, and what to say of it."""
 
-    make: Callable[[LanguageModel], Contender]
+    make: Callable[[nn.Module], Contender]
     label: str
     in_default_run: bool = True
     same_losses: bool = True
@@ -205,8 +205,16 @@ CONTENDERS: dict[str, Entry] = {
         make=lambda model: TorchFSDP2(model, reshard=True), label="FSDP2, resharding"
     ),
     "local": Entry(make=Local, label="no communication", same_losses=False),
-    "shard_ddp": Entry(make=lambda model: Sharded(model, stage=0), label="shard_ddp"),
-    "zero1": Entry(make=lambda model: Sharded(model, stage=1), label="zero1"),
-    "zero2": Entry(make=lambda model: Sharded(model, stage=2), label="zero2"),
-    "zero3": Entry(make=lambda model: Sharded(model, stage=3), label="zero3"),
+    "shard_ddp": Entry(
+        make=lambda model: Sharded(model, options=EngineOptions(stage=0)), label="shard_ddp"
+    ),
+    "zero1": Entry(
+        make=lambda model: Sharded(model, options=EngineOptions(stage=1)), label="zero1"
+    ),
+    "zero2": Entry(
+        make=lambda model: Sharded(model, options=EngineOptions(stage=2)), label="zero2"
+    ),
+    "zero3": Entry(
+        make=lambda model: Sharded(model, options=EngineOptions(stage=3)), label="zero3"
+    ),
 }
