@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     )
     from lightning_shard.mesh import ParallelMesh
     from lightning_shard.strategies.async_sgd import AsyncSGDStrategy
-    from lightning_shard.strategies.data_parallel import (
-        DDPStrategy,
-        ZeRO1Strategy,
-        ZeRO2Strategy,
-        ZeRO3Strategy,
-    )
     from lightning_shard.strategies.elastic import ElasticStrategy
     from lightning_shard.strategies.hybrid_parallel import HybridParallelStrategy
     from lightning_shard.strategies.local_sgd import LocalSGDStrategy
     from lightning_shard.strategies.pipeline_parallel import PipelineParallelStrategy
     from lightning_shard.strategies.tensor_parallel import TensorParallelStrategy
+    from lightning_shard.strategies.zero import (
+        DDPStrategy,
+        ZeRO1Strategy,
+        ZeRO2Strategy,
+        ZeRO3Strategy,
+    )
 else:
 
     def __getattr__(name: str) -> Any:

@@ -8,7 +8,7 @@ HOMES = {
     "CheckpointError": "lightning_shard.errors",
     "CollectiveMismatchError": "lightning_shard.errors",
     "ConfigError": "lightning_shard.errors",
-    "DDPStrategy": f"{_STRATEGIES}.data_parallel",
+    "DDPStrategy": f"{_STRATEGIES}.zero",
     "DeadlockError": "lightning_shard.errors",
     "ElasticStrategy": f"{_STRATEGIES}.elastic",
     "HybridParallelStrategy": f"{_STRATEGIES}.hybrid_parallel",
@@ -19,9 +19,9 @@ HOMES = {
     "RankFailedError": "lightning_shard.errors",
     "ShardError": "lightning_shard.errors",
     "TensorParallelStrategy": f"{_STRATEGIES}.tensor_parallel",
-    "ZeRO1Strategy": f"{_STRATEGIES}.data_parallel",
-    "ZeRO2Strategy": f"{_STRATEGIES}.data_parallel",
-    "ZeRO3Strategy": f"{_STRATEGIES}.data_parallel",
+    "ZeRO1Strategy": f"{_STRATEGIES}.zero",
+    "ZeRO2Strategy": f"{_STRATEGIES}.zero",
+    "ZeRO3Strategy": f"{_STRATEGIES}.zero",
     "load_safetensors": "lightning_shard.checkpoint.conversion.loading",
 }
 """By name, the module that defines it."""

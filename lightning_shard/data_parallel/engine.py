@@ -16,10 +16,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.data_parallel.adoption import Adoption
 from lightning_shard.data_parallel.agreement import check_same_model
+from lightning_shard.data_parallel.arrival_hooks import ArrivalHooks
 from lightning_shard.data_parallel.assigned import ParameterPlaces
 from lightning_shard.data_parallel.blanks import blank
 from lightning_shard.data_parallel.buffers import BufferSync
@@ -36,14 +37,13 @@ from lightning_shard.data_parallel.offload.copier import HostCopier
 from lightning_shard.data_parallel.optimizer_view import OptimizerView
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.data_parallel.owners import share_out
-from lightning_shard.data_parallel.parameter_shard import ParameterShard
 from lightning_shard.data_parallel.presenting import look_full
 from lightning_shard.data_parallel.publishing import bring_together, publishing_edits
 from lightning_shard.data_parallel.quantised import refuse_quantised
 from lightning_shard.data_parallel.reducer import Reducer, always
 from lightning_shard.data_parallel.shard_advice import explaining_gradients, explaining_shards
 from lightning_shard.data_parallel.shard_loading import cut_loaded
-from lightning_shard.data_parallel.sharded_parameter import UserCode, as_they_are
+from lightning_shard.data_parallel.sharded_parameter import UserCode
 from lightning_shard.data_parallel.torch_private import gradient_hooks
 from lightning_shard.data_parallel.unit import Unit, of_one_unit
 from lightning_shard.data_parallel.unsharding import Unsharder
@@ -117,19 +117,10 @@ class DataParallelEngine:
         )
         self._weights = EqualWeights(self.flats, reducing.dp, self.device)
         self.reducer = Reducer(self.gradients, reducing.dp, self._usage(reducing.dp))
-        self._hooks: list[RemovableHandle] = []
-        self._unhooked = list(self._positions)
+        self._arrivals = ArrivalHooks(self._positions, self._arrival)
         self._buffers = BufferSync(model, self.collectives)
         self._buffers.broadcast_all()
-        self.shards = GradientShards(
-            self.gradients,
-            model.named_parameters(),
-            self.split,
-            self.device,
-            lambda: self.groups_of_gradients,
-            lambda: self.reducer.reduce_owed(),
-            self.collectives,
-        )
+        self.shards = self._gradient_shards()
         self.absent = AbsentGradients(
             self.shards, list(model.parameters()), self.split, self.device
         )
@@ -138,15 +129,25 @@ class DataParallelEngine:
             self.gradients, self.reducer, self._unsharder, self.absent, self.edits, self._weights
         )
         self._loading = cut_loaded(model, self._homes, self.split) if options.stage == 3 else []
-        self._places = ParameterPlaces(
+        places = ParameterPlaces(
             model, self.collectives.rank, fixed_modules=options.stage == 3 or split is not None
         )
-        for flat in self.flats:
-            flat.on_assigned = self._adopt_data
+        self._adoption = Adoption(self.flats, self._homes, places, self.split, self._weights)
         self.user_code = self._look_full()
         self.around_step: Callable[[], AbstractContextManager[None]] = nullcontext
         self.around_backward: Callable[[], AbstractContextManager[None]] = nullcontext
         self.hook_trainable()
+
+    def _gradient_shards(self) -> GradientShards:
+        return GradientShards(
+            self.gradients,
+            self.model.named_parameters(),
+            self.split,
+            self.device,
+            lambda: self.groups_of_gradients,
+            lambda: self.reducer.reduce_owed(),
+            self.collectives,
+        )
 
     def _look_full(self) -> UserCode:
         """Let parameters in shards look full to user code, where they can."""
@@ -193,22 +194,16 @@ class DataParallelEngine:
     def _close(self, unit: Unit) -> None:
         self.reducer.close(g for g in self.gradients if g.flat in unit.flats)
 
-    @as_they_are
     def hook_trainable(self) -> None:
         """Watch parameters that have come to require gradients (unfrozen ones, too)."""
-        if not [param for param in self._unhooked if param.requires_grad]:
-            return
-        for param in (param for param in self._unhooked if param.requires_grad):
-            self._hooks.append(self._hook(param, *self._positions[param]))
-        self._unhooked = [param for param in self._unhooked if not param.requires_grad]
+        self._arrivals.watch()
 
-    def _hook(self, param: nn.Parameter, position: int, index: int) -> RemovableHandle:
+    def _arrival(self, position: int, index: int) -> Callable[[Tensor], None]:
         def arrived(_: Tensor) -> None:
             self.shards.changed()
             self.reducer.arrive(position, index)
 
-        handle: RemovableHandle = param.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
-        return handle
+        return arrived
 
     def adopt_assigned(self) -> None:
         """Take over values that user code assigned to `param.data`, or parameters that it replaced.
@@ -216,25 +211,7 @@ class DataParallelEngine:
         Raises:
             ConfigError: An assigned value cannot be the parameter's.
         """
-        self._adopt_data()
-        self._places.put_back(self._adopt_replaced)
-
-    @as_they_are
-    def _adopt_data(self) -> None:
-        """Copy all assigned values before any is written: they may lie in the buffers."""
-        values = [flat.assigned() for flat in self.flats]
-        for flat, assigned in zip(self.flats, values, strict=True):
-            if assigned:
-                flat.adopt(assigned)
-                self._weights.note_assigned()
-
-    def _adopt_replaced(self, param: nn.Parameter, value: Tensor) -> None:
-        if param in self._homes:
-            flat, index = self._homes[param]
-            full = value.full_tensor() if isinstance(value, ParameterShard) else value
-            own = self.split.local(param, full)
-            flat.adopt({index: own.to(flat.full.device, copy=True)})
-            self._weights.note_assigned()
+        self._adoption.adopt()
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -457,12 +434,7 @@ class DataParallelEngine:
             self._unsharder.reshard_all()
         for gradients in self.gradients:
             gradients.buffer.drop()
-        self._unhook()  # autograd would keep the engine for good
-
-    def _unhook(self) -> None:
-        while self._hooks:
-            self._hooks.pop().remove()
-        self._unhooked = list(self._positions)
+        self._arrivals.remove()  # autograd would keep the engine for good
 
     def detach(self, *, restore: bool) -> None:
         """Take the engine off the model; with `restore`, each parameter is full again.
@@ -493,7 +465,7 @@ class DataParallelEngine:
     def _remove_hooks(self) -> None:
         for flat in self.flats:
             flat.move_out()
-        self._unhook()
+        self._arrivals.remove()
         for handle in self._loading:
             handle.remove()
         if self._unsharder is not None:

@@ -20,7 +20,7 @@ def refuse_quantised(model: nn.Module, rank: int, *, stage: int) -> None:
     """Raise for weights that flat buffers cannot hold.
 
     Args:
-        model: Any module.
+        model: The module, on this rank, whose parameters are looked at.
         rank: Number of this rank, for messages.
         stage: ZeRO stage of the buffers.
 
@@ -55,7 +55,7 @@ def refuse_quantised_parts(model: nn.Module, rank: int, scheme: str) -> None:
     """Raise for quantised weights where other ranks have other parts of a model.
 
     Args:
-        model: Any module.
+        model: The module, on this rank, whose parameters are looked at.
         rank: Number of this rank, for messages.
         scheme: What splits the model.
 

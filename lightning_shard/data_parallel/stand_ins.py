@@ -24,7 +24,7 @@ class StandIns:
         names: Their names in the model.
 
     Attributes:
-        notes: Of each parameter the note that the stand-ins of its gradient share.
+        notes: A note for each parameter, which the stand-ins of its gradient share.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], names: Sequence[str]) -> None:

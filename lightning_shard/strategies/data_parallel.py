@@ -485,27 +485,3 @@ class DataParallelStrategy(EndingStrategy):
         self._runner, self._replaced = None, ()
         self._may_differ_in_batches = False
         super().teardown()
-
-
-class DDPStrategy(DataParallelStrategy):
-    """Everything replicated; gradients are averaged. `strategy="shard_ddp"`."""
-
-    stage = 0
-
-
-class ZeRO1Strategy(DataParallelStrategy):
-    """Optimizer state in shards. `strategy="zero1"`."""
-
-    stage = 1
-
-
-class ZeRO2Strategy(DataParallelStrategy):
-    """Optimizer state and gradients in shards. `strategy="zero2"`."""
-
-    stage = 2
-
-
-class ZeRO3Strategy(DataParallelStrategy):
-    """Parameters, gradients and optimizer state in shards. `strategy="zero3"`, "shard_fsdp"."""
-
-    stage = 3

@@ -102,7 +102,7 @@ class _Together:
         first: The model's name of what they become, or of the first of several.
         rule: How they become it.
         sources: Name, the rule's pattern for it, and tensor.
-        module: The model.
+        module: The model of Hugging Face that has it.
     """
 
     first: str

@@ -1,0 +1,46 @@
+"""Hooks on the parameters that require gradients, which tell of each gradient when it has come."""
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_shard.data_parallel.sharded_parameter import as_they_are
+
+
+class ArrivalHooks:
+    """Watches parameters for gradients, from when they require one.
+
+    Args:
+        positions: Number of the buffer and index in it of each parameter's gradient.
+        hook_of: Returns for both what is called after autograd has put a gradient on the parameter.
+    """
+
+    def __init__(
+        self,
+        positions: Mapping[nn.Parameter, tuple[int, int]],
+        hook_of: Callable[[int, int], Callable[[Tensor], None]],
+    ) -> None:
+        self._positions, self._hook_of = positions, hook_of
+        self._handles: list[RemovableHandle] = []
+        self._unwatched = list(positions)
+
+    @as_they_are
+    def watch(self) -> None:
+        """Watch parameters that have come to require gradients (unfrozen ones, too)."""
+        if not [param for param in self._unwatched if param.requires_grad]:
+            return
+        for param in (param for param in self._unwatched if param.requires_grad):
+            self._handles.append(self._hook(param, *self._positions[param]))
+        self._unwatched = [param for param in self._unwatched if not param.requires_grad]
+
+    def _hook(self, param: nn.Parameter, position: int, index: int) -> RemovableHandle:
+        hook = self._hook_of(position, index)
+        handle: RemovableHandle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        return handle
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        while self._handles:
+            self._handles.pop().remove()
+        self._unwatched = list(self._positions)
