@@ -9,6 +9,8 @@ fused AdamW with the same options and start from the same weights, so their loss
 | `ddp_bucket_view`        | torch DDP with `gradient_as_bucket_view=True`                    |
 | `zero_redundancy`        | torch DDP and ZeroRedundancyOptimizer, parameters as bucket view |
 | `fsdp2`, `fsdp2_reshard` | FSDP2 per block, without and with resharding after forward       |
+| `fsdp2_checkpointed`     | FSDP2, resharding, with `torch.utils.checkpoint` around blocks   |
+| `zero3_checkpointed`     | ours, stage 3, with activation checkpointing of all blocks       |
 | `local`                  | no communication: the floor (its losses differ, and may)         |
 | `shard_ddp`, `zero1-3`   | ours, stages 0 to 3                                              |
 """
@@ -17,6 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -26,8 +29,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from lightning_shard.backends.registry import get_backend
+from lightning_shard.data_parallel.checkpointed_blocks import checkpointed_blocks
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
@@ -151,6 +156,15 @@ class TorchFSDP2(Contender):
         return torch.optim.AdamW(model.parameters(), **ADAMW)
 
 
+class CheckpointedFSDP2(TorchFSDP2):
+    """FSDP2 whose blocks are computed again in backward."""
+
+    def shard(self, model: Any) -> torch.optim.Optimizer:
+        for block in model.blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        return super().shard(model)
+
+
 class Sharded(Contender):
     """Our data-parallel engine over Gloo."""
 
@@ -179,6 +193,15 @@ class Sharded(Contender):
         return self.engine.backward()
 
 
+class CheckpointedSharded(Sharded):
+    """Our engine over Gloo, whose blocks are computed again in backward."""
+
+    def shard(self, model: Any) -> torch.optim.Optimizer:
+        self._checkpointing = checkpointed_blocks(model, "full")
+        self._checkpointing.__enter__()  # for good
+        return super().shard(model)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Entry:
     """How to make a contender, and what to say of it."""
@@ -204,6 +227,9 @@ CONTENDERS: dict[str, Entry] = {
     "fsdp2_reshard": Entry(
         make=lambda model: TorchFSDP2(model, reshard=True), label="FSDP2, resharding"
     ),
+    "fsdp2_checkpointed": Entry(
+        make=lambda model: CheckpointedFSDP2(model, reshard=True), label="FSDP2, checkpointed"
+    ),
     "local": Entry(make=Local, label="no communication", same_losses=False),
     "shard_ddp": Entry(
         make=lambda model: Sharded(model, options=EngineOptions(stage=0)), label="shard_ddp"
@@ -216,5 +242,9 @@ CONTENDERS: dict[str, Entry] = {
     ),
     "zero3": Entry(
         make=lambda model: Sharded(model, options=EngineOptions(stage=3)), label="zero3"
+    ),
+    "zero3_checkpointed": Entry(
+        make=lambda model: CheckpointedSharded(model, options=EngineOptions(stage=3)),
+        label="zero3, checkpointed",
     ),
 }
