@@ -119,6 +119,12 @@ class AveragedGradient(Tensor):
         if self.own is None:
             self.note = GradientNote(self.note.param_name, is_gone=True)
 
+    def leave_graph(self) -> None:
+        """Forget the graph of what autograd has added, where backward creates one."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if self.grad_fn is not None:
+                self.detach_()
+
     def full_tensor(self) -> Tensor:
         """Bring the full gradient together; each rank must call."""
         return self.sharded().full_tensor()

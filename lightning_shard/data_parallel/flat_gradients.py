@@ -49,6 +49,7 @@ class FlatGradients:
         states: States of the parameters' gradients, in buffer order.
         own: The gradients that user code has made or edited.
         was_reduced: Whether a reduction has begun in this backward.
+        is_owed: Whether gradients were accumulated that no reduction has taken, on any rank.
         is_closed: Whether backward has left the unit's modules, so that no gradient comes any
             more.
         is_synchronised: Whether no micro-batch follows the one that is being reduced.
@@ -76,7 +77,7 @@ class FlatGradients:
         self._averages: dict[int, Tensor] = {}  # of full gradients, while others travel
         self._pending: tuple[Pending | Exchange, Tensor] | None = None
         self._copies_differ = False  # pending is the average over one copy's ranks
-        self.was_reduced = self.is_closed = False
+        self.was_reduced = self.is_closed = self.is_owed = False
         self.is_synchronised = True
 
     def reduce_over(self, groups: DataGroups) -> None:
@@ -170,6 +171,7 @@ class FlatGradients:
         """Return the gradient that has just come, taken from what stands in `.grad` now."""
         if isinstance(grad, AveragedGradient):
             self.buffer.observe(index)
+            grad.leave_graph()
             grad = grad.note.take_arrival()
         elif not self.states.is_none(index):
             self.buffer.forget([index])  # `.grad` was None
@@ -201,9 +203,9 @@ class FlatGradients:
     def begin_reduce(self) -> None:
         """Start averaging the full buffer over the ranks; each rank must call."""
         self.finish_reduce()
-        self.was_reduced = True
+        self.was_reduced, self.is_owed = True, False
         full = self.buffer.allocate()
-        self.buffer.observe_all()
+        self.own.send_along(self.buffer.observe_all())
         if self.buffer.is_plain:
             self.own.take_in()
         used = self._contributions()
@@ -308,6 +310,11 @@ class FlatGradients:
         self.states.all_come()
         self.buffer.release()
         self.own.know_content()
+
+    def note_frozen(self) -> None:
+        """Learn which gradients are gone where no reduction has asked: nothing is trained now."""
+        if not self.was_reduced and self.states.any_known:
+            self.buffer.observe_all()
 
     def settle(self) -> None:
         """Once ranks agree on what was used, let `.grad` be there or not, the same on all."""

@@ -232,8 +232,13 @@ class GradientBuffer:
         self._observe(index, self.flat.params[index].grad)
 
     @as_they_are
-    def observe_all(self) -> None:
-        """Learn from every `.grad` whether user code has zeroed the gradient."""
+    def observe_all(self) -> list[int]:
+        """Learn from every `.grad` whether user code has zeroed the gradient.
+
+        Returns:
+            The indices of tensors of the user's, where the engine would let a stand-in stand.
+        """
+        own = []
         grads = [*map(OWN_GRAD, self.flat.params)]
         self.forget([index for index, grad in enumerate(grads) if grad is None])
         for index, (grad, note) in enumerate(zip(grads, self.flat.stand_ins.notes, strict=True)):
@@ -241,6 +246,9 @@ class GradientBuffer:
                 is_as_made = grad.note is note and grad.own is None
                 if note.zeroed or not is_as_made:
                     self._observe(index, grad)
+            elif grad is not None and not self.shows_sums:
+                own.append(index)
+        return own
 
     def _observe(self, index: int, grad: Tensor | None) -> None:
         if grad is None:

@@ -54,6 +54,11 @@ class GradientStates:
         """Whether an average of any gradient lies in the shard."""
         return _YES in self.is_reduced
 
+    @property
+    def any_known(self) -> bool:
+        """Whether any parameter has been used by some rank, as far as is known here."""
+        return _YES in self.is_used or _YES in self.is_valid
+
     def is_none(self, index: int) -> bool:
         """Whether there is no gradient, and has been none since `forget`."""
         somewhere = self.is_local[index] or self.is_reduced[index]

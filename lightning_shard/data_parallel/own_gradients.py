@@ -112,6 +112,26 @@ class OwnGradients:
             self._buffer.states.arrive(index)
             self._show(index)
 
+    @unrecorded
+    def send_along(self, indices: Sequence[int]) -> None:
+        """Let a reduction take tensors of the user's, which backward has added nothing to.
+
+        Args:
+            indices: Those of the parameters in whose `.grad` they stand, under stages that let
+                stand-ins stand there.
+
+        Raises:
+            ConfigError: A tensor has another shape than the parameter.
+        """
+        for index in indices:
+            param = self._flat.params[index]
+            grad, shape = param.grad, self._flat.layout.slots[index].shape
+            if grad is None or grad.shape != shape:
+                raise self._set_by_hand(index)
+            param.grad = None
+            self._buffer.forget([index])
+            self._buffer.store(index, grad.to_dense() if grad.is_sparse else grad)
+
     def _show(self, index: int) -> None:
         buffer = self._buffer
         buffer.states.show(index)

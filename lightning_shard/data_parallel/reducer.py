@@ -155,6 +155,7 @@ class Reducer:
             gradients = self._gradients[position]
             if gradients.must_reduce and self._reduces_now(gradients):
                 self._begin(gradients)
+        self._flush_frozen()
         if self._synchronize:
             self._usage.begin()
         while self._in_flight:
@@ -166,6 +167,16 @@ class Reducer:
         self._owed = not self._synchronize
         self._learn_order()
         self._reset()
+
+    def _flush_frozen(self) -> None:
+        """Reduce what was accumulated before a unit was frozen, after all others on each rank."""
+        for gradients in (self._gradients[position] for position in self._order):
+            if not self._synchronize:
+                gradients.is_owed |= gradients.accumulates and gradients.is_trained
+                continue
+            if gradients.is_owed:
+                self._begin(gradients)
+            gradients.note_frozen()
 
     def reduce_owed(self) -> None:
         """Reduce gradients that `no_sync` has only accumulated, before an optimizer uses them."""

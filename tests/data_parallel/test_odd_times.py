@@ -1,0 +1,160 @@
+"""Gradients that are frozen, zeroed, set or recorded at odd times are those of a single device."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from lightning_shard.backends.registry import get_backend
+from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.data_parallel.options import EngineOptions
+from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
+from lightning_shard.testing import run_ranks
+
+NUM_RANKS = 2
+UNIT_BY_UNIT = 1e-5  # a bucket for each layer
+Backward = Callable[..., None]
+Script = Callable[[nn.Sequential, SGD, Backward], Any]
+
+
+def build() -> tuple[nn.Sequential, SGD]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)).double()
+    model[1].register_parameter("spare", nn.Parameter(torch.ones(3, dtype=torch.float64)))
+    return model, SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def batches(number: int) -> list[Tensor]:
+    """Return a batch of each rank's."""
+    generator = torch.Generator().manual_seed(number)
+    return [torch.randn(5, 3, generator=generator).double() for _ in range(NUM_RANKS)]
+
+
+def alone(script: Script) -> tuple[dict[str, Tensor], Any]:
+    """Run on one device, with the mean of the ranks' losses."""
+    model, optimizer = build()
+
+    def backward(number: int, **options: Any) -> None:
+        del options
+        losses = [model(batch).square().mean() for batch in batches(number)]
+        (sum(losses) / NUM_RANKS).backward()  # type: ignore[union-attr]
+
+    found = script(model, optimizer, backward)
+    return model.state_dict(), found
+
+
+def on_ranks(script: Script, stage: int) -> tuple[dict[str, Tensor], Any]:
+    """Run on several ranks; return the first one's weights."""
+
+    def fn(rank: int) -> tuple[dict[str, Tensor], Any]:
+        assert dist.group.WORLD is not None
+        ranks = get_backend("in_process").collectives(dist.group.WORLD)
+        model, optimizer = build()
+        options = EngineOptions(stage=stage, bucket_mb=UNIT_BY_UNIT)
+        engine = DataParallelEngine(model, ranks, options)
+        sharded = ShardedOptimizer(optimizer, engine)
+
+        def backward(number: int, *, syncs: bool = True, create_graph: bool = False) -> None:
+            with engine.step():
+                loss = model(batches(number)[rank]).square().mean()
+                if syncs:
+                    with engine.backward():
+                        loss.backward(create_graph=create_graph)
+                    return
+                with engine.no_sync(), engine.backward():
+                    loss.backward()
+
+        found = script(model, optimizer, backward)
+        sharded.detach()
+        engine.detach(restore=True)
+        return {name: value.clone() for name, value in model.state_dict().items()}, found
+
+    result = run_ranks(fn, NUM_RANKS)[0]
+    assert result is not None
+    return result
+
+
+def assert_as_alone(script: Script, stage: int) -> None:
+    (got, _), (expected, _) = on_ranks(script, stage), alone(script)
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_layer_that_was_frozen_after_a_step_stayed_in_the_updates(stage: int) -> None:
+    """Its old gradient came back, since no reduction asked whether it had been zeroed."""
+
+    def script(model: nn.Sequential, optimizer: SGD, backward: Backward) -> None:
+        backward(0)
+        optimizer.step()
+        model[1].requires_grad_(False)
+        for number in (1, 2):
+            optimizer.zero_grad()
+            backward(number)
+            optimizer.step()
+
+    assert_as_alone(script, stage)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_layer_that_is_trained_in_turns_got_the_gradients_of_its_last_turn(stage: int) -> None:
+    def script(model: nn.Sequential, optimizer: SGD, backward: Backward) -> None:
+        for number in range(4):
+            model[0].requires_grad_(number % 2 == 0)
+            model[2].requires_grad_(number % 2 == 1)
+            backward(number)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert_as_alone(script, stage)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_what_was_accumulated_before_a_layer_was_frozen_was_lost(stage: int) -> None:
+    def script(model: nn.Sequential, optimizer: SGD, backward: Backward) -> None:
+        backward(0, syncs=False)
+        model[1].requires_grad_(False)
+        backward(1)
+        optimizer.step()
+        optimizer.zero_grad()
+        backward(2)
+        optimizer.step()
+
+    assert_as_alone(script, stage)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_gradient_of_the_users_was_lost_in_a_backward_that_adds_nothing_to_it(stage: int) -> None:
+    def script(model: nn.Sequential, optimizer: SGD, backward: Backward) -> None:
+        spare: Any = model[1].spare
+        spare.grad = torch.full_like(spare, 2.0)
+        backward(0)
+        optimizer.step()
+
+    assert_as_alone(script, stage)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("stage", range(4))
+def test_backwards_that_create_graphs_held_all_of_them(stage: int, set_to_none: bool) -> None:
+    """Each graph hung on the one before it; zero_grad(set_to_none=False) raised."""
+
+    def script(model: nn.Sequential, optimizer: SGD, backward: Backward) -> list[bool]:
+        has_graph = []
+        for number in range(3):
+            backward(2 * number, create_graph=True)
+            backward(2 * number + 1, create_graph=True)
+            with torch._C.DisableTorchFunctionSubclass():
+                grads = [param.grad for param in model.parameters()]
+                has_graph += [grad is not None and grad.requires_grad for grad in grads]
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+        return has_graph
+
+    (got, has_graph), (expected, _) = on_ranks(script, stage), alone(script)
+    assert not any(has_graph)
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
