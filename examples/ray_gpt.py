@@ -87,7 +87,10 @@ def main() -> None:
 
     ray.init(address=options.address)
     result = run(options)
-    print(f"validation loss {result.metrics['val_loss']:.3f} nats per byte; {result.checkpoint}")
+    # There is a validation loss once an epoch has ended.
+    losses = {name: loss for name, loss in result.metrics.items() if name.endswith("loss")}
+    told = ", ".join(f"{name} {loss:.3f}" for name, loss in sorted(losses.items()))
+    print(f"step {result.metrics['step']}: {told} nats per byte; {result.checkpoint.path}")
 
 
 if __name__ == "__main__":

@@ -63,6 +63,17 @@ def from_rank_zero(told: Any) -> Any:
     return import_module("ray.train.collective").broadcast_from_rank_zero(told)
 
 
+def fetched(checkpoint: Any) -> str:
+    """Fetch a checkpoint of Ray's to this node and return its folder; each worker must call.
+
+    Workers of a node share the folder, and one that comes later writes its files anew: none may
+    read them before all have come.
+    """
+    folder = str(checkpoint.to_directory())
+    import_module("ray.train.collective").barrier()
+    return folder
+
+
 def own_address() -> str:
     """Return the address of this worker's node, as Ray has it."""
     return str(import_module("ray.util").get_node_ip_address())

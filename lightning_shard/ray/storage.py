@@ -42,5 +42,5 @@ def latest_checkpoint() -> str | None:
     reported = _ray.ray_train().get_checkpoint()
     if reported is None:
         return None
-    folder = reported.path if is_mounted(reported.filesystem) else reported.to_directory()
+    folder = reported.path if is_mounted(reported.filesystem) else _ray.fetched(reported)
     return os.path.join(folder, CHECKPOINT_NAME)

@@ -44,7 +44,7 @@ class Mortal(Classifier):
 
 def trainer_of(max_epochs: int) -> L.Trainer:
     return L.Trainer(
-        strategy=ElasticStrategy(backend="gloo", snapshot_every=3, timeout=30),
+        strategy=ElasticStrategy(backend="gloo", snapshot_every=3, timeout=120),
         accelerator="cpu",
         devices=2,
         max_epochs=max_epochs,

@@ -73,6 +73,7 @@ class FakeWorker:
         train.CheckpointUploadMode = SimpleNamespace(NO_UPLOAD="no upload")
         collective: Any = ModuleType("ray.train.collective")
         collective.broadcast_from_rank_zero = lambda told: told
+        collective.barrier = lambda: None
         util: Any = ModuleType("ray.util")
         util.get_node_ip_address = lambda: "127.0.0.1"
         for name, module in (

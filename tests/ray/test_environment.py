@@ -3,6 +3,7 @@
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L  # noqa: N812
@@ -185,3 +186,23 @@ def test_what_was_reported_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     storage = worker.get_storage().storage_filesystem
     worker.checkpoint = sys.modules["ray.train"].Checkpoint(tmp_path / "run/one", storage)
     assert latest_checkpoint() == str(tmp_path / "run/one/checkpoint.ckpt")
+
+
+def test_a_fetched_checkpoint_is_read_when_no_worker_writes_it_anymore(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers of a node share the folder; the later one writes its files anew."""
+    worker = FakeWorker(filesystem="s3").install(monkeypatch)
+    done: list[str] = []
+
+    def fetch() -> str:
+        done.append("fetched")
+        return str(tmp_path)
+
+    monkeypatch.setattr(
+        sys.modules["ray.train.collective"], "barrier", lambda: done.append("waited")
+    )
+    filesystem = worker.get_storage().storage_filesystem
+    worker.checkpoint = SimpleNamespace(filesystem=filesystem, to_directory=fetch)
+    assert latest_checkpoint() == str(tmp_path / "checkpoint.ckpt")
+    assert done == ["fetched", "waited"]

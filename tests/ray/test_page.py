@@ -1,6 +1,9 @@
 """The page's blocks and the example run on a cluster, as a user runs them."""
 
 import argparse
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +11,7 @@ import lightning as L  # noqa: N812
 import pytest
 
 from tests.docs.pages import blocks
+from tests.processes import REPOSITORY
 
 pytestmark = [
     pytest.mark.ray,
@@ -55,3 +59,23 @@ def test_the_example_trains_as_in_process(tmp_path: Path) -> None:
     expected = float(trainer.callback_metrics["train_loss"])
     assert result.metrics["train_loss"] == pytest.approx(expected, rel=1e-5)
     assert Path(result.checkpoint.path, "checkpoint.ckpt").is_dir()
+
+
+def test_the_example_is_a_command(cluster: Any, tmp_path: Path) -> None:
+    """Three steps are less than an epoch: there is no validation loss to tell."""
+    options = {"address": cluster.address, "storage": tmp_path, "steps": 3, "report-every": 2}
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "examples.ray_gpt", "--strategy", "tensor_parallel"),
+            *(f"--{name}={value}" for name, value in options.items()),
+        ],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout
+    folder = re.escape(str(tmp_path / "ray_gpt"))
+    told = rf"^step 3: train_loss \d\.\d+ nats per byte; {folder}/checkpoint_step=3-\w+$"
+    assert re.search(told, done.stdout, flags=re.MULTILINE), done.stdout
