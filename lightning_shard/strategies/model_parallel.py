@@ -149,9 +149,9 @@ class ModelParallelStrategy(DataParallelStrategy):
         return self.backend.collectives(group)
 
     @override
-    def _leave(self) -> None:
+    def forget_groups(self) -> None:
         self._made = None
-        super()._leave()
+        super().forget_groups()
 
     @property
     @override
