@@ -44,8 +44,7 @@ class Dies(Callback):
 
 def run_of(kind: str, backend: str, devices: int, num_nodes: int) -> float:
     """Train in one way; return the sum of the weights."""
-    pl.seed_everything(1, verbose=False)
-    model, data = Model(0.0), TensorDataset(torch.randn(4 * NUM_RANKS * NUM_STEPS, 8))
+    model, data = _made()
     if kind == "fabric":
         return _loop(model, data, backend, devices, num_nodes)
     name, _, dies = kind.partition(", ")
@@ -66,20 +65,35 @@ def run_of(kind: str, backend: str, devices: int, num_nodes: int) -> float:
     return _total(trainer.strategy.lightning_module_state_dict())
 
 
-def _loop(
-    model: Model, data: TensorDataset, backend: str, devices: int, num_nodes: int
-) -> float:
+def _loop(model: Model, data: TensorDataset, backend: str, devices: int, num_nodes: int) -> float:
     strategy = of_fabric.ZeRO3Strategy(backend=backend, timeout=60)
     made = Fabric(strategy=strategy, accelerator="cpu", devices=devices, num_nodes=num_nodes)
     made.launch()
     module, optimizer = made.setup(model, model.configure_optimizers())
-    of_steps = data.tensors[0].view(NUM_STEPS, 4 * NUM_RANKS, 8)
-    for index, samples in enumerate(of_steps):
+    for index, samples in enumerate(data.tensors[0].split(4 * NUM_RANKS)):
         own = samples[made.global_rank :: made.world_size]
         made.backward(module.training_step([own], index))
         optimizer.step()
         optimizer.zero_grad()
     return _total(module.state_dict())
+
+
+def expected_of(kind: str) -> float:
+    """Return the sum of the weights of a run that is alone in its process."""
+    if kind != "fabric":  # a Trainer shuffles what it assigns to ranks
+        return run_of("zero2", "in_process", NUM_RANKS, 1)
+    model, data = _made()
+    optimizer = model.configure_optimizers()
+    for index, samples in enumerate(data.tensors[0].split(4 * NUM_RANKS)):
+        model.training_step([samples], index).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return _total(model.state_dict())
+
+
+def _made() -> tuple[Model, TensorDataset]:
+    pl.seed_everything(1, verbose=False)
+    return Model(0.0), TensorDataset(torch.randn(4 * NUM_RANKS * NUM_STEPS, 8))
 
 
 def _total(weights: Any) -> float:
