@@ -34,7 +34,7 @@ class ProcessLauncher(SubprocessScriptLauncher):
     """
 
     takes_newcomers: ClassVar[bool] = False
-    watched: "ClassVar[list[subprocess.Popen[bytes]]]" = []
+    watched: "ClassVar[list[subprocess.Popen[bytes]]]" = []  # noqa: RUF012  (of the process)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the child processes, which cannot be pickled."""
@@ -56,7 +56,7 @@ class ProcessLauncher(SubprocessScriptLauncher):
         """Start the other ranks, unless a launcher outside has, and run `function` here.
 
         Raises:
-            ConfigError: This process joins a job whose ranks may change, and those of this run stay.
+            ConfigError: This process joins an elastic job, and this run is not elastic.
             RankFailedError: Another rank has failed, whichever call has noticed.
             BaseException: The error of `function`, of which the other ranks are told.
         """

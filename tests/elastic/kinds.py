@@ -28,7 +28,7 @@ NUM_STEPS = 4
 _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "zero2": ("ZeRO2Strategy", {}),
     "zero3": ("ZeRO3Strategy", {}),
-    "tensor_parallel": ("TensorParallelStrategy", {"plan": {"layer": "columns_gather"}}),
+    "tensor_parallel": ("TensorParallelStrategy", {"plan": {"layer": "colwise_gather_output"}}),
     "local_sgd": ("LocalSGDStrategy", {"sync_every": 1}),
     "elastic": ("ElasticStrategy", {"min_ranks": 1, "snapshot_every": 1}),
 }
