@@ -104,6 +104,14 @@ def serve(address: JobAddress) -> JobAddress:
     return JobAddress(host=address.host, port=_server.port, token=address.token)
 
 
+def end_service() -> None:
+    """End the job's server where it is in this process: all ranks have left what met there."""
+    global _server, _place
+    server, _server, _place = _server, None, None
+    if server is not None:
+        server.end()
+
+
 def store_without_python(
     store: Store, host: str, rank: int, world_size: int, timeout: timedelta
 ) -> Store:

@@ -2,6 +2,7 @@
 
     train.py ──starts──> server, train.py (local rank 1), train.py (local rank 2) ...
     somebody ──LIGHTNING_SHARD_JOB=host:port train.py──> a newcomer
+    after a run of ranks that stay: server; the ranks are there, and tell each other where it is
 
 Lightning's own watches the processes that it has started, and ends all with the first that fails.
 Here they live and die on their own; who is left goes on.
@@ -15,13 +16,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from typing_extensions import override
 
 from lightning_shard import settings
 from lightning_shard.backends.guarded.addresses import loopback_of
 from lightning_shard.backends.guarded.token import find_token
+from lightning_shard.backends.object_transfers import broadcast_object
 from lightning_shard.elastic.rendezvous_server import JobRules, start_rendezvous_server
+from lightning_shard.environments import check_adopted
 from lightning_shard.launchers.processes import ProcessLauncher
 
 _LOOPBACK = "127.0.0.1"
@@ -36,6 +40,8 @@ class ElasticLauncher(ProcessLauncher):
         num_nodes: The number of hosts.
         rules: What the rendezvous server goes by.
     """
+
+    takes_newcomers = True
 
     def __init__(
         self,
@@ -84,8 +90,8 @@ class ElasticLauncher(ProcessLauncher):
     def _call_children_scripts(self) -> None:
         self._begin_job()
         super()._call_children_scripts()
-        # Lightning's observer watches `procs` from now on: it finds none.
-        self._children, self.procs = self.procs, []
+        self._children = self.procs
+        self.procs = ProcessLauncher.watched = []  # Lightning's observer finds none
         if self.num_nodes == 1 or self.cluster_environment.global_rank() == 0:
             _say_how_to_join([child.args for child in self._children], self._token_is_given)
 
@@ -96,19 +102,38 @@ class ElasticLauncher(ProcessLauncher):
         alone = self.num_nodes == 1 and not environment.creates_processes_externally
         if alone:
             job = start_rendezvous_server(self._rules, _LOOPBACK, 0, settings.job_token())
+        elif (world := dist.group.WORLD) is not None:
+            job = self._job_of_running_ranks(world)
+            self._children = list(ProcessLauncher.watched)
+            ProcessLauncher.watched.clear()  # which Lightning's observer knows
         else:
             job = self._common_job()
             if environment.global_rank() == 0:
                 start_rendezvous_server(self._rules, job.host, job.port, job.token)
         settings.set_job(job)
 
+    def _job_of_running_ranks(self, world: dist.ProcessGroup) -> settings.Job:
+        """Start the server at a free port: at the main one the ranks have met, and listen yet."""
+        rank, size = self.cluster_environment.global_rank(), self._rules.initial_size
+        check_adopted(rank, size, "Trainer")
+        if rank > 0:
+            return self._job_at(broadcast_object(world, None, src=0))
+        job = start_rendezvous_server(self._rules, self._host, 0, settings.job_token())
+        broadcast_object(world, job.port, src=0)
+        return job
+
     def _common_job(self) -> settings.Job:
         """Where processes that nobody has told of each other's random numbers find the server."""
-        host, port = self.cluster_environment.main_address, self.cluster_environment.main_port
+        return self._job_at(self.cluster_environment.main_port)
+
+    @property
+    def _host(self) -> str:
+        host = self.cluster_environment.main_address
         # With a token, ranks of other hosts may join what has begun on one.
-        if self.num_nodes == 1 and not self._token_is_given:
-            host = loopback_of(host)
-        rank = self.cluster_environment.global_rank()
+        return loopback_of(host) if self.num_nodes == 1 and not self._token_is_given else host
+
+    def _job_at(self, port: int) -> settings.Job:
+        host, rank = self._host, self.cluster_environment.global_rank()
         token = find_token(port, on_one_host=settings.is_loopback(host), rank=rank)
         return settings.Job(host=host, port=port, token=token)
 

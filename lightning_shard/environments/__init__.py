@@ -1,6 +1,6 @@
 """Lightning `ClusterEnvironment`s: who am I, and how many are we."""
 
-from lightning_shard.environments.checks import check_environment
+from lightning_shard.environments.checks import check_adopted, check_environment
 from lightning_shard.environments.elastic import ElasticEnvironment, elastic_environment
 from lightning_shard.environments.in_process import InProcessEnvironment
 from lightning_shard.environments.mpi import MPIEnvironment
@@ -12,6 +12,7 @@ __all__ = [
     "InProcessEnvironment",
     "MPIEnvironment",
     "RayEnvironment",
+    "check_adopted",
     "check_environment",
     "check_num_devices",
     "elastic_environment",

@@ -7,6 +7,7 @@ checks run when the Trainer is made, on every rank. An environment that a user b
 import re
 from collections.abc import Callable
 
+import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
@@ -69,6 +70,24 @@ def check_placement(
             f"num_nodes={num_nodes}) makes {num_devices * num_nodes}: start "
             f"`{names.start.format(num_devices)}` on each of {num_nodes} host(s), or pass what "
             "has been started."
+        )
+
+
+def check_adopted(rank: int, world_size: int, runner: str) -> None:
+    """Raise ConfigError unless the default group that stands has the ranks of a run.
+
+    Args:
+        rank: This process's rank in the run.
+        world_size: Number of ranks of the run.
+        runner: Class of the object that has the devices: "Trainer" or "Fabric".
+    """
+    here = dist.get_rank(), dist.get_world_size()
+    if here != (rank, world_size):
+        raise ConfigError(
+            f"Rank {here[0]} of {here[1]}: this {runner} would make it rank {rank} of "
+            f"{world_size}, but the ranks of this script have met already. After an elastic run "
+            f"that has lost ranks or let some in, go on with an ElasticStrategy, or start a script "
+            f"of its own; else pass the same devices and num_nodes to every run."
         )
 
 

@@ -16,6 +16,7 @@ from lightning_shard import settings
 from lightning_shard.backends.base import Backend
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.registry import auto_backend, get_backend
+from lightning_shard.environments import check_adopted
 from lightning_shard.errors import ConfigError
 from lightning_shard.fabric.launching import FabricProcessLauncher, FabricThreadLauncher
 from lightning_shard.fabric.options import FabricLightningOptions, FabricRanksOptions
@@ -29,6 +30,7 @@ from lightning_shard.strategies.joining import (
     destroy_groups,
     environment_for,
     join,
+    note_user,
     num_local_ranks,
     take_place,
 )
@@ -145,17 +147,25 @@ class RankedStrategy(ParallelStrategy, metaclass=OptionNames):
         super().setup_environment()
         reset_seed()
         self._take_place()
-        if not dist.is_initialized():
+        if dist.is_initialized():
+            check_adopted(self.global_rank, self.world_size, "Fabric")
+        else:
             assert self.cluster_environment is not None
             join(self.backend, self.cluster_environment, self.root_device, self._timeout)
             if not self.is_in_process:
                 atexit.register(_leave_at_exit, ref(self))
+        if not self.is_in_process:
+            note_user(self)
         group = dist.group.WORLD
         assert group is not None
         self._collectives = self.backend.collectives(group)
 
+    def forget_groups(self) -> None:
+        """Refer to no group any more; Gloo aborts when somebody does as one is destroyed."""
+        self._collectives = None
+
     def leave(self) -> None:
-        """At exit. Gloo aborts when somebody still refers to a group that is being destroyed."""
+        """End the groups at exit."""
         self._collectives = None
         destroy_groups()
 

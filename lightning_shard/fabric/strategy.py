@@ -70,6 +70,11 @@ class FabricStrategy(RankedStrategy):
         self._held = []
         super().leave()
 
+    @override
+    def forget_groups(self) -> None:
+        """Take the engines off and refer to no group any more; each rank must call."""
+        self.end_launch(restore=True)
+
     def end_launch(self, *, restore: bool) -> None:
         """Take the engines off at the end of a launch whose ranks end with it.
 

@@ -1,16 +1,18 @@
 """The launcher of ranks that are processes."""
 
 import signal
+import subprocess
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 from typing_extensions import override
 
+from lightning_shard import settings
 from lightning_shard.backends import liveness
 from lightning_shard.backends.common_failure import all_raise
 from lightning_shard.backends.pending import is_about_a_peer
-from lightning_shard.errors import RankFailedError
+from lightning_shard.errors import ConfigError, RankFailedError
 from lightning_shard.launchers._lightning import (
     SubprocessScriptLauncher,
     TunerExit,
@@ -25,7 +27,14 @@ class ProcessLauncher(SubprocessScriptLauncher):
 
     The launcher hears of an exception before the callbacks, which might wait for other ranks: a
     checkpoint on an exception of one rank alone would. See `failures`.
+
+    Attributes:
+        takes_newcomers: Whether processes may join the ranks that it has started.
+        watched: The ranks that this process has started and Lightning ends with the first to fail.
     """
+
+    takes_newcomers: ClassVar[bool] = False
+    watched: "ClassVar[list[subprocess.Popen[bytes]]]" = []  # noqa: RUF012  (of the process)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the child processes, which cannot be pickled."""
@@ -47,9 +56,16 @@ class ProcessLauncher(SubprocessScriptLauncher):
         """Start the other ranks, unless a launcher outside has, and run `function` here.
 
         Raises:
+            ConfigError: This process joins an elastic job, and this run is not elastic.
             RankFailedError: Another rank has failed, whichever call has noticed.
             BaseException: The error of `function`, of which the other ranks are told.
         """
+        if settings.joins_job() and not self.takes_newcomers:
+            raise ConfigError(
+                "This process joins an elastic job (LIGHTNING_SHARD_JOB is set), but a run of its "
+                "script is not elastic, so that nobody can join it. Give every run of the script "
+                "an ElasticStrategy, or unset LIGHTNING_SHARD_JOB to start a job of its own."
+            )
         try:
             with told_once(trainer):
                 result = super().launch(function, *args, trainer=trainer, **kwargs)
@@ -66,6 +82,11 @@ class ProcessLauncher(SubprocessScriptLauncher):
             raise
         _terminate_if_asked()
         return result
+
+    @override
+    def _call_children_scripts(self) -> None:
+        super()._call_children_scripts()
+        ProcessLauncher.watched = self.procs
 
 
 def _running(trainer: "pl.Trainer | None") -> str:

@@ -88,9 +88,9 @@ class AsyncSGDStrategy(LocalUpdates):
         self._mailbox_type = mailbox_type(backend.name)
 
     @override
-    def _leave(self) -> None:
+    def forget_groups(self) -> None:
         self._mail = None
-        super()._leave()
+        super().forget_groups()
 
     @override
     def _dtypes(self, precision: str) -> DTypePolicy:

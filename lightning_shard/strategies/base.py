@@ -23,6 +23,7 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.in_process.termination import RanksTermination
 from lightning_shard.backends.registry import auto_backend, get_backend
 from lightning_shard.data_parallel.data_groups import DataGroups
+from lightning_shard.environments import check_adopted
 from lightning_shard.errors import ConfigError
 from lightning_shard.launchers.in_process import InProcessLauncher
 from lightning_shard.launchers.processes import ProcessLauncher
@@ -39,6 +40,7 @@ from lightning_shard.strategies.joining import (
     destroy_groups,
     environment_for,
     join,
+    note_user,
     num_local_ranks,
     take_place,
 )
@@ -226,10 +228,14 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
         reset_seed()
         self._random_state = torch.get_rng_state()
         self.set_world_ranks()
-        if not dist.is_initialized():
+        if dist.is_initialized():
+            self._adopt()
+        else:
             self._join()
             if not self.is_in_process:
                 atexit.register(_leave_at_exit, ref(self))  # who gives it up frees what it holds
+        if not self.is_in_process:
+            note_user(self)
         self._use_groups()
         if self.lightning_module is not None:
             self._begin_run(self.lightning_module.trainer)
@@ -277,9 +283,16 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
         assert self.cluster_environment is not None
         join(self.backend, self.cluster_environment, self.root_device, self._timeout)
 
-    def _leave(self) -> None:
-        """At exit. Gloo aborts when somebody still refers to a group that is being destroyed."""
+    def forget_groups(self) -> None:
+        """Refer to no group any more; Gloo aborts when somebody does as one is destroyed."""
         self._collectives = self._reducing = self._duplicated = None
+
+    def _adopt(self) -> None:
+        """Take over the default group of an earlier run of this process."""
+        check_adopted(self.global_rank, self.world_size, "Trainer")
+
+    def _leave(self) -> None:
+        self.forget_groups()
         destroy_groups()
 
     def salvaging(

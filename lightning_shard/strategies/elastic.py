@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_shard.backends.in_process.world import current_world
+from lightning_shard.backends.meeting_place import end_service
 from lightning_shard.backends.rendezvous import unless_a_rank_fails
 from lightning_shard.checkpoint.by_rank import in_memory, own_entry
 from lightning_shard.checkpoint.random_state import random_state
@@ -52,6 +53,7 @@ from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
 from lightning_shard.strategies.configs import ElasticConfig, GradientConfig, RunConfig
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from lightning_shard.strategies.flat_options import part, takes
+from lightning_shard.strategies.joining import leave_groups
 from lightning_shard.strategies.names import check_interactive
 from lightning_shard.strategies.options import ElasticOptions, SharedOptions
 from lightning_shard.trainer._lightning import handle_requeue, handle_sigterm
@@ -136,13 +138,23 @@ class ElasticStrategy(DataParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        earlier = ElasticRanks.of_process
-        adopts = earlier is not None and dist.is_initialized() and not self.is_in_process
-        if adopts:
-            assert earlier is not None
-            self._ranks = earlier
+        if dist.is_initialized() and not self.is_in_process:
+            if ElasticRanks.of_process is None:
+                self._leave_static_run()
+            else:
+                self._ranks = ElasticRanks.of_process
         super().setup_environment()
-        if adopts:
+
+    def _leave_static_run(self) -> None:
+        """End the groups of a run that was not elastic; each rank must call."""
+        leave_groups()
+        assert self.cluster_environment is not None
+        if restarted_worker(self.cluster_environment) is None:
+            end_service()  # the rendezvous server has taken its place
+
+    @override
+    def _adopt(self) -> None:
+        if not self.is_in_process:
             assert self.cluster_environment is not None
             self._ranks.tell(self.cluster_environment)
 

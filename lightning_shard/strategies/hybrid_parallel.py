@@ -3,8 +3,6 @@
 from dataclasses import replace
 from typing import Unpack
 
-from lightning.pytorch.utilities import rank_zero_info
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_shard.mesh import NodePlacement, ParallelMesh
@@ -19,11 +17,6 @@ from lightning_shard.strategies.configs import (
     ScheduleConfig,
 )
 from lightning_shard.strategies.flat_options import part, takes
-from lightning_shard.strategies.host_placement import (
-    are_neighbours,
-    told_placement,
-    warning_of_scattered_ranks,
-)
 from lightning_shard.strategies.hybrid_sharding import shard_size, warning_of_unshards
 from lightning_shard.strategies.model_parallel import ModelParallelStrategy
 from lightning_shard.strategies.options import HybridParallelOptions, SplitOptions
@@ -73,22 +66,6 @@ class HybridParallelStrategy(ModelParallelStrategy):
         mesh, found = self.mesh, super().placement(ranks_per_node)
         about = mesh.shard and warning_of_unshards(mesh, mesh.shard, ranks_per_node)
         return replace(found, warnings=(*found.warnings, about)) if about else found
-
-    @override
-    def _make_groups(self) -> None:
-        for warning in self.placement(self.num_processes).warnings:
-            rank_zero_warn(warning)
-        if self.num_nodes > 1:
-            self._tell_hosts()
-        super()._make_groups()
-
-    def _tell_hosts(self) -> None:
-        """Say which axes stay inside a host, as the ranks are placed; each rank must call."""
-        hosts = self.collectives.all_gather_object(self.node_rank)
-        if not are_neighbours(hosts):
-            rank_zero_warn(warning_of_scattered_ranks(self.mesh, hosts))
-        elif self._announces:
-            rank_zero_info(told_placement(self.mesh, self.num_processes))
 
     @property
     def pipeline(self) -> Pipeline:

@@ -1,11 +1,14 @@
 """How a rank finds its place among the others and joins them: for a Trainer and for Fabric alike.
 
 cluster environment   fitted to the backend, and told which rank this is
-process group         the backend's, made once for each launch
+process group         the backend's, made once for each launch; later runs of the script adopt it,
+                      but for elastic training, which has its own made anew
 """
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Protocol
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -24,6 +27,16 @@ from lightning_shard.environments import (
     fitting_environment,
 )
 from lightning_shard.errors import ConfigError
+
+
+class GroupUser(Protocol):
+    """A strategy that refers to the process groups of this process."""
+
+    def forget_groups(self) -> None:
+        """Refer to no group any more; each rank must call, while the groups still stand."""
+
+
+_users: "list[ref[GroupUser]]" = []  # in an order that all ranks have
 
 
 def num_local_ranks(
@@ -125,6 +138,27 @@ def join(
         device=device,
         timeout=timeout,
     )
+
+
+def note_user(user: GroupUser) -> None:
+    """Note that a strategy refers to the groups of this process from now on."""
+    known = [one for one in _users if one() not in (None, user)]
+    _users[:] = [*known, ref(user)]
+
+
+def leave_groups() -> None:
+    """End the groups of an earlier run, so that this process can make others; each rank must call.
+
+    Strategies that have used them forget them: what they hold in shards is lost, but under Fabric
+    modules are made full.
+    """
+    for user in [one() for one in _users]:
+        if user is not None:
+            user.forget_groups()
+    _users.clear()
+    dist.barrier()
+    liveness.stop()
+    dist.destroy_process_group()
 
 
 def destroy_groups() -> None:

@@ -94,9 +94,9 @@ class LocalSGDStrategy(LocalUpdates):
         self._alone = DataGroups.of(self.backend.collectives(own))
 
     @override
-    def _leave(self) -> None:
+    def forget_groups(self) -> None:
         self._alone = None
-        super()._leave()
+        super().forget_groups()
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:

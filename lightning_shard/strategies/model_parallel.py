@@ -24,6 +24,7 @@ from lightning_shard.parallel_dimensions.dimension import ParallelDimension
 from lightning_shard.parallel_dimensions.run_groups import RunGroups
 from lightning_shard.parallel_dimensions.run_view import RunView
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
+from lightning_shard.strategies.host_placement import tell_placement
 from lightning_shard.strategies.hybrid_sharding import replicate_ranks, shard_ranks
 from lightning_shard.strategies.options import SplitOptions
 from lightning_shard.tensor_parallel.randomness import drawn_apart
@@ -122,6 +123,10 @@ class ModelParallelStrategy(DataParallelStrategy):
 
     @override
     def _make_groups(self) -> None:
+        if self.num_nodes > 1:
+            hosts = self.collectives.all_gather_object(self.node_rank)
+            placement = self.placement(self.num_processes)
+            tell_placement(self.mesh, placement, hosts, announces=self._announces)
         peers = partial(self.mesh.peers, rank=self.global_rank)
         samples, averaging = self._group(peers("dp")), peers(self._gradient_axes)
         is_more = len(averaging) > samples.size
@@ -149,9 +154,9 @@ class ModelParallelStrategy(DataParallelStrategy):
         return self.backend.collectives(group)
 
     @override
-    def _leave(self) -> None:
+    def forget_groups(self) -> None:
         self._made = None
-        super()._leave()
+        super().forget_groups()
 
     @property
     @override

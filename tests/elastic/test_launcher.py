@@ -5,10 +5,12 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
 from lightning_shard import settings
@@ -16,6 +18,8 @@ from lightning_shard.elastic import launcher as launcher_module
 from lightning_shard.elastic.launcher import ElasticLauncher
 from lightning_shard.elastic.rendezvous_server import JobRules
 from lightning_shard.environments import ElasticEnvironment
+from lightning_shard.errors import ConfigError
+from lightning_shard.launchers.processes import ProcessLauncher
 from lightning_shard.settings import Job
 from tests.elastic.rendezvous_servers import wait_until
 from tests.processes import REPOSITORY
@@ -53,9 +57,9 @@ class Child:
         self.signals.append(signum)
 
 
-def launch(num_ranks: int, num_nodes: int = 1) -> ElasticLauncher:
+def launch(num_ranks: int, num_nodes: int = 1, rules: JobRules = RULES) -> ElasticLauncher:
     environment = ElasticEnvironment(LightningEnvironment())
-    launcher = ElasticLauncher(environment, num_ranks, num_nodes, RULES)
+    launcher = ElasticLauncher(environment, num_ranks, num_nodes, rules)
     assert launcher.launch(lambda: "result") == "result"
     return launcher
 
@@ -113,6 +117,52 @@ def test_sigterm_is_for_one_rank_and_a_kill_for_all(
     assert child.signals == []
     launcher.kill(signal.SIGKILL)
     assert child.signals == [signal.SIGKILL]
+
+
+@pytest.fixture
+def static_group() -> Iterator[None]:
+    """The process group of an earlier run, which was not elastic."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("static_group")
+def test_after_a_run_of_ranks_that_stay_the_server_takes_a_free_port_and_children_may_end(
+    started: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("MASTER_PORT", "29500")  # at which the ranks of that run have met
+    children: list[Any] = [Child()]
+    monkeypatch.setattr(ProcessLauncher, "watched", children)
+    launcher = launch(1, rules=JobRules(initial_size=1))
+    assert started == [("127.0.0.1", 0, "")]
+    assert settings.job() == Job(host="127.0.0.1", port=1234, token="of this user on this host")
+    [child] = launcher._children
+    assert isinstance(child, Child)
+    assert children == []  # Lightning's observer looks at this list
+
+
+@pytest.mark.usefixtures("static_group")
+def test_more_ranks_than_have_met_before_are_refused(
+    started: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(ConfigError, match="Rank 0 of 1: this Trainer would make it rank 0 of 2"):
+        launch(2)
+    assert started == []
+
+
+def test_nobody_joins_a_run_of_ranks_that_stay(
+    started: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It started ranks of its own, beside the job that it was to join."""
+    monkeypatch.setenv("LIGHTNING_SHARD_JOB", "127.0.0.1:1")
+    monkeypatch.setenv("LIGHTNING_SHARD_JOB_TOKEN", "token of the tests")
+    launcher = ProcessLauncher(LightningEnvironment(), 2, 1)
+    with pytest.raises(ConfigError, match="a run of its script is not elastic"):
+        launcher.launch(lambda: None)
+    assert started == []
 
 
 @pytest.mark.slow

@@ -20,7 +20,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*num_workers.* argument"),
 ]
 _PATIENCE_SECONDS = 900.0
-_SAID_OF_HYBRID = "nodes of 2 ranks: 2; tp inside a node; pp across 2 nodes"
+_SAID_OF_HOSTS = {
+    "tensor_parallel": "nodes of 2 ranks: 2; tp inside a node; dp across 2 nodes",
+    "pipeline_parallel": "ParallelMesh(pp=4, dp=1, tp=1) on nodes of 2 ranks: 2; pp across 2 nodes",
+    "hybrid_parallel": "nodes of 2 ranks: 2; tp inside a node; pp across 2 nodes",
+}
 _PER_HOST = NUM_RANKS // len(NAMES)
 
 
@@ -43,7 +47,7 @@ def run(launcher: str, hosts: Hosts, folder: Path, schemes: Sequence[str]) -> di
     statuses = [process.wait(_PATIENCE_SECONDS) for process in processes]
     said = "".join(log.read_text(errors="replace") for log in logs)
     assert not any(statuses), said[-16000:]
-    assert ("hybrid_parallel" not in schemes) or _SAID_OF_HYBRID in said
+    assert all(told in said for scheme, told in _SAID_OF_HOSTS.items() if scheme in schemes)
     return {file.stem: json.loads(file.read_text()) for file in folder.glob("rank*.json")}
 
 
@@ -51,18 +55,13 @@ def run(launcher: str, hosts: Hosts, folder: Path, schemes: Sequence[str]) -> di
 def test_losses_are_those_of_one_process(launcher: str, tmp_path: Path) -> None:
     told: dict[str, float] = {}
     tried = [scheme for scheme in SCHEMES if (scheme, launcher) not in WITHOUT]
-    # A server of an elastic job keeps the port until its script ends.
-    jobs = [[one for one in tried if one != "elastic"], [one for one in tried if one == "elastic"]]
-    for number, schemes in enumerate(filter(None, jobs)):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        with named_hosts(folder) as hosts:
-            ranks = run(launcher, hosts, folder, schemes)
-        assert [ranks[f"rank{rank}"]["host"] for rank in range(NUM_RANKS)] == [
-            NAMES[rank // _PER_HOST] for rank in range(NUM_RANKS)
-        ]
-        for scheme in schemes:
-            told[scheme] = difference([ranks[rank]["losses"][scheme] for rank in ranks], scheme)
+    with named_hosts(tmp_path) as hosts:
+        ranks = run(launcher, hosts, tmp_path, tried)
+    assert [ranks[f"rank{rank}"]["host"] for rank in range(NUM_RANKS)] == [
+        NAMES[rank // _PER_HOST] for rank in range(NUM_RANKS)
+    ]
+    for scheme in tried:
+        told[scheme] = difference([ranks[rank]["losses"][scheme] for rank in ranks], scheme)
     MEASURED.mkdir(parents=True, exist_ok=True)
     measurement(launcher).write_text(json.dumps(told))
     assert max(told.values()) <= TOLERANCE, told

@@ -1,13 +1,23 @@
 """What a run says of the hosts that its ranks are on."""
 
+import logging
+import os
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
 import pytest
 
+from examples.train_gpt import GPT, Text
+from lightning_shard import PipelineParallelStrategy, TensorParallelStrategy
 from lightning_shard.mesh import ParallelMesh
 from lightning_shard.strategies.host_placement import (
     are_neighbours,
-    told_placement,
+    tell_placement,
     warning_of_scattered_ranks,
 )
+from tests.processes import run_processes
+from tests.strategies.parity import ignore_upstream_warnings
 
 
 @pytest.mark.parametrize(
@@ -36,7 +46,63 @@ def test_scattered_ranks_are_told_with_what_would_not_scatter_them() -> None:
     )
 
 
-def test_the_line_of_a_run_over_hosts() -> None:
-    assert told_placement(ParallelMesh(pp=2, tp=2), 2) == (
+def test_copies_of_the_state_whose_ranks_are_scattered_were_not_told() -> None:
+    told = warning_of_scattered_ranks(ParallelMesh(dp=4, shard=2), [0, 1, 0, 1])
+    assert "So 2 of 2 copies of the state cross hosts, and gathers wait" in told
+    assert "tp groups" not in told
+
+
+def test_the_line_of_a_run_over_hosts(caplog: pytest.LogCaptureFixture) -> None:
+    mesh = ParallelMesh(pp=2, tp=2)
+    with caplog.at_level("INFO"):
+        tell_placement(mesh, mesh.placement(2), [0, 0, 1, 1], announces=False)
+        assert not caplog.messages
+        tell_placement(mesh, mesh.placement(2), [0, 0, 1, 1], announces=True)
+    assert caplog.messages == [
         "ParallelMesh(pp=2, dp=1, tp=2) on nodes of 2 ranks: 2; tp inside a node; pp across 2 nodes"
+    ]
+
+
+def test_sizes_that_put_layers_across_hosts_are_told() -> None:
+    mesh = ParallelMesh(tp=4)
+    with pytest.warns(UserWarning, match="1 of 1 tp groups cross nodes of 2 ranks"):
+        tell_placement(mesh, mesh.placement(2), [0, 0, 1, 1], announces=False)
+
+
+def said_over_two_hosts() -> dict[str, list[str]]:
+    """Train a step on a rank of each of two hosts; return by strategy what was said of hosts."""
+    ignore_upstream_warnings()
+    os.environ["NODE_RANK"], os.environ["LOCAL_RANK"] = os.environ["RANK"], "0"
+    strategies: dict[str, Any] = {
+        "tensor_parallel": TensorParallelStrategy(backend="gloo"),
+        "pipeline_parallel": PipelineParallelStrategy(backend="gloo"),
+    }
+    return {name: _said(strategy) for name, strategy in strategies.items()}
+
+
+def _said(strategy: Any) -> list[str]:
+    kept: dict[str, Any] = {"logger": False, "enable_checkpointing": False}
+    quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False}
+    trainer = pl.Trainer(
+        strategy=strategy, accelerator="cpu", devices=1, num_nodes=2, max_steps=1, **kept, **quiet
     )
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("lightning.pytorch").addHandler(handler)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        trainer.fit(GPT(num_layers=2, width=32), datamodule=Text(batch_size=8))
+    logging.getLogger("lightning.pytorch").removeHandler(handler)
+    said = [*lines, *(str(one.message) for one in caught)]
+    return [one for one in said if " on nodes of " in one or " cross nodes of " in one]
+
+
+def test_tensor_and_pipeline_parallel_said_nothing_of_hosts() -> None:
+    first, other = run_processes(said_over_two_hosts, 2)
+    line, warning = sorted(first["tensor_parallel"], key=lambda one: "cross" in one)
+    assert line.endswith("on nodes of 1 ranks: 2; tp across 2 nodes")
+    assert warning.startswith("1 of 1 tp groups cross nodes of 1 ranks, such as ranks 0, 1:")
+    [line] = first["pipeline_parallel"]
+    assert line.endswith("on nodes of 1 ranks: 2; pp across 2 nodes")
+    assert other == {"tensor_parallel": [], "pipeline_parallel": []}
