@@ -25,7 +25,7 @@ def tell_placement(
 
     Args:
         mesh: The ranks of the run, on several hosts.
-        placement: Of its groups, where the ranks of a host are neighbours.
+        placement: Where the ranks of its groups would lie if those of a host were neighbours.
         hosts: The host of each rank.
         announces: Whether to say what is no warning, too.
     """
