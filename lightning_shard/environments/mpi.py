@@ -13,12 +13,12 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from typing_extensions import override
 
 from lightning_shard import settings
 from lightning_shard.backends.mpi import runtime
 from lightning_shard.environments.checks import check_placement
+from lightning_shard.environments.started_elsewhere import StartedElsewhere
 from lightning_shard.errors import ConfigError
 from lightning_shard.settings import LauncherVariables, ProcessRanks, Rendezvous
 
@@ -36,7 +36,7 @@ COMM_WORLD = LauncherVariables(
 )
 
 
-class MPIEnvironment(ClusterEnvironment):
+class MPIEnvironment(StartedElsewhere):
     """Answers from the launcher's variables and from MPI.
 
     Every rank must construct it: where the variables do not tell enough it asks MPI, collectively.
@@ -59,23 +59,6 @@ class MPIEnvironment(ClusterEnvironment):
         assert self._placement.local_size is not None
         return self._placement.local_size
 
-    @property
-    @override
-    def creates_processes_externally(self) -> bool:
-        return True
-
-    @property
-    @override
-    def main_address(self) -> str:
-        """The host of rank 0; the first call, here or of `main_port`, is collective."""
-        return self._rendezvous.host
-
-    @property
-    @override
-    def main_port(self) -> int:
-        """A free port on rank 0's host; the first use of it or of `main_address` is collective."""
-        return self._rendezvous.port
-
     @staticmethod
     @override
     def detect() -> bool:
@@ -86,16 +69,8 @@ class MPIEnvironment(ClusterEnvironment):
         return self._placement.world_size
 
     @override
-    def set_world_size(self, size: int) -> None:
-        """Do nothing: MPI knows the world size."""
-
-    @override
     def global_rank(self) -> int:
         return self._placement.rank
-
-    @override
-    def set_global_rank(self, rank: int) -> None:
-        """Do nothing: MPI knows the rank."""
 
     @override
     def local_rank(self) -> int:
@@ -170,6 +145,7 @@ class MPIEnvironment(ClusterEnvironment):
         return asked
 
     @cached_property
+    @override
     def _rendezvous(self) -> Rendezvous:
         """Where the ranks meet; with MPI rank 0 says it, and the token; all raise its error."""
         if self._comm is None and self.world_size() > 1:

@@ -14,18 +14,18 @@ import socket
 from functools import cache, cached_property
 
 import torch.distributed as dist
-from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from typing_extensions import override
 
 from lightning_shard import settings
 from lightning_shard.environments import _ray
+from lightning_shard.environments.started_elsewhere import StartedElsewhere
 from lightning_shard.errors import ConfigError
 from lightning_shard.settings import Rendezvous
 
 _LOOPBACK = "127.0.0.1"
 
 
-class RayEnvironment(ClusterEnvironment):
+class RayEnvironment(StartedElsewhere):
     """Answers as Ray Train's context does; each worker makes one, in its train function.
 
     Raises:
@@ -54,23 +54,6 @@ class RayEnvironment(ClusterEnvironment):
         """Name that workers on this node have in common over restarts, with Ray's process id."""
         return f"ray-{_ray.run_id()}-{os.getppid()}"
 
-    @property
-    @override
-    def creates_processes_externally(self) -> bool:
-        return True
-
-    @property
-    @override
-    def main_address(self) -> str:
-        """The node of rank 0; the first call, here or of `main_port`, is collective."""
-        return self._rendezvous.host
-
-    @property
-    @override
-    def main_port(self) -> int:
-        """A free port on rank 0's node; the first use of it or of `main_address` is collective."""
-        return self._rendezvous.port
-
     @staticmethod
     @override
     def detect() -> bool:
@@ -81,16 +64,8 @@ class RayEnvironment(ClusterEnvironment):
         return int(self._context.get_world_size())
 
     @override
-    def set_world_size(self, size: int) -> None:
-        """Do nothing: Ray knows the world size."""
-
-    @override
     def global_rank(self) -> int:
         return int(self._context.get_world_rank())
-
-    @override
-    def set_global_rank(self, rank: int) -> None:
-        """Do nothing: Ray knows the rank."""
 
     @override
     def local_rank(self) -> int:
@@ -115,6 +90,7 @@ class RayEnvironment(ClusterEnvironment):
             )
 
     @cached_property
+    @override
     def _rendezvous(self) -> Rendezvous:
         """Where the ranks meet; rank 0 says it, and the token, over Ray."""
         own: tuple[str, int, str] | None = None
