@@ -211,6 +211,7 @@ class DataParallelEngine:
         Raises:
             ConfigError: An assigned value cannot be the parameter's.
         """
+        self.view.end_interrupted()
         self._adoption.adopt()
 
     @contextmanager

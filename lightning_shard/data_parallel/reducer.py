@@ -42,6 +42,7 @@ class Reducer:
         usage: Agrees with the other ranks on the parameters that have a gradient.
 
     Attributes:
+        usage: That agreement.
         has_arrived: Whether autograd has put a gradient on a parameter in this backward.
     """
 
@@ -50,7 +51,7 @@ class Reducer:
     ) -> None:
         self._gradients = gradients
         self._collectives = collectives
-        self._usage = usage
+        self.usage = usage
         self._order = list(reversed(range(len(gradients))))
         self._order_is_learned = False
         self._completed: list[int] = []  # in this backward, by completion
@@ -157,10 +158,10 @@ class Reducer:
                 self._begin(gradients)
         self._flush_frozen()
         if self._synchronize:
-            self._usage.begin()
+            self.usage.begin()
         while self._in_flight:
             self._in_flight.popleft().finish_reduce()
-        self._usage.finish()
+        self.usage.finish()
         if self._synchronize:
             for gradients in self._gradients:
                 gradients.settle()
