@@ -65,7 +65,7 @@ class Reducer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate only: stages 0 and 1 send nothing, 2 and 3 reduce as ever (their memory)."""
+        """Accumulate only: stages 0 and 1 send no gradients, 2 and 3 do as ever (their memory)."""
         before, self._synchronize = self._synchronize, False
         try:
             yield
@@ -157,17 +157,27 @@ class Reducer:
             if gradients.must_reduce and self._reduces_now(gradients):
                 self._begin(gradients)
         self._flush_frozen()
-        if self._synchronize:
+        agrees = self._synchronize or self._shows_averages()
+        if agrees:
             self.usage.begin()
         while self._in_flight:
             self._in_flight.popleft().finish_reduce()
         self.usage.finish()
-        if self._synchronize:
-            for gradients in self._gradients:
-                gradients.settle()
+        for gradients in self._gradients if agrees else ():
+            gradients.settle()
         self._owed = not self._synchronize
         self._learn_order()
         self._reset()
+
+    def _shows_averages(self) -> bool:
+        """Whether `.grad` looks as on one device, also of what this rank has only added up.
+
+        Then code that asks for it, by `if p.grad is not None`, must find the same on every rank.
+        """
+        shown = [one for one in self._gradients if not one.buffer.shows_sums]
+        for gradients in shown:
+            gradients.buffer.observe_all()
+        return bool(shown)
 
     def _flush_frozen(self) -> None:
         """Reduce what was accumulated before a unit was frozen, after all others on each rank."""

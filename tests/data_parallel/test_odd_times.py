@@ -25,6 +25,7 @@ def build() -> tuple[nn.Sequential, SGD]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)).double()
     model[1].register_parameter("spare", nn.Parameter(torch.ones(3, dtype=torch.float64)))
+    model.register_parameter("loose", nn.Parameter(torch.ones(3, dtype=torch.float64)))
     return model, SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
@@ -34,13 +35,22 @@ def batches(number: int) -> list[Tensor]:
     return [torch.randn(5, 3, generator=generator).double() for _ in range(NUM_RANKS)]
 
 
+def loss_of(model: nn.Sequential, batch: Tensor, *, uses_loose: bool) -> Tensor:
+    loss = model(batch).square().mean()
+    loose: Any = model.loose
+    return loss + (loose * batch.mean(0)).square().sum() if uses_loose else loss
+
+
 def alone(script: Script) -> tuple[dict[str, Tensor], Any]:
     """Run on one device, with the mean of the ranks' losses."""
     model, optimizer = build()
 
-    def backward(number: int, **options: Any) -> None:
+    def backward(number: int, *, loose_on: int = -1, **options: Any) -> None:
         del options
-        losses = [model(batch).square().mean() for batch in batches(number)]
+        losses = [
+            loss_of(model, batch, uses_loose=rank == loose_on)
+            for rank, batch in enumerate(batches(number))
+        ]
         (sum(losses) / NUM_RANKS).backward()  # type: ignore[union-attr]
 
     found = script(model, optimizer, backward)
@@ -58,9 +68,11 @@ def on_ranks(script: Script, stage: int) -> tuple[dict[str, Tensor], Any]:
         engine = DataParallelEngine(model, ranks, options)
         sharded = ShardedOptimizer(optimizer, engine)
 
-        def backward(number: int, *, syncs: bool = True, create_graph: bool = False) -> None:
+        def backward(
+            number: int, *, syncs: bool = True, create_graph: bool = False, loose_on: int = -1
+        ) -> None:
             with engine.step():
-                loss = model(batches(number)[rank]).square().mean()
+                loss = loss_of(model, batches(number)[rank], uses_loose=rank == loose_on)
                 if syncs:
                     with engine.backward():
                         loss.backward(create_graph=create_graph)
@@ -158,3 +170,46 @@ def test_backwards_that_create_graphs_held_all_of_them(stage: int, set_to_none: 
     (got, has_graph), (expected, _) = on_ranks(script, stage), alone(script)
     assert not any(has_graph)
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+
+
+def doubled_in_place(params: list[Any]) -> None:
+    for param in params:
+        param.grad.mul_(2)
+
+
+def doubled_in_a_new_tensor(params: list[Any]) -> None:
+    for param in params:
+        param.grad = param.grad * 2
+
+
+def doubled_together(params: list[Any]) -> None:
+    torch._foreach_mul_([param.grad for param in params], 2)
+
+
+def clipped(params: list[Any]) -> None:
+    nn.utils.clip_grad_norm_(params, 0.1)
+
+
+@pytest.mark.parametrize(
+    "edit", [doubled_in_place, doubled_in_a_new_tensor, doubled_together, clipped]
+)
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_edit_between_micro_batches_left_out_what_a_rank_had_not_used(
+    stage: int, set_to_none: bool, edit: Callable[[list[Any]], None]
+) -> None:
+    """Under stage 1 its .grad was None on that rank, which edited the others' shards alone."""
+
+    def script(model: nn.Sequential, optimizer: SGD, backward: Backward) -> None:
+        loose: Any = model.loose
+        params = [loose, *(param for param in model.parameters() if param is not loose)]
+        for number in range(3):
+            backward(3 * number, syncs=False, loose_on=number - 1)
+            edit([param for param in params if param.grad is not None])
+            backward(3 * number + 1, syncs=False)
+            edit([param for param in params if param.grad is not None])
+            backward(3 * number + 2, loose_on=2 - number)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+
+    assert_as_alone(script, stage)
