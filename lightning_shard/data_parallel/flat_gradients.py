@@ -30,6 +30,7 @@ from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.gradient_buffer import GradientBuffer
 from lightning_shard.data_parallel.gradient_state import GradientStates
 from lightning_shard.data_parallel.own_gradients import OwnGradients
+from lightning_shard.data_parallel.sharded_parameter import OWN_GRAD, as_they_are
 from lightning_shard.data_parallel.unrecorded import unrecorded
 from lightning_shard.errors import ConfigError
 
@@ -107,6 +108,12 @@ class FlatGradients:
             return False
         self._expected = self._num_trained
         return len(self._seen) >= self._expected
+
+    @property
+    @as_they_are
+    def which_are_there(self) -> list[bool]:
+        """Whether a gradient stands in `.grad` of each parameter on this rank."""
+        return [grad is not None for grad in map(OWN_GRAD, self.flat.params)]
 
     @property
     def all_trained_are_used(self) -> bool:

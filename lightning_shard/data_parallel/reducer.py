@@ -40,6 +40,7 @@ class Reducer:
         gradients: The gradient buffers, in registration order.
         collectives: Group of the data-parallel ranks.
         usage: Agrees with the other ranks on the parameters that have a gradient.
+        is_met: Returns whether user code may meet `.grad` between micro-batches, as hooks do.
 
     Attributes:
         usage: That agreement.
@@ -47,11 +48,16 @@ class Reducer:
     """
 
     def __init__(
-        self, gradients: Sequence[FlatGradients], collectives: Collectives, usage: UsageAgreement
+        self,
+        gradients: Sequence[FlatGradients],
+        collectives: Collectives,
+        usage: UsageAgreement,
+        is_met: Callable[[], bool],
     ) -> None:
         self._gradients = gradients
         self._collectives = collectives
         self.usage = usage
+        self._is_met = is_met
         self._order = list(reversed(range(len(gradients))))
         self._order_is_learned = False
         self._completed: list[int] = []  # in this backward, by completion
@@ -65,7 +71,10 @@ class Reducer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate only: stages 0 and 1 send no gradients, 2 and 3 do as ever (their memory)."""
+        """Accumulate only: stages 0 and 1 send no gradients, 2 and 3 as ever (their memory).
+
+        Where user code may meet `.grad`, ranks agree which gradients there are from stage 1 on.
+        """
         before, self._synchronize = self._synchronize, False
         try:
             yield
@@ -170,11 +179,11 @@ class Reducer:
         self._reset()
 
     def _shows_averages(self) -> bool:
-        """Whether `.grad` looks as on one device, also of what this rank has only added up.
+        """Whether code may meet a `.grad` that looks full where ranks have only added up theirs.
 
-        Then code that asks for it, by `if p.grad is not None`, must find the same on every rank.
+        It asks `if p.grad is not None`, and must find the same on every rank.
         """
-        shown = [one for one in self._gradients if not one.buffer.shows_sums]
+        shown = [one for one in self._gradients if self._is_met() and not one.buffer.shows_sums]
         for gradients in shown:
             gradients.buffer.observe_all()
         return bool(shown)
@@ -197,6 +206,16 @@ class Reducer:
                 self.flush()
             finally:
                 self._synchronize = before
+
+    def reduce_asked(self) -> None:
+        """Reduce gradients that `no_sync` has only accumulated, for user code that asks for them.
+
+        Raises:
+            ConfigError: Ranks have gradients of different parameters.
+        """
+        if self._owed and not self._is_met():
+            self.usage.check_equal()
+        self.reduce_owed()
 
     def _learn_order(self) -> None:
         if self._order_is_learned or not self._synchronize:

@@ -58,6 +58,28 @@ class UsageAgreement:
         """Note that an optimizer's step has raised on this rank, in the middle of its update."""
         self._has_failed = True
 
+    def check_equal(self) -> None:
+        """Compare which gradients there are between micro-batches; each rank must call.
+
+        Raises:
+            ConfigError: A parameter has a gradient on some ranks only; raised on every rank.
+        """
+        there = [int(is_there) for one in self._gradients for is_there in one.which_are_there]
+        message = bytes(there) + bytes(1 - is_there for is_there in there)
+        flags = _as_tensor(message).to(self._device)
+        self._collectives.all_reduce(flags, "max").wait()
+        some, none = flags.view(2, -1).tolist()
+        names = [one.own.name(i) for one in self._gradients for i in range(len(one.states))]
+        for name, has_one, lacks_one in zip(names, some, none, strict=True):
+            if has_one and lacks_one:
+                raise ConfigError(
+                    f"Rank {self._collectives.rank}: .grad is used between micro-batches that are "
+                    f"accumulated, where some ranks have a gradient of {name!r} and others have "
+                    f"not used it yet, expected the same on all: code that asks whether .grad is "
+                    f"None would do different things on them. Use it in on_after_backward, after "
+                    f"which ranks agree, or once the last micro-batch has been reduced."
+                )
+
     def begin(self) -> None:
         """Start the exchange; each rank must call, after its last reduction has started."""
         used = b"".join(one.states.is_used for one in self._gradients)

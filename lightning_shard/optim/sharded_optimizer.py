@@ -54,6 +54,7 @@ class ShardedOptimizer:
         self.optimizer = optimizer
         self.engine = engine
         self._in_view = False
+        self._num_steps = 0  # torch hooks a base class's step, too, where that class is in use
         self._frozen_adam = FrozenAdam(optimizer, engine)
         self._owned = OwnedParameters(optimizer, engine)
         self._on_host = StepOnHost(optimizer, engine)
@@ -80,6 +81,7 @@ class ShardedOptimizer:
         self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self.engine.view.end_interrupted()
+        self._num_steps += 1
         # torch hands over the optimizer itself as args[0]
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
@@ -107,21 +109,26 @@ class ShardedOptimizer:
         return mean_loss(loss, self.optimizer, ranks, self.engine.device)
 
     def _after_step(self, *_: Any) -> None:
-        if self._in_view:
+        self._num_steps -= 1
+        if self._in_view and not self._num_steps:
             self._leave()
 
     def _end_failed(self) -> None:
         """Leave the view that an update has left by raising; each rank must call."""
+        self._num_steps = 0
         if self._in_view:
             self.engine.reducer.usage.note_failed_update()
             self._leave()
 
     def _end_later(self) -> None:
         """Leave that view when the model is used again; no communication."""
+        self._num_steps = 0
         if self._in_view:
             self.engine.view.on_interrupted = self._end_failed
 
     def _enter(self) -> None:
+        if self._in_view:
+            return
         self.engine.view.enter()
         self._in_view = True
         self._on_host.take()

@@ -12,6 +12,7 @@ from torch.optim import SGD
 from lightning_shard.backends.registry import get_backend
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.options import EngineOptions
+from lightning_shard.errors import ConfigError
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
 from lightning_shard.testing import run_ranks
 
@@ -57,7 +58,9 @@ def alone(script: Script) -> tuple[dict[str, Tensor], Any]:
     return model.state_dict(), found
 
 
-def on_ranks(script: Script, stage: int) -> tuple[dict[str, Tensor], Any]:
+def on_ranks(
+    script: Script, stage: int, *, expects_edits: bool = False
+) -> tuple[dict[str, Tensor], Any]:
     """Run on several ranks; return the first one's weights."""
 
     def fn(rank: int) -> tuple[dict[str, Tensor], Any]:
@@ -66,6 +69,7 @@ def on_ranks(script: Script, stage: int) -> tuple[dict[str, Tensor], Any]:
         model, optimizer = build()
         options = EngineOptions(stage=stage, bucket_mb=UNIT_BY_UNIT)
         engine = DataParallelEngine(model, ranks, options)
+        engine.edits.are_expected = expects_edits
         sharded = ShardedOptimizer(optimizer, engine)
 
         def backward(
@@ -90,8 +94,9 @@ def on_ranks(script: Script, stage: int) -> tuple[dict[str, Tensor], Any]:
     return result
 
 
-def assert_as_alone(script: Script, stage: int) -> None:
-    (got, _), (expected, _) = on_ranks(script, stage), alone(script)
+def assert_as_alone(script: Script, stage: int, *, expects_edits: bool = False) -> None:
+    got, _ = on_ranks(script, stage, expects_edits=expects_edits)
+    expected, _ = alone(script)
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
 
 
@@ -212,4 +217,14 @@ def test_an_edit_between_micro_batches_left_out_what_a_rank_had_not_used(
             optimizer.step()
             optimizer.zero_grad(set_to_none=set_to_none)
 
-    assert_as_alone(script, stage)
+    assert_as_alone(script, stage, expects_edits=True)
+
+
+def test_gradients_that_nobody_expects_to_be_met_are_refused_where_ranks_differ() -> None:
+    def script(model: nn.Sequential, optimizer: SGD, backward: Backward) -> None:
+        del optimizer
+        backward(0, syncs=False, loose_on=1)
+        clipped([param for param in model.parameters() if param.grad is not None])
+
+    with pytest.raises(ConfigError, match="others have not used it yet"):
+        on_ranks(script, stage=1)
