@@ -231,13 +231,14 @@ def test_detach_gives_the_optimizer_back() -> None:
 
 
 class OfAnother(optim.SGD):
-    """An optimizer whose step calls that of its base class."""
+    """An optimizer whose step calls that of its base class, and goes on with the state."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        for group in self.param_groups:
-            group["lr"] *= 0.9
-        return super().step(closure)
+        loss = super().step(closure)
+        for param, state in self.state.items():
+            param.sub_(state["momentum_buffer"], alpha=0.01)
+        return loss
 
 
 @pytest.mark.parametrize("with_closure", [False, True])
@@ -260,7 +261,7 @@ def test_a_step_that_calls_that_of_its_base_class_left_parameters_in_shards(
                 continue
             own_step = optimizer.step
             optimizer.step = lambda: None  # type: ignore[method-assign,assignment,return-value]
-            closure = lambda: train(model, optimizer, engine, 1)  # noqa: B023, E731
+            closure = lambda: train(model, optimizer, engine, 1)  # noqa: E731
             own_step(closure)
             optimizer.step = own_step  # type: ignore[method-assign]
         if engine is not None:
