@@ -143,8 +143,20 @@ class FlatGradients:
             self.states.arrive(index)
         else:
             self.buffer.observe(index)
-            self.buffer.store(index, grad)
+            self.buffer.store(index, self._with_users(index, grad))
         self._seen.add(index)
+
+    @as_they_are
+    def _with_users(self, index: int, grad: Tensor) -> Tensor:
+        """Return the sum of a gradient and the user's own in `.grad`, in place of what was there.
+
+        Autograd's own pass adds so by itself.
+        """
+        own = OWN_GRAD(self.flat.params[index])
+        if own is None or isinstance(own, AveragedGradient):
+            return grad
+        self.buffer.forget([index])
+        return grad + (own.to_dense() if own.is_sparse else own).detach()
 
     def accept(self, index: int) -> None:
         """Take the gradient that autograd has just put on a parameter.
