@@ -273,7 +273,11 @@ class DataParallelEngine:
         Args:
             param: The gradient's parameter, which may show its shard now.
             grad: The gradient, in the parameter's own shape; the parameter's hooks are called here.
+
+        Raises:
+            ConfigError: User code wants to be called once the gradient has been added up.
         """
+        self._arrivals.refuse_others(param, self.collectives.rank)
         for hook in gradient_hooks(param).values():
             changed = hook(grad)
             grad = grad if changed is None else changed
