@@ -73,10 +73,22 @@ def on_ranks(
         sharded = ShardedOptimizer(optimizer, engine)
 
         def backward(
-            number: int, *, syncs: bool = True, create_graph: bool = False, loose_on: int = -1
+            number: int,
+            *,
+            syncs: bool = True,
+            create_graph: bool = False,
+            loose_on: int = -1,
+            by_hand: bool = False,
         ) -> None:
             with engine.step():
                 loss = loss_of(model, batches(number)[rank], uses_loose=rank == loose_on)
+                if by_hand:  # as a pipeline does, which adds microbatches up itself
+                    used = [param for name, param in model.named_parameters() if "." in name]
+                    used = [param for param in used if param.shape != (3,)]
+                    with engine.backward():
+                        for param, grad in zip(used, torch.autograd.grad(loss, used), strict=True):
+                            engine.take_gradient(param, grad)
+                    return
                 if syncs:
                     with engine.backward():
                         loss.backward(create_graph=create_graph)
@@ -191,6 +203,10 @@ def doubled_together(params: list[Any]) -> None:
     torch._foreach_mul_([param.grad for param in params], 2)
 
 
+def halve(param: Any) -> None:
+    param.grad.mul_(0.5)
+
+
 def clipped(params: list[Any]) -> None:
     nn.utils.clip_grad_norm_(params, 0.1)
 
@@ -228,3 +244,50 @@ def test_gradients_that_nobody_expects_to_be_met_are_refused_where_ranks_differ(
 
     with pytest.raises(ConfigError, match="others have not used it yet"):
         on_ranks(script, stage=1)
+
+
+@pytest.mark.parametrize("syncs", [True, False])
+@pytest.mark.parametrize("stage", range(3))
+def test_a_gradient_of_the_users_was_overwritten_by_one_of_a_pipeline(
+    stage: int, syncs: bool
+) -> None:
+    """Autograd's own pass adds to what stands in `.grad`; what a pipeline hands over did not."""
+
+    def script(model: nn.Sequential, optimizer: SGD, backward: Backward) -> None:
+        backward(0, syncs=syncs)
+        bias: Any = model[1].bias
+        bias.grad = torch.full_like(bias, 2.0)
+        backward(1, by_hand=True)
+        optimizer.step()
+
+    assert_as_alone(script, stage)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_hook_that_waits_for_gradients_edited_the_average_of_earlier_ones(stage: int) -> None:
+    """The gradient that had just come was left out."""
+
+    def fn(rank: int) -> None:
+        assert dist.group.WORLD is not None
+        ranks = get_backend("in_process").collectives(dist.group.WORLD)
+        model, _ = build()
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(halve)  # type: ignore[no-untyped-call]
+        engine = DataParallelEngine(model, ranks, EngineOptions(stage=stage))
+        for number in range(2):
+            with engine.step(), engine.backward():
+                loss_of(model, batches(number)[rank], uses_loose=False).backward()
+
+    with pytest.raises(ConfigError, match="middle of a backward"):
+        run_ranks(fn, NUM_RANKS)
+
+
+def test_a_hook_that_waits_for_gradients_was_not_called_by_a_pipeline() -> None:
+    def script(model: nn.Sequential, optimizer: SGD, backward: Backward) -> None:
+        del optimizer
+        weight: Any = model[2].weight
+        weight.register_post_accumulate_grad_hook(print)
+        backward(0, by_hand=True)
+
+    with pytest.raises(ConfigError, match="which a pipeline would not call"):
+        on_ranks(script, stage=0)
