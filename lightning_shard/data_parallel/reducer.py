@@ -33,6 +33,11 @@ def always() -> bool:
     return True
 
 
+def never() -> bool:
+    """Return False: where each rank has its own `.grad`, nobody meets one that looks full."""
+    return False
+
+
 class Reducer:
     """Reduces a model's gradients while backward runs.
 
@@ -43,7 +48,7 @@ class Reducer:
         is_met: Returns whether user code may meet `.grad` between micro-batches, as hooks do.
 
     Attributes:
-        usage: That agreement.
+        usage: The agreement on used parameters, one for each optimizer step.
         has_arrived: Whether autograd has put a gradient on a parameter in this backward.
     """
 
@@ -52,7 +57,7 @@ class Reducer:
         gradients: Sequence[FlatGradients],
         collectives: Collectives,
         usage: UsageAgreement,
-        is_met: Callable[[], bool],
+        is_met: Callable[[], bool] = never,
     ) -> None:
         self._gradients = gradients
         self._collectives = collectives
