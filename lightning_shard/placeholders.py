@@ -50,9 +50,11 @@ class Placeholder(Tensor):
         origins: Names of all parameters and results of blocks that it was computed from.
         value: The tensor that it stands for, while that is known on this stage; else None.
         is_parameter: Whether it stands for a parameter, or is a view of such.
+        param: The parameter itself, which knows whether it is trained; else None.
     """
 
     is_parameter = False
+    param: torch.nn.Parameter | None = None
     like: Tensor
     place: torch.device
     origin: str
@@ -77,7 +79,8 @@ class Placeholder(Tensor):
     def of(cls, value: Tensor, shape: Sequence[int], origin: str) -> "Placeholder":
         """Make a placeholder of a parameter or buffer with the format and device of `value`."""
         made = cls(torch.empty(shape, dtype=value.dtype, device="meta"), value.device, origin)
-        made.is_parameter = isinstance(value, torch.nn.Parameter)
+        if isinstance(value, torch.nn.Parameter):
+            made.is_parameter, made.param = True, value
         return made
 
     def again(self) -> "Placeholder":
@@ -100,6 +103,10 @@ class Placeholder(Tensor):
         """Compute with the values that are known, which autograd sees."""
         if func == _SETS_DATA and isinstance(args[0], Placeholder):
             _note_write(args[0])
+        param = getattr(args[0], "param", None) if func in _OF_TRAINING and args else None
+        if param is not None:
+            result = func(param, *args[1:], **(kwargs or {}))
+            return args[0] if result is param else result
         with torch._C.DisableTorchFunctionSubclass():
             return func(
                 *map(_known, args), **{key: _known(one) for key, one in (kwargs or {}).items()}
@@ -194,6 +201,11 @@ def _drops_nothing(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 _SETS_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
+_OF_TRAINING: Any = (
+    Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+    Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+    Tensor.requires_grad_,
+)
 
 
 @cache

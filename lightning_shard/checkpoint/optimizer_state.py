@@ -114,6 +114,7 @@ class FullOptimizerState:
         self._owned: dict[int, dict[str, _Owned]] = {}
         if not engine.groups.is_first_copy:
             return
+        engine.adopt_assigned()  # a parameter that was replaced is in its place again
         self._packed = optimizer.state_dict()
         if not optimizer.param_groups:  # what stands for none at all
             return

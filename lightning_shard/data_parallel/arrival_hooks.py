@@ -6,6 +6,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.data_parallel.sharded_parameter import as_they_are
+from lightning_shard.data_parallel.torch_private import num_hooks_after_gradient
+from lightning_shard.errors import ConfigError
 
 
 class ArrivalHooks:
@@ -38,6 +40,21 @@ class ArrivalHooks:
         hook = self._hook_of(position, index)
         handle: RemovableHandle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         return handle
+
+    def refuse_others(self, param: nn.Parameter, rank: int) -> None:
+        """Raise if hooks of user code wait for a gradient that autograd's own pass does not add.
+
+        Raises:
+            ConfigError: There is such a hook, which would not be called.
+        """
+        if num_hooks_after_gradient(param) > 1:  # the other one is ours
+            shape = tuple(param.shape)
+            raise ConfigError(
+                f"Rank {rank}: a parameter of shape {shape} has a hook of "
+                f"register_post_accumulate_grad_hook, which a pipeline would not call: it adds up "
+                f"the gradients of microbatches itself. Use .grad in on_after_backward, change "
+                f"the gradient in a hook of param.register_hook, or use strategy='zero2'."
+            )
 
     def remove(self) -> None:
         """Take the hooks off."""

@@ -103,6 +103,14 @@ class AveragedGradient(Tensor):
 
     def sharded(self) -> ShardedTensor:
         """Return the gradient as a sharded tensor, of which this rank has some elements."""
+        if self.note.arrival is not None:
+            raise ConfigError(
+                f".grad of {self.note.param_name!r} is used in the middle of a backward, where a "
+                f"new gradient has been added to it that is not averaged over the ranks, by a hook "
+                f"of register_post_accumulate_grad_hook; expected it to be used once the backward "
+                f"has ended. Use it in on_after_backward, or change the gradient in a hook of "
+                f"param.register_hook, which is called with this rank's own."
+            )
         if self.own is not None:
             return self.own
         if self.note.is_gone:

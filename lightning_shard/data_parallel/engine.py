@@ -116,7 +116,9 @@ class DataParallelEngine:
             Unsharder(model, self.units, self._close, ahead) if options.stage == 3 else None
         )
         self._weights = EqualWeights(self.flats, reducing.dp, self.device)
-        self.reducer = Reducer(self.gradients, reducing.dp, self._usage(reducing.dp))
+        self.edits = HandEdits(self.gradients, self.device, self.collectives)
+        usage = self._usage(reducing.dp)
+        self.reducer = Reducer(self.gradients, reducing.dp, usage, lambda: self.edits.are_expected)
         self._arrivals = ArrivalHooks(self._positions, self._arrival)
         self._buffers = BufferSync(model, self.collectives)
         self._buffers.broadcast_all()
@@ -124,7 +126,6 @@ class DataParallelEngine:
         self.absent = AbsentGradients(
             self.shards, list(model.parameters()), self.split, self.device
         )
-        self.edits = HandEdits(self.gradients, self.device, self.collectives)
         self.view = OptimizerView(
             self.gradients, self.reducer, self._unsharder, self.absent, self.edits, self._weights
         )
@@ -145,7 +146,7 @@ class DataParallelEngine:
             self.split,
             self.device,
             lambda: self.groups_of_gradients,
-            lambda: self.reducer.reduce_owed(),
+            lambda: self.reducer.reduce_asked(),
             self.collectives,
         )
 
@@ -211,6 +212,7 @@ class DataParallelEngine:
         Raises:
             ConfigError: An assigned value cannot be the parameter's.
         """
+        self.view.end_interrupted()
         self._adoption.adopt()
 
     @contextmanager
@@ -271,7 +273,11 @@ class DataParallelEngine:
         Args:
             param: The gradient's parameter, which may show its shard now.
             grad: The gradient, in the parameter's own shape; the parameter's hooks are called here.
+
+        Raises:
+            ConfigError: User code wants to be called once the gradient has been added up.
         """
+        self._arrivals.refuse_others(param, self.collectives.rank)
         for hook in gradient_hooks(param).values():
             changed = hook(grad)
             grad = grad if changed is None else changed

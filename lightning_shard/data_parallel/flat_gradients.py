@@ -30,6 +30,7 @@ from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.gradient_buffer import GradientBuffer
 from lightning_shard.data_parallel.gradient_state import GradientStates
 from lightning_shard.data_parallel.own_gradients import OwnGradients
+from lightning_shard.data_parallel.sharded_parameter import OWN_GRAD, as_they_are
 from lightning_shard.data_parallel.unrecorded import unrecorded
 from lightning_shard.errors import ConfigError
 
@@ -109,6 +110,12 @@ class FlatGradients:
         return len(self._seen) >= self._expected
 
     @property
+    @as_they_are
+    def which_are_there(self) -> list[bool]:
+        """Whether a gradient stands in `.grad` of each parameter on this rank."""
+        return [grad is not None for grad in map(OWN_GRAD, self.flat.params)]
+
+    @property
     def all_trained_are_used(self) -> bool:
         """Whether this rank has used every parameter that can have a gradient."""
         if self.states.all_used:
@@ -136,8 +143,20 @@ class FlatGradients:
             self.states.arrive(index)
         else:
             self.buffer.observe(index)
-            self.buffer.store(index, grad)
+            self.buffer.store(index, self._with_users(index, grad))
         self._seen.add(index)
+
+    @as_they_are
+    def _with_users(self, index: int, grad: Tensor) -> Tensor:
+        """Return the sum of a gradient and the user's own in `.grad`, in place of what was there.
+
+        Autograd's own pass adds so by itself.
+        """
+        own = OWN_GRAD(self.flat.params[index])
+        if own is None or isinstance(own, AveragedGradient):
+            return grad
+        self.buffer.forget([index])
+        return grad + (own.to_dense() if own.is_sparse else own).detach()
 
     def accept(self, index: int) -> None:
         """Take the gradient that autograd has just put on a parameter.

@@ -299,15 +299,22 @@ class GradientBuffer:
     @as_they_are
     def settle(self) -> None:
         """Once ranks agree on the used parameters, set each `.grad`, or None, alike on all."""
-        if self.states.all_valid and not self.is_plain:
+        all_shown = self.states.all_used or self.states.all_reduced
+        if self.states.all_valid and all_shown and not self.is_plain:
             return
         for index, param in enumerate(self.flat.params):
             is_valid = self.states.is_valid[index]
             if not is_valid and isinstance(param.grad, AveragedGradient):
                 param.grad = None
                 self.forget([index])
-            elif is_valid and param.grad is None and self.is_plain:
-                param.grad = self.views[index]
+            elif is_valid and param.grad is None:
+                self._show(index)
+
+    def _show(self, index: int) -> None:
+        if self.is_plain:
+            self.flat.params[index].grad = self.views[index]
+        else:
+            self.flat.stand_ins.put([index])
 
     def is_there(self, index: int) -> bool:
         """Whether the average of any rank's gradient lies here, or in other ranks' shards."""

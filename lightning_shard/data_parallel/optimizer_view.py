@@ -11,7 +11,7 @@ are kept. While hooks of user code before a step run inside, stand-ins for the g
 them, since what they compute with shards would be wrong.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -37,6 +37,9 @@ class OptimizerView:
         absent: The gradients of parameters that only other ranks have, which are hidden inside.
         edits: Averages the gradients that user code has put into `.grad`.
         weights: Is told that an update has written parameters.
+
+    Attributes:
+        on_interrupted: Leaves the view that an interrupted update is inside; None where none is.
     """
 
     def __init__(
@@ -59,19 +62,32 @@ class OptimizerView:
         self._outer: list[list[Tensor | None]] = []
         self._offloaded = [g.flat for g in self._gradients if g.flat.host is not None]
         self._marks: list[int] = []  # of those, while the view is lent
+        self.on_interrupted: Callable[[], None] | None = None
 
     @property
     def differs(self) -> bool:
         """Whether inside and outside differ at all: not under stage 0 without master copies."""
         return bool(self._gradients)
 
+    def end_interrupted(self) -> None:
+        """Leave the view of an update that has never ended, by Ctrl-C say; each rank must call."""
+        leave, self.on_interrupted = self.on_interrupted, None
+        if leave is not None:
+            leave()
+
     @as_they_are
     def enter(self) -> None:
-        """Show shards; each rank must call."""
+        """Show shards; each rank must call.
+
+        Raises:
+            ConfigError: User code has put what cannot be averaged into `.grad`; nothing is shown.
+        """
         if self._depth == 0 and not self._lends:
             self._reducer.reduce_owed()
             if self._edits is not None:
                 self._edits.average()
+            for gradients in self._gradients:
+                gradients.own.check()
         self._depth += 1
         if self._depth > 1:
             return
@@ -90,7 +106,6 @@ class OptimizerView:
         gradients.flat.present_shards(sharded=False)
         params = gradients.flat.params
         outer = [param.grad for param in params]
-        gradients.own.check(outer)
         if self._unsharder is None:
             gradients.flat.take_in_edits()
         for param in params:

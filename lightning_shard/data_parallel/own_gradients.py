@@ -158,7 +158,7 @@ class OwnGradients:
         self.know_content()
 
     @as_they_are
-    def check(self, outer: Sequence[Tensor | None]) -> None:
+    def check(self) -> None:
         """Raise if a tensor of the user's stands in some `.grad` before the optimizer's view.
 
         Raises:
@@ -166,7 +166,8 @@ class OwnGradients:
         """
         self._buffer.observe_all()
         views = self._buffer.views_or_none
-        for index, (grad, view) in enumerate(zip(outer, views, strict=True)):
+        grads = map(OWN_GRAD, self._flat.params)
+        for index, (grad, view) in enumerate(zip(grads, views, strict=True)):
             if not (grad is None or grad is view or isinstance(grad, AveragedGradient)):
                 raise self._set_by_hand(index)
 

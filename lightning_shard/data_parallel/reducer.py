@@ -33,6 +33,11 @@ def always() -> bool:
     return True
 
 
+def never() -> bool:
+    """Return False: where each rank has its own `.grad`, nobody meets one that looks full."""
+    return False
+
+
 class Reducer:
     """Reduces a model's gradients while backward runs.
 
@@ -40,17 +45,24 @@ class Reducer:
         gradients: The gradient buffers, in registration order.
         collectives: Group of the data-parallel ranks.
         usage: Agrees with the other ranks on the parameters that have a gradient.
+        is_met: Returns whether user code may meet `.grad` between micro-batches, as hooks do.
 
     Attributes:
+        usage: The agreement on used parameters, one for each optimizer step.
         has_arrived: Whether autograd has put a gradient on a parameter in this backward.
     """
 
     def __init__(
-        self, gradients: Sequence[FlatGradients], collectives: Collectives, usage: UsageAgreement
+        self,
+        gradients: Sequence[FlatGradients],
+        collectives: Collectives,
+        usage: UsageAgreement,
+        is_met: Callable[[], bool] = never,
     ) -> None:
         self._gradients = gradients
         self._collectives = collectives
-        self._usage = usage
+        self.usage = usage
+        self._is_met = is_met
         self._order = list(reversed(range(len(gradients))))
         self._order_is_learned = False
         self._completed: list[int] = []  # in this backward, by completion
@@ -64,7 +76,10 @@ class Reducer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate only: stages 0 and 1 send nothing, 2 and 3 reduce as ever (their memory)."""
+        """Accumulate only: stages 0 and 1 send no gradients, 2 and 3 as ever (their memory).
+
+        Where user code may meet `.grad`, ranks agree which gradients there are from stage 1 on.
+        """
         before, self._synchronize = self._synchronize, False
         try:
             yield
@@ -156,17 +171,27 @@ class Reducer:
             if gradients.must_reduce and self._reduces_now(gradients):
                 self._begin(gradients)
         self._flush_frozen()
-        if self._synchronize:
-            self._usage.begin()
+        agrees = self._synchronize or self._shows_averages()
+        if agrees:
+            self.usage.begin()
         while self._in_flight:
             self._in_flight.popleft().finish_reduce()
-        self._usage.finish()
-        if self._synchronize:
-            for gradients in self._gradients:
-                gradients.settle()
+        self.usage.finish()
+        for gradients in self._gradients if agrees else ():
+            gradients.settle()
         self._owed = not self._synchronize
         self._learn_order()
         self._reset()
+
+    def _shows_averages(self) -> bool:
+        """Whether code may meet a `.grad` that looks full where ranks have only added up theirs.
+
+        It asks `if p.grad is not None`, and must find the same on every rank.
+        """
+        shown = [one for one in self._gradients if self._is_met() and not one.buffer.shows_sums]
+        for gradients in shown:
+            gradients.buffer.observe_all()
+        return bool(shown)
 
     def _flush_frozen(self) -> None:
         """Reduce what was accumulated before a unit was frozen, after all others on each rank."""
@@ -186,6 +211,16 @@ class Reducer:
                 self.flush()
             finally:
                 self._synchronize = before
+
+    def reduce_asked(self) -> None:
+        """Reduce gradients that `no_sync` has only accumulated, for user code that asks for them.
+
+        Raises:
+            ConfigError: Ranks have gradients of different parameters.
+        """
+        if self._owed and not self._is_met():
+            self.usage.check_equal()
+        self.reduce_owed()
 
     def _learn_order(self) -> None:
         if self._order_is_learned or not self._synchronize:

@@ -8,6 +8,9 @@ Under stage 3 a digest of the units that this rank unsharded, in order, travels 
 unshard different units of one size would mix their shards without a word. Its complement travels
 too, so that the maximum of both is one's own only where all ranks have the same. A rank reads it
 when its own digest is not the one last read, as in every first step.
+
+An optimizer's step may raise on one rank alone, where user code catches it. The others' shards are
+updated then, and that rank's are not: it tells, and asks whether there is a rank without the error.
 """
 
 from collections.abc import Sequence
@@ -47,8 +50,35 @@ class UsageAgreement:
         self._unshards = unshards
         self._weights = weights if weights is not None and weights.compares else None
         self._digest = self._known_digest = b""
+        self._has_failed = False
         self._pending: Pending | None = None
         self._flags = torch.empty(0)
+
+    def note_failed_update(self) -> None:
+        """Note that an optimizer's step has raised on this rank, in the middle of its update."""
+        self._has_failed = True
+
+    def check_equal(self) -> None:
+        """Compare which gradients there are between micro-batches; each rank must call.
+
+        Raises:
+            ConfigError: A parameter has a gradient on some ranks only; raised on every rank.
+        """
+        there = [int(is_there) for one in self._gradients for is_there in one.which_are_there]
+        message = bytes(there) + bytes(1 - is_there for is_there in there)
+        flags = _as_tensor(message).to(self._device)
+        self._collectives.all_reduce(flags, "max").wait()
+        some, none = flags.view(2, -1).tolist()
+        names = [one.own.name(i) for one in self._gradients for i in range(len(one.states))]
+        for name, has_one, lacks_one in zip(names, some, none, strict=True):
+            if has_one and lacks_one:
+                raise ConfigError(
+                    f"Rank {self._collectives.rank}: .grad is used between micro-batches that are "
+                    f"accumulated, where some ranks have a gradient of {name!r} and others have "
+                    f"not used it yet, expected the same on all: code that asks whether .grad is "
+                    f"None would do different things on them. Use it in on_after_backward, after "
+                    f"which ranks agree, or once the last micro-batch has been reduced."
+                )
 
     def begin(self) -> None:
         """Start the exchange; each rank must call, after its last reduction has started."""
@@ -56,7 +86,8 @@ class UsageAgreement:
         if self._unshards is not None:
             self._digest = self._unshards.digest()
         moved = bytes([self._weights.have_moved]) if self._weights is not None else b""
-        self._flags = _as_tensor(used + moved + self._digest).to(self._device)
+        whole = bytes([not self._has_failed])
+        self._flags = _as_tensor(used + whole + moved + self._digest).to(self._device)
         self._pending = self._collectives.all_reduce(self._flags, "max", async_op=True)
 
     def finish(self) -> None:
@@ -66,6 +97,8 @@ class UsageAgreement:
         self._pending.wait()
         self._pending = None
         self._check_digest()
+        num_params = sum(len(one.states) for one in self._gradients)
+        self._check_failed(self._flags[num_params])
         if self._weights is not None:
             self._weights.agree(self._flags[-1])
         complete = all(one.all_trained_are_used for one in self._gradients)
@@ -75,6 +108,19 @@ class UsageAgreement:
             stop = start + len(states)
             states.validate(states.is_used if complete else flags[start:stop])
             start = stop
+
+    def _check_failed(self, some_are_whole: torch.Tensor) -> None:
+        if not self._has_failed:
+            return
+        self._has_failed = False
+        if bool(some_are_whole):
+            raise ConfigError(
+                f"Rank {self._collectives.rank}: an optimizer's step raised on this rank and was "
+                f"caught, but it did not raise on every rank, expected the same on all: other "
+                f"ranks have updated their shards, and this one has not. Decide on every rank "
+                f"alike whether to step, by self.all_gather(flag).any() for example, or let the "
+                f"error end the run."
+            )
 
     def _check_digest(self) -> None:
         names = [] if self._unshards is None else self._unshards.take()

@@ -6,7 +6,8 @@
       ├─ enter the optimizer view      param.data, param.grad -> local shards; full matrices
       │                                on their owners, where the optimizer needs them
       ├─ the optimizer's own update    its groups, options and state are untouched
-      └─ leave the view, publish       shards -> everybody's full parameters
+      └─ leave the view, publish       shards -> everybody's full parameters; also where the
+                                       update raises
 
 Schedulers, callbacks and the user keep the object that they hold; its groups keep listing the
 module's own parameters. State that the optimizer creates is in shards because it sees shards.
@@ -24,6 +25,7 @@ from lightning_shard.data_parallel.model_split import has_parts
 from lightning_shard.errors import ConfigError
 from lightning_shard.optim.common_loss import looks_at_loss, mean_loss
 from lightning_shard.optim.elementwise import why_not_separate
+from lightning_shard.optim.failing_steps import FailingSteps
 from lightning_shard.optim.frozen_adam import FrozenAdam
 from lightning_shard.optim.host_step import StepOnHost
 from lightning_shard.optim.owned_parameters import OwnedParameters, why_not_as_they_lie
@@ -52,10 +54,12 @@ class ShardedOptimizer:
         self.optimizer = optimizer
         self.engine = engine
         self._in_view = False
+        self._num_steps = 0  # torch hooks a base class's step, too, where that class is in use
         self._frozen_adam = FrozenAdam(optimizer, engine)
         self._owned = OwnedParameters(optimizer, engine)
         self._on_host = StepOnHost(optimizer, engine)
         shard_state(optimizer, engine)
+        self._failing = FailingSteps(optimizer, self._end_failed, self._end_later)
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -70,11 +74,14 @@ class ShardedOptimizer:
         """Give the optimizer back as it was, state in shards."""
         for handle in self._handles:
             handle.remove()
+        self._failing.detach()
         self._owned.detach()
 
     def _before_step(
         self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self.engine.view.end_interrupted()
+        self._num_steps += 1
         # torch hands over the optimizer itself as args[0]
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
@@ -102,12 +109,28 @@ class ShardedOptimizer:
         return mean_loss(loss, self.optimizer, ranks, self.engine.device)
 
     def _after_step(self, *_: Any) -> None:
-        if self._in_view:
+        self._num_steps -= 1
+        if self._in_view and not self._num_steps:
             self._leave()
 
+    def _end_failed(self) -> None:
+        """Leave the view that an update has left by raising; each rank must call."""
+        self._num_steps = 0
+        if self._in_view:
+            self.engine.reducer.usage.note_failed_update()
+            self._leave()
+
+    def _end_later(self) -> None:
+        """Leave that view when the model is used again; no communication."""
+        self._num_steps = 0
+        if self._in_view:
+            self.engine.view.on_interrupted = self._end_failed
+
     def _enter(self) -> None:
-        self._in_view = True
+        if self._in_view:
+            return
         self.engine.view.enter()
+        self._in_view = True
         self._on_host.take()
         self._frozen_adam.take()
         self._owned.take()

@@ -406,7 +406,8 @@ class Pipeline:
         if run.is_skipped:
             return
         try:
-            with self._model.running(run, run.stage), self.edits.step(run.stage):
+            model, stage = self._model, run.stage
+            with model.running(run, stage), self.edits.step(stage, lambda: model.trainable):
                 run.forward(lambda: batch.step(microbatch, run.stage == self.num_stages - 1))
         except OtherStageError as error:
             if self._wanted is None or not lendable(self._model.params, error.origins):

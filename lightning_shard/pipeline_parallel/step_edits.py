@@ -10,7 +10,7 @@ step, and so are all others once a batch has edited; else a batch's beginning an
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -72,14 +72,27 @@ class StepEdits:
             )
 
     @contextmanager
-    def step(self, stage: int) -> Iterator[None]:
+    def step(self, stage: int, trained: Callable[[], Sequence[bool]]) -> Iterator[None]:
         """Run the step of one microbatch on one stage inside.
 
+        Args:
+            stage: Number of the stage.
+            trained: Returns whether each parameter of the model requires a gradient now.
+
         Raises:
-            ConfigError: It has edited what an earlier step of the batch had edited.
+            ConfigError: It has edited what an earlier step of the batch had edited, or frozen or
+                unfrozen parameters.
         """
+        before = trained()
         yield
         self.note(stage)
+        if self._in_batch and before != trained():
+            raise ConfigError(
+                f"Stage {stage}: training_step freezes or unfreezes parameters (requires_grad), "
+                f"which other stages and microbatches would learn of too late; expected that to "
+                f"stay as it is in a step of a pipeline. Do it in "
+                f"on_train_batch_start(batch, batch_idx), or use strategy='zero2'."
+            )
 
     def note(self, stage: int) -> None:
         """Count the edits since the last time, at the end of a step or of a trial of one."""

@@ -99,8 +99,8 @@ def on_ranks(
 
 
 def agreement(num_checks: int) -> tuple[int, int]:
-    """One message of a byte for each parameter, and so many bytes of checks."""
-    return 1, ring_share(2 * (NUM_BLOCKS + num_checks), NUM_RANKS)
+    """One message of a byte for each parameter, one of failed updates, and the given checks."""
+    return 1, ring_share(2 * (NUM_BLOCKS + 1 + num_checks), NUM_RANKS)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -12,6 +12,7 @@ from torch.optim import SGD
 from lightning_shard.backends.registry import get_backend
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.options import EngineOptions
+from lightning_shard.errors import ConfigError
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
 from lightning_shard.testing import run_ranks
 
@@ -25,6 +26,7 @@ def build() -> tuple[nn.Sequential, SGD]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)).double()
     model[1].register_parameter("spare", nn.Parameter(torch.ones(3, dtype=torch.float64)))
+    model.register_parameter("loose", nn.Parameter(torch.ones(3, dtype=torch.float64)))
     return model, SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
@@ -34,20 +36,31 @@ def batches(number: int) -> list[Tensor]:
     return [torch.randn(5, 3, generator=generator).double() for _ in range(NUM_RANKS)]
 
 
+def loss_of(model: nn.Sequential, batch: Tensor, *, uses_loose: bool) -> Tensor:
+    loss = model(batch).square().mean()
+    loose: Any = model.loose
+    return loss + (loose * batch.mean(0)).square().sum() if uses_loose else loss
+
+
 def alone(script: Script) -> tuple[dict[str, Tensor], Any]:
     """Run on one device, with the mean of the ranks' losses."""
     model, optimizer = build()
 
-    def backward(number: int, **options: Any) -> None:
+    def backward(number: int, *, loose_on: int = -1, **options: Any) -> None:
         del options
-        losses = [model(batch).square().mean() for batch in batches(number)]
+        losses = [
+            loss_of(model, batch, uses_loose=rank == loose_on)
+            for rank, batch in enumerate(batches(number))
+        ]
         (sum(losses) / NUM_RANKS).backward()  # type: ignore[union-attr]
 
     found = script(model, optimizer, backward)
     return model.state_dict(), found
 
 
-def on_ranks(script: Script, stage: int) -> tuple[dict[str, Tensor], Any]:
+def on_ranks(
+    script: Script, stage: int, *, expects_edits: bool = False
+) -> tuple[dict[str, Tensor], Any]:
     """Run on several ranks; return the first one's weights."""
 
     def fn(rank: int) -> tuple[dict[str, Tensor], Any]:
@@ -56,11 +69,26 @@ def on_ranks(script: Script, stage: int) -> tuple[dict[str, Tensor], Any]:
         model, optimizer = build()
         options = EngineOptions(stage=stage, bucket_mb=UNIT_BY_UNIT)
         engine = DataParallelEngine(model, ranks, options)
+        engine.edits.are_expected = expects_edits
         sharded = ShardedOptimizer(optimizer, engine)
 
-        def backward(number: int, *, syncs: bool = True, create_graph: bool = False) -> None:
+        def backward(
+            number: int,
+            *,
+            syncs: bool = True,
+            create_graph: bool = False,
+            loose_on: int = -1,
+            by_hand: bool = False,
+        ) -> None:
             with engine.step():
-                loss = model(batches(number)[rank]).square().mean()
+                loss = loss_of(model, batches(number)[rank], uses_loose=rank == loose_on)
+                if by_hand:  # as a pipeline does, which adds microbatches up itself
+                    used = [param for name, param in model.named_parameters() if "." in name]
+                    used = [param for param in used if param.shape != (3,)]
+                    with engine.backward():
+                        for param, grad in zip(used, torch.autograd.grad(loss, used), strict=True):
+                            engine.take_gradient(param, grad)
+                    return
                 if syncs:
                     with engine.backward():
                         loss.backward(create_graph=create_graph)
@@ -78,8 +106,9 @@ def on_ranks(script: Script, stage: int) -> tuple[dict[str, Tensor], Any]:
     return result
 
 
-def assert_as_alone(script: Script, stage: int) -> None:
-    (got, _), (expected, _) = on_ranks(script, stage), alone(script)
+def assert_as_alone(script: Script, stage: int, *, expects_edits: bool = False) -> None:
+    got, _ = on_ranks(script, stage, expects_edits=expects_edits)
+    expected, _ = alone(script)
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
 
 
@@ -158,3 +187,107 @@ def test_backwards_that_create_graphs_held_all_of_them(stage: int, set_to_none: 
     (got, has_graph), (expected, _) = on_ranks(script, stage), alone(script)
     assert not any(has_graph)
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+
+
+def doubled_in_place(params: list[Any]) -> None:
+    for param in params:
+        param.grad.mul_(2)
+
+
+def doubled_in_a_new_tensor(params: list[Any]) -> None:
+    for param in params:
+        param.grad = param.grad * 2
+
+
+def doubled_together(params: list[Any]) -> None:
+    torch._foreach_mul_([param.grad for param in params], 2)
+
+
+def halve(param: Any) -> None:
+    param.grad.mul_(0.5)
+
+
+def clipped(params: list[Any]) -> None:
+    nn.utils.clip_grad_norm_(params, 0.1)
+
+
+@pytest.mark.parametrize(
+    "edit", [doubled_in_place, doubled_in_a_new_tensor, doubled_together, clipped]
+)
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_edit_between_micro_batches_left_out_what_a_rank_had_not_used(
+    stage: int, set_to_none: bool, edit: Callable[[list[Any]], None]
+) -> None:
+    """Under stage 1 its .grad was None on that rank, which edited the others' shards alone."""
+
+    def script(model: nn.Sequential, optimizer: SGD, backward: Backward) -> None:
+        loose: Any = model.loose
+        params = [loose, *(param for param in model.parameters() if param is not loose)]
+        for number in range(3):
+            backward(3 * number, syncs=False, loose_on=number - 1)
+            edit([param for param in params if param.grad is not None])
+            backward(3 * number + 1, syncs=False)
+            edit([param for param in params if param.grad is not None])
+            backward(3 * number + 2, loose_on=2 - number)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+
+    assert_as_alone(script, stage, expects_edits=True)
+
+
+def test_gradients_that_nobody_expects_to_be_met_are_refused_where_ranks_differ() -> None:
+    def script(model: nn.Sequential, optimizer: SGD, backward: Backward) -> None:
+        del optimizer
+        backward(0, syncs=False, loose_on=1)
+        clipped([param for param in model.parameters() if param.grad is not None])
+
+    with pytest.raises(ConfigError, match="others have not used it yet"):
+        on_ranks(script, stage=1)
+
+
+@pytest.mark.parametrize("syncs", [True, False])
+@pytest.mark.parametrize("stage", range(3))
+def test_a_gradient_of_the_users_was_overwritten_by_one_of_a_pipeline(
+    stage: int, syncs: bool
+) -> None:
+    """Autograd's own pass adds to what stands in `.grad`; what a pipeline hands over did not."""
+
+    def script(model: nn.Sequential, optimizer: SGD, backward: Backward) -> None:
+        backward(0, syncs=syncs)
+        bias: Any = model[1].bias
+        bias.grad = torch.full_like(bias, 2.0)
+        backward(1, by_hand=True)
+        optimizer.step()
+
+    assert_as_alone(script, stage)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_hook_that_waits_for_gradients_edited_the_average_of_earlier_ones(stage: int) -> None:
+    """The gradient that had just come was left out."""
+
+    def fn(rank: int) -> None:
+        assert dist.group.WORLD is not None
+        ranks = get_backend("in_process").collectives(dist.group.WORLD)
+        model, _ = build()
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(halve)  # type: ignore[no-untyped-call]
+        engine = DataParallelEngine(model, ranks, EngineOptions(stage=stage))
+        for number in range(2):
+            with engine.step(), engine.backward():
+                loss_of(model, batches(number)[rank], uses_loose=False).backward()
+
+    with pytest.raises(ConfigError, match="middle of a backward"):
+        run_ranks(fn, NUM_RANKS)
+
+
+def test_a_hook_that_waits_for_gradients_was_not_called_by_a_pipeline() -> None:
+    def script(model: nn.Sequential, optimizer: SGD, backward: Backward) -> None:
+        del optimizer
+        weight: Any = model[2].weight
+        weight.register_post_accumulate_grad_hook(print)
+        backward(0, by_hand=True)
+
+    with pytest.raises(ConfigError, match="which a pipeline would not call"):
+        on_ranks(script, stage=0)

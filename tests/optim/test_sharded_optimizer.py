@@ -228,3 +228,47 @@ def test_detach_gives_the_optimizer_back() -> None:
         train(model, optimizer, None, 1)
 
     run_ranks(fn, 2)
+
+
+class OfAnother(optim.SGD):
+    """An optimizer whose step calls that of its base class, and goes on with the state."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = super().step(closure)
+        for param, state in self.state.items():
+            param.sub_(state["momentum_buffer"], alpha=0.01)
+        return loss
+
+
+@pytest.mark.parametrize("with_closure", [False, True])
+@pytest.mark.parametrize("stage", range(4))
+def test_a_step_that_calls_that_of_its_base_class_left_parameters_in_shards(
+    stage: int, with_closure: bool
+) -> None:
+    """Once the base class was used itself, torch calls the hooks of a step in both."""
+    optim.SGD(make_model().parameters(), lr=0.1).zero_grad()
+
+    def run(engine_of: Callable[[nn.Module], DataParallelEngine | None]) -> dict[str, Tensor]:
+        model = make_model()
+        optimizer = OfAnother(model.parameters(), lr=0.1, momentum=0.9)
+        engine = engine_of(model)
+        if engine is not None:
+            ShardedOptimizer(optimizer, engine)
+        for _ in range(2):
+            if not with_closure:
+                train(model, optimizer, engine, 1)
+                continue
+            own_step = optimizer.step
+            optimizer.step = lambda: None  # type: ignore[method-assign,assignment,return-value]
+            closure = lambda: train(model, optimizer, engine, 1)  # noqa: E731
+            own_step(closure)
+            optimizer.step = own_step  # type: ignore[method-assign]
+        if engine is not None:
+            engine.detach(restore=True)
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    expected = run(lambda _: None)
+    for got in run_ranks(lambda _: run(lambda model: make_engine(model, stage)), 2):
+        assert got is not None
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7)

@@ -57,6 +57,8 @@ PENALTIES: dict[str, Callable[[nn.Module], Tensor]] = {
     # Shards have one dimension: no parameter of a block was a matrix.
     "products": products,
     "one vector": lambda module: parameters_to_vector(module.parameters()).norm(),
+    # On a stage of a pipeline the parameters of others looked frozen.
+    "trained": lambda module: sum(p.pow(2).sum() for p in module.parameters() if p.requires_grad),  # type: ignore
     "by layers": lambda module: sum(
         (one.weight**2).mean() for one in module.modules() if isinstance(one, nn.Linear)
     ),  # type: ignore

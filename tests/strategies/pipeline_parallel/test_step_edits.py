@@ -259,6 +259,16 @@ def test_gradients_were_edited_by_each_microbatch(edit: Edit, where: str) -> Non
 # --- numbers, buffers, options -----------------------------------------------------------------
 
 
+def freeze_at_times(module: Any, _: Any) -> None:
+    for param in module.parameters():
+        param.requires_grad_(not param.requires_grad)
+
+
+def test_layers_frozen_in_a_step_ended_in_a_mismatch_of_messages() -> None:
+    with pytest.raises(ConfigError, match="freezes or unfreezes parameters"):
+        fit(style(before=freeze_at_times), pipeline(2, "1f1b"), max_epochs=1)
+
+
 def slow_down(module: Any, _: Any) -> None:
     for group in module.trainer.optimizers[0].param_groups:
         group["lr"] *= 0.9
