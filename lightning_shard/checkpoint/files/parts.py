@@ -19,9 +19,12 @@ import re
 import shutil
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, partial
 from itertools import count
 from pathlib import Path
+
+from lightning_shard.checkpoint.files.open_folder import INDEX_FILE
 
 _NAME = re.compile(
     r"\.(?P<name>.*)\.ls-(?P<home>[0-9a-f]{16})-(?P<pid>\d+)-(?P<began>\d+)-\d+"
@@ -63,14 +66,28 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link or a folder, as far as that is possible."""
+    """Remove a file, a link or a folder, as far as that is possible.
+
+    A folder loses its name first: a part of it, if this process is killed meanwhile, must not be
+    taken for a checkpoint. The next save removes it then.
+    """
     if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(path if is_leftover(path) else _set_aside(path), ignore_errors=True)
     else:
         try:
             path.unlink(missing_ok=True)
         except OSError:
             return  # of no consequence: the next save tries again
+
+
+def _set_aside(path: Path) -> Path:
+    aside = part_of(path)
+    try:
+        return path.rename(aside)
+    except OSError:  # of a folder above that is not ours
+        with suppress(OSError):
+            (path / INDEX_FILE).unlink(missing_ok=True)
+        return path
 
 
 def _leftovers(folder: Path) -> list[Path]:
