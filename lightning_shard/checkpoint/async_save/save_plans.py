@@ -22,7 +22,6 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.errors import CheckpointError
 
 
-NO_PLAN = -1
 _MOST_KEPT = 3  # within an epoch, at its end, and one that somebody else has made necessary
 
 
@@ -66,16 +65,18 @@ class SavePlans:
         assert metadata is not None
         return copy(metadata)
 
-    def number_of(self, local: SavePlan, group: Collectives | None) -> int:
-        """Return the number of the plan in which this rank's local plan is this; NO_PLAN if none.
+    def numbers_of(self, local: SavePlan, group: Collectives | None) -> set[int]:
+        """Return the numbers of the plans in which this rank's local plan is this.
+
+        They are several where other ranks have changed, and this one has not.
 
         Args:
             local: This rank's local plan.
             group: Group of all ranks; another one than before has no plans.
         """
         if group is not self._group:
-            return NO_PLAN
-        return next((one.number for one in self._kept if one.local == local), NO_PLAN)
+            return set()
+        return {one.number for one in self._kept if one.local == local}
 
     def choose(self, number: int) -> None:
         """Take up a plan that is kept; each rank must, with the same number."""

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.checkpoint.async_save.save_plans import NO_PLAN, SavePlans
+from lightning_shard.checkpoint.async_save.save_plans import SavePlans
 from lightning_shard.checkpoint.async_save.staged_items import SaveCancelledError
 from lightning_shard.checkpoint.async_save.staged_writer import StagedWriter, Staging
 from lightning_shard.checkpoint.files.checksums import Checksum, complete_folder, write_checked
@@ -78,7 +78,7 @@ class UnfinishedFolder:
     ) -> None:
         """Agree on the folder that rank 0 has made, and on what each rank writes."""
         local, failure = self._local_plan(state)
-        known = NO_PLAN if local is None else plans.number_of(local, collectives)
+        known = set[int]() if local is None else plans.numbers_of(local, collectives)
         told = [(made, known, failure)]
         if collectives is not None:
             told = collectives.all_gather_object(told[0])
@@ -90,8 +90,8 @@ class UnfinishedFolder:
             raise CheckpointError(explained(failed))
         self._folder = folder
         self.writer = StagedWriter(self._folder, self._rank)
-        if known != NO_PLAN and all(number == known for _, number, _ in told):
-            plans.choose(known)
+        if standing := known.intersection(*(numbers for _, numbers, _ in told)):
+            plans.choose(max(standing))
         else:
             plans.make(local, self._planner, self.writer, collectives)
 

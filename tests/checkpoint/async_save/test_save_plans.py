@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_shard.backends.in_process import current_rank
-from lightning_shard.checkpoint.async_save.save_plans import NO_PLAN, SavePlans
+from lightning_shard.checkpoint.async_save.save_plans import SavePlans
 from lightning_shard.checkpoint.async_save.staged_items import StagedItems
 from lightning_shard.checkpoint.sharded.folder import StoredFolder, read_all
 from lightning_shard.checkpoint.sharded.writing import BoxSavePlanner
@@ -100,11 +100,13 @@ def test_another_group_of_ranks_plans_again() -> None:
     local, plans = planner.create_local_plan(), SavePlans()
     writer: Any = type("Writer", (), {"prepare_global_plan": staticmethod(lambda plans: plans)})
     plans.make(local, planner, writer, None)
-    assert plans.number_of(planner.create_local_plan(), None) == 1
+    assert plans.numbers_of(planner.create_local_plan(), None) == {1}
+    plans.make(local, planner, writer, None)  # since another rank has changed
+    assert plans.numbers_of(planner.create_local_plan(), None) == {1, 2}
     another: Any = object()
-    assert plans.number_of(local, another) == NO_PLAN
+    assert not plans.numbers_of(local, another)
     planner.set_up_planner({"a": torch.ones(2).half()}, is_coordinator=True)
-    assert plans.number_of(planner.create_local_plan(), None) == NO_PLAN
+    assert not plans.numbers_of(planner.create_local_plan(), None)
 
 
 def on_rank_1(error: Exception, real: Any) -> Any:
