@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.storage import StorageWriter
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.errors import CheckpointError
 
-
 _MOST_KEPT = 3  # within an epoch, at its end, and one that somebody else has made necessary
 
 

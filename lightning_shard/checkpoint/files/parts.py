@@ -39,7 +39,7 @@ _numbers = count()
 def part_of(path: Path, *, before: bool = False) -> Path:
     """Return a new name beside `path` for what will take its place, or has had it before."""
     shown = os.fsencode(path.name)[:_LONGEST_NAME].decode(errors="ignore")
-    writer = f"ls-{_home()}-{os.getpid()}-{_began(os.getpid())}-{next(_numbers)}"
+    writer = f"ls-{home()}-{os.getpid()}-{_began(os.getpid())}-{next(_numbers)}"
     return path.with_name(f".{shown}.{writer}{'.before' if before else ''}.part")
 
 
@@ -107,7 +107,7 @@ def writer_lives(name: str, has_changed: Callable[[], bool]) -> bool:
             called where the writer cannot be asked.
     """
     found = _NAME.fullmatch(name)
-    if found is None or found["home"] != _home() or not _can_tell():
+    if found is None or found["home"] != home() or not _can_tell():
         return has_changed()
     pid = int(found["pid"])
     return pid == os.getpid() or 0 < _began(pid) == int(found["began"])
@@ -128,8 +128,8 @@ def _changed(path: Path, folder: Path) -> bool:
 
 
 @cache
-def _home() -> str:
-    """Where numbers of processes mean the same: a host since it was booted, or a container."""
+def home() -> str:
+    """Return what tells where numbers of processes mean the same: a booted host, or a container."""
     boot = _read(Path("/proc/sys/kernel/random/boot_id"))
     try:
         namespace = os.stat("/proc/self/ns/pid").st_ino
