@@ -227,7 +227,7 @@ def test_leftovers_of_dead_writers_go_with_the_next_save_and_no_others(tmp_path:
     own = part_of(place)
     own.write_text("of another thread")
     (tmp_path / ".mine.part").write_text("a user's")
-    with patch.object(parts, "_home", lambda: "0" * 16):
+    with patch.object(parts, "home", lambda: "0" * 16):
         elsewhere, silent = part_of(place), part_of(place)
     elsewhere.write_text("on another host")
     silent.write_text("on a host that is gone")
