@@ -16,6 +16,7 @@ from lightning_shard.checkpoint.files.reading import read_mapped
 from lightning_shard.checkpoint.mapped_file import load_mapped
 from lightning_shard.errors import CheckpointError
 from lightning_shard.testing import run_ranks
+from tests.benchmarks.checkpoints import peak_above
 from tests.checkpoint.sharded.runs import LAYOUTS, Model, fit, saving
 from tests.examples.commands import ignore_upstream_warnings
 
@@ -24,6 +25,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
 ]
 NUM_TENSORS = 6
+MOST_MEGABYTES = 32.0
 
 
 def is_mapped(tensor: Tensor) -> bool:
@@ -142,3 +144,15 @@ def test_a_run_keeps_nothing_that_is_mapped(layout: str, tmp_path: Path) -> None
     fit(LAYOUTS[layout](), Model(), ckpt_path=path, callbacks=[looks])
     assert looks.num_seen > 10
     assert not looks.mapped
+
+
+@pytest.mark.slow
+def test_a_mapped_file_is_not_in_memory(tmp_path: Path) -> None:
+    path, module = tmp_path / "last.ckpt", nn.Linear(1 << 12, 1 << 13)
+    moments = {key: torch.randn_like(module.weight) for key in ("exp_avg", "exp_avg_sq")}
+    torch.save({"state_dict": module.state_dict(), "optimizer_states": [{"state": moments}]}, path)
+    with peak_above() as peak:
+        loaded = load_mapped(path, None, module, None, 0)
+    assert path.stat().st_size > 12 * MOST_MEGABYTES * 1e6
+    assert peak[0] < MOST_MEGABYTES
+    assert torch.equal(loaded["state_dict"]["weight"], module.weight)
