@@ -57,7 +57,7 @@ def check_archive(file: BinaryIO, share: Share = ALL) -> None:
 
     Args:
         file: Seekable, unbuffered is fastest.
-        share: Of which tensors the elements are read; all else is checked always.
+        share: The tensors whose elements are read; all else is checked always.
 
     Raises:
         DamagedError: Something is not as it was written.

@@ -60,8 +60,8 @@ def read_mapped(path: Any, weights_only: bool | None = None, *, share: Share = A
     Args:
         path: As for `read_file`.
         weights_only: As for `read_file`.
-        share: Of which tensors the checksums are compared here; others do so of the rest. Of a
-            remote file, of which each process has a copy, they are those of all.
+        share: The tensors whose checksums are compared here; others compare the rest. A remote
+            file, of which each process has a copy, is compared whole.
 
     Raises:
         CheckpointError: As for `read_file`.
