@@ -344,13 +344,13 @@ def is_shard(value: Any, flat: FlatParameters, index: int) -> bool:
 
 
 def _cut(key: str, value: Any, flat: FlatParameters, index: int) -> Any:
-    """Return this rank's shard of a full state tensor; other values as they are."""
+    """Return a copy of this rank's shard of a full state tensor, whose file may be mapped."""
     slot = flat.layout.slots[index]
-    if not isinstance(value, Tensor) or tuple(value.shape) != slot.shape or flat.stage == 0:
+    if not isinstance(value, Tensor):
         return value
-    if flat.is_owned:
+    if tuple(value.shape) != slot.shape or flat.stage == 0 or flat.is_owned:
         return value.clone()
     if value.ndim == 0 and key == "step":  # the counter of a scalar parameter
-        return value
+        return value.clone()
     shard_slice = flat.layout.shard_slice(slot, flat.shard_index)
     return value.flatten()[shard_slice.param_offset : shard_slice.param_stop].clone()

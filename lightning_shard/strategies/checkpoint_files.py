@@ -10,14 +10,17 @@ from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from torch import nn
 from typing_extensions import override
 
+from lightning_shard.backends.collectives import Collectives
 from lightning_shard.checkpoint.files.new import new_file
 from lightning_shard.checkpoint.files.parts import remove
 from lightning_shard.checkpoint.files.places import is_on_the_web, local_path
 from lightning_shard.checkpoint.files.reading import read_file
 from lightning_shard.checkpoint.files.remote_folders import remove_remote
 from lightning_shard.checkpoint.files.torch_archive import Record, records_of, write_archive
+from lightning_shard.checkpoint.mapped_file import load_mapped
 from lightning_shard.errors import CheckpointError
 
 (_Wrapping,) = AsyncCheckpointIO.__bases__  # what wraps another `CheckpointIO`
@@ -56,13 +59,20 @@ class CheckpointFiles(CheckpointIO):
         """
         if is_on_the_web(path):
             return TorchCheckpointIO().load_checkpoint(path, map_location, weights_only)
-        loaded = read_file(path, map_location, weights_only)
-        if not isinstance(loaded, dict):
-            raise CheckpointError(
-                f"{os.fspath(path)} holds a {type(loaded).__name__}, expected a checkpoint, which "
-                f"is a dictionary. Load it with torch.load."
-            )
-        return loaded
+        return _dictionary(path, read_file(path, map_location, weights_only))
+
+    def load_mapped(
+        self,
+        path: Any,
+        weights_only: bool | None,
+        module: nn.Module,
+        collectives: Collectives | None,
+        rank: int,
+    ) -> dict[str, Any]:
+        """Load a checkpoint file for a run, mapped into memory; see `mapped_file.load_mapped`."""
+        if is_on_the_web(path):
+            return self.load_checkpoint(path, weights_only=weights_only)
+        return _dictionary(path, load_mapped(path, weights_only, module, collectives, rank))
 
     @override
     def remove_checkpoint(self, path: Any) -> None:
@@ -71,6 +81,15 @@ class CheckpointFiles(CheckpointIO):
             remove_remote(path)
         else:
             remove(place)
+
+
+def _dictionary(path: Any, loaded: Any) -> dict[str, Any]:
+    if not isinstance(loaded, dict):
+        raise CheckpointError(
+            f"{os.fspath(path)} holds a {type(loaded).__name__}, expected a checkpoint, which "
+            f"is a dictionary. Load it with torch.load."
+        )
+    return loaded
 
 
 def with_files(checkpoint_io: CheckpointIO | None) -> CheckpointIO:

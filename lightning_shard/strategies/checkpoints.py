@@ -333,6 +333,12 @@ class CheckpointingStrategy(ShardStrategy):
     def _load_any(self, checkpoint_path: Any, weights_only: bool | None) -> dict[str, Any]:
         if is_folder(checkpoint_path):
             return self._load_folder(checkpoint_path, weights_only)
+        if type(self.checkpoint_io) is CheckpointFiles and not self._others_see_loaded():
+            assert self.lightning_module is not None
+            together = None if self.is_in_process else self.present_collectives
+            return self.checkpoint_io.load_mapped(
+                checkpoint_path, weights_only, self.lightning_module, together, self.global_rank
+            )
         return super().load_checkpoint(checkpoint_path, weights_only)
 
     @property

@@ -78,7 +78,8 @@ class UnfinishedFolder:
     ) -> None:
         """Agree on the folder that rank 0 has made, and on what each rank writes."""
         local, failure = self._local_plan(state)
-        told = [(made, local is not None and plans.stand(local, collectives), failure)]
+        known = set[int]() if local is None else plans.numbers_of(local, collectives)
+        told = [(made, known, failure)]
         if collectives is not None:
             told = collectives.all_gather_object(told[0])
         (folder, reason), _, _ = told[0]
@@ -89,7 +90,9 @@ class UnfinishedFolder:
             raise CheckpointError(explained(failed))
         self._folder = folder
         self.writer = StagedWriter(self._folder, self._rank)
-        if not all(stand for _, stand, _ in told):
+        if standing := known.intersection(*(numbers for _, numbers, _ in told)):
+            plans.choose(max(standing))
+        else:
             plans.make(local, self._planner, self.writer, collectives)
 
     def _local_plan(self, state: Mapping[str, Any]) -> tuple[SavePlan | None, str]:

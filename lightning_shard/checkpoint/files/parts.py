@@ -19,9 +19,12 @@ import re
 import shutil
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, partial
 from itertools import count
 from pathlib import Path
+
+from lightning_shard.checkpoint.files.open_folder import INDEX_FILE
 
 _NAME = re.compile(
     r"\.(?P<name>.*)\.ls-(?P<home>[0-9a-f]{16})-(?P<pid>\d+)-(?P<began>\d+)-\d+"
@@ -36,7 +39,7 @@ _numbers = count()
 def part_of(path: Path, *, before: bool = False) -> Path:
     """Return a new name beside `path` for what will take its place, or has had it before."""
     shown = os.fsencode(path.name)[:_LONGEST_NAME].decode(errors="ignore")
-    writer = f"ls-{_home()}-{os.getpid()}-{_began(os.getpid())}-{next(_numbers)}"
+    writer = f"ls-{home()}-{os.getpid()}-{_began(os.getpid())}-{next(_numbers)}"
     return path.with_name(f".{shown}.{writer}{'.before' if before else ''}.part")
 
 
@@ -63,14 +66,28 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link or a folder, as far as that is possible."""
+    """Remove a file, a link or a folder, as far as that is possible.
+
+    A folder loses its name first: a part of it, if this process is killed meanwhile, must not be
+    taken for a checkpoint. The next save removes it then.
+    """
     if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(path if is_leftover(path) else _set_aside(path), ignore_errors=True)
     else:
         try:
             path.unlink(missing_ok=True)
         except OSError:
             return  # of no consequence: the next save tries again
+
+
+def _set_aside(path: Path) -> Path:
+    aside = part_of(path)
+    try:
+        return path.rename(aside)
+    except OSError:  # of a folder above that is not ours
+        with suppress(OSError):
+            (path / INDEX_FILE).unlink(missing_ok=True)
+        return path
 
 
 def _leftovers(folder: Path) -> list[Path]:
@@ -90,7 +107,7 @@ def writer_lives(name: str, has_changed: Callable[[], bool]) -> bool:
             called where the writer cannot be asked.
     """
     found = _NAME.fullmatch(name)
-    if found is None or found["home"] != _home() or not _can_tell():
+    if found is None or found["home"] != home() or not _can_tell():
         return has_changed()
     pid = int(found["pid"])
     return pid == os.getpid() or 0 < _began(pid) == int(found["began"])
@@ -111,8 +128,8 @@ def _changed(path: Path, folder: Path) -> bool:
 
 
 @cache
-def _home() -> str:
-    """Where numbers of processes mean the same: a host since it was booted, or a container."""
+def home() -> str:
+    """Return what tells where numbers of processes mean the same: a booted host, or a container."""
     boot = _read(Path("/proc/sys/kernel/random/boot_id"))
     try:
         namespace = os.stat("/proc/self/ns/pid").st_ino

@@ -17,8 +17,10 @@ from typing import Any, BinaryIO
 import torch
 
 from lightning_shard.checkpoint.files.archive_check import (
+    ALL,
     DamagedError,
     DamagedRecordError,
+    Share,
     check_archive,
 )
 from lightning_shard.checkpoint.files.places import local_path, remote_place
@@ -46,12 +48,38 @@ def read_file(path: Any, map_location: Any = None, weights_only: bool | None = N
     """
     with _local_copy(path) as (source, file):
         _check(path, file)
-        try:
-            return torch.load(source, map_location=map_location, weights_only=weights_only)
-        except MemoryError:
-            raise
-        except Exception as error:
-            raise _not_loaded(path, source, weights_only, error) from error
+        return _loaded(path, source, map_location, weights_only, mmap=False)
+
+
+def read_mapped(path: Any, weights_only: bool | None = None, *, share: Share = ALL) -> Any:
+    """Load a file with its tensors mapped into memory: what is not looked at is not read.
+
+    They are on the CPU, and can be written to, which does not change the file. Who keeps one must
+    copy it, since the file may become shorter later.
+
+    Args:
+        path: As for `read_file`.
+        weights_only: As for `read_file`.
+        share: The tensors whose checksums are compared here; others compare the rest. A remote
+            file, of which each process has a copy, is compared whole.
+
+    Raises:
+        CheckpointError: As for `read_file`.
+    """
+    with _local_copy(path) as (source, file):
+        is_archive = _check(path, file, share if local_path(path) is not None else ALL)
+        return _loaded(path, source, "cpu", weights_only, mmap=is_archive)
+
+
+def _loaded(
+    path: Any, source: Path, map_location: Any, weights_only: bool | None, *, mmap: bool
+) -> Any:
+    try:
+        return torch.load(source, map_location=map_location, weights_only=weights_only, mmap=mmap)
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise _not_loaded(path, source, weights_only, error) from error
 
 
 @contextmanager
@@ -96,11 +124,12 @@ def _cannot_read(path: Any, error: OSError) -> CheckpointError:
     )
 
 
-def _check(path: Any, file: BinaryIO) -> None:
+def _check(path: Any, file: BinaryIO, share: Share = ALL) -> bool:
+    """Check a file, and return whether it is an archive; before torch 1.6 there were none."""
     try:
         head = file.read(_HEAD_BYTES)
         if head.startswith(_ARCHIVE):
-            check_archive(file)
+            check_archive(file, share)
     except OSError as error:
         raise _cannot_read(path, error) from error
     except DamagedRecordError as error:
@@ -122,6 +151,7 @@ def _check(path: Any, file: BinaryIO) -> None:
             f"{os.fspath(path)} is no checkpoint, or its beginning is damaged: it begins with "
             f"{head[:8]!r}, expected {_ARCHIVE!r} as torch.save writes. {_ANOTHER}"
         )
+    return head.startswith(_ARCHIVE)
 
 
 def _not_loaded(

@@ -17,7 +17,7 @@ from lightning_shard.errors import CheckpointError
 from tests.checkpoint.async_save.test_async_saves import Saving, sharded
 from tests.checkpoint.files.archives import same
 from tests.checkpoint.sharded import runs
-from tests.checkpoint.sharded.runs import NUM_STEPS, Model, fit
+from tests.checkpoint.sharded.runs import NUM_STEPS, SAVED_AFTER, Model, fit
 from tests.examples.commands import ignore_upstream_warnings
 
 pytestmark = [
@@ -77,17 +77,36 @@ def test_ranks_plan_again_only_when_the_state_has_another_layout(
     assert ours["optimizer_0"]["param_groups"][0]["lr"] != pytest.approx(1e-2)
 
 
+def test_the_end_of_an_epoch_is_planned_once(tmp_path: Path, planned: list[int]) -> None:
+    for name, is_async in (("async", True), ("sync", False)):
+        torch.manual_seed(0)
+        writer = ModelCheckpoint(
+            tmp_path / name, "{step}", every_n_train_steps=1, save_top_k=-1,
+            save_on_train_epoch_end=False,
+        )  # fmt: skip
+        fit(sharded("zero2-2", async_save=is_async), callbacks=[writer], enable_checkpointing=True)
+    assert NUM_STEPS == 2 * SAVED_AFTER  # two epochs
+    assert sorted(planned) == [0, 0, 1, 1]
+    for step in range(1, NUM_STEPS + 1):
+        ours, expected = (
+            content(tmp_path / name / f"step={step}.ckpt") for name in ("async", "sync")
+        )
+        assert same(ours, expected)
+
+
 def test_another_group_of_ranks_plans_again() -> None:
     planner: Any = BoxSavePlanner()
     planner.set_up_planner({"a": torch.ones(2)}, is_coordinator=True)
     local, plans = planner.create_local_plan(), SavePlans()
     writer: Any = type("Writer", (), {"prepare_global_plan": staticmethod(lambda plans: plans)})
     plans.make(local, planner, writer, None)
-    assert plans.stand(planner.create_local_plan(), None)
+    assert plans.numbers_of(planner.create_local_plan(), None) == {1}
+    plans.make(local, planner, writer, None)  # since another rank has changed
+    assert plans.numbers_of(planner.create_local_plan(), None) == {1, 2}
     another: Any = object()
-    assert not plans.stand(local, another)
+    assert not plans.numbers_of(local, another)
     planner.set_up_planner({"a": torch.ones(2).half()}, is_coordinator=True)
-    assert not plans.stand(planner.create_local_plan(), None)
+    assert not plans.numbers_of(planner.create_local_plan(), None)
 
 
 def on_rank_1(error: Exception, real: Any) -> Any:

@@ -15,6 +15,7 @@ import pytest
 
 from lightning_shard.checkpoint.files import parts, renames
 from lightning_shard.checkpoint.files.new import new_file, new_folder
+from lightning_shard.checkpoint.files.open_folder import INDEX_FILE
 from lightning_shard.checkpoint.files.parts import is_leftover, part_of
 from lightning_shard.errors import CheckpointError
 
@@ -226,7 +227,7 @@ def test_leftovers_of_dead_writers_go_with_the_next_save_and_no_others(tmp_path:
     own = part_of(place)
     own.write_text("of another thread")
     (tmp_path / ".mine.part").write_text("a user's")
-    with patch.object(parts, "_home", lambda: "0" * 16):
+    with patch.object(parts, "home", lambda: "0" * 16):
         elsewhere, silent = part_of(place), part_of(place)
     elsewhere.write_text("on another host")
     silent.write_text("on a host that is gone")
@@ -235,6 +236,41 @@ def test_leftovers_of_dead_writers_go_with_the_next_save_and_no_others(tmp_path:
     assert names(tmp_path) == sorted(
         ["last.ckpt", ".mine.part", living.name, own.name, elsewhere.name]
     )
+
+
+def a_checkpoint(path: Path) -> Path:
+    path.mkdir(parents=True)
+    for name in ("__0_0.distcp", "meta.pt", INDEX_FILE):
+        (path / name).write_text("first")
+    return path
+
+
+def killed_before_a_file_is_removed(folder: Path, **_: object) -> None:
+    raise KeyboardInterrupt(folder)
+
+
+def test_a_folder_whose_removal_is_killed_is_no_checkpoint(tmp_path: Path) -> None:
+    path = a_checkpoint(tmp_path / "step=1.ckpt")
+    with (
+        patch.object(parts.shutil, "rmtree", killed_before_a_file_is_removed),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        parts.remove(path)
+    assert not path.exists()
+    assert all(map(is_leftover, os.listdir(tmp_path)))
+    parts.remove(a_checkpoint(path))
+    assert not path.exists()
+
+
+def test_where_a_folder_cannot_be_renamed_its_index_goes_first(tmp_path: Path) -> None:
+    path = a_checkpoint(tmp_path / "step=1.ckpt")
+    with (
+        patch.object(Path, "rename", side_effect=PermissionError),
+        patch.object(parts.shutil, "rmtree", killed_before_a_file_is_removed),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        parts.remove(path)
+    assert sorted(os.listdir(path)) == ["__0_0.distcp", "meta.pt"]
 
 
 def test_a_long_name_is_no_longer_while_it_is_written(tmp_path: Path) -> None:

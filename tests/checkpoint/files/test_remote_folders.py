@@ -126,7 +126,7 @@ def test_what_another_process_writes_stays(store: Mortal) -> None:
 
     saving("living.ckpt", os.getppid(), "0" * 8)
     saving("dead.ckpt", NOBODY, "1" * 8)
-    with patch.object(parts, "_home", lambda: "0" * 16):
+    with patch.object(parts, "home", lambda: "0" * 16):
         saving("elsewhere.ckpt", os.getppid(), "2" * 8)
         saving("silent.ckpt", os.getppid(), "3" * 8)
     for path, one in Mortal.store.items():
