@@ -442,12 +442,13 @@ class DataParallelEngine:
             gradients.buffer.drop()
         self._arrivals.remove()  # autograd would keep the engine for good
 
-    def detach(self, *, restore: bool) -> None:
+    def detach(self, *, restore: bool, keep: bool = True) -> None:
         """Take the engine off the model; with `restore`, each parameter is full again.
 
         Args:
             restore: Collective: each rank must call. Without it (after a failure, when peers may
                 be gone) stage 3 leaves this rank's shards.
+            keep: Whether this rank keeps what is restored; else it has NaNs without memory.
         """
         self._remove_hooks()
         if restore:
@@ -459,7 +460,7 @@ class DataParallelEngine:
             self._unsharder.copies.restore(self._on_all_ranks if restore else None)
         for flat in self.flats if restore else ():
             for param, value in zip(flat.params, flat.full_values(), strict=True):
-                param.data = value.clone()
+                param.data = value.clone() if keep else blank((), value.dtype).expand(value.shape)
         for unit in self.units if not restore else ():
             unit.leave_as_is()
         for param in self.model.parameters():

@@ -1,6 +1,7 @@
 """What a fit leaves on its ranks: full parameters, or the shards that they had.
 
     full     each rank gathers the parameters, rank 0 the optimizers' states (on the host)
+    rank 0   of ranks of one process, whose others end with the fit: it gathers, they have NaNs
     shards   nothing is gathered. Engine and groups stay as they are, at rest: `save_checkpoint`
              works as in the fit. See `data_parallel.shards_at_rest` for what the module says
     a run    makes the module full first, as at the beginning of any run; after an evaluation its
@@ -92,7 +93,7 @@ class EndingStrategy(CheckpointingStrategy):
         if engine is not None:
             if self._states_in_shards is not None and not self._failed:
                 self._gather_states(engine)
-            self._detach(engine)
+            self._detach(engine, keep=self._keeps_full(engine))
             self._left_sharded = self._failed and self._holds_shards
         elif self._states_in_shards is not None:  # its set-up has failed
             self._left_sharded = True
@@ -107,8 +108,22 @@ class EndingStrategy(CheckpointingStrategy):
             return self._states_in_shards is not None
         return not (self._would_fit(engine) if self._after_fit == "auto" else self._after_fit)
 
+    def _keeps_full(self, engine: DataParallelEngine) -> bool:
+        """Whether this rank's module is full after this run; each rank must call.
+
+        Ranks of one process other than 0 end with it, on copies that nobody has afterwards.
+        """
+        chooses = self._after_fit == "auto" and self.is_in_process and self._is_fitting()
+        holds_full = self._has_full_parameters or self.dimensions or self._averages
+        if self._failed or not chooses or holds_full:
+            return True
+        return self._fits(engine, "full parameters to rank 0 alone") or self.global_rank == 0
+
     def _would_fit(self, engine: DataParallelEngine) -> bool:
         """Whether the full state would fit into the memory of every rank; each rank must call."""
+        return self._fits(engine, "the parameters in shards")
+
+    def _fits(self, engine: DataParallelEngine, otherwise: str) -> bool:
         fits, why = True, ""
         for where, needed, free in self._needs(engine):
             if free is not None and needed > _USED_AT_MOST * free:
@@ -116,10 +131,10 @@ class EndingStrategy(CheckpointingStrategy):
         if self.reduce_boolean_decision(fits):
             return True
         rank_zero_warn(
-            f"The fit leaves the parameters in shards: full ones on each rank would take "
+            f"The fit leaves {otherwise}: full ones on each rank would take "
             f"{why or 'more than there is on another rank'}. trainer.save_checkpoint, fit, "
-            f"validate, test and predict go on from there; full_parameters_after_fit=True or "
-            f"False says so beforehand."
+            f"validate, test and predict go on from there; full_parameters_after_fit="
+            f"{'True' if self.is_in_process else 'True or False'} says so beforehand."
         )
         return False
 
@@ -137,8 +152,8 @@ class EndingStrategy(CheckpointingStrategy):
             sharing = -(-self.num_processes // devices)
             yield "free on the device", sharing * each, free_bytes(self.root_device)
 
-    def _detach(self, engine: DataParallelEngine) -> None:
-        """Make the module full on every rank, the optimizers' state on rank 0."""
+    def _detach(self, engine: DataParallelEngine, *, keep: bool) -> None:
+        """Make the module full on every rank that keeps it, the optimizers' state on rank 0."""
         states = []
         if self._is_fitting():
             self._kept.keep(self, failed=self._failed)
@@ -146,7 +161,7 @@ class EndingStrategy(CheckpointingStrategy):
             states = [full_state_dict(sharded.optimizer, engine) for sharded in self._sharded]
         for average in self._averages:
             average.restore(full=not self._failed)
-        engine.detach(restore=not self._failed)
+        engine.detach(restore=not self._failed, keep=keep)
         self._restore_dimensions(full=not self._failed)
         self._detach_optimizers()
         for sharded, state in zip(self._sharded, states, strict=False):

@@ -178,6 +178,20 @@ def decided(free: Sequence[int | None]) -> dict[str, Any]:
     return {"told": about, "left": False}
 
 
+class WeightsAtTheEnd(L.Callback):
+    """Keeps each in-process rank's parameters as `on_fit_end` finds them."""
+
+    def __init__(self) -> None:
+        self.weights: dict[int, list[Tensor]] = {}
+
+    def __deepcopy__(self, memo: object) -> "WeightsAtTheEnd":
+        return self
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.weights[trainer.global_rank] = [one.detach() for one in pl_module.parameters()]
+        self.weights = dict(sorted(self.weights.items()))
+
+
 def given_up() -> tuple[str, list[bool]]:
     """Give up strategies that have left shards, one of them with its module.
 

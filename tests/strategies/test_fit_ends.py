@@ -1,5 +1,6 @@
 """A fit may end with parameters in shards: saving, evaluating and going on work from there."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,12 @@ import torch
 from lightning_shard import ConfigError, ZeRO3Strategy
 from lightning_shard.checkpoint import arriving
 from lightning_shard.checkpoint.files import disk_file
+from lightning_shard.strategies import fit_ends
+from tests.checkpoint.sharded.runs import quiet_trainer
 from tests.processes import ProcessesFailedError, run_processes
 from tests.strategies.left_in_shards import (
     SCHEMES,
+    WeightsAtTheEnd,
     averaged,
     bytes_above,
     content,
@@ -23,7 +27,9 @@ from tests.strategies.left_in_shards import (
     made,
     sent_at_the_end,
 )
+from tests.strategies.parity import UPSTREAM_WARNINGS
 
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
 CASES = [
     pytest.param(scheme, marks=() if scheme == "zero3" else pytest.mark.slow) for scheme in SCHEMES
 ]
@@ -114,6 +120,28 @@ def test_shards_are_let_go_of_with_their_strategy() -> None:
 def test_ranks_of_one_process_leave_no_shards() -> None:
     with pytest.raises(ConfigError, match=r"end with it; expected True or 'auto'"):
         ZeRO3Strategy(backend="in_process", full_parameters_after_fit=False)
+
+
+@pytest.mark.parametrize("free", [2**40, 100])
+def test_ranks_of_one_process_end_with_one_full_copy_where_all_would_not_fit(
+    free: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fit_ends, "free_host_bytes", lambda: free)
+    model, seen = made(), WeightsAtTheEnd()
+    strategy = ZeRO3Strategy(backend="in_process", announce=False, bucket_mb=1e-3)
+    context = pytest.warns(UserWarning, match="full parameters to rank 0 alone")
+    with context if free == 100 else nullcontext():
+        quiet_trainer(strategy, devices=3, max_steps=2, callbacks=[seen]).fit(model)
+    reference = made()
+    other = ZeRO3Strategy(backend="in_process", announce=False, full_parameters_after_fit=True)
+    quiet_trainer(other, devices=3, max_steps=2).fit(reference)
+    assert_same(model.state_dict(), reference.state_dict())
+    held = [sum(one.untyped_storage().nbytes() for one in rank) for rank in seen.weights.values()]
+    full = sum(param.nbytes for param in reference.parameters())
+    others = full if free == 2**40 else 4 * len(list(model.parameters()))
+    assert held == [full, others, others]
+    shapes = [[one.shape for one in rank] for rank in seen.weights.values()]
+    assert shapes[0] == shapes[1] == shapes[2]
 
 
 def test_an_average_of_weights_is_full_after_the_fit() -> None:
