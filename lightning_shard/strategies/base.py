@@ -1,6 +1,7 @@
 """The base of this package's strategies: backend, ranks, processes, small collectives."""
 
 import atexit
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar, Unpack
@@ -14,7 +15,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins.layer_sync import LayerSync
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from lightning_shard import settings
 from lightning_shard.backends import liveness
@@ -111,6 +112,16 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
     def is_in_process(self) -> bool:
         """Whether all ranks run inside this process."""
         return self._backend is not None and self._backend.name == "in_process"
+
+    def in_process(self, num_ranks: int) -> Self:
+        """Return a copy of the same options, for a Trainer, whose ranks run inside this process.
+
+        Args:
+            num_ranks: Ranks of the copy.
+        """
+        made = copy.deepcopy(self)
+        made._backend, made._num_ranks = get_backend("in_process"), num_ranks
+        return made
 
     @property
     def saves_on_sigterm(self) -> bool:

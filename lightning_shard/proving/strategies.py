@@ -1,0 +1,71 @@
+"""What is asked of a strategy: to run inside this process, its ranks' places, its full gradients."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
+from torch import Tensor
+
+from lightning_shard.data_parallel.averaged_gradient import AveragedGradient
+from lightning_shard.data_parallel.sharded_tensor import ShardedTensor
+from lightning_shard.errors import ConfigError
+from lightning_shard.strategies.base import ShardStrategy
+from lightning_shard.strategies.registry import SCHEMES, names_of
+
+StrategyLike = str | Strategy | Callable[[], Strategy]
+_SUFFIX = "_in_process"
+
+
+def strategy_in_process(given: StrategyLike, num_ranks: int) -> ShardStrategy:
+    """Return a new strategy of the same options whose ranks run inside this process.
+
+    Raises:
+        ConfigError: The strategy is not one of this package.
+    """
+    made = _made(given)
+    if not isinstance(made, ShardStrategy):
+        raise ConfigError(
+            f"prove got the strategy {given!r}, expected one of this package, whose ranks can run "
+            f"inside this process: {', '.join(SCHEMES)}. In the place of Lightning's 'ddp' take "
+            f"'shard_ddp', in that of 'fsdp' or 'deepspeed' take 'zero3'."
+        )
+    return made.in_process(num_ranks)
+
+
+def _made(given: StrategyLike) -> Any:
+    if isinstance(given, str):
+        bare = {name: scheme for scheme in _schemes() for name, _ in names_of(scheme)}
+        name = bare.get(given, given) + _SUFFIX
+        return StrategyRegistry.get(name) if name in StrategyRegistry else None
+    return copy.deepcopy(given) if isinstance(given, Strategy) else given()
+
+
+def _schemes() -> list[str]:
+    return [name.removesuffix(_SUFFIX) for name in StrategyRegistry if name.endswith(_SUFFIX)]
+
+
+def place_in_data(strategy: Strategy) -> tuple[int, int]:
+    """Return a rank's number among those of different samples, and how many there are."""
+    if not isinstance(strategy, ShardStrategy):
+        return 0, 1
+    return strategy.data_collectives.rank, strategy.data_collectives.size
+
+
+def full_gradients(module: "pl.LightningModule") -> list[tuple[str, Tensor]]:
+    """Return the full gradient of each parameter that has one; each rank must call."""
+    engine = getattr(module.trainer.strategy, "engine", None)
+    full = list[tuple[str, Tensor]]()
+    for name, param in module.named_parameters():
+        grad = param.grad
+        if grad is None:
+            continue
+        if isinstance(grad, AveragedGradient | ShardedTensor):
+            grad = grad.full_tensor()
+        elif engine is not None and engine.split.is_spread(param):
+            with torch.no_grad():
+                grad = engine.split.full(param, grad)
+        full.append((name, grad))
+    return full
