@@ -45,9 +45,7 @@ def dropouts_of(module: nn.Module) -> list[str]:
 def batch_norms_of(module: nn.Module) -> list[str]:
     """Return the names of the batch norms that train with their batch's statistics."""
     return [
-        name
-        for name, one in module.named_modules()
-        if isinstance(one, _BatchNorm) and one.training
+        name for name, one in module.named_modules() if isinstance(one, _BatchNorm) and one.training
     ]
 
 
@@ -124,7 +122,10 @@ def with_state(state: Mapping[str, Tensor]) -> Change:
     """Return a change that gives weights and buffers these values."""
 
     def change(module: pl.LightningModule) -> None:
-        named = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
+        named = {
+            **dict(module.named_parameters(remove_duplicate=False)),
+            **dict(module.named_buffers()),
+        }
         with torch.no_grad():
             for name, value in state.items():
                 if name in named and named[name].shape == value.shape:

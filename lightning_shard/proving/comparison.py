@@ -215,9 +215,7 @@ def _outputs(
             yield record.rank, got, rows
 
 
-def _called(
-    records: Sequence[Record], place: Place, num_calls: int
-) -> list[tuple[Tensor, Record]]:
+def _called(records: Sequence[Record], place: Place, num_calls: int) -> list[tuple[Tensor, Record]]:
     """Return a module's outputs on the ranks of one model, microbatches put together."""
     for record in records:
         outputs = record.values.get(place, [])

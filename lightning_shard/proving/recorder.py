@@ -132,7 +132,9 @@ class Recorder(Callback):
         for name, grad in reversed(full_gradients(module)):
             self._add(phase, "gradient", name, grad)
 
-    def _note_state(self, trainer: "pl.Trainer", module: "pl.LightningModule", phase: Phase) -> None:
+    def _note_state(
+        self, trainer: "pl.Trainer", module: "pl.LightningModule", phase: Phase
+    ) -> None:
         params = {name for name, _ in module.named_parameters(remove_duplicate=False)}
         state = trainer.strategy.lightning_module_state_dict()
         if trainer.global_rank == 0:

@@ -1,12 +1,12 @@
 """What a run leaves behind: values, each with its place in the run, in the order of events.
 
-    step 0   forward   block 0, block 1 ...        outputs, in the order of the calls
-             loss
-             backward  head.weight, ...            gradients, those nearest to the loss first
-             clipping  the same, as the optimizer gets them
-             update    weights, buffers, optimizer state, learning rates
-             hooks     weights and buffers once more, when the next step begins
-    the end  log       what was logged
+step 0   forward   block 0, block 1 ...        outputs, in the order of the calls
+         loss
+         backward  head.weight, ...            gradients, those nearest to the loss first
+         clipping  the same, as the optimizer gets them
+         update    weights, buffers, optimizer state, learning rates
+         hooks     weights and buffers once more, when the next step begins
+the end  log       what was logged
 """
 
 from collections.abc import Mapping

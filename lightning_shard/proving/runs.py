@@ -1,7 +1,7 @@
 """Runs the user's module: on ranks with the user's own data, and again on recorded batches.
 
-    ranks, own data ──records──> batches of each rank ──joined──> one device
-                                        └──────────────────────> ranks again, with one thing changed
+ranks, own data ──records──> batches of each rank ──joined──> one device
+                                    └──────────────────────> ranks again, with one thing changed
 """
 
 import copy
@@ -23,7 +23,7 @@ from lightning_shard.proving.batches import Join, join_batches
 from lightning_shard.proving.quiet import quiet
 from lightning_shard.proving.recorder import Recorder
 from lightning_shard.proving.records import Run, Sink
-from lightning_shard.proving.strategies import StrategyLike, strategy_in_process
+from lightning_shard.proving.strategies import StrategyLike, for_replay, strategy_in_process
 
 Change = Callable[[pl.LightningModule], None]
 
@@ -120,13 +120,20 @@ class Subject:
         """
         number = num_ranks or self.num_ranks
         made = strategy_in_process(strategy or self.strategy, number)
+        if batches is not None:
+            made = for_replay(made, number)
         return self._fit(self.fresh_module(change), made, number, batches)
 
     def on_one_device(
-        self, batches: Sequence[Any], *, change: Change | None = None, seed: int | None = None
+        self,
+        batches: Sequence[Any] | None,
+        *,
+        change: Change | None = None,
+        seed: int | None = None,
     ) -> Run:
-        """Run on one device on these batches."""
-        return self._fit(self.fresh_module(change), "auto", 1, [batches], seed)
+        """Run on one device on these batches, or on the user's own data."""
+        given = None if batches is None else [batches]
+        return self._fit(self.fresh_module(change), "auto", 1, given, seed)
 
     def joined(self, batches: Sequence[Sequence[Any]]) -> list[Any]:
         """Return one device's batches."""

@@ -13,10 +13,13 @@ from lightning_shard.data_parallel.averaged_gradient import AveragedGradient
 from lightning_shard.data_parallel.sharded_tensor import ShardedTensor
 from lightning_shard.errors import ConfigError
 from lightning_shard.strategies.base import ShardStrategy
+from lightning_shard.strategies.elastic import ElasticStrategy
+from lightning_shard.strategies.names import strategy_name
 from lightning_shard.strategies.registry import SCHEMES, names_of
 
 StrategyLike = str | Strategy | Callable[[], Strategy]
 _SUFFIX = "_in_process"
+_BY_STAGE = ("shard_ddp", "zero1", "zero2", "zero3")
 
 
 def strategy_in_process(given: StrategyLike, num_ranks: int) -> ShardStrategy:
@@ -69,3 +72,33 @@ def full_gradients(module: "pl.LightningModule") -> list[tuple[str, Tensor]]:
                 grad = engine.split.full(param, grad)
         full.append((name, grad))
     return full
+
+
+def name_of(strategy: ShardStrategy) -> str:
+    """Return the name of a strategy, without a backend."""
+    return strategy_name(strategy)
+
+
+def check_comparable(strategy: ShardStrategy) -> None:
+    """Raise if a strategy trains otherwise than one device by what it is.
+
+    Raises:
+        ConfigError: Naming the strategy that can be proved in its place.
+    """
+    name = strategy_name(strategy)
+    by_design = {"local_sgd": "ranks train alone between exchanges", "async_sgd": "gradients lag"}
+    why = by_design.get(name)
+    if why is None and getattr(strategy, "compression", None) is not None:
+        why = "what ranks exchange is compressed"
+    if why is not None:
+        raise ConfigError(
+            f"prove compares with one device, from which {name!r} differs by design: {why}. Prove "
+            f"the module under 'shard_ddp', which has the same ranks and the same batches."
+        )
+
+
+def for_replay(strategy: ShardStrategy, num_ranks: int) -> ShardStrategy:
+    """Return a strategy that takes recorded batches: an elastic one assigns samples itself."""
+    if isinstance(strategy, ElasticStrategy):
+        return strategy_in_process(_BY_STAGE[strategy.stage], num_ranks)
+    return strategy

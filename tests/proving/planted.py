@@ -41,7 +41,9 @@ class Net(L.LightningModule):
     def __init__(self, num_outputs: int = 1) -> None:
         super().__init__()
         torch.manual_seed(5)
-        self.body = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+        self.body = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)
+        )
         self.head = nn.Linear(WIDTH, num_outputs)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -149,7 +151,10 @@ class DividesByRunningLoss(Net):
 class PenaltyCountedTwice(Net):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         penalty = self.head.weight.square().sum()
-        return super().training_step(batch, batch_idx) + self.all_gather(penalty, sync_grads=True).sum()
+        return (
+            super().training_step(batch, batch_idx)
+            + self.all_gather(penalty, sync_grads=True).sum()
+        )
 
 
 class TimesRanks(Net):
