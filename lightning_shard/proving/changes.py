@@ -118,28 +118,24 @@ def without_callback(at: int, options: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, "callbacks": callbacks[:at] + callbacks[at + 1 :]}
 
 
-def with_state(state: Mapping[str, Tensor]) -> Change:
-    """Return a change that gives weights and buffers these values."""
-
-    def change(module: pl.LightningModule) -> None:
-        named = {
-            **dict(module.named_parameters(remove_duplicate=False)),
-            **dict(module.named_buffers()),
-        }
-        with torch.no_grad():
-            for name, value in state.items():
-                if name in named and named[name].shape == value.shape:
-                    named[name].copy_(value)
-
-    return change
-
-
 def shared_storages(module: nn.Module) -> Iterator[tuple[str, str]]:
     """Yield pairs of different parameters or buffers that lie in the same memory."""
     seen: dict[int, tuple[str, Tensor]] = {}
-    for name, value in (*module.named_parameters(), *module.named_buffers()):
+    for name, value in _tensors_of(module).items():
         if value.numel() == 0:
             continue
         before, tensor = seen.setdefault(value.untyped_storage().data_ptr(), (name, value))
         if tensor is not value:
             yield before, name
+
+
+def share_storages(module: nn.Module, original: nn.Module) -> None:
+    """Let a copy's tensors share memory where the original's do: copies and formats undo it."""
+    own, given = _tensors_of(module), _tensors_of(original)
+    for one, two in shared_storages(original):
+        if given[one].numel() == given[two].numel():
+            own[two].data = own[one].data.as_strided(given[two].size(), given[two].stride())
+
+
+def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}

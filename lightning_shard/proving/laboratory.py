@@ -1,4 +1,12 @@
-"""Runs a module again with one thing changed: on ranks, on one device, on parts of a batch."""
+"""Runs a module again with one thing changed: on ranks, on one device, on parts of a batch.
+
+Each run begins at the beginning, so that the step of the difference finds the weights, the counters
+and the buffers that it had; only what is asked about is exchanged.
+
+    batches of ranks    0  1  2          step 2 in question, all ranks on rank 0's batch
+      rank 0            a  b  c          a  b  c
+      rank 1            d  e  f          d  e  c
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,12 +16,10 @@ from typing import Any
 from torch import Tensor
 
 from lightning_shard.proving.batches import halves
-from lightning_shard.proving.changes import Change, with_state
+from lightning_shard.proving.changes import Change
 from lightning_shard.proving.comparison import Comparison, Difference, compare, deviation
 from lightning_shard.proving.records import Place, Run
 from lightning_shard.proving.runs import Subject
-
-_LOSS = "loss"
 
 
 class Laboratory:
@@ -27,8 +33,8 @@ class Laboratory:
         tolerance: Relative deviation that rounding explains.
 
     Attributes:
-        batches: By rank of different samples its batches.
-        joined: One device's batches.
+        batches: By rank of different samples its batches, to the step of the difference.
+        joined: One device's batches, to the same step.
     """
 
     def __init__(
@@ -55,37 +61,14 @@ class Laboratory:
             return False
         return not [one for one in found.counting if one.place.kind != "metric"]
 
-    @cached_property
-    def alone_again(self) -> Run:
-        """One device, to the step of the difference."""
-        return self.subject.on_one_device(self.joined)
-
     def same(self, got: Tensor, expected: Tensor, scale: float = 0.0) -> bool:
         """Whether two values are equal but for rounding."""
         return deviation(got, expected, scale) <= self.tolerance
 
     @cached_property
-    def before(self) -> Change:
-        """Gives a module the state that the step of the difference begins with."""
-        step = self.first.place.step - 1
-        state = {
-            place.name: values[-1]
-            for place, values in self.alone.records[0].values.items()
-            if place.step == step
-            and place.phase == "hooks after the update"
-            and place.kind in ("weight", "buffer")
-        }
-        return with_state(state)
-
-    @cached_property
-    def one_step(self) -> Subject:
-        """The subject for one step of one batch."""
-        options = {**self.subject.options, "accumulate_grad_batches": 1}
-        return replace(self.subject, num_steps=1, options=options)
-
-    def step_alone(self, batch: Any) -> "Step":
-        """Run one step on one device, from the state before the difference."""
-        return Step(self.one_step.on_one_device([batch], change=self.before), self.first.place)
+    def alone_again(self) -> Run:
+        """One device, to the step of the difference."""
+        return self.subject.on_one_device(self.joined)
 
     @cached_property
     def at(self) -> int:
@@ -100,51 +83,41 @@ class Laboratory:
             return [one[self.at] for one in self.batches]
         return halves(self.joined[self.at])
 
-    @cached_property
-    def steps_of_parts(self) -> list["Step"]:
-        """One device's step on each of the parts."""
-        return [self.step_alone(part) for part in self.parts]
+    def loss_of(self, parts: Sequence[Any]) -> Tensor | None:
+        """Return one device's loss if it is given these parts in the batch of the difference."""
+        batch = self.subject.join(list(parts))
+        batches = [*self.joined[: self.at], batch, *self.joined[self.at + 1 :]]
+        losses = self.losses(self.subject.on_one_device(batches))
+        return losses[0] if losses else None
 
     @cached_property
-    def step_of_all(self) -> "Step":
-        """One device's step on the whole batch."""
-        return self.step_alone(self.joined[self.at])
+    def losses_of_parts(self) -> list[Tensor | None]:
+        """One device's loss of each of the parts."""
+        return [self.loss_of([part]) for part in self.parts]
 
     @cached_property
-    def same_for_all(self) -> Run:
-        """One step on the ranks in which each is given the first one's batch."""
-        batches = [[self.parts[0]] for _ in self.batches]
-        return self.one_step.on_ranks(batches, change=self.before)
+    def loss_of_all(self) -> Tensor | None:
+        """One device's loss of the whole batch."""
+        losses = self.losses(self.alone)
+        return losses[0] if losses else None
 
-    def losses_of_ranks(self, run: Run, step: int = 0, micro: int = 0) -> list[Tensor]:
-        """Return each rank's own loss of a batch."""
-        place = Place(step, micro, "loss", "loss", _LOSS)
+    def as_rank_0(self, batches: Sequence[Any]) -> list[Any]:
+        """Return batches in which those of the step of the difference are rank 0's."""
+        first = self.first.place.step * self.subject.accumulate
+        return [*batches[:first], *self.batches[0][first:]]
+
+    @cached_property
+    def ranks_as_rank_0(self) -> Run:
+        """The ranks, all with rank 0's batches in the step of the difference."""
+        return self.subject.on_ranks([self.as_rank_0(one) for one in self.batches])
+
+    @cached_property
+    def alone_as_rank_0(self) -> Run:
+        """One device, with rank 0's batches in the step of the difference."""
+        return self.subject.on_one_device(self.as_rank_0(self.joined))
+
+    def losses(self, run: Run) -> list[Tensor]:
+        """Return the loss in the batch of the difference of each rank of other samples."""
+        place = Place(self.first.place.step, self.first.place.micro, "loss", "loss", "loss")
         firsts = [records[0] for records in run.by_data_rank]
         return [one.values[place][-1].double() for one in firsts if place in one.values]
-
-    def repeated(self, parts: Sequence[Any]) -> Tensor | None:
-        """Return one device's loss of several batches in one."""
-        return self.step_alone(self.subject.join(list(parts))).loss
-
-
-class Step:
-    """One step on one device."""
-
-    def __init__(self, run: Run, place: Place) -> None:
-        self.run, self._place = run, place
-        self.values = run.records[0].values
-
-    @property
-    def loss(self) -> Tensor | None:
-        """The loss; None where the step returns none."""
-        values = self.values.get(Place(0, 0, "loss", "loss", _LOSS))
-        return None if values is None else values[-1].double()
-
-    @property
-    def gradients(self) -> dict[str, Tensor]:
-        """The gradients before clipping, by parameter."""
-        return {
-            place.name: values[-1].double()
-            for place, values in self.values.items()
-            if place.phase == "backward"
-        }

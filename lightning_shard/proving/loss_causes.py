@@ -25,28 +25,26 @@ def cause_in_loss(lab: Laboratory) -> Cause | None:
     """Return what is wrong with the loss; None if nothing is, or if the step returns none."""
     if lab.first.place.phase not in ("forward", "loss", "backward"):
         return None
-    whole = lab.step_of_all.loss
-    losses = [one.loss for one in lab.steps_of_parts]
+    whole, losses = lab.loss_of_all, lab.losses_of_parts
     own = [one for one in losses if one is not None]
-    if whole is None or len(own) < len(losses):
+    got = lab.losses(lab.ranks)
+    if whole is None or not got or len(own) < len(losses):
         return None
+    if lab.same(torch.stack(got).mean(), whole):
+        return None  # the ranks may have worked together
     if len(lab.batches) > 1:
-        place = lab.first.place
-        got = lab.losses_of_ranks(lab.ranks, place.step, place.micro)
-        pairs = list(zip(got, own, strict=True))
-        mean = torch.stack(got).mean()
-        is_right = lab.same(mean, whole, 1e-3)  # ranks may work together and be right
-        if not is_right and any(not lab.same(one, two, 1e-3) for one, two in pairs):
+        pairs = zip(got, own, strict=True)
+        if any(not lab.same(one, two) for one, two in pairs):
             return _otherwise_on_ranks(lab)
-    if len(own) > 1 and not lab.same(torch.stack(own).mean(), whole, 1e-3):
-        return no_mean(lab, own, whole)
+    if len(own) > 1 and not lab.same(torch.stack(own).mean(), whole):
+        return _no_mean(lab, own, whole)
     return None
 
 
-def no_mean(lab: Laboratory, own: list[Tensor], whole: Tensor) -> Cause:
+def _no_mean(lab: Laboratory, own: list[Tensor], whole: Tensor) -> Cause:
     """Return what a loss is that is no mean over samples."""
     one, two = lab.parts[:2]
-    alone, twice, thrice = (lab.repeated([one] * times) for times in (1, 2, 3))
+    alone, twice, thrice = (lab.loss_of([one] * times) for times in (1, 2, 3))
     assert alone is not None
     assert twice is not None
     assert thrice is not None
@@ -86,7 +84,7 @@ def no_mean(lab: Laboratory, own: list[Tensor], whole: Tensor) -> Cause:
 
 def _is_weighted(lab: Laboratory, one: object, two: object, own: list[Tensor]) -> bool:
     """Whether the loss is a mean with weights: those of two parts foretell that of three."""
-    both, more = lab.repeated([one, two]), lab.repeated([one, one, two])
+    both, more = lab.loss_of([one, two]), lab.loss_of([one, one, two])
     assert both is not None
     assert more is not None
     if lab.same(own[0], own[1], float(own[0].abs())):
@@ -101,23 +99,21 @@ def _is_weighted(lab: Laboratory, one: object, two: object, own: list[Tensor]) -
 
 def _otherwise_on_ranks(lab: Laboratory) -> Cause | None:
     """Ranks that are given the same batch: do they differ from each other, or from one device?"""
-    run = lab.same_for_all
-    losses = lab.losses_of_ranks(run)
-    expected = lab.steps_of_parts[0].loss
-    assert expected is not None
+    run = lab.ranks_as_rank_0
+    losses, (expected,) = lab.losses(run), lab.losses(lab.alone_as_rank_0)
     for rank, loss in enumerate(losses):
-        if not lab.same(loss, losses[0], 1e-3):
+        if not lab.same(loss, losses[0]):
             first, other = (records[0] for records in (run.by_data_rank[0], run.by_data_rank[rank]))
             return Cause(
                 name="rank dependent",
                 because=f"the step depends on the rank: rank {other.rank} computes something else "
                 f"than rank {first.rank}{_first_apart(lab, first, other)}",
-                evidence=f"on the same batch, with the same weights, rank {first.rank} has the loss "
-                f"{float(losses[0]):.6g} and rank {other.rank} {float(loss):.6g}",
+                evidence=f"on the same batch, with the same weights, rank {first.rank} has the "
+                f"loss {float(losses[0]):.6g} and rank {other.rank} {float(loss):.6g}",
                 advice="let every rank compute the same; what only one has to do (printing, "
                 "saving) must not change the loss",
             )
-    if lab.same(losses[0], expected, 1e-3):
+    if lab.same(losses[0], expected):
         return None
     return _number_of_ranks(lab, losses[0], expected)
 
@@ -125,7 +121,8 @@ def _otherwise_on_ranks(lab: Laboratory) -> Cause | None:
 def _first_apart(lab: Laboratory, first: Record, other: Record) -> str:
     for place, values in first.values.items():
         theirs = other.values.get(place)
-        if place.kind != "output" or theirs is None or len(theirs) != len(values):
+        is_here = place.kind == "output" and place.step == lab.first.place.step
+        if not is_here or theirs is None or len(theirs) != len(values):
             continue
         if any(not lab.same(two, one) for one, two in zip(values, theirs, strict=True)):
             return f", first in the forward of {place.name!r}"
@@ -140,7 +137,7 @@ def _number_of_ranks(lab: Laboratory, got: Tensor, expected: Tensor) -> Cause:
         f"{float(expected):.6g}"
     )
     for factor, how in ((float(number), "multiplied"), (1.0 / number, "divided")):
-        if lab.same(got, expected * factor, 1e-3) and not gathers:
+        if lab.same(got, expected * factor) and not gathers:
             return Cause(
                 name="number of ranks",
                 because=f"the loss is {how} by the number of ranks, which the strategies have "
@@ -171,12 +168,10 @@ def _number_of_ranks(lab: Laboratory, got: Tensor, expected: Tensor) -> Cause:
 
 def _with_another_rank(lab: Laboratory) -> Tensor | None:
     number = len(lab.batches) + 1
+    batches = [lab.batches[0]] * number
     try:
-        batches = [[lab.parts[0]] for _ in range(number)]
-        run = lab.one_step.on_ranks(
-            batches, change=lab.before, strategy="shard_ddp", num_ranks=number
-        )
+        run = lab.subject.on_ranks(batches, strategy="shard_ddp", num_ranks=number)
     except ShardError:
         return None
-    losses = lab.losses_of_ranks(run)
+    losses = lab.losses(run)
     return losses[0] if losses else None

@@ -15,7 +15,7 @@ from lightning_shard.proving.causes import find_cause, log_cause
 from lightning_shard.proving.comparison import Comparison, Difference, compare, tolerance_of
 from lightning_shard.proving.laboratory import Laboratory
 from lightning_shard.proving.records import Place, Run
-from lightning_shard.proving.runs import Subject, check_options
+from lightning_shard.proving.runs import EXACT, Subject, check_options
 from lightning_shard.proving.shrinking import shrunk
 from lightning_shard.proving.strategies import (
     StrategyLike,
@@ -25,8 +25,6 @@ from lightning_shard.proving.strategies import (
 )
 from lightning_shard.proving.update_causes import accumulation_cause, at_once
 from lightning_shard.proving.verdict import Cause, Verdict
-
-EXACT = "64-true"
 
 
 def prove(
@@ -248,7 +246,7 @@ def _wrong_data(subject: Subject, ranks: Run) -> tuple[Difference, Cause] | None
         return None
     first, other, number = found
     is_padding = number == len(batches[0]) - 1 and number > 0
-    alike = samples_of(batches[0][number]) == samples_of(batches[other][number])
+    alike = samples_of(batches[first][number]) == samples_of(batches[other][number])
     if (is_padding and not alike) or _has_repeats(subject, ranks):
         return None
     ours, theirs = (torch.tensor(float(one)) for one in (first, other))

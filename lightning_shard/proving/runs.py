@@ -7,7 +7,7 @@ ranks, own data ──records──> batches of each rank ──joined──> on
 import copy
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,12 +20,14 @@ from lightning.pytorch.strategies import Strategy
 from lightning_shard.errors import ConfigError
 from lightning_shard.launchers._copy import copy_with_functions
 from lightning_shard.proving.batches import Join, join_batches
+from lightning_shard.proving.changes import Change, share_storages
 from lightning_shard.proving.quiet import quiet
 from lightning_shard.proving.recorder import Recorder
 from lightning_shard.proving.records import Run, Sink
 from lightning_shard.proving.strategies import StrategyLike, for_replay, strategy_in_process
 
-Change = Callable[[pl.LightningModule], None]
+EXACT = "64-true"
+"""The precision in which differences are told from rounding."""
 
 _OURS: dict[str, Any] = {
     "accelerator": "cpu",
@@ -98,6 +100,9 @@ class Subject:
     def fresh_module(self, change: Change | None = None) -> pl.LightningModule:
         """Return a copy of the module as it was given, changed by `change`."""
         module: pl.LightningModule = copy_with_functions(self.module, {}, [self.module], ())
+        if self.precision == EXACT:
+            module.double()
+        share_storages(module, self.module)
         if change is not None:
             change(module)
         return module

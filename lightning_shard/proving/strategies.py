@@ -1,4 +1,4 @@
-"""What is asked of a strategy: to run inside this process, its ranks' places, its full gradients."""
+"""What is asked of a strategy: to run in this process, its ranks' places, full gradients."""
 
 import copy
 from collections.abc import Callable

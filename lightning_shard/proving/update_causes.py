@@ -39,9 +39,8 @@ def _buffer(lab: Laboratory) -> Cause | None:
     place = lab.first.place
     if place.kind != "buffer":
         return None
-    after = Place(0, 0, "update", "buffer", place.name)
-    on_ranks = lab.same_for_all.records[0].values.get(after)
-    alone = lab.steps_of_parts[0].values.get(after)
+    on_ranks = lab.ranks_as_rank_0.records[0].values.get(place)
+    alone = lab.alone_as_rank_0.records[0].values.get(place)
     if on_ranks is None or alone is None or not lab.same(on_ranks[-1], alone[-1], 1.0):
         return None
     return Cause(

@@ -81,14 +81,15 @@ class Dropping(Net):
         return super().forward(self.drop(x))
 
 
-class FunctionalDropping(Net):
-    class Block(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return F.dropout(super().forward(x), 0.3, self.training)
+class DroppingBlock(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(super().forward(x), 0.3, self.training)
 
+
+class FunctionalDropping(Net):
     def __init__(self) -> None:
         super().__init__()
-        self.body[1] = self.Block(WIDTH, WIDTH)
+        self.body[1] = DroppingBlock(WIDTH, WIDTH)
 
 
 class UnsynchronisedLog(Net):
@@ -379,7 +380,7 @@ PLANTED = {
     "needs matrices": Planted(
         module=NeedsMatrices,
         kind="weight",
-        name="body.0.0.weight",
+        name="body.1.0.weight",  # the first that lies on two ranks
         cause="full matrices",
         step=2,
     ),
@@ -432,6 +433,7 @@ PLANTED = {
         kind="batch",
         name="samples",
         cause="repeated samples",
+        step=1,  # when a sample comes a second time
         options=OWN_SAMPLER,
     ),
     "same samples": Planted(
