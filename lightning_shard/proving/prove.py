@@ -14,7 +14,7 @@ from lightning_shard.proving.batches import Join, join_batches, num_repeats, rep
 from lightning_shard.proving.causes import find_cause, log_cause
 from lightning_shard.proving.comparison import Comparison, Difference, compare, tolerance_of
 from lightning_shard.proving.laboratory import Laboratory
-from lightning_shard.proving.records import Place, Run
+from lightning_shard.proving.records import Place, Record, Run, bare_name
 from lightning_shard.proving.runs import EXACT, Subject, check_options
 from lightning_shard.proving.shrinking import shrunk
 from lightning_shard.proving.strategies import (
@@ -129,7 +129,7 @@ def _compared(subject: Subject, verdict: Verdict) -> Verdict:
     if wrong is not None:
         return replace(verdict, outcome="different", first=wrong[0], cause=wrong[1])
     decided, remarks = pair, list[str]()
-    if pair.found.differences and subject.precision != EXACT:
+    if _is_undecided(pair) and subject.precision != EXACT:
         decided, remarks = _exact(subject, pair)
     verdict = replace(
         verdict,
@@ -147,6 +147,15 @@ def _compared(subject: Subject, verdict: Verdict) -> Verdict:
             verdict, outcome="different", first=first, cause=cause, remarks=tuple(remarks)
         )
     return _logged(_accumulated(verdict, decided, remarks), decided, remarks)
+
+
+def _is_undecided(pair: _Pair) -> bool:
+    """Whether float64 could tell more: values that are each rank's own differ in any precision."""
+    unsynced = pair.ranks.records[0].unsynced
+    return any(
+        one.place.kind != "metric" or bare_name(one.place.name) not in unsynced
+        for one in pair.found.counting
+    )
 
 
 def _in_precision(subject: Subject) -> _Pair:
@@ -185,21 +194,27 @@ def _is_logged(pair: _Pair) -> bool:
 
 def _logged(verdict: Verdict, pair: _Pair, remarks: list[str]) -> Verdict:
     """Look at the metrics, where all that is trained is equal."""
-    metrics = {one.place.name: one for one in reversed(pair.found.counting)}
-    for name, first in reversed(metrics.items()) if verdict.outcome == "equal" else ():
-        lab = Laboratory(pair.subject, pair.ranks, pair.alone, first, pair.tolerance)
-        cause = log_cause(lab, first.place)
-        record = pair.ranks.records[0]
-        bare = name.removesuffix("_epoch").removesuffix("_step")
-        if name.endswith("_step") or (bare in record.unsynced and bare not in record.epoch_metrics):
-            remarks.append(
-                f"{name!r} is logged at each step without sync_dist=True, so that rank 0 logs the "
-                f"value of its own samples"
-            )
-            continue
-        verdict = replace(verdict, outcome="different", first=first, cause=cause)
-        break
-    return replace(verdict, remarks=(*verdict.remarks, *dict.fromkeys(remarks)))
+    found = [] if verdict.outcome != "equal" else pair.found.counting
+    own = [one for one in found if _is_of_a_step(one.place.name, pair.ranks.records[0])]
+    wrong = [one for one in found if one not in own]
+    remarks += [
+        f"{name!r} is logged at each step without sync_dist=True, so that rank 0 logs the value of "
+        f"its own samples"
+        for name in dict.fromkeys(one.place.name for one in own)
+    ]
+    deviations = {kind: one for kind, one in verdict.deviations.items() if kind != "metric"}
+    verdict = replace(verdict, remarks=tuple(remarks), deviations=deviations)
+    if not wrong:
+        return verdict
+    lab = Laboratory(pair.subject, pair.ranks, pair.alone, wrong[0], pair.tolerance)
+    cause = log_cause(lab, wrong[0].place)
+    return replace(verdict, outcome="different", first=wrong[0], cause=cause)
+
+
+def _is_of_a_step(name: str, record: Record) -> bool:
+    """Whether a metric is a step's value of each rank's own samples, and not an epoch's."""
+    bare = bare_name(name)
+    return bare in record.unsynced and (name.endswith("_step") or bare not in record.epoch_metrics)
 
 
 def _accumulated(verdict: Verdict, pair: _Pair, remarks: list[str]) -> Verdict:

@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten_with_path, tree_map_only
 from typing_extensions import override
 
-from lightning_shard.placeholders import is_placeholder
 from lightning_shard.proving.records import Kind, Phase, Place, Record, Sink
 from lightning_shard.proving.strategies import full_gradients, place_in_data
 
@@ -117,7 +116,8 @@ class Recorder(Callback):
             if not self._in_step or is_recomputed:
                 return
             for path, leaf in tree_flatten_with_path(output)[0]:
-                if isinstance(leaf, Tensor) and not is_placeholder(leaf):
+                # neither placeholders nor tensors whose elements lie on several ranks
+                if type(leaf) in (Tensor, nn.Parameter):
                     key = "".join(str(one) for one in path)
                     self._add("forward", "output", name + key, leaf)
 

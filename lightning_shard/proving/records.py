@@ -109,3 +109,8 @@ class Run:
         """By rank of different samples its batches, of which all have as many."""
         loaded = [records[0].batches for records in self.by_data_rank]
         return [one[: min(map(len, loaded))] for one in loaded]
+
+
+def bare_name(metric: str) -> str:
+    """Return the name under which a metric was logged, without what Lightning adds to it."""
+    return metric.removesuffix("_epoch").removesuffix("_step")
