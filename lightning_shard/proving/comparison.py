@@ -27,12 +27,8 @@ _PHASES = (
     "log",
 )
 _FLOOR = 1e-3
-_TOLERANCES = {
-    "64-true": 1e-9,
-    "32-true": 2e-5,
-    "32": 2e-5,
-    "64": 1e-9,
-}
+_NOTHING = 1e-8  # of values that are zero but for rounding
+_TOLERANCES = {"64-true": 1e-9, "32-true": 2e-5, "32": 2e-5, "64": 1e-9}
 _LOW_PRECISION = 2e-2
 
 
@@ -109,7 +105,7 @@ def compare(ranks: Run, alone: Run, tolerance: float) -> Comparison:
     expected = alone.records[0].values
     scales = _scales(expected)
     for place in sorted(expected, key=_when):  # stable: within a phase as it happened
-        scale = scales.get((place.kind, place.phase), 0.0)
+        scale = scales.get(_alike(place), 0.0)
         for rank, got, want in _pairs(ranks, place, expected[place]):
             apart = deviation(got, want, scale)
             if place.kind != "output":
@@ -134,31 +130,42 @@ def deviation(got: Tensor, expected: Tensor, scale: float = 0.0) -> float:
     largest = float(both.abs().nan_to_num(math.inf).max())
     if largest == 0.0:
         return 0.0
-    finite = expected[torch.isfinite(expected)]
-    size = float(finite.abs().max()) if finite.numel() else 0.0
-    return largest / max(size, _FLOOR * scale, 1e-300)
+    return largest / max(_size(expected), _FLOOR * scale, _NOTHING)
 
 
 def _when(place: Place) -> tuple[int, int, int, int]:
     if place.phase == "log":  # once, at the end
         return (1 << 30, 0, 0, 0)
     is_rate = place.name.startswith("the learning rate")
-    kinds = {"buffer": 0, "weight": 2, "optimizer state": 1 if is_rate else 3}
+    kinds: dict[str, int] = {"buffer": 0, "weight": 2, "optimizer state": 1 if is_rate else 3}
     # the forwards and losses of a step's batches come before its gradients
     return (place.step, _PHASES.index(place.phase), place.micro, kinds.get(place.kind, 0))
 
 
-def _scales(values: dict[Place, list[Tensor]]) -> dict[tuple[str, str], float]:
-    scales: dict[tuple[str, str], float] = {}
+def _alike(place: Place) -> tuple[str, str, str]:
+    """Return what values of like size have in common: kind, phase, and of some a part of a name."""
+    by_kind = {
+        "buffer": place.name.rpartition(".")[2],
+        "optimizer state": place.name.partition(" of ")[0],
+    }
+    return place.kind, place.phase, by_kind.get(place.kind, "")
+
+
+def _scales(values: dict[Place, list[Tensor]]) -> dict[tuple[str, str, str], float]:
+    """Return the largest element of all values that are alike."""
+    scales: dict[tuple[str, str, str], float] = {}
     for place, tensors in values.items():
-        if place.kind not in ("gradient", "weight"):
+        if place.kind not in ("gradient", "weight", "buffer", "optimizer state"):
             continue
         for one in tensors:
-            finite = one[torch.isfinite(one)] if one.is_floating_point() else one
-            size = float(finite.abs().max()) if finite.numel() else 0.0
-            key = place.kind, place.phase
-            scales[key] = max(scales.get(key, 0.0), size)
+            key = _alike(place)
+            scales[key] = max(scales.get(key, 0.0), _size(one))
     return scales
+
+
+def _size(tensor: Tensor) -> float:
+    finite = tensor[torch.isfinite(tensor)]
+    return float(finite.double().abs().max()) if finite.numel() else 0.0
 
 
 def _pairs(

@@ -23,7 +23,7 @@ from lightning_shard.proving.strategies import (
     name_of,
     strategy_in_process,
 )
-from lightning_shard.proving.update_causes import accumulation_cause, at_once
+from lightning_shard.proving.update_causes import accumulated_multiple
 from lightning_shard.proving.verdict import Cause, Verdict
 
 
@@ -202,7 +202,9 @@ def _logged(verdict: Verdict, pair: _Pair, remarks: list[str]) -> Verdict:
         f"its own samples"
         for name in dict.fromkeys(one.place.name for one in own)
     ]
-    deviations = {kind: one for kind, one in verdict.deviations.items() if kind != "metric"}
+    deviations = dict(verdict.deviations)
+    if found:  # those that are in the remarks, or the difference itself
+        deviations.pop("metric", None)
     verdict = replace(verdict, remarks=tuple(remarks), deviations=deviations)
     if not wrong:
         return verdict
@@ -224,11 +226,11 @@ def _accumulated(verdict: Verdict, pair: _Pair, remarks: list[str]) -> Verdict:
         return verdict
     batches = pair.alone.records[0].batches[:count]
     try:
-        whole = at_once(subject).on_one_device([subject.join(batches)])
+        whole = subject.without_accumulation().on_one_device([subject.join(batches)])
     except ConfigError:
         remarks.append("a step's batches cannot become one, so accumulation was not compared")
         return verdict
-    found = accumulation_cause(subject, pair.alone, whole, pair.tolerance)
+    found = accumulated_multiple(pair.alone, whole, pair.tolerance)
     if found is None:
         return verdict
     place, got, want, ratio = found

@@ -193,7 +193,7 @@ class Recorder(Callback):
     ) -> None:
         names = {param: name for name, param in module.named_parameters()}
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        state = trainer.strategy.optimizer_state(optimizer)
+        state: dict[str, Any] = trainer.strategy.optimizer_state(optimizer)  # type: ignore[assignment]
         for at, entries in state.get("state", {}).items() if trainer.global_rank == 0 else ():
             param = names.get(params[at], f"parameter {at}") if isinstance(at, int) else at
             for key, value in entries.items() if isinstance(entries, dict) else ():

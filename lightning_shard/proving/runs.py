@@ -9,7 +9,7 @@ import random
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -97,6 +97,10 @@ class Subject:
         """Batches of one optimizer step."""
         return int(self.options.get("accumulate_grad_batches", 1))
 
+    def without_accumulation(self) -> "Subject":
+        """Return the same, with one batch for each optimizer step."""
+        return replace(self, options={**self.options, "accumulate_grad_batches": 1})
+
     def fresh_module(self, change: Change | None = None) -> pl.LightningModule:
         """Return a copy of the module as it was given, changed by `change`."""
         module: pl.LightningModule = copy_with_functions(self.module, {}, [self.module], ())
@@ -180,7 +184,7 @@ class Subject:
             data = copy.deepcopy(self.data) if is_module else self.data
             return {"datamodule": data} if is_module else {"train_dataloaders": data}
         owner = copy.deepcopy(self.data) if is_module else pl.LightningDataModule()
-        owner.train_dataloader = partial(_replay, owner, batches)
+        owner.train_dataloader = partial(_replay, owner, batches)  # type: ignore[method-assign]
         return {"datamodule": owner}
 
 

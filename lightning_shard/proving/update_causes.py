@@ -1,8 +1,6 @@
 """Experiments on what a step leaves: buffers, weights, learning rates, the scale of gradients."""
 
 import math
-from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
@@ -71,7 +69,7 @@ def _shared_memory(lab: Laboratory) -> Cause | None:
 
 def _matrices(lab: Laboratory) -> Cause | None:
     """With full parameters on every rank, is the update right?"""
-    if lab.first.place.phase != "update":
+    if lab.first.place.phase != "update" or lab.first.place.kind != "weight":
         return None
     ranks = lab.subject.on_ranks(lab.batches, strategy="shard_ddp", num_ranks=len(lab.batches))
     found = compare(ranks, lab.alone_again, lab.tolerance)
@@ -87,18 +85,16 @@ def _matrices(lab: Laboratory) -> Cause | None:
     )
 
 
-def accumulation_cause(
-    subject: Any, alone: Run, whole: Run, tolerance: float
+def accumulated_multiple(
+    alone: Run, whole: Run, tolerance: float
 ) -> tuple[Place, Tensor, Tensor, float] | None:
     """Return where accumulated gradients are a multiple of those of one large batch, and of what.
 
     Args:
-        subject: What is proved.
         alone: One device, which accumulates.
         whole: One device, each step's batches in one.
         tolerance: Relative deviation that rounding explains.
     """
-    del subject
     ratio = math.nan
     worst: tuple[Place, Tensor, Tensor] | None = None
     expected = whole.records[0].values
@@ -118,8 +114,3 @@ def accumulation_cause(
     if worst is None or abs(ratio - 1.0) < 1e-4:
         return None
     return *worst, ratio
-
-
-def at_once(subject: Any) -> Any:
-    """Return the subject without accumulation."""
-    return replace(subject, options={**subject.options, "accumulate_grad_batches": 1})

@@ -4,7 +4,7 @@ import atexit
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, TypeVar, Unpack
+from typing import Any, Self, TypeVar, Unpack
 from weakref import ref
 
 import lightning.pytorch as pl
@@ -15,7 +15,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins.layer_sync import LayerSync
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from lightning_shard import settings
 from lightning_shard.backends import liveness
