@@ -37,7 +37,7 @@ def join_batches(batches: Sequence[Any]) -> Any:
     if isinstance(first, tuple) and hasattr(first, "_fields"):
         return type(first)(*(join_batches(parts) for parts in zip(*batches, strict=True)))
     if isinstance(first, list | tuple):
-        if any(isinstance(one, str | bytes) for one in first):
+        if first and all(isinstance(one, str | bytes) for one in first):
             return type(first)(item for one in batches for item in one)
         return type(first)(join_batches(parts) for parts in zip(*batches, strict=True))
     if all(type(one) is type(first) and one == first for one in batches):
@@ -89,7 +89,7 @@ def _rows(value: Any, first: int, stop: int) -> Any:
     if isinstance(value, Mapping):
         return _like(value, {key: _rows(one, first, stop) for key, one in value.items()})
     if isinstance(value, list | tuple):
-        if any(isinstance(one, str | bytes) for one in value):
+        if value and all(isinstance(one, str | bytes) for one in value):
             return value[first:stop]
         parts = [_rows(one, first, stop) for one in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)

@@ -1,6 +1,5 @@
 """What is asked of a strategy: to run in this process, its ranks' places, full gradients."""
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -43,7 +42,7 @@ def _made(given: StrategyLike) -> Any:
         bare = {name: scheme for scheme in _schemes() for name, _ in names_of(scheme)}
         name = bare.get(given, given) + _SUFFIX
         return StrategyRegistry.get(name) if name in StrategyRegistry else None
-    return copy.deepcopy(given) if isinstance(given, Strategy) else given()
+    return given if isinstance(given, Strategy) else given()
 
 
 def _schemes() -> list[str]:

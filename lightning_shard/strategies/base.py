@@ -1,7 +1,6 @@
 """The base of this package's strategies: backend, ranks, processes, small collectives."""
 
 import atexit
-import copy
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Self, TypeVar, Unpack
@@ -114,14 +113,13 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
         return self._backend is not None and self._backend.name == "in_process"
 
     def in_process(self, num_ranks: int) -> Self:
-        """Return a copy of the same options, for a Trainer, whose ranks run inside this process.
+        """Return a new strategy of the same options whose ranks run inside this process.
 
         Args:
-            num_ranks: Ranks of the copy.
+            num_ranks: Ranks of the new one.
         """
-        made = copy.deepcopy(self)
-        made._backend, made._num_ranks = get_backend("in_process"), num_ranks
-        return made
+        args, given = self.given_options
+        return type(self)(*args, **{**given, "backend": "in_process", "num_ranks": num_ranks})
 
     @property
     def saves_on_sigterm(self) -> bool:

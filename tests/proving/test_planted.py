@@ -16,6 +16,7 @@ def _prove(planted: Planted) -> Verdict:
     )
 
 
+@pytest.mark.few_cases(10)
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_mistake_is_named(name: str) -> None:
     planted = PLANTED[name]
