@@ -12,12 +12,15 @@ Each changes one thing and runs again; nothing is guessed from names.
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
+
 from lightning_shard.errors import ShardError
 from lightning_shard.proving import changes
 from lightning_shard.proving.comparison import compare
 from lightning_shard.proving.laboratory import Laboratory
 from lightning_shard.proving.loss_causes import cause_in_loss
 from lightning_shard.proving.records import Place
+from lightning_shard.proving.runs import RunFailedError
 from lightning_shard.proving.update_causes import cause_in_update
 from lightning_shard.proving.verdict import Cause
 
@@ -29,7 +32,7 @@ def find_cause(lab: Laboratory) -> Cause:
     for experiment in (_randomness, _batch_norm, cause_in_loss, _edits, cause_in_update):
         try:
             found = experiment(lab)
-        except (ShardError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
+        except (RunFailedError, ShardError):
             continue
         if found is not None:
             return found
@@ -182,8 +185,6 @@ def _callbacks(lab: Laboratory) -> Cause | None:
 
 def log_cause(lab: Laboratory, place: Place) -> Cause:
     """Return why a metric differs while all that is trained is equal."""
-    import torch
-
     found = [records[0].values[place][-1].double() for records in lab.ranks.by_data_rank]
     expected = lab.alone.records[0].values[place][-1].double()
     values = torch.stack(found)

@@ -15,11 +15,12 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_shard.errors import ShardError
 from lightning_shard.proving.batches import halves
 from lightning_shard.proving.changes import Change
 from lightning_shard.proving.comparison import Comparison, Difference, compare, deviation
 from lightning_shard.proving.records import Place, Run
-from lightning_shard.proving.runs import Subject
+from lightning_shard.proving.runs import RunFailedError, Subject
 
 
 class Laboratory:
@@ -57,7 +58,7 @@ class Laboratory:
         """Whether ranks and one device are equal once a change is made to both."""
         try:
             found = self.compared(change, subject=subject)
-        except Exception:  # the changed module may not run at all
+        except (RunFailedError, ShardError):  # the changed module may not run at all
             return False
         return not [one for one in found.counting if one.place.kind != "metric"]
 

@@ -15,7 +15,7 @@ from lightning_shard.proving.causes import find_cause, log_cause
 from lightning_shard.proving.comparison import Comparison, Difference, compare, tolerance_of
 from lightning_shard.proving.laboratory import Laboratory
 from lightning_shard.proving.records import Place, Record, Run, bare_name
-from lightning_shard.proving.runs import EXACT, Subject, check_options
+from lightning_shard.proving.runs import EXACT, RunFailedError, Subject, check_options
 from lightning_shard.proving.shrinking import shrunk
 from lightning_shard.proving.strategies import (
     StrategyLike,
@@ -24,7 +24,7 @@ from lightning_shard.proving.strategies import (
     strategy_in_process,
 )
 from lightning_shard.proving.update_causes import accumulated_multiple
-from lightning_shard.proving.verdict import Cause, Verdict
+from lightning_shard.proving.verdict import Cause, Verdict, phase_of
 
 
 def prove(
@@ -106,8 +106,8 @@ def _judge(subject: Subject, verdict: Verdict) -> Verdict:
         return _compared(subject, verdict)
     except ShardError as error:
         return replace(verdict, outcome="refused", error=f"{type(error).__name__}: {error}")
-    except Exception as error:
-        return replace(verdict, outcome="failed", error=f"{type(error).__name__}: {error}")
+    except RunFailedError as error:
+        return replace(verdict, outcome="failed", error=str(error))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,15 +131,18 @@ def _compared(subject: Subject, verdict: Verdict) -> Verdict:
     decided, remarks = pair, list[str]()
     if _is_undecided(pair) and subject.precision != EXACT:
         decided, remarks = _exact(subject, pair)
+    first, before = _trained(decided), _trained(pair)
+    if first is None and before is not None:
+        remarks.append(
+            f"{subject.precision} deviates by {before.deviation:.1e} in step {before.place.step}, "
+            f"{phase_of(before.place)}, which the same run in {EXACT} shows to be rounding"
+        )
     verdict = replace(
         verdict,
         precision=decided.subject.precision,
         deviations=decided.found.deviations,
-        is_rounding=decided is not pair
-        and _trained(decided) is None
-        and _trained(pair) is not None,
+        is_rounding=first is None and before is not None,
     )
-    first = _trained(decided)
     if first is not None:
         lab = Laboratory(decided.subject, decided.ranks, decided.alone, first, decided.tolerance)
         cause = find_cause(lab)
@@ -175,10 +178,10 @@ def _exact(subject: Subject, pair: _Pair) -> tuple[_Pair, list[str]]:
     """Compare once more in float64, in which rounding is next to nothing."""
     try:
         return _in_precision(replace(subject, precision=EXACT)), []
-    except Exception as error:
+    except (RunFailedError, ShardError) as error:
         return pair, [
             f"float64 could not decide whether this is rounding, because the module does not run "
-            f"in it: {type(error).__name__}: {error}"
+            f"in it: {error}"
         ]
 
 

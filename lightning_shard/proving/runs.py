@@ -17,7 +17,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import Strategy
 
-from lightning_shard.errors import ConfigError
+from lightning_shard.errors import ConfigError, ShardError
 from lightning_shard.launchers._copy import copy_with_functions
 from lightning_shard.proving.batches import Join, join_batches
 from lightning_shard.proving.changes import Change, share_storages
@@ -49,6 +49,10 @@ _TAKEN = (
     "inference_mode",
     "detect_anomaly",
 )
+
+
+class RunFailedError(Exception):
+    """The user's own code has raised an error in a run, which is the cause of this one."""
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -168,7 +172,9 @@ class Subject:
                 precision=self.precision,  # type: ignore[arg-type]
                 limit_train_batches=self.num_steps * self.accumulate,
             )
-            trainer.fit(module, **self._data(module, batches))
+            where = "on one device" if isinstance(strategy, str) else f"on {num_ranks} ranks"
+            with _told(where):
+                trainer.fit(module, **self._data(module, batches))
         if not sink.records or not sink.records[0].batches:
             raise ConfigError(
                 f"{type(self.module).__name__} was given no batch to train on, so there is nothing "
@@ -186,6 +192,17 @@ class Subject:
         owner = copy.deepcopy(self.data) if is_module else pl.LightningDataModule()
         owner.train_dataloader = partial(_replay, owner, batches)  # type: ignore[method-assign]
         return {"datamodule": owner}
+
+
+@contextmanager
+def _told(where: str) -> Iterator[None]:
+    """Tell errors of the user's code from those of this package."""
+    try:
+        yield
+    except ShardError:
+        raise
+    except Exception as error:
+        raise RunFailedError(f"{type(error).__name__} {where}: {error}") from error
 
 
 class _Replay:
