@@ -13,10 +13,19 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
+
+from lightning_shard.data_parallel.torch_private import forget_gradient_hooks, has_gradient_hooks
 
 Change = Callable[[pl.LightningModule], None]
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_DROPOUTS = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
 
 _HOOKS = (
     "on_train_start",
@@ -38,34 +47,36 @@ _HOOKS = (
 def dropouts_of(module: nn.Module) -> list[str]:
     """Return the names of the modules that drop elements."""
     return [
-        name for name, one in module.named_modules() if isinstance(one, _DropoutNd) and one.p > 0
+        name for name, one in module.named_modules() if isinstance(one, _DROPOUTS) and one.p > 0
     ]
 
 
 def batch_norms_of(module: nn.Module) -> list[str]:
     """Return the names of the batch norms that train with their batch's statistics."""
     return [
-        name for name, one in module.named_modules() if isinstance(one, _BatchNorm) and one.training
+        name
+        for name, one in module.named_modules()
+        if isinstance(one, _BATCH_NORMS) and one.training
     ]
 
 
 def without_dropout(module: pl.LightningModule) -> None:
     """Let nothing be dropped."""
     for one in module.modules():
-        if isinstance(one, _DropoutNd):
+        if isinstance(one, _DROPOUTS):
             one.p = 0.0
 
 
 def still(module: pl.LightningModule) -> None:
     """Let every module but batch norms compute as in evaluation."""
     for one in module.modules():
-        one.training = isinstance(one, _BatchNorm) and one.training
+        one.training = isinstance(one, _BATCH_NORMS) and one.training
 
 
 def with_fixed_statistics(module: pl.LightningModule) -> None:
     """Let batch norms use fixed statistics."""
     for one in module.modules():
-        if isinstance(one, _BatchNorm):
+        if isinstance(one, _BATCH_NORMS):
             one.training = False
             if one.running_mean is None:
                 width = one.num_features
@@ -75,17 +86,12 @@ def with_fixed_statistics(module: pl.LightningModule) -> None:
 def without_parameter_hooks(module: pl.LightningModule) -> None:
     """Take the hooks off the parameters."""
     for param in module.parameters():
-        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-            (getattr(param, name, None) or {}).clear()
+        forget_gradient_hooks(param)
 
 
 def hooked_parameters(module: nn.Module) -> list[str]:
     """Return the names of the parameters that have hooks of the user's."""
-    return [
-        name
-        for name, param in module.named_parameters()
-        if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None)
-    ]
+    return [name for name, param in module.named_parameters() if has_gradient_hooks(param)]
 
 
 def with_gathered_gradients(module: pl.LightningModule) -> None:

@@ -46,7 +46,7 @@ class Difference:
         rank: Global rank whose value it is; None where it is all ranks' together.
         got: The ranks' value.
         expected: One device's value.
-        deviation: Relative deviation.
+        deviation: Largest deviation, relative to the tensor's largest element.
     """
 
     place: Place

@@ -30,7 +30,7 @@ class Laboratory:
         subject: What is proved, in the precision in which the difference was found.
         ranks: The run on ranks.
         alone: The run on one device.
-        first: The difference.
+        first: The difference that is to be explained.
         tolerance: Relative deviation that rounding explains.
 
     Attributes:

@@ -48,14 +48,14 @@ def prove(
     data that are given stay as they are.
 
     Args:
-        module: Any LightningModule.
+        module: Any LightningModule, on the CPU.
         data: A LightningDataModule, a loader, an iterable of batches, or None for the module's
             own loader. A batch is what each rank gets.
         strategy: A name of this package, a strategy, or a function that makes one.
         num_ranks: Ranks inside this process.
-        num_steps: Optimizer steps.
+        num_steps: Number of optimizer steps to compare.
         precision: Lightning's precision string; differences are decided in "64-true".
-        seed: Of what the runs draw at random.
+        seed: Seed of the random numbers that the runs draw.
         dropout: Whether dropout is left on. With it ranks differ from one device.
         join: Makes one device's batch of the ranks' batches, in their order.
         shrink: Number of blocks to which lists of repeated blocks are shortened; None for all.

@@ -16,9 +16,10 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten_with_path, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
+from lightning_shard.data_parallel.torch_private import in_backward
 from lightning_shard.proving.records import Kind, Phase, Place, Record, Sink
 from lightning_shard.proving.strategies import full_gradients, place_in_data
 
@@ -112,14 +113,14 @@ class Recorder(Callback):
 
     def _noting_output(self, name: str) -> Callable[..., None]:
         def note(module: nn.Module, args: Any, output: Any) -> None:
-            is_recomputed = torch._C._current_graph_task_id() != -1
-            if not self._in_step or is_recomputed:
+            if not self._in_step or in_backward():  # there it is computed again
                 return
-            for path, leaf in tree_flatten_with_path(output)[0]:
+            leaves = tree_leaves(output)
+            for number, leaf in enumerate(leaves):
                 # neither placeholders nor tensors whose elements lie on several ranks
                 if type(leaf) in (Tensor, nn.Parameter):
-                    key = "".join(str(one) for one in path)
-                    self._add("forward", "output", name + key, leaf)
+                    full_name = f"{name}[{number}]" if len(leaves) > 1 else name
+                    self._add("forward", "output", full_name, leaf)
 
         return note
 
@@ -193,7 +194,7 @@ class Recorder(Callback):
     ) -> None:
         names = {param: name for name, param in module.named_parameters()}
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        state: dict[str, Any] = trainer.strategy.optimizer_state(optimizer)  # type: ignore[assignment]
+        state: dict[str, Any] = trainer.strategy.optimizer_state(optimizer)
         for at, entries in state.get("state", {}).items() if trainer.global_rank == 0 else ():
             param = names.get(params[at], f"parameter {at}") if isinstance(at, int) else at
             for key, value in entries.items() if isinstance(entries, dict) else ():

@@ -54,7 +54,7 @@ class Record:
     """What one rank has recorded.
 
     Attributes:
-        rank: Global rank.
+        rank: Global rank of the recorder.
         data_rank: Rank among those of different samples.
         num_data_ranks: Number of ranks with different samples.
         values: By place the values, several where a module is called several times.
@@ -113,4 +113,5 @@ class Run:
 
 def bare_name(metric: str) -> str:
     """Return the name under which a metric was logged, without what Lightning adds to it."""
-    return metric.removesuffix("_epoch").removesuffix("_step")
+    name, _, added = metric.rpartition("_")
+    return name if added in ("epoch", "step") else metric

@@ -79,11 +79,11 @@ class Subject:
         data: A data module, a loader, any iterable of batches, or None for the module's own.
         strategy: The strategy's name, itself, or what makes it.
         num_ranks: Ranks inside this process.
-        num_steps: Optimizer steps.
+        num_steps: Number of optimizer steps to compare.
         precision: Lightning's precision string.
-        seed: Of the random numbers that the runs draw.
+        seed: Seed of the random numbers that the runs draw.
         join: Makes one device's batch of those of the ranks.
-        options: Of the Trainer; those that change what is trained.
+        options: Options of the Trainer that change what is trained.
     """
 
     module: pl.LightningModule

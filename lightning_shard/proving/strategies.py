@@ -9,15 +9,16 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from torch import Tensor
 
 from lightning_shard.data_parallel.averaged_gradient import AveragedGradient
+from lightning_shard.data_parallel.compression import COMPRESSORS
 from lightning_shard.data_parallel.sharded_tensor import ShardedTensor
 from lightning_shard.errors import ConfigError
 from lightning_shard.strategies.base import ShardStrategy
 from lightning_shard.strategies.elastic import ElasticStrategy
 from lightning_shard.strategies.names import strategy_name
-from lightning_shard.strategies.registry import SCHEMES, names_of
+from lightning_shard.strategies.registry import OFFLOADED, SCHEMES, names_of
 
 StrategyLike = str | Strategy | Callable[[], Strategy]
-_SUFFIX = "_in_process"
+_BACKEND = "in_process"
 _BY_STAGE = ("shard_ddp", "zero1", "zero2", "zero3")
 
 
@@ -38,15 +39,13 @@ def strategy_in_process(given: StrategyLike, num_ranks: int) -> ShardStrategy:
 
 
 def _made(given: StrategyLike) -> Any:
-    if isinstance(given, str):
-        bare = {name: scheme for scheme in _schemes() for name, _ in names_of(scheme)}
-        name = bare.get(given, given) + _SUFFIX
-        return StrategyRegistry.get(name) if name in StrategyRegistry else None
-    return given if isinstance(given, Strategy) else given()
-
-
-def _schemes() -> list[str]:
-    return [name.removesuffix(_SUFFIX) for name in StrategyRegistry if name.endswith(_SUFFIX)]
+    if not isinstance(given, str):
+        return given if isinstance(given, Strategy) else given()
+    for scheme in (*SCHEMES, *(f"shard_ddp_{one}" for one in COMPRESSORS), *OFFLOADED):
+        names = names_of(scheme)
+        if given in dict(names):
+            return StrategyRegistry.get(next(name for name, one in names if one == _BACKEND))
+    return None
 
 
 def place_in_data(strategy: Strategy) -> tuple[int, int]:

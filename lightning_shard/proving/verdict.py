@@ -44,7 +44,7 @@ class Cause:
 
     Attributes:
         name: A word for it, for scripts.
-        because: A sentence.
+        because: A sentence that says what makes the difference.
         evidence: The experiment that has shown it.
         advice: What to do.
     """
@@ -183,7 +183,11 @@ def _values(first: Difference) -> list[tuple[str, str]]:
 def _told(first: Difference) -> dict[str, Any]:
     got, expected, index = first.worst
     return {
-        **first.place._asdict(),
+        "step": first.place.step,
+        "micro": first.place.micro,
+        "phase": first.place.phase,
+        "kind": first.place.kind,
+        "name": first.place.name,
         "rank": first.rank,
         "got": got,
         "expected": expected,

@@ -118,7 +118,7 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
         Args:
             num_ranks: Ranks of the new one.
         """
-        args, given = self.given_options
+        args, given = self.given_options  # type: ignore[attr-defined]
         return type(self)(*args, **{**given, "backend": "in_process", "num_ranks": num_ranks})
 
     @property
