@@ -23,5 +23,6 @@ HOMES = {
     "ZeRO2Strategy": f"{_STRATEGIES}.zero",
     "ZeRO3Strategy": f"{_STRATEGIES}.zero",
     "load_safetensors": "lightning_shard.checkpoint.conversion.loading",
+    "prove": "lightning_shard.proving.prove",
 }
 """By name, the module that defines it."""

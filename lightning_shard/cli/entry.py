@@ -14,11 +14,16 @@ _SUBCOMMANDS = {
     "test": "Run the test epoch once.",
     "predict": "Predict with a trained model.",
 }
+_PROVE = {"prove": "Say whether a model trains on ranks as on one device, and if not, why."}
 _EPILOG = """\
 The first four are Lightning's own, with the strategies of this package:
 
     lightning-shard fit --config configs/gpt_zero3.yaml
     lightning-shard fit --model my_file.MyModel --trainer.strategy zero3 --trainer.devices 4
+
+`prove` takes the configuration of a fit, and runs a few of its steps on a laptop:
+
+    lightning-shard prove --config configs/gpt_zero3.yaml
 
 The others read checkpoints:
 
@@ -36,6 +41,8 @@ def main() -> int:
     if arguments and arguments[0] in TEXTS:
         parsed = parser_of(arguments[0]).parse_args(arguments[1:])  # which may exit
         return int(import_module("lightning_shard.cli.checkpoints").run(arguments[0], parsed))
+    if arguments and arguments[0] in _PROVE:
+        return int(import_module("lightning_shard.cli.proving").run())
     if _is_for_a_subcommand(arguments):
         return int(import_module("lightning_shard.cli.shard_cli").run())
     _parser().parse_args(arguments)  # which exits
@@ -58,7 +65,7 @@ def _parser() -> ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=_versions())
     subcommands = parser.add_subparsers(required=True, metavar="SUBCOMMAND", dest="subcommand")
-    for name, text in {**_SUBCOMMANDS, **TEXTS}.items():
+    for name, text in {**_SUBCOMMANDS, **_PROVE, **TEXTS}.items():
         subcommands.add_parser(name, help=text, add_help=False)
     return parser
 

@@ -16,24 +16,26 @@ from typing_extensions import override
 
 from lightning_shard.errors import ShardError
 
-_DEBUG_FLAG = "--debug"
+DEBUG_FLAG = "--debug"
+"""Shows the traceback of an error of this package."""
 
 
 class ShardCLI(LightningCLI):
     """LightningCLI with any model and any data module, and `--debug`."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         self._refusal: ShardError | None = None
         super().__init__(
             subclass_mode_model=True,
             subclass_mode_data=True,
             save_config_kwargs={"overwrite": True},
+            **options,
         )
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument(
-            _DEBUG_FLAG,
+            DEBUG_FLAG,
             action="store_true",
             help="Show the traceback of an error of lightning_shard, not only its message.",
         )
@@ -62,15 +64,20 @@ class ShardCLI(LightningCLI):
             raise
 
 
-def run() -> int:
-    """Run the subcommand in `sys.argv` and return the process's exit code."""
+def find_classes_here() -> None:
+    """Let classes of the working directory be found, as `python -m` does."""
     directory = str(Path.cwd())
     if directory not in sys.path:
         sys.path.insert(0, directory)
+
+
+def run() -> int:
+    """Run the subcommand in `sys.argv` and return the process's exit code."""
+    find_classes_here()
     try:
         ShardCLI()
     except ShardError as error:
-        if _DEBUG_FLAG in sys.argv:
+        if DEBUG_FLAG in sys.argv:
             traceback.print_exc()
         else:
             print(f"lightning-shard: {type(error).__name__}: {error}", file=sys.stderr)

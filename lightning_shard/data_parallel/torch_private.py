@@ -30,6 +30,7 @@ __all__ = [
     "children_of",
     "exchange_contents",
     "forget_forward_hooks",
+    "forget_gradient_hooks",
     "gradient_hooks",
     "has_compiled_call",
     "has_gradient_hooks",
@@ -135,6 +136,12 @@ def num_hooks_after_gradient(param: Tensor) -> int:
 def has_gradient_hooks(param: Tensor) -> bool:
     """Whether code is called with a parameter's gradient, or once it has been added up."""
     return bool(param._backward_hooks or num_hooks_after_gradient(param))
+
+
+def forget_gradient_hooks(param: Tensor) -> None:
+    """Remove all hooks of a parameter's gradient."""
+    for hooks in (param._backward_hooks, getattr(param, "_post_accumulate_grad_hooks", None)):
+        (hooks or {}).clear()
 
 
 def forget_forward_hooks(module: nn.Module) -> None:

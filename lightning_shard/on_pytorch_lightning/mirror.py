@@ -32,6 +32,7 @@ BUILT_ON_LIGHTNING = (
     "parallel_dimensions",
     "precision.plugins",
     "profiling",
+    "proving",
     "ray",
     "strategies",
     "trainer",

@@ -3,7 +3,7 @@
 import atexit
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, TypeVar, Unpack
+from typing import Any, Self, TypeVar, Unpack
 from weakref import ref
 
 import lightning.pytorch as pl
@@ -111,6 +111,15 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
     def is_in_process(self) -> bool:
         """Whether all ranks run inside this process."""
         return self._backend is not None and self._backend.name == "in_process"
+
+    def in_process(self, num_ranks: int) -> Self:
+        """Return a new strategy of the same options whose ranks run inside this process.
+
+        Args:
+            num_ranks: Ranks of the new one.
+        """
+        args, given = self.given_options  # type: ignore[attr-defined]
+        return type(self)(*args, **{**given, "backend": "in_process", "num_ranks": num_ranks})
 
     @property
     def saves_on_sigterm(self) -> bool:

@@ -1,0 +1,206 @@
+"""Finds out why ranks and one device differ, by experiments in the order of how much they explain.
+
+    does one device differ from itself, with another seed?          random numbers, dropout
+    is it gone with fixed statistics?                               batch norm
+    does one device's loss of a batch follow from its parts' losses? sum, unequal counts, batch
+    do ranks compute otherwise what one device is given as well?    rank, number of ranks
+    is it gone without a hook, a callback, with shard_ddp?          edits, matrices
+
+Each changes one thing and runs again; nothing is guessed from names.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from lightning_shard.errors import ShardError
+from lightning_shard.proving import changes
+from lightning_shard.proving.comparison import compare
+from lightning_shard.proving.laboratory import Laboratory
+from lightning_shard.proving.loss_causes import cause_in_loss
+from lightning_shard.proving.records import Place
+from lightning_shard.proving.runs import RunFailedError
+from lightning_shard.proving.update_causes import cause_in_update
+from lightning_shard.proving.verdict import Cause
+
+Experiment = Callable[[Laboratory], Cause | None]
+
+
+def find_cause(lab: Laboratory) -> Cause:
+    """Return why the ranks differ; experiments that fail say nothing."""
+    for experiment in (_randomness, _batch_norm, cause_in_loss, _edits, cause_in_update):
+        try:
+            found = experiment(lab)
+        except (RunFailedError, ShardError):
+            continue
+        if found is not None:
+            return found
+    return Cause(
+        name="unknown",
+        because="none of the experiments explains it",
+        evidence="random numbers, batch norms, the loss of the batch's parts, equal batches on all "
+        "ranks, hooks and callbacks were tried, each by itself",
+        advice="look at the tensor that is named above, on that rank; "
+        "strategy='shard_ddp' is the simplest case to compare with",
+    )
+
+
+def _randomness(lab: Laboratory) -> Cause | None:
+    moved = _first_random(lab)
+    if moved is None:
+        return None
+    names = changes.dropouts_of(lab.subject.module)
+    told = ", ".join(map(repr, names[:3])) + (" and others" if len(names) > 3 else "")
+    advice = (
+        "it is no mistake: ranks draw for different samples, and so do steps. To compare the rest, "
+        "prove with dropout off (dropout=False, --no-dropout)"
+    )
+    if names and _first_random(lab, changes.without_dropout) is None:
+        return Cause(
+            name="dropout",
+            because=f"dropout in {told}: each rank drops other elements than one device does",
+            evidence="one device differs from itself with another seed, and does not with p=0"
+            + _rest(lab, changes.without_dropout),
+            advice=advice,
+        )
+    if _first_random(lab, changes.still) is None:
+        return Cause(
+            name="dropout",
+            because=f"dropout that {moved} calls as a function, or something like it: each rank "
+            "drops other elements than one device does",
+            evidence="one device differs from itself with another seed, and does not when the "
+            "modules are in evaluation mode" + _rest(lab, changes.still),
+            advice=advice,
+        )
+    return Cause(
+        name="random numbers",
+        because=f"{moved} draws random numbers, other ones on each rank",
+        evidence="one device differs from itself with another seed, in evaluation mode as well",
+        advice="it is no mistake if each sample gets numbers of its own; what all samples share "
+        "(a mask of layers, a permutation) has to be drawn alike on all ranks: from a "
+        "torch.Generator that is seeded with the number of the step",
+    )
+
+
+def _rest(lab: Laboratory, change: changes.Change) -> str:
+    return "; nothing else differs" if lab.vanishes(change) else "; something else differs, too"
+
+
+def _first_random(lab: Laboratory, change: changes.Change | None = None) -> str | None:
+    """Return what differs first between two seeds on one device, in words; None for nothing."""
+    subject = lab.subject
+    one, two = (
+        subject.on_one_device(lab.joined, change=change, seed=subject.seed + more)
+        for more in (0, 1)
+    )
+    first = compare(two, one, lab.tolerance)
+    if not first.differences:
+        return None
+    place = first.differences[0].place
+    return f"the forward of {place.name!r}" if place.kind == "output" else "the step"
+
+
+def _batch_norm(lab: Laboratory) -> Cause | None:
+    names = changes.batch_norms_of(lab.subject.module)
+    if not names or not lab.vanishes(changes.with_fixed_statistics):
+        return None
+    told = ", ".join(map(repr, names[:3])) + (" and others" if len(names) > 3 else "")
+    return Cause(
+        name="batch norm",
+        because=f"batch norm in {told}: each rank normalises by the statistics of its own samples",
+        evidence="with fixed statistics the ranks and one device are equal",
+        advice="pass Trainer(sync_batchnorm=True), or take a norm of single samples (GroupNorm, "
+        "LayerNorm); with large batches on each rank it is often left as it is",
+    )
+
+
+def _edits(lab: Laboratory) -> Cause | None:
+    """Hooks of parameters, of the module and of callbacks, each left out by itself."""
+    for experiment in (_gathers, _parameter_hooks, _module_hooks, _callbacks):
+        found = experiment(lab)
+        if found is not None:
+            return found
+    return None
+
+
+def _gathers(lab: Laboratory) -> Cause | None:
+    gathers = lab.ranks.records[0].num_gathers
+    if not gathers or not lab.vanishes(changes.with_gathered_gradients):
+        return None
+    return Cause(
+        name="gather without gradients",
+        because="self.all_gather(...) is called without sync_grads=True, so that what the other "
+        "ranks have given gets no gradient",
+        evidence=f"{gathers} calls; with sync_grads=True the ranks and one device are equal",
+        advice="pass sync_grads=True",
+    )
+
+
+def _parameter_hooks(lab: Laboratory) -> Cause | None:
+    names = changes.hooked_parameters(lab.subject.module)
+    if not names or not lab.vanishes(changes.without_parameter_hooks):
+        return None
+    return Cause(
+        name="parameter hook",
+        because=f"the hook on {', '.join(map(repr, names[:3]))} edits the gradient of each rank's "
+        "own samples, before it is averaged, by something that is no multiple of it",
+        evidence="without parameters' hooks the ranks and one device are equal",
+        advice="edit the averaged gradient, in on_before_optimizer_step",
+    )
+
+
+def _module_hooks(lab: Laboratory) -> Cause | None:
+    for name in changes.overridden_hooks(lab.subject.module):
+        if not lab.vanishes(changes.without_hook(name)):
+            continue
+        is_clipping = name == "configure_gradient_clipping"
+        is_rate = lab.first.place.name.startswith("the learning rate")
+        return Cause(
+            name="clipping" if is_clipping else "learning rate" if is_rate else "module hook",
+            because=f"the module's {name} does something else on a rank than on one device: it "
+            "uses what only this rank knows, its loss or its samples",
+            evidence=f"without {name} the ranks and one device are equal",
+            advice="let all ranks compute from the same numbers: average them first, "
+            "self.trainer.strategy.reduce(value, reduce_op='mean')",
+        )
+    return None
+
+
+def _callbacks(lab: Laboratory) -> Cause | None:
+    callbacks = list(lab.subject.options.get("callbacks") or ())
+    for at, one in enumerate(callbacks):
+        options = changes.without_callback(at, lab.subject.options)
+        if lab.vanishes(lambda _: None, subject=replace(lab.subject, options=options)):
+            return Cause(
+                name="callback",
+                because=f"the callback {type(one).__name__} does something else on a rank than on "
+                "one device",
+                evidence="without it the ranks and one device are equal",
+                advice="let it compute from the same numbers on all ranks: average them first, "
+                "trainer.strategy.reduce(value, reduce_op='mean')",
+            )
+    return None
+
+
+def log_cause(lab: Laboratory, place: Place) -> Cause:
+    """Return why a metric differs while all that is trained is equal."""
+    found = [records[0].values[place][-1].double() for records in lab.ranks.by_data_rank]
+    expected = lab.alone.records[0].values[place][-1].double()
+    values = torch.stack(found)
+    if lab.same(values.mean(0), expected, 1.0):
+        evidence = f"the ranks' mean, {float(values.mean()):.6g}, is one device's"
+        advice = f"self.log({place.name!r}, ..., sync_dist=True)"
+    elif lab.same(values.sum(0), expected, 1.0):
+        evidence = f"the ranks' sum, {float(values.sum()):.6g}, is one device's"
+        advice = f"self.log({place.name!r}, ..., sync_dist=True, reduce_fx='sum')"
+    else:
+        evidence = "neither the ranks' mean nor their sum is one device's"
+        advice = "log a torchmetrics.Metric, which adds up what it needs over the ranks"
+    return Cause(
+        name="unsynchronised log",
+        because=f"{place.name!r} is logged without sync_dist=True: each rank logs the value of its "
+        "own samples, and what a callback monitors is rank 0's",
+        evidence=evidence,
+        advice=advice,
+    )

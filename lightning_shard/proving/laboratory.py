@@ -1,0 +1,124 @@
+"""Runs a module again with one thing changed: on ranks, on one device, on parts of a batch.
+
+Each run begins at the beginning, so that the step of the difference finds the weights, the counters
+and the buffers that it had; only what is asked about is exchanged.
+
+    batches of ranks    0  1  2          step 2 in question, all ranks on rank 0's batch
+      rank 0            a  b  c          a  b  c
+      rank 1            d  e  f          d  e  c
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from lightning_shard.errors import ShardError
+from lightning_shard.proving.batches import halves
+from lightning_shard.proving.changes import Change
+from lightning_shard.proving.comparison import Comparison, Difference, compare, deviation
+from lightning_shard.proving.records import Place, Run
+from lightning_shard.proving.runs import RunFailedError, Subject
+
+
+class Laboratory:
+    """What experiments on one difference work with.
+
+    Args:
+        subject: What is proved, in the precision in which the difference was found.
+        ranks: The run on ranks.
+        alone: The run on one device.
+        first: The difference that is to be explained.
+        tolerance: Relative deviation that rounding explains.
+
+    Attributes:
+        batches: By rank of different samples its batches, to the step of the difference.
+        joined: One device's batches, to the same step.
+    """
+
+    def __init__(
+        self, subject: Subject, ranks: Run, alone: Run, first: Difference, tolerance: float
+    ) -> None:
+        steps = first.place.step + 1
+        self.subject = replace(subject, num_steps=min(steps, subject.num_steps))
+        self.ranks, self.alone, self.first, self.tolerance = ranks, alone, first, tolerance
+        count = self.subject.num_steps * subject.accumulate
+        self.batches = [one[:count] for one in ranks.batches]
+        self.joined = alone.records[0].batches[:count]
+
+    def compared(self, change: Change, *, subject: Subject | None = None) -> Comparison:
+        """Compare ranks with one device, both with a changed module."""
+        tried = subject or self.subject
+        ranks = tried.on_ranks(self.batches, change=change)
+        return compare(ranks, tried.on_one_device(self.joined, change=change), self.tolerance)
+
+    def vanishes(self, change: Change, *, subject: Subject | None = None) -> bool:
+        """Whether ranks and one device are equal once a change is made to both."""
+        try:
+            found = self.compared(change, subject=subject)
+        except (RunFailedError, ShardError):  # the changed module may not run at all
+            return False
+        return not [one for one in found.counting if one.place.kind != "metric"]
+
+    def same(self, got: Tensor, expected: Tensor, scale: float = 0.0) -> bool:
+        """Whether two values are equal but for rounding."""
+        return deviation(got, expected, scale) <= self.tolerance
+
+    @cached_property
+    def alone_again(self) -> Run:
+        """One device, to the step of the difference."""
+        return self.subject.on_one_device(self.joined)
+
+    @cached_property
+    def at(self) -> int:
+        """Number of the batch in which the difference is."""
+        place = self.first.place
+        return min(place.step * self.subject.accumulate + place.micro, len(self.joined) - 1)
+
+    @cached_property
+    def parts(self) -> list[Any]:
+        """The batch of the difference in parts: those of the ranks, or halves of a common one."""
+        if len(self.batches) > 1:
+            return [one[self.at] for one in self.batches]
+        return halves(self.joined[self.at])
+
+    def loss_of(self, parts: Sequence[Any]) -> Tensor | None:
+        """Return one device's loss if it is given these parts in the batch of the difference."""
+        batch = self.subject.join(list(parts))
+        batches = [*self.joined[: self.at], batch, *self.joined[self.at + 1 :]]
+        losses = self.losses(self.subject.on_one_device(batches))
+        return losses[0] if losses else None
+
+    @cached_property
+    def losses_of_parts(self) -> list[Tensor | None]:
+        """One device's loss of each of the parts."""
+        return [self.loss_of([part]) for part in self.parts]
+
+    @cached_property
+    def loss_of_all(self) -> Tensor | None:
+        """One device's loss of the whole batch."""
+        losses = self.losses(self.alone)
+        return losses[0] if losses else None
+
+    def as_rank_0(self, batches: Sequence[Any]) -> list[Any]:
+        """Return batches in which those of the step of the difference are rank 0's."""
+        first = self.first.place.step * self.subject.accumulate
+        return [*batches[:first], *self.batches[0][first:]]
+
+    @cached_property
+    def ranks_as_rank_0(self) -> Run:
+        """The ranks, all with rank 0's batches in the step of the difference."""
+        return self.subject.on_ranks([self.as_rank_0(one) for one in self.batches])
+
+    @cached_property
+    def alone_as_rank_0(self) -> Run:
+        """One device, with rank 0's batches in the step of the difference."""
+        return self.subject.on_one_device(self.as_rank_0(self.joined))
+
+    def losses(self, run: Run) -> list[Tensor]:
+        """Return the loss in the batch of the difference of each rank of other samples."""
+        place = Place(self.first.place.step, self.first.place.micro, "loss", "loss", "loss")
+        firsts = [records[0] for records in run.by_data_rank]
+        return [one.values[place][-1].double() for one in firsts if place in one.values]

@@ -1,0 +1,117 @@
+"""What a run leaves behind: values, each with its place in the run, in the order of events.
+
+step 0   forward   block 0, block 1 ...        outputs, in the order of the calls
+         loss
+         backward  head.weight, ...            gradients, those nearest to the loss first
+         clipping  the same, as the optimizer gets them
+         update    weights, buffers, optimizer state, learning rates
+         hooks     weights and buffers once more, when the next step begins
+the end  log       what was logged
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor
+
+Phase = Literal[
+    "data",
+    "forward",
+    "loss",
+    "backward",
+    "clipping",
+    "update",
+    "hooks after the update",
+    "log",
+    "accumulation",
+]
+Kind = Literal[
+    "output", "loss", "gradient", "weight", "buffer", "optimizer state", "metric", "batch"
+]
+
+
+class Place(NamedTuple):
+    """Where in a run a value stands.
+
+    Attributes:
+        step: Number of the optimizer step, from 0.
+        micro: Number of the batch within the step, from 0; 0 for what the step has once.
+        phase: Part of the step.
+        kind: What the value is.
+        name: Name of the parameter, buffer, module or metric.
+    """
+
+    step: int
+    micro: int
+    phase: Phase
+    kind: Kind
+    name: str
+
+
+@dataclass(kw_only=True)
+class Record:
+    """What one rank has recorded.
+
+    Attributes:
+        rank: Global rank of the recorder.
+        data_rank: Rank among those of different samples.
+        num_data_ranks: Number of ranks with different samples.
+        values: By place the values, several where a module is called several times.
+        batches: The batches as they came from the loader.
+        epoch_metrics: Names of metrics that were logged for an epoch without `sync_dist`.
+        unsynced: Names of all metrics that were logged without `sync_dist`.
+        num_gathers: Calls of the module's `all_gather`.
+    """
+
+    rank: int = 0
+    data_rank: int = 0
+    num_data_ranks: int = 1
+    values: dict[Place, list[Tensor]] = field(default_factory=dict)
+    batches: list[Any] = field(default_factory=list)
+    epoch_metrics: set[str] = field(default_factory=set)
+    unsynced: set[str] = field(default_factory=set)
+    num_gathers: int = 0
+
+    def add(self, place: Place, value: Tensor) -> None:
+        """Note a value; it is copied."""
+        self.values.setdefault(place, []).append(value.detach().to("cpu", copy=True))
+
+
+class Sink:
+    """Collects the records of all ranks of this process; a copy of it is itself."""
+
+    def __init__(self) -> None:
+        self.records: dict[int, Record] = {}
+
+    def __deepcopy__(self, memo: Mapping[int, Any]) -> "Sink":
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run's records.
+
+    Attributes:
+        records: One for each rank, in their order.
+    """
+
+    records: list[Record]
+
+    @property
+    def by_data_rank(self) -> list[list[Record]]:
+        """The records of the ranks of one model, for each rank of different samples."""
+        number = self.records[0].num_data_ranks
+        return [[one for one in self.records if one.data_rank == rank] for rank in range(number)]
+
+    @property
+    def batches(self) -> list[list[Any]]:
+        """By rank of different samples its batches, of which all have as many."""
+        loaded = [records[0].batches for records in self.by_data_rank]
+        return [one[: min(map(len, loaded))] for one in loaded]
+
+
+def bare_name(metric: str) -> str:
+    """Return the name under which a metric was logged, without what Lightning adds to it."""
+    name, _, added = metric.rpartition("_")
+    return name if added in ("epoch", "step") else metric
