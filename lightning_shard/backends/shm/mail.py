@@ -41,6 +41,8 @@ class Mail:
         self._noted = [0] * room.size
         self._copies: list[tuple[int, int, Tensor]] = []  # peer, number
         self._waiting: list[_Waiting] = []
+        self._asked: list[Call] = []  # in the order of their receives
+        self._found: dict[int, int | CollectiveMismatchError] = {}  # by the receive's id
 
     def number(self, peer: int) -> int:
         """Return the number of the next message to a peer."""
@@ -73,7 +75,7 @@ class Mail:
         room.own.send(peer, number, letter)
         room.boards[peer].heap.doorbell.ring()
 
-    def note(self) -> None:
+    def _note(self) -> None:
         """Take note of the messages that have come."""
         room = self._room
         for source, board in enumerate(room.boards):
@@ -83,19 +85,35 @@ class Mail:
         if len(self._waiting) > _MOST_UNREAD:
             self._waiting = [self._copied_out(one) for one in self._waiting]
 
+    def ask(self, call: Call) -> None:
+        """Take note of a receive; among those of one source and tag, messages go to the first."""
+        self._asked.append(call)
+
     def receive(self, call: Call) -> int | None:
-        """Write the first message that a receive asks for; return its source, None if none is here.
+        """Return the source of the message that a receive has got, or None before it has.
 
         Raises:
-            CollectiveMismatchError: It has another size or dtype.
+            CollectiveMismatchError: The message has another size or dtype.
         """
-        self.note()
+        self._note()
+        for asked in list(self._asked):
+            self._answer(asked)
+        found = self._found.pop(id(call), None)
+        if isinstance(found, CollectiveMismatchError):
+            raise found
+        return found
+
+    def _answer(self, call: Call) -> None:
         for index, one in enumerate(self._waiting):
             if one.letter.tag == call.tag and call.root in (ANY_SOURCE, one.source):
                 del self._waiting[index]
-                self._deliver(one, call)
-                return one.source
-        return None
+                self._asked = [asked for asked in self._asked if asked is not call]
+                self._found[id(call)] = one.source
+                try:
+                    self._deliver(one, call)
+                except CollectiveMismatchError as error:
+                    self._found[id(call)] = error
+                return
 
     def _deliver(self, one: _Waiting, call: Call) -> None:
         target, dtype = call.outputs[0], DTYPES[one.letter.dtype]

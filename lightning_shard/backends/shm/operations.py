@@ -240,16 +240,17 @@ def _send(room: Room, mail: Mail, call: Call) -> Steps:
 
 
 def _recv(room: Room, mail: Mail, call: Call) -> Steps:
-    source = mail.receive(call)
-    while source is None:
-        found: list[int | None] = [None]
+    source: int | None = None
 
-        def has_come(found: list[int | None] = found) -> bool:
-            found[0] = mail.receive(call)
-            return found[0] is not None
+    def has_come() -> bool:
+        nonlocal source
+        if source is None:
+            source = mail.receive(call)
+        return source is not None
 
+    mail.ask(call)
+    if not has_come():
         yield Wait(has_come, lambda: [call.root] if call.root >= 0 else [])
-        source = found[0]
     return source
 
 
