@@ -20,6 +20,7 @@ before anything reads the buffers, that value is taken over.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -149,7 +150,9 @@ class FlatParameters:
     ) -> tuple[Tensor, Tensor]:
         device = self.params[0].device if start is None else start.device
         like = self.params[0]  # which may be a tensor without elements
-        staging = like.new_zeros(self.layout.full_numel, dtype=self.master_dtype, device=device)
+        stays = not self.reshards and compute == self.master_dtype
+        make = partial(self._groups.shard.new_empty, like) if stays else like.new_empty
+        staging = make(self.layout.full_numel, dtype=self.master_dtype, device=device).zero_()
         for view, param in zip(full_views(staging, self.layout), self.params, strict=True):
             if not param.is_meta:
                 view.copy_(param.data)
@@ -157,14 +160,24 @@ class FlatParameters:
                 start.fill(param, view)
         self._groups.dp.broadcast(staging, src=0).wait()
         own = self.own_part(staging)
-        full = staging.to(compute)
+        full = staging.to(compute) if stays or self.reshards else self._copy(staging, compute)
+        if copier is None and self.reshards:
+            return full, self._copy(own)
         if copier is None:
-            return full, own.clone() if self.has_master or self.reshards else own
+            return full, own.clone() if self.has_master else own
         self.host, own_part = HostShard(own, copier), self.own_part(full)
         if self.is_away:
             return full, self.host.tensor
         self.host.know(own_part)
         return full, own_part.clone() if self.reshards else own_part
+
+    def _copy(self, values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a copy where the ranks reach it best."""
+        return self._groups.shard.new_empty(values, values.numel(), dtype).copy_(values)
+
+    def gradient_memory(self, dtype: torch.dtype) -> Tensor:
+        """Return memory for this rank's own gradients, shaped as `full`, with any content."""
+        return self._groups.shard.new_empty(self.full, self.full.numel(), dtype)
 
     def _view_shards(self) -> None:
         self.local_views = self.master_views = self.shard_views(self.shard)
@@ -314,12 +327,12 @@ class FlatParameters:
             self.shard = self.host.tensor if self.is_away else self.shard
         else:
             if is_part or shows_full:
-                self.full = self.full.clone()
+                self.full = self._copy(self.full)
                 self.full_views = full_views(self.full, self.layout)
             if is_part:
                 self.shard = self.own_part(self.full)
             elif not shows_full:
-                self.shard = self.shard.clone()
+                self.shard = self._copy(self.shard)
         self._view_shards()
         local = self.master_views if shows_host else self.local_views
         self._shown.show(self.full_views if shows_full else local)
@@ -389,6 +402,8 @@ class FlatParameters:
         own = self.own_part(self.full)
         if self.host is not None and self.is_away:
             return self.host.unshard(own, lambda: self._gather_own(own))
+        if self.shard.dtype == own.dtype and self.layout.num_shards > 1:
+            return self._gather_own(self.shard)
         if own.data_ptr() != self.shard.data_ptr():
             own.copy_(self.shard)
         return self._gather_own(own)

@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from typing_extensions import override
 
 from lightning_shard.backends import _c10d
@@ -13,6 +14,7 @@ from lightning_shard.backends._c10d import Store
 from lightning_shard.backends.base import Backend
 from lightning_shard.backends.debug_wrapper import register_debug
 from lightning_shard.backends.rendezvous import is_on_one_host, join_world
+from lightning_shard.backends.shm.collectives import ShmCollectives
 from lightning_shard.backends.shm.doorbell import SYSTEM_CALLS
 from lightning_shard.backends.shm.process_group import BACKEND_NAME, ShmGroup
 from lightning_shard.errors import ConfigError
@@ -59,6 +61,10 @@ class ShmBackend(Backend):
             timeout=timeout,
             store=store,
         )
+
+    @override
+    def collectives(self, group: dist.ProcessGroup) -> ShmCollectives:
+        return ShmCollectives(group)
 
 
 def _make_group(options: Any, backend_options: Any) -> Any:

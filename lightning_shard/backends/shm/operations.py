@@ -45,7 +45,8 @@ Steps = Generator[Wait, Any, int | None]
 # Up to here every rank reads every rank's tensor: one round, where two would take longer.
 _AT_ONCE_BYTES = 64 << 10
 _BLOCK_NUMEL = 1 << 17
-_SUMMED_AS_THEY_ARE = frozenset({torch.float64, torch.float32, torch.int64, torch.int32})
+_SUMMED_AS_THEY_ARE = (torch.float32, torch.float64)
+_PLAIN_SUMS = ("SUM", "AVG")
 
 
 def _posting(room: Room, number: int, call: Call, make: Callable[[], Offered], size: int) -> Any:
@@ -311,12 +312,16 @@ def _reduce_to(output: Tensor, parts: Sequence[Tensor], call: Call) -> None:
 
 def _reduce_into(target: Tensor, parts: Sequence[Tensor], call: Call) -> None:
     """Reduce the ranks' parts into `target`, which may be one of them, by blocks."""
-    if len(parts) == 2 and target.dtype in _SUMMED_AS_THEY_ARE and op_name(call.reduce_op) == "SUM":
-        torch.add(*parts, out=target)
-        return
+    op = op_name(call.reduce_op)
+    is_plain = len(parts) == 2 and target.dtype in _SUMMED_AS_THEY_ARE
     for start in range(0, target.numel(), _BLOCK_NUMEL):
         block = slice(start, start + _BLOCK_NUMEL)
-        target[block].copy_(reduce_tensors([part[block] for part in parts], call.reduce_op))
+        if is_plain and op in _PLAIN_SUMS:
+            torch.add(parts[0][block], parts[1][block], out=target[block])
+            if op == "AVG":
+                target[block].div_(2)
+        else:
+            target[block].copy_(reduce_tensors([part[block] for part in parts], call.reduce_op))
 
 
 OPERATIONS: dict[str, Callable[[Room, Mail, Call], Steps]] = {
