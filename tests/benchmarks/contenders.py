@@ -169,9 +169,7 @@ class CheckpointedFSDP2(TorchFSDP2):
 class Sharded(Contender):
     """Our data-parallel engine over Gloo, or another backend."""
 
-    def __init__(
-        self, model: nn.Module, *, options: EngineOptions, backend: str = "gloo"
-    ) -> None:
+    def __init__(self, model: nn.Module, *, options: EngineOptions, backend: str = "gloo") -> None:
         self.options, self.backend = options, backend
         super().__init__(model)
 

@@ -66,9 +66,7 @@ class ShmCollectives(Collectives):
         if output.dtype != source.dtype:
             return super()._reduce_slices(output, source, sizes, op)
         slices = list(torch.split(source, sizes))
-        return StartedTransfer(
-            works=[self._group.reduce_scatter([output], [slices], _OPS[op])]
-        )
+        return StartedTransfer(works=[self._group.reduce_scatter([output], [slices], _OPS[op])])
 
     @override
     def _gather_slices(

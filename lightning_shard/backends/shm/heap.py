@@ -15,7 +15,7 @@ import os
 import weakref
 from functools import cache, partial
 from threading import RLock
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -159,7 +159,7 @@ def _rounded(num_bytes: int) -> int:
 
 
 @cache
-def _fallocate() -> "ctypes._CFuncPtr":
+def _fallocate() -> Any:
     function = ctypes.CDLL(None, use_errno=True).fallocate
     function.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
     return function

@@ -37,9 +37,20 @@ STAGED_LIMIT_BYTES = 128 << 20
 """How much may lie copied in the heap before older rounds have been read."""
 
 _OPERATION_NAMES = (
-    "all_reduce reduce broadcast all_gather all_gather_single reduce_scatter reduce_scatter_single "
-    "gather scatter all_to_all all_to_all_single barrier monitored_barrier"
-).split()
+    "all_reduce",
+    "reduce",
+    "broadcast",
+    "all_gather",
+    "all_gather_single",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "gather",
+    "scatter",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "monitored_barrier",
+)
 _ALIGN_BYTES = 64
 
 
@@ -82,7 +93,6 @@ class Room:
         self._others = [board for board in self.boards if board is not self.own]
         self._next = 0
         self._copies: list[tuple[int, Tensor]] = []  # by the round in which they are read
-        self._table: Tensor | None = None
 
     # --- rounds ---------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ import errno
 import gc
 import os
 from collections.abc import Iterator
+from itertools import pairwise
 from unittest.mock import patch
 
 import pytest
@@ -71,7 +72,7 @@ def test_tensors_never_overlap(sizes: list[int], random: object) -> None:
                 held.pop(random.randrange(len(held)))  # type: ignore[attr-defined]
         assert all(len(set(tensor.tolist()[:: 64 << 10])) == 1 for tensor in held)
         spans = sorted((one.data_ptr(), one.data_ptr() + one.nbytes) for one in held)
-        assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+        assert all(end <= start for (_, end), (start, _) in pairwise(spans))
     held.clear()
     os.close(heap.fd)
 

@@ -316,7 +316,7 @@ def test_no_more_is_staged_than_the_limit() -> None:
 
 def stage_much() -> bool:
     with patch.object(room, "STAGED_LIMIT_BYTES", 4 << 20):
-        collectives = join()
+        join()
         tensors = [torch.ones(1 << 19) for _ in range(12)]  # 2 MiB each
         works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
         used = heap.own_heap().used_bytes
