@@ -10,6 +10,7 @@ since fresh pages cost as much as copying them; beyond that its pages go back to
 """
 
 import ctypes
+import errno
 import mmap
 import os
 import weakref
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_shard.backends.free_memory import free_host_bytes
 from lightning_shard.backends.shm.doorbell import Doorbell
 from lightning_shard.errors import BackendUnavailableError
 
@@ -86,7 +88,7 @@ class Heap:
             Shape (numel,).
 
         Raises:
-            MemoryError: The host has no memory for it.
+            BackendUnavailableError: The host has no memory for it.
         """
         if not numel:
             return torch.empty(0, dtype=dtype)
@@ -109,24 +111,31 @@ class Heap:
                     return self._idle.pop(index)
             block = self._cut_hole(size)
             try:
-                os.posix_fallocate(self.fd, block.offset, size)
+                self._take_pages(block)
             except OSError as error:
                 self._fill_hole(block)
-                raise MemoryError(
-                    f"The backend 'shm' got no {size} bytes of shared memory, expected what "
-                    f"parameters, gradients and messages take: {error}. It has {self.used_bytes} "
-                    f"bytes in this process. Give the job more memory, use fewer ranks on this "
-                    f"host, or pass backend='gloo'."
+                raise BackendUnavailableError(
+                    f"The backend 'shm' got no {size} bytes of shared memory: {error}. It has "
+                    f"{self.used_bytes} bytes in this process, for parameters, gradients and "
+                    f"messages. Give the job more memory, use fewer ranks on this host, or pass "
+                    f"backend='gloo'."
                 ) from error
             self.used_bytes += size
             return block
+
+    def _take_pages(self, block: Block) -> None:
+        """Have the system give the memory now: later it would end this process for want of it."""
+        free = free_host_bytes() if block.size >= _COARSE_BYTES else None
+        if free is not None and free < block.size:
+            raise OSError(errno.ENOMEM, f"the host has {free} bytes left")
+        os.posix_fallocate(self.fd, block.offset, block.size)
 
     def _cut_hole(self, size: int) -> Block:
         for index, hole in enumerate(self._holes):
             if hole.size >= size:
                 self._holes[index] = Block(hole.offset + size, hole.size - size)
                 return Block(hole.offset, size)
-        raise MemoryError(
+        raise BackendUnavailableError(
             f"The backend 'shm' has no range of {size} bytes left among {self.addresses} bytes of "
             f"addresses. Pass backend='gloo'."
         )

@@ -35,7 +35,7 @@ class ShmGroup(PythonGroup):
     Raises:
         ConfigError: The ranks are on several hosts.
         RankFailedError: A rank has ended.
-        MemoryError: The host has no memory for the group's board.
+        BackendUnavailableError: The host has no memory for the group's board.
     """
 
     backend_name: ClassVar[str] = BACKEND_NAME

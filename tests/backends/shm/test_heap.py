@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from lightning_shard.backends.shm import heap as heaps
 from lightning_shard.backends.shm.heap import PAGE_BYTES, Heap
+from lightning_shard.errors import BackendUnavailableError
 
 MEGABYTES = 1 << 20
 
@@ -81,14 +82,26 @@ def test_a_host_without_memory_is_an_error_that_says_so(heap: Heap) -> None:
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with (
         patch.object(heaps.os, "posix_fallocate", side_effect=full),
-        pytest.raises(MemoryError, match=r"got no 8388608 bytes of shared memory.*No space left"),
+        pytest.raises(
+            BackendUnavailableError, match=r"got no 8388608 bytes of shared memory.*No space left"
+        ),
     ):
         heap.empty(8 * MEGABYTES, torch.uint8)
     assert heap.empty(8 * MEGABYTES, torch.uint8).fill_(1).sum() > 0  # the range is there again
 
 
+def test_memory_that_the_host_has_not_is_not_taken(heap: Heap) -> None:
+    """Taking it would have the system end a process, perhaps this one."""
+    with (
+        patch.object(heaps, "free_host_bytes", return_value=5 * MEGABYTES),
+        pytest.raises(BackendUnavailableError, match="the host has 5242880 bytes left"),
+    ):
+        heap.empty(8 * MEGABYTES, torch.uint8)
+    assert taken_bytes(heap) < MEGABYTES
+
+
 def test_more_than_the_addresses_is_an_error_that_says_so(heap: Heap) -> None:
-    with pytest.raises(MemoryError, match="no range of"):
+    with pytest.raises(BackendUnavailableError, match="no range of"):
         heap.empty(2 << 30, torch.uint8)
 
 

@@ -256,10 +256,7 @@ def run_out_of_memory() -> str:
     collectives = join()
     full = OSError(28, "No space left on device")
     with patch.object(heap.os, "posix_fallocate", side_effect=full):
-        try:
-            collectives.new_empty(torch.empty(0), 100 << 20)
-        except MemoryError as error:
-            message = str(error)
+        _, message = error_of(lambda: collectives.new_empty(torch.empty(0), 100 << 20))
     collectives.barrier()
     dist.destroy_process_group()
     return message
