@@ -100,8 +100,8 @@ class Collectives(C10dTransfers):
         Args:
             like: Tensor whose kind the new one has, and its format and device unless given.
             numel: Number of elements.
-            dtype: Format.
-            device: Device.
+            dtype: Format of its elements.
+            device: Device on which it lies.
 
         Returns:
             Shape (numel,).

@@ -27,7 +27,7 @@ class Place(NamedTuple):
     """Where a tensor lies in its rank's heap.
 
     Attributes:
-        offset: Of its first element, in bytes.
+        offset: Distance of its first element from the heap's begin, in bytes.
         numel: Number of elements.
     """
 
@@ -55,8 +55,8 @@ class Letter(NamedTuple):
     """A message that a rank has sent.
 
     Attributes:
-        tag: c10d's tag.
-        dtype: Number of its dtype.
+        tag: c10d's tag of the message.
+        dtype: Number that stands for its dtype.
         numel: Its number of elements.
         place: Where it lies in the sender's heap.
     """

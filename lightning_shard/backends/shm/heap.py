@@ -82,7 +82,7 @@ class Heap:
 
         Args:
             numel: Number of elements.
-            dtype: Their type.
+            dtype: Type of the elements.
 
         Returns:
             Shape (numel,).

@@ -37,7 +37,7 @@ class PeerHeap:
         ConfigError: The process is another user's, or cannot be seen from here.
 
     Attributes:
-        memory: The mapping.
+        memory: The heap as mapped here.
         doorbell: By which the process is woken.
     """
 

@@ -79,7 +79,7 @@ class Room:
 
     Attributes:
         boards: Each rank's board.
-        own: This rank's.
+        own: The board of this rank.
     """
 
     def __init__(self, heap: Heap, store: Store, rank: int, size: int) -> None:

@@ -16,7 +16,7 @@ class ShmWork(CallWork):
     """One rank's handle of one operation.
 
     Args:
-        flight: The operation.
+        flight: The operation in flight.
         call: What this rank has called.
         doorbell: By which peers wake this process.
     """
