@@ -34,6 +34,7 @@ from lightning_shard.data_parallel.assigned import (
 )
 from lightning_shard.data_parallel.blanks import overwrite
 from lightning_shard.data_parallel.data_groups import DataGroups
+from lightning_shard.data_parallel.flat_memory import FlatMemory
 from lightning_shard.data_parallel.offload.copier import HostCopier
 from lightning_shard.data_parallel.offload.host_shard import HostShard, Uploaded
 from lightning_shard.data_parallel.sharded_parameter import (
@@ -72,6 +73,7 @@ class FlatParameters:
         start: Knows the values of parameters on meta, which get memory here.
 
     Attributes:
+        memory: Makes flat buffers where the ranks reach them best.
         stand_ins: What stands in `.grad` for averages that lie in shards.
         host: The optimizer's shard in host memory; None without offload.
         master_dtype: Format of the shard that the optimizer updates.
@@ -96,7 +98,7 @@ class FlatParameters:
     ) -> None:
         self.params = [param for _, param in named_params]
         self.stage = stage
-        self._groups = groups
+        self._groups, self.memory = groups, FlatMemory(groups.shard)
         self.master_dtype = master_dtype = self.params[0].dtype
         self.host: HostShard | None = None
         self.is_away = copier is not None and not keeps_shard
@@ -151,8 +153,8 @@ class FlatParameters:
         device = self.params[0].device if start is None else start.device
         like = self.params[0]  # which may be a tensor without elements
         stays = not self.reshards and compute == self.master_dtype
-        make = partial(self._groups.shard.new_empty, like) if stays else like.new_empty
-        staging = make(self.layout.full_numel, dtype=self.master_dtype, device=device).zero_()
+        make = partial(self.memory.zeros, like) if stays else like.new_zeros
+        staging = make(self.layout.full_numel, dtype=self.master_dtype, device=device)
         for view, param in zip(full_views(staging, self.layout), self.params, strict=True):
             if not param.is_meta:
                 view.copy_(param.data)
@@ -160,24 +162,14 @@ class FlatParameters:
                 start.fill(param, view)
         self._groups.dp.broadcast(staging, src=0).wait()
         own = self.own_part(staging)
-        full = staging.to(compute) if stays or self.reshards else self._copy(staging, compute)
-        if copier is None and self.reshards:
-            return full, self._copy(own)
+        full = staging.to(compute) if stays or self.reshards else self.memory.copy(staging, compute)
         if copier is None:
-            return full, own.clone() if self.has_master else own
+            return full, self.memory.copy(own) if self.has_master or self.reshards else own
         self.host, own_part = HostShard(own, copier), self.own_part(full)
         if self.is_away:
             return full, self.host.tensor
         self.host.know(own_part)
         return full, own_part.clone() if self.reshards else own_part
-
-    def _copy(self, values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a copy where the ranks reach it best."""
-        return self._groups.shard.new_empty(values, values.numel(), dtype).copy_(values)
-
-    def gradient_memory(self, dtype: torch.dtype) -> Tensor:
-        """Return memory for this rank's own gradients, shaped as `full`, with any content."""
-        return self._groups.shard.new_empty(self.full, self.full.numel(), dtype)
 
     def _view_shards(self) -> None:
         self.local_views = self.master_views = self.shard_views(self.shard)
@@ -327,12 +319,12 @@ class FlatParameters:
             self.shard = self.host.tensor if self.is_away else self.shard
         else:
             if is_part or shows_full:
-                self.full = self._copy(self.full)
+                self.full = self.memory.copy(self.full)
                 self.full_views = full_views(self.full, self.layout)
             if is_part:
                 self.shard = self.own_part(self.full)
             elif not shows_full:
-                self.shard = self._copy(self.shard)
+                self.shard = self.memory.copy(self.shard)
         self._view_shards()
         local = self.master_views if shows_host else self.local_views
         self._shown.show(self.full_views if shows_full else local)
