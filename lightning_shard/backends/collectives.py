@@ -73,10 +73,40 @@ class Collectives(C10dTransfers):
             The collectives of the new group, which count into the same `traffic`.
         """
         ranks = dist.get_process_group_ranks(self.group)
-        group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+        group = dist.new_group(
+            ranks, timeout=timeout, backend=self._own_backend, use_local_synchronization=True
+        )
         duplicate = type(self)(group)
         duplicate.traffic = self.traffic
         return duplicate
+
+    @property
+    def _own_backend(self) -> str | None:
+        """Name in c10d of the group's backend; None where it is that of the default group."""
+        return None
+
+    def new_empty(
+        self,
+        like: torch.Tensor,
+        numel: int,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> torch.Tensor:
+        """Return memory for a flat buffer that this group moves often, with any content.
+
+        Engines ask here for parameters and gradients: on shared memory peers read them in place.
+        Any other tensor may be given to the operations as well.
+
+        Args:
+            like: Tensor whose kind the new one has, and its format and device unless given.
+            numel: Number of elements.
+            dtype: Format of its elements.
+            device: Device on which it lies.
+
+        Returns:
+            Shape (numel,).
+        """
+        return like.new_empty(numel, dtype=dtype, device=device)
 
     def dtype_on_the_wire(self, dtype: torch.dtype, into: torch.dtype | None) -> torch.dtype:
         """Return the format in which an average of values of `dtype` travels.

@@ -9,11 +9,12 @@ from lightning_shard.backends.gloo import GlooBackend
 from lightning_shard.backends.in_process import InProcessBackend
 from lightning_shard.backends.mpi import MPIBackend
 from lightning_shard.backends.nccl import NCCLBackend
+from lightning_shard.backends.shm import ShmBackend
 from lightning_shard.errors import ConfigError
 
 _BACKENDS: dict[str, Backend] = {
     backend.name: backend
-    for backend in (NCCLBackend(), GlooBackend(), MPIBackend(), InProcessBackend())
+    for backend in (NCCLBackend(), GlooBackend(), MPIBackend(), ShmBackend(), InProcessBackend())
 }
 _DEFAULT_OF_DEVICE_TYPE = {"cuda": "nccl", "cpu": "gloo"}
 

@@ -20,6 +20,7 @@ before anything reads the buffers, that value is taken over.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ from lightning_shard.data_parallel.assigned import (
 )
 from lightning_shard.data_parallel.blanks import overwrite
 from lightning_shard.data_parallel.data_groups import DataGroups
+from lightning_shard.data_parallel.flat_memory import FlatMemory
 from lightning_shard.data_parallel.offload.copier import HostCopier
 from lightning_shard.data_parallel.offload.host_shard import HostShard, Uploaded
 from lightning_shard.data_parallel.sharded_parameter import (
@@ -71,6 +73,7 @@ class FlatParameters:
         start: Knows the values of parameters on meta, which get memory here.
 
     Attributes:
+        memory: Makes flat buffers where the ranks reach them best.
         stand_ins: What stands in `.grad` for averages that lie in shards.
         host: The optimizer's shard in host memory; None without offload.
         master_dtype: Format of the shard that the optimizer updates.
@@ -95,7 +98,7 @@ class FlatParameters:
     ) -> None:
         self.params = [param for _, param in named_params]
         self.stage = stage
-        self._groups = groups
+        self._groups, self.memory = groups, FlatMemory(groups.shard)
         self.master_dtype = master_dtype = self.params[0].dtype
         self.host: HostShard | None = None
         self.is_away = copier is not None and not keeps_shard
@@ -149,7 +152,9 @@ class FlatParameters:
     ) -> tuple[Tensor, Tensor]:
         device = self.params[0].device if start is None else start.device
         like = self.params[0]  # which may be a tensor without elements
-        staging = like.new_zeros(self.layout.full_numel, dtype=self.master_dtype, device=device)
+        stays = not self.reshards and compute == self.master_dtype
+        make = partial(self.memory.zeros, like) if stays else like.new_zeros
+        staging = make(self.layout.full_numel, dtype=self.master_dtype, device=device)
         for view, param in zip(full_views(staging, self.layout), self.params, strict=True):
             if not param.is_meta:
                 view.copy_(param.data)
@@ -157,9 +162,9 @@ class FlatParameters:
                 start.fill(param, view)
         self._groups.dp.broadcast(staging, src=0).wait()
         own = self.own_part(staging)
-        full = staging.to(compute)
+        full = staging.to(compute) if stays or self.reshards else self.memory.copy(staging, compute)
         if copier is None:
-            return full, own.clone() if self.has_master or self.reshards else own
+            return full, self.memory.copy(own) if self.has_master or self.reshards else own
         self.host, own_part = HostShard(own, copier), self.own_part(full)
         if self.is_away:
             return full, self.host.tensor
@@ -314,12 +319,12 @@ class FlatParameters:
             self.shard = self.host.tensor if self.is_away else self.shard
         else:
             if is_part or shows_full:
-                self.full = self.full.clone()
+                self.full = self.memory.copy(self.full)
                 self.full_views = full_views(self.full, self.layout)
             if is_part:
                 self.shard = self.own_part(self.full)
             elif not shows_full:
-                self.shard = self.shard.clone()
+                self.shard = self.memory.copy(self.shard)
         self._view_shards()
         local = self.master_views if shows_host else self.local_views
         self._shown.show(self.full_views if shows_full else local)
@@ -389,6 +394,8 @@ class FlatParameters:
         own = self.own_part(self.full)
         if self.host is not None and self.is_away:
             return self.host.unshard(own, lambda: self._gather_own(own))
+        if self.shard.dtype == own.dtype and self.layout.num_shards > 1:
+            return self._gather_own(self.shard)
         if own.data_ptr() != self.shard.data_ptr():
             own.copy_(self.shard)
         return self._gather_own(own)

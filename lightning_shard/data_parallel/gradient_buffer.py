@@ -70,7 +70,7 @@ class GradientBuffer:
         if self.full is not None:
             return self.full
         kind = self.flat.master_dtype if self.accumulates else self.flat.full.dtype
-        self.full = torch.empty_like(self.flat.full, dtype=kind)
+        self.full = self.flat.memory.like(self.flat.full, kind)
         self.views = full_views(self.full, self.flat.layout)
         for start, stop in self.flat.layout.gaps:  # padding travels too: keep it zero
             self.full[start:stop].zero_()

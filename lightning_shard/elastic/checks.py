@@ -18,8 +18,14 @@ def check_backend(backend: str) -> None:
     """Refuse a backend whose ranks cannot outlive each other.
 
     Raises:
-        ConfigError: The backend is MPI, whose launchers end all ranks with one.
+        ConfigError: The backend is MPI, whose launchers end all ranks with one; or shared memory,
+            which has not been tried with ranks that come and go.
     """
+    if backend == "shm":
+        raise ConfigError(
+            "The backend 'shm' cannot be elastic: its ranks share one host, and it has not been "
+            "proved with ranks that come and go. Use backend='gloo'."
+        )
     if backend == "mpi":
         raise ConfigError(
             "The backend 'mpi' cannot be elastic: when a rank dies, its launchers end the others. "

@@ -21,9 +21,9 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
+from lightning_shard.backends.free_memory import free_bytes, free_host_bytes
 from lightning_shard.checkpoint.optimizer_state import full_state_dict
 from lightning_shard.data_parallel.engine import DataParallelEngine
-from lightning_shard.data_parallel.free_memory import free_bytes, free_host_bytes
 from lightning_shard.data_parallel.held_bytes import format_bytes, replicated
 from lightning_shard.data_parallel.shards_at_rest import ShardsAtRest, wake
 from lightning_shard.errors import ConfigError

@@ -13,6 +13,7 @@ fused AdamW with the same options and start from the same weights, so their loss
 | `zero3_checkpointed`     | ours, stage 3, with activation checkpointing of all blocks       |
 | `local`                  | no communication: the floor (its losses differ, and may)         |
 | `shard_ddp`, `zero1-3`   | ours, stages 0 to 3                                              |
+| the same with `_shm`     | ours on shared memory                                            |
 """
 
 from abc import ABC, abstractmethod
@@ -166,15 +167,16 @@ class CheckpointedFSDP2(TorchFSDP2):
 
 
 class Sharded(Contender):
-    """Our data-parallel engine over Gloo."""
+    """Our data-parallel engine over Gloo, or another backend."""
 
-    def __init__(self, model: nn.Module, *, options: EngineOptions) -> None:
-        self.options = options
+    def __init__(self, model: nn.Module, *, options: EngineOptions, backend: str = "gloo") -> None:
+        self.options, self.backend = options, backend
         super().__init__(model)
 
     def shard(self, model: nn.Module) -> torch.optim.Optimizer:
-        assert dist.group.WORLD is not None
-        collectives = get_backend("gloo").collectives(dist.group.WORLD)
+        group = dist.group.WORLD if self.backend == "gloo" else dist.new_group(backend=self.backend)
+        assert group is not None
+        collectives = get_backend(self.backend).collectives(group)
         self.engine = DataParallelEngine(model, collectives, self.options)
         optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
         self.sharded_optimizer = ShardedOptimizer(optimizer, self.engine)
@@ -243,6 +245,13 @@ CONTENDERS: dict[str, Entry] = {
     "zero3": Entry(
         make=lambda model: Sharded(model, options=EngineOptions(stage=3)), label="zero3"
     ),
+    **{
+        f"{name}_shm": Entry(
+            make=partial(Sharded, options=EngineOptions(stage=stage), backend="shm"),
+            label=f"{name} on shm",
+        )
+        for stage, name in enumerate(("shard_ddp", "zero1", "zero2", "zero3"))
+    },
     "zero3_checkpointed": Entry(
         make=lambda model: CheckpointedSharded(model, options=EngineOptions(stage=3)),
         label="zero3, checkpointed",

@@ -24,6 +24,12 @@ def test_a_killed_rank_is_named() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP], ids=lambda sent: sent.name)
+def test_a_rank_that_shares_memory_is_named(sent: signal.Signals) -> None:
+    assert_named(Training(backend="shm", timeout=6, num_workers=1), sent)
+
+
+@pytest.mark.slow
 def test_a_stopped_rank_is_named_before_the_time_out() -> None:
     assert_named(Training(timeout=6), signal.SIGSTOP)
 

@@ -217,4 +217,5 @@ class ThreadedMailbox(Mailbox):
 
 def mailbox_type(backend_name: str) -> type[Mailbox]:
     """Return the mailbox for messages over a backend."""
-    return {"in_process": InProcessMailbox, "mpi": PolledMailbox}.get(backend_name, ThreadedMailbox)
+    kinds = {"in_process": InProcessMailbox, "mpi": PolledMailbox, "shm": PolledMailbox}
+    return kinds.get(backend_name, ThreadedMailbox)

@@ -48,6 +48,7 @@ _LIMITS_OF_BACKEND: dict[str, dict[str, Limit]] = {
     "in_process": {"a_monitored_barrier": _GLOO_ONLY},
     "gloo": _GLOO,
     "mpi": {"a_monitored_barrier": _GLOO_ONLY},
+    "shm": {"a_monitored_barrier": _GLOO_ONLY},
     "nccl": {"a_monitored_barrier": _GLOO_ONLY, **_NCCL},
 }
 

@@ -170,6 +170,8 @@ WORLDS = [
     World(name="in_process", backend="in_process", size=7, marks=_SLOW),
     World(name="gloo", backend="gloo", size=2, start=run_processes, marks=_SLOW),
     World(name="gloo", backend="gloo", size=3, start=run_processes),
+    World(name="shm", backend="shm", size=2, start=run_processes, marks=_SLOW),
+    World(name="shm", backend="shm", size=3, start=run_processes),
     World(name="mpi", backend="mpi", size=2, start=run_mpi, marks=(*_MPI, *_SLOW)),
     World(name="mpi", backend="mpi", size=3, start=run_mpi, marks=(*_MPI, *_SLOW)),
     World(

@@ -57,6 +57,11 @@ def test_gloo() -> None:
 
 
 @pytest.mark.slow
+def test_over_shared_memory() -> None:
+    check_real(run_processes(train_real, 3, backend="shm"))
+
+
+@pytest.mark.slow
 def test_every_process_hears_of_a_failure() -> None:
     """With the comparison of collectives on; messages between two ranks pass it by."""
     for rank, text in enumerate(run_processes(fail_real, 3)):

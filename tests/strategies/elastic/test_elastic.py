@@ -300,6 +300,7 @@ def test_a_logger_sees_one_run_when_rank_0_is_lost(tmp_path: Path) -> None:
     [
         ({"scheme": "tensor_parallel"}, "scheme must be one of"),
         ({"backend": "mpi"}, "cannot be elastic"),
+        ({"backend": "shm"}, "cannot be elastic"),
         ({"snapshot_every": 0}, "at least 1 step"),
         ({"min_ranks": 3, "max_ranks": 2}, "min_ranks <= max_ranks"),
         ({"global_batch_size": 8, "learning_rate_scaling": "sqrt"}, "Leave one of them out"),

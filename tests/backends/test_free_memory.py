@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from lightning_shard.data_parallel.free_memory import free_host_bytes
+from lightning_shard.backends.free_memory import free_host_bytes
 
 MEMINFO = "MemTotal:       1000 kB\nMemFree:         10 kB\nMemAvailable:    500 kB\n"
 

@@ -1,0 +1,85 @@
+"""The facade over a group on shared memory: what its buffers are made of, and who averages."""
+
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from typing_extensions import override
+
+from lightning_shard.backends.c10d_transfers import copy_unless_same
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.backends.pending import StartedTransfer
+from lightning_shard.backends.python_group import PythonGroup
+from lightning_shard.backends.rank_order import C10D_OPS, ReduceOpName
+from lightning_shard.backends.shm.heap import own_heap
+
+_OPS = C10D_OPS | {"avg": dist.ReduceOp.AVG}  # a sum in float32 for halves, rounded once
+
+
+class ShmCollectives(Collectives):
+    """Collectives whose flat buffers lie where peers read them in place."""
+
+    @override
+    def new_empty(
+        self,
+        like: torch.Tensor,
+        numel: int,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> torch.Tensor:
+        if (device or like.device).type != "cpu" or not _has_memory(like):
+            return super().new_empty(like, numel, dtype, device)
+        return own_heap().empty(numel, dtype or like.dtype)
+
+    @property
+    @override
+    def _own_backend(self) -> str | None:
+        return self._group.getBackendName()
+
+    @override
+    def _reduce_scatter_dtype(
+        self, output: torch.Tensor, source: torch.Tensor, op: ReduceOpName
+    ) -> torch.dtype:
+        return torch.float32 if output.dtype != source.dtype else source.dtype
+
+    @override
+    def _reduce_scatter(
+        self, output: torch.Tensor, source: torch.Tensor, op: ReduceOpName
+    ) -> StartedTransfer:
+        if self._is_still(output):
+            return copy_unless_same(output, source)
+        if output.dtype != source.dtype:
+            return super()._reduce_scatter(output, source, op)
+        work = self._group.reduce_scatter_single(output, source, _OPS[op])
+        return StartedTransfer(works=[work])
+
+    @override
+    def _all_gather(self, output: torch.Tensor, source: torch.Tensor) -> StartedTransfer:
+        if self._is_still(output):
+            return copy_unless_same(output, source)
+        return StartedTransfer(works=[self._group.all_gather_single(output, source)])
+
+    @override
+    def _reduce_slices(
+        self, output: torch.Tensor, source: torch.Tensor, sizes: list[int], op: ReduceOpName
+    ) -> StartedTransfer:
+        if output.dtype != source.dtype:
+            return super()._reduce_slices(output, source, sizes, op)
+        slices = list(torch.split(source, sizes))
+        return StartedTransfer(works=[self._group.reduce_scatter([output], [slices], _OPS[op])])
+
+    @override
+    def _gather_slices(
+        self, output: torch.Tensor, source: torch.Tensor, sizes: list[int]
+    ) -> StartedTransfer:
+        slices = list(torch.split(output, sizes))
+        return StartedTransfer(works=[self._group.allgather([slices], [source])])
+
+    @property
+    def _group(self) -> PythonGroup:
+        return cast("PythonGroup", self.group)  # or one that compares first, with its methods
+
+
+def _has_memory(like: torch.Tensor) -> bool:
+    """Whether what is made like a tensor has elements: a fake one's has none."""
+    return type(like) in (torch.Tensor, torch.nn.Parameter)

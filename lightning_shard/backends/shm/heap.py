@@ -1,0 +1,201 @@
+"""This process's heap: memory that the other ranks of the host map, and tensors in it.
+
+    file without a name    | used | idle |   hole   | used |          hole ...            |
+                             4 x the host's memory of addresses; only what is used or idle
+                             takes any
+
+Before a range is used its pages are taken (`posix_fallocate`), so that a host without memory is an
+error here, and no signal in the middle of a step. What is given back stays idle up to a limit,
+since fresh pages cost as much as copying them; beyond that its pages go back to the system.
+"""
+
+import ctypes
+import errno
+import mmap
+import os
+import weakref
+from functools import cache, partial
+from threading import RLock
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_shard.backends.free_memory import free_host_bytes
+from lightning_shard.backends.shm.doorbell import Doorbell
+from lightning_shard.errors import BackendUnavailableError
+
+PAGE_BYTES = 4096
+IDLE_LIMIT_BYTES = 64 << 20
+_LEAST_ADDRESSES = 64 << 30
+_COARSE_BYTES = 1 << 20
+_KEEP_SIZE_PUNCH_HOLE = 3  # of Linux's fallocate
+
+
+class Block(NamedTuple):
+    """A range of the heap, in bytes."""
+
+    offset: int
+    size: int
+
+
+class Heap:
+    """Memory that peers map.
+
+    Args:
+        addresses: Bytes of addresses; memory is taken for what is used alone.
+
+    Attributes:
+        fd: Number of the open file behind it.
+        doorbell: By which peers wake this process.
+    """
+
+    def __init__(self, addresses: int) -> None:
+        self._owner = os.getpid()
+        self.addresses = addresses
+        self.fd = os.memfd_create("lightning_shard", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self.fd, addresses)
+            self.memory = mmap.mmap(self.fd, addresses)
+        except OSError as error:
+            os.close(self.fd)
+            raise BackendUnavailableError(
+                f"The backend 'shm' cannot run here: it got no {addresses >> 30} GiB of addresses "
+                f"({error}); they take no memory. Lift the limits of this process (ulimit -v, "
+                f"ulimit -f), or pass backend='gloo'."
+            ) from error
+        self._base = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        self._lock = RLock()  # a tensor may go wherever Python collects garbage
+        self._idle: list[Block] = []
+        self._holes = [Block(PAGE_BYTES, addresses - PAGE_BYTES)]
+        self.used_bytes = 0
+        os.posix_fallocate(self.fd, 0, PAGE_BYTES)
+        self.doorbell = Doorbell(self.memory)
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes that nobody uses and that are kept."""
+        return sum(block.size for block in self._idle)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return a tensor in the heap, with any content; its memory is given back when it goes.
+
+        Args:
+            numel: Number of elements.
+            dtype: Type of the elements.
+
+        Returns:
+            Shape (numel,).
+
+        Raises:
+            BackendUnavailableError: The host has no memory for it.
+        """
+        if not numel:
+            return torch.empty(0, dtype=dtype)
+        block = self._take(_rounded(numel * dtype.itemsize))
+        span = (ctypes.c_char * block.size).from_buffer(self.memory, block.offset)
+        end = weakref.finalize(span, partial(self._give_back, block))
+        end.atexit = False
+        return torch.frombuffer(span, dtype=dtype, count=numel)
+
+    def offset_of(self, tensor: Tensor) -> int | None:
+        """Return where a tensor's first element lies in the heap, or None if it lies elsewhere."""
+        offset = tensor.data_ptr() - self._base
+        return offset if 0 < offset < self.addresses else None
+
+    def _take(self, size: int) -> Block:
+        with self._lock:
+            for index, block in enumerate(self._idle):
+                if block.size == size:
+                    self.used_bytes += size
+                    return self._idle.pop(index)
+            block = self._cut_hole(size)
+            try:
+                self._take_pages(block)
+            except OSError as error:
+                self._fill_hole(block)
+                raise BackendUnavailableError(
+                    f"The backend 'shm' got no {size} bytes of shared memory: {error}. It has "
+                    f"{self.used_bytes} bytes in this process, for parameters, gradients and "
+                    f"messages. Give the job more memory, use fewer ranks on this host, or pass "
+                    f"backend='gloo'."
+                ) from error
+            self.used_bytes += size
+            return block
+
+    def _take_pages(self, block: Block) -> None:
+        """Have the system give the memory now: later it would end this process for want of it."""
+        free = free_host_bytes() if block.size >= _COARSE_BYTES else None
+        if free is not None and free < block.size:
+            raise OSError(errno.ENOMEM, f"the host has {free} bytes left")
+        os.posix_fallocate(self.fd, block.offset, block.size)
+
+    def _cut_hole(self, size: int) -> Block:
+        for index, hole in enumerate(self._holes):
+            if hole.size >= size:
+                self._holes[index] = Block(hole.offset + size, hole.size - size)
+                return Block(hole.offset, size)
+        raise BackendUnavailableError(
+            f"The backend 'shm' has no range of {size} bytes left among {self.addresses} bytes of "
+            f"addresses. Pass backend='gloo'."
+        )
+
+    def _give_back(self, block: Block) -> None:
+        if os.getpid() != self._owner:
+            return  # a forked child's copy of a tensor: the memory is the parent's
+        with self._lock:
+            self.used_bytes -= block.size
+            self._idle.append(block)
+            while self.idle_bytes > IDLE_LIMIT_BYTES:
+                oldest = self._idle.pop(0)
+                _punch_hole(self.fd, oldest)
+                self._fill_hole(oldest)
+
+    def _fill_hole(self, block: Block) -> None:
+        """Let a range be a hole again, one with the holes that it touches."""
+        merged: list[Block] = []
+        for hole in sorted([*self._holes, block]):
+            if merged and merged[-1].offset + merged[-1].size == hole.offset:
+                merged[-1] = Block(merged[-1].offset, merged[-1].size + hole.size)
+            elif hole.size:
+                merged.append(hole)
+        self._holes = merged
+
+
+def _rounded(num_bytes: int) -> int:
+    step = PAGE_BYTES if num_bytes < _COARSE_BYTES else _COARSE_BYTES // 16
+    return -(-num_bytes // step) * step
+
+
+@cache
+def _fallocate() -> Any:
+    function = ctypes.CDLL(None, use_errno=True).fallocate
+    function.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
+    return function
+
+
+def _punch_hole(fd: int, block: Block) -> None:
+    """Give the pages of a range back to the system; they read as zeros from then on."""
+    _fallocate()(fd, _KEEP_SIZE_PUNCH_HOLE, block.offset, block.size)
+
+
+_heap: Heap | None = None
+
+
+def own_heap() -> Heap:
+    """Return this process's heap, which is made when it is first asked for."""
+    global _heap
+    if _heap is None:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        _heap = Heap(max(4 * memory, _LEAST_ADDRESSES) // PAGE_BYTES * PAGE_BYTES)
+    return _heap
+
+
+def _forget_in_child() -> None:
+    """A forked child (a DataLoader's worker) is no rank; it makes a heap of its own if need be."""
+    global _heap
+    _heap = None
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,166 @@
+"""The process group of one rank over shared memory: its room, its mail, and when to give up."""
+
+import time
+from datetime import timedelta
+from typing import ClassVar
+
+from typing_extensions import override
+
+from lightning_shard.backends import liveness
+from lightning_shard.backends._c10d import PrefixStore, Store
+from lightning_shard.backends.calls import Call
+from lightning_shard.backends.python_group import PythonGroup
+from lightning_shard.backends.shm.flight import Flight, flights
+from lightning_shard.backends.shm.heap import own_heap
+from lightning_shard.backends.shm.mail import Mail
+from lightning_shard.backends.shm.operations import OPERATIONS, Wait
+from lightning_shard.backends.shm.room import Room
+from lightning_shard.backends.shm.work import ShmWork
+from lightning_shard.errors import RankFailedError
+
+BACKEND_NAME = "shm"
+_left_rooms: list[Room] = []  # at whose boards peers may still look
+
+
+class ShmGroup(PythonGroup):
+    """One rank's handle of one group.
+
+    Args:
+        name: Name of the group in c10d, the same on each of its ranks.
+        global_ranks: Global ranks of the group's members, in order of their group rank.
+        rank: This rank's number in the group.
+        timeout: Time after which a peer that has not come is an error.
+        store: The group's own store, at which its ranks meet to make the group.
+
+    Raises:
+        ConfigError: The ranks are on several hosts.
+        RankFailedError: A rank has ended.
+        BackendUnavailableError: The host has no memory for the group's board.
+    """
+
+    backend_name: ClassVar[str] = BACKEND_NAME
+
+    def __init__(
+        self,
+        name: str,
+        global_ranks: tuple[int, ...],
+        rank: int,
+        timeout: timedelta,
+        store: Store,
+    ) -> None:
+        super().__init__(name, global_ranks, rank)
+        self._timeout = timeout
+        self._failure: Exception | None = None
+        self._is_interrupted = False
+        corner = PrefixStore(f"shm/{store.add(f'shm/made/{rank}', 1)}", store)
+        _left_rooms[:] = [room for room in _left_rooms if not room.all_have_left]
+        self._room = Room(own_heap(), corner, rank, len(global_ranks))
+        self._mail = Mail(self._room)
+
+    @override
+    def _start(self, call: Call) -> ShmWork:
+        watch = _OperationWatch(self, call)
+        if (failure := self._failure or watch.peer_failure()) is not None:
+            raise failure
+        flight = Flight(OPERATIONS[call.op](self._room, self._mail, call), watch)
+        flights.begin(flight)
+        return ShmWork(flight, call, self._room.heap.doorbell)
+
+    @property
+    def timeout(self) -> timedelta:
+        """Time after which a peer that has not come is an error."""
+        return self._timeout
+
+    @property
+    def failure(self) -> Exception | None:
+        """The first error of an operation, after which the ranks are out of step."""
+        return self._failure
+
+    def break_off(self, error: Exception) -> None:
+        """Take note of an operation's error: later ones raise it, too."""
+        self._failure = self._failure or error
+
+    def absent(self, ranks: list[int]) -> list[int]:
+        """Return the global ranks among group ranks that have left, or whose processes ended."""
+        boards = self._room.boards
+        gone = [rank for rank in ranks if boards[rank].has_left or boards[rank].heap.has_ended]
+        return [self.global_ranks[rank] for rank in gone]
+
+    def interrupt(self) -> None:
+        """Have every waiting operation raise; may be called from any thread."""
+        self._is_interrupted = True
+        self._room.heap.doorbell.ring()
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether a rank is known to have failed, so that nobody waits any more."""
+        return self._is_interrupted
+
+    @override
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+
+    @override
+    def shutdown(self) -> None:
+        self._room.leave()
+        if self._room not in _left_rooms:
+            _left_rooms.append(self._room)
+
+
+class _OperationWatch:
+    """Watches one operation of this rank for the flight, and makes its errors.
+
+    Args:
+        group: The group whose operation it is.
+        call: This rank's call.
+    """
+
+    def __init__(self, group: ShmGroup, call: Call) -> None:
+        self._group, self._call = group, call
+        self._begin = time.monotonic()
+
+    def __str__(self) -> str:
+        return f"{self._call} of {self._group.group_desc} at {self._call.site}"
+
+    def broke(self, error: Exception) -> None:
+        """Have the group's later operations raise the same error."""
+        self._group.break_off(error)
+
+    def peer_failure(self) -> RankFailedError | None:
+        """Return the error of a rank that is known to have failed."""
+        lifeline = liveness.current()
+        try:
+            if lifeline is not None and lifeline.has_verdict:
+                lifeline.check(str(self._call))
+        except RankFailedError as error:
+            return error
+        return None
+
+    def why_it_stops(self, wait: Wait) -> Exception | None:
+        """Return the error when a rank has failed or left, or the time-out is over; else None."""
+        group, lifeline = self._group, liveness.current()
+        failure = group.failure or self.peer_failure()
+        if failure is not None:
+            return failure
+        place = f"Rank {group.global_ranks[group.rank()]}"
+        gone = group.absent(wait.absent())
+        if gone and not wait.is_over():
+            if lifeline is not None:
+                explained = lifeline.explain(str(self))
+                if lifeline.has_verdict:
+                    return explained
+            return RankFailedError(
+                f"{place} can never go on with {self}: rank {', '.join(map(str, gone))} has ended "
+                "without it. Look for a rank that returned early, called sys.exit or was killed."
+            )
+        if group.is_interrupted and lifeline is not None:
+            return lifeline.explain(str(self))
+        if time.monotonic() < self._begin + group.timeout.total_seconds():
+            return None
+        if lifeline is not None:
+            return lifeline.explain(str(self))
+        late = ", ".join(str(group.global_ranks[rank]) for rank in wait.absent())
+        return RankFailedError(
+            f"{place} has waited for the group's time-out in {self}, and rank {late or 'unknown'} "
+            "has not come. Look for the first error among the other ranks' output."
+        )

@@ -1,0 +1,32 @@
+"""The memory of flat buffers: the backend chooses it, so that ranks reach what moves often best.
+
+On shared memory peers read parameters and gradients in place; elsewhere this is ordinary memory.
+"""
+
+import torch
+from torch import Tensor
+
+from lightning_shard.backends.collectives import Collectives
+
+
+class FlatMemory:
+    """Makes flat buffers that the operations of a group move.
+
+    Args:
+        ranks: The group that shards the state.
+    """
+
+    def __init__(self, ranks: Collectives) -> None:
+        self._ranks = ranks
+
+    def like(self, flat: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a buffer of as many elements as another, with any content."""
+        return self._ranks.new_empty(flat, flat.numel(), dtype)
+
+    def zeros(self, like: Tensor, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a buffer of zeros, of the kind of tensor that `like` is."""
+        return self._ranks.new_empty(like, numel, dtype, device).zero_()
+
+    def copy(self, flat: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a copy of a buffer, in another format if one is given."""
+        return self.like(flat, dtype or flat.dtype).copy_(flat)

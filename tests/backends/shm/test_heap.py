@@ -1,0 +1,118 @@
+"""The heap gives memory, takes it back, and says when there is none."""
+
+import errno
+import gc
+import os
+from collections.abc import Iterator
+from itertools import pairwise
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_shard.backends.shm import heap as heaps
+from lightning_shard.backends.shm.heap import PAGE_BYTES, Heap
+from lightning_shard.errors import BackendUnavailableError
+
+MEGABYTES = 1 << 20
+
+
+@pytest.fixture
+def heap() -> Iterator[Heap]:
+    made = Heap(1 << 30)
+    yield made
+    os.close(made.fd)
+
+
+def taken_bytes(heap: Heap) -> int:
+    """What the system has given to the heap."""
+    return os.fstat(heap.fd).st_blocks * 512
+
+
+def test_a_tensor_lies_where_the_heap_says(heap: Heap) -> None:
+    tensor = heap.empty(1000, torch.float32).fill_(3.0)
+    offset = heap.offset_of(tensor[10:])
+    assert offset is not None
+    there = torch.frombuffer(heap.memory, dtype=torch.float32, count=990, offset=offset)
+    assert there.tolist() == [3.0] * 990
+    assert heap.offset_of(torch.ones(3)) is None
+
+
+def test_memory_comes_back_with_the_last_view(heap: Heap) -> None:
+    tensor = heap.empty(1000, torch.float32)
+    view, address = tensor[5:], tensor.data_ptr()
+    del tensor
+    gc.collect()
+    other = heap.empty(1000, torch.float32)
+    assert other.data_ptr() != address
+    del view
+    gc.collect()
+    assert heap.empty(1000, torch.float32).data_ptr() == address
+
+
+def test_memory_beyond_what_stays_idle_goes_back_to_the_system(heap: Heap) -> None:
+    tensors = [heap.empty(40 * MEGABYTES, torch.uint8) for _ in range(4)]
+    assert taken_bytes(heap) >= 160 * MEGABYTES
+    tensors.clear()
+    gc.collect()
+    assert heap.used_bytes == 0
+    assert taken_bytes(heap) <= heaps.IDLE_LIMIT_BYTES + 2 * PAGE_BYTES
+
+
+@given(st.lists(st.integers(1, 3 * MEGABYTES), max_size=12), st.randoms())
+@settings(max_examples=30, deadline=None)
+def test_tensors_never_overlap(sizes: list[int], random: object) -> None:
+    heap = Heap(1 << 28)
+    with patch.object(heaps, "IDLE_LIMIT_BYTES", 2 * MEGABYTES):
+        held: list[torch.Tensor] = []
+        for number, size in enumerate(sizes):
+            held.append(heap.empty(size, torch.uint8).fill_(number))
+            if number % 3 == 2:
+                held.pop(random.randrange(len(held)))  # type: ignore[attr-defined]
+        assert all(len(set(tensor.tolist()[:: 64 << 10])) == 1 for tensor in held)
+        spans = sorted((one.data_ptr(), one.data_ptr() + one.nbytes) for one in held)
+        assert all(end <= start for (_, end), (start, _) in pairwise(spans))
+    held.clear()
+    os.close(heap.fd)
+
+
+def test_a_host_without_memory_is_an_error_that_says_so(heap: Heap) -> None:
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with (
+        patch.object(heaps.os, "posix_fallocate", side_effect=full),
+        pytest.raises(
+            BackendUnavailableError, match=r"got no 8388608 bytes of shared memory.*No space left"
+        ),
+    ):
+        heap.empty(8 * MEGABYTES, torch.uint8)
+    assert heap.empty(8 * MEGABYTES, torch.uint8).fill_(1).sum() > 0  # the range is there again
+
+
+def test_memory_that_the_host_has_not_is_not_taken(heap: Heap) -> None:
+    """Taking it would have the system end a process, perhaps this one."""
+    with (
+        patch.object(heaps, "free_host_bytes", return_value=5 * MEGABYTES),
+        pytest.raises(BackendUnavailableError, match="the host has 5242880 bytes left"),
+    ):
+        heap.empty(8 * MEGABYTES, torch.uint8)
+    assert taken_bytes(heap) < MEGABYTES
+
+
+def test_more_than_the_addresses_is_an_error_that_says_so(heap: Heap) -> None:
+    with pytest.raises(BackendUnavailableError, match="no range of"):
+        heap.empty(2 << 30, torch.uint8)
+
+
+def test_a_forked_child_gives_nothing_back(heap: Heap) -> None:
+    """A DataLoader's worker ends with copies of all tensors, whose memory is the parent's."""
+    with patch.object(heaps, "IDLE_LIMIT_BYTES", 0):
+        tensors = [heap.empty(1000, torch.float32).fill_(7.0)]
+        child = os.fork()
+        if child == 0:
+            tensors.clear()
+            gc.collect()
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert tensors[0].tolist() == [7.0] * 1000

@@ -1,0 +1,55 @@
+"""On processes that share memory, every stage trains as a single device does.
+
+Flat parameters and gradients lie where the other ranks read them in place, and in bf16 and with
+uneven shards, too, nobody reads what is half written.
+"""
+
+import pytest
+
+from tests.processes import run_processes
+from tests.strategies.parity import (
+    STRATEGIES,
+    UPSTREAM_WARNINGS,
+    Case,
+    Run,
+    assert_bitwise_equal,
+    assert_parity,
+    single_device,
+    train_cases,
+)
+
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+
+QUICK = [Case(model="gpt", strategy=strategy, num_ranks=2) for strategy in STRATEGIES]
+ON_THREE = [
+    Case(model="gpt", strategy="zero3", num_ranks=3),
+    Case(model="mixture", strategy="zero2", num_ranks=3),
+    Case(model="sync_conv", strategy="zero1", num_ranks=3),
+]
+IN_BF16 = [Case(model="lstm", strategy="zero3", num_ranks=3, precision="bf16-mixed")]
+SLOW = pytest.mark.slow
+Runs = list[tuple[Case, list[Run]]]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[QUICK, *(pytest.param(one, marks=SLOW) for one in (ON_THREE, IN_BF16))],
+    ids=["every stage", "three ranks", "bf16-mixed"],
+)
+def runs(request: pytest.FixtureRequest) -> Runs:
+    """What each rank makes of each case, one after the other in the same processes."""
+    cases: list[Case] = request.param
+    of_ranks = run_processes(train_cases, cases[0].num_ranks, cases=cases, backend="shm")
+    return list(zip(cases, map(list, zip(*of_ranks, strict=True)), strict=True))
+
+
+def test_equals_a_single_device(runs: Runs) -> None:
+    for case, of_ranks in runs:
+        tolerance = {"rtol": 2e-2, "atol": 2e-3} if case.precision == "bf16-mixed" else {}
+        assert_parity(of_ranks[0], single_device(case), **tolerance)
+
+
+def test_the_ranks_end_with_the_same_bits(runs: Runs) -> None:
+    for _, (first, *others) in runs:
+        for other in others:
+            assert_bitwise_equal(other, first)
