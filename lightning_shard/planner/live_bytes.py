@@ -71,8 +71,8 @@ class LiveBytes(TorchDispatchMode):
             weakref.finalize(storage, self._freed, key)
 
     def leave_out(self, tensor: Tensor) -> None:
-        """Count a tensor no more, which is accounted for elsewhere."""
-        self._freed(storage_key(tensor))
+        """Count no more as many bytes as a tensor has, which are accounted for elsewhere."""
+        self.alive -= _num_bytes(tensor)
 
     def _freed(self, key: int) -> None:
         self.alive -= self._known.pop(key, 0)

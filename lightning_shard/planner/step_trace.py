@@ -9,11 +9,10 @@ that what lives for a moment counts, too: the gradient of the logits is often th
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.microbatches import Microbatch, split_batch
@@ -92,15 +91,10 @@ def _traced(model: SimulatedModel, rank: SimulatedRank, batch: Microbatch) -> Li
         inside.enter_context(rank.in_step())
         for param in model.module.parameters():
             if param.requires_grad:
-                hook = param.register_post_accumulate_grad_hook(partial(_leave_out, live))
-                inside.callback(hook.remove)
+                inside.callback(param.register_hook(live.leave_out).remove)
         with live:
             loss = loss_of(model.step(batch))
             with rank.engine.backward():
                 loss.backward()  # type: ignore[no-untyped-call]
     return live
 
-
-def _leave_out(live: LiveBytes, param: Tensor) -> None:
-    if param.grad is not None:
-        live.leave_out(param.grad)
