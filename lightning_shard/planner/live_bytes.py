@@ -70,10 +70,6 @@ class LiveBytes(TorchDispatchMode):
             self.most = max(self.most, self.alive)
             weakref.finalize(storage, self._freed, key)
 
-    def leave_out(self, tensor: Tensor) -> None:
-        """Count no more as many bytes as a tensor has, which are accounted for elsewhere."""
-        self.alive -= _num_bytes(tensor)
-
     def _freed(self, key: int) -> None:
         self.alive -= self._known.pop(key, 0)
 

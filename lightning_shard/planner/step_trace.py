@@ -7,7 +7,6 @@ A dry run says what is saved for backward. Here the counter of all live tensors 
 that what lives for a moment counts, too: the gradient of the logits is often the largest of all.
 """
 
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,31 +69,26 @@ def trace_step(
         copied = stand_ins.module(module, dtype=dtype, left_out=left_out)
         model = SimulatedModel(copied.train(), options)
         rank = SimulatedRank(0, model)
-        live = _traced(model, rank, content)
         rank.begin_step()
         with rank.in_step():
-            rank.train_full(content)  # apart, since counting what is saved keeps it alive
+            rank.train_full(content)  # apart: to count what is saved keeps it alive
         rank.count()
+        sent = rank.sent["tp"]
+        live = _traced(model, rank, content)
     return StepTrace(
         saved=rank.saved[0, content.size],
         most=live.most,
         moved=live.moved,
-        sent=rank.sent["tp"],
+        sent=sent,
     )
 
 
 def _traced(model: SimulatedModel, rank: SimulatedRank, batch: Microbatch) -> LiveBytes:
-    """Run a step, and count what is alive in it, but for the gradients of parameters."""
+    """Run a step and count what is alive in it; the engine has its gradients from a step before."""
     rank.begin_step()
     live = LiveBytes()
-    with ExitStack() as inside:
-        inside.enter_context(rank.in_step())
-        for param in model.module.parameters():
-            if param.requires_grad:
-                inside.callback(param.register_hook(live.leave_out).remove)
-        with live:
-            loss = loss_of(model.step(batch))
-            with rank.engine.backward():
-                loss.backward()  # type: ignore[no-untyped-call]
+    with rank.in_step(), live:
+        loss = loss_of(model.step(batch))
+        with rank.engine.backward():
+            loss.backward()  # type: ignore[no-untyped-call]
     return live
-

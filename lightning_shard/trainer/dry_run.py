@@ -140,6 +140,21 @@ class SimulatedWorld:
         )
 
 
+def step_flops(
+    module: "pl.LightningModule", batch: Any, blocks: BlockList, precision: str
+) -> BlockCosts:
+    """Return the operations of a forward's matrix products, attention and convolutions.
+
+    Args:
+        module: The full module, with parameters on any device.
+        batch: Batch of which only shapes count.
+        blocks: Blocks of the module; those that a step does not call count as "before".
+        precision: As for the Trainer.
+    """
+    step = _TrainingStep(module, precision)
+    return _measured(module, step.converted(batch), step, blocks, "flops")
+
+
 class _TrainingStep:
     """A module's training step in a precision, without a trainer."""
 
