@@ -32,6 +32,7 @@ class MachineProfile:
         node_bytes_per_second: Bytes a second that a device sends inside its node.
         network_bytes_per_second: Bytes a second that a device sends to other nodes, its share of
             the node's adapters.
+        host_bytes_per_second: Bytes a second between a device and its host's memory.
         message_seconds: Time that a message takes before its first byte arrives.
     """
 
@@ -45,6 +46,7 @@ class MachineProfile:
     memory_bytes_per_second: float
     node_bytes_per_second: float
     network_bytes_per_second: float
+    host_bytes_per_second: float
     message_seconds: float
 
     def flops(self, precision: str) -> float:
