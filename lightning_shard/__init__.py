@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         ShardError,
     )
     from lightning_shard.mesh import ParallelMesh
+    from lightning_shard.planning.search import plan
     from lightning_shard.strategies.async_sgd import AsyncSGDStrategy
     from lightning_shard.strategies.elastic import ElasticStrategy
     from lightning_shard.strategies.hybrid_parallel import HybridParallelStrategy
@@ -75,6 +76,7 @@ __all__ = [
     "ZeRO2Strategy",
     "ZeRO3Strategy",
     "load_safetensors",
+    "plan",
 ]
 
 open_doors()
