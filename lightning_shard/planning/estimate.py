@@ -195,13 +195,18 @@ class Estimator:
 
     def _gathers(self, one: Candidate, weights: Weights) -> float:
         """Return the bytes that stage 3 gathers: blocks in forward and backward, the rest once."""
-        blocks = weights.used - self._root(one.tp, weights)
+        blocks = weights.used - self._root(one, weights)
         times = one.num_microbatches if one.pp > 1 else 1
-        return self._root(one.tp, weights) + 2 * blocks * times
+        return self._root(one, weights) + 2 * blocks * times
 
-    def _root(self, tp: int, weights: Weights) -> int:
-        block = self.anatomy.weights(tp)["block"].used
-        return weights.used % block if block else weights.used
+    def _root(self, one: Candidate, weights: Weights) -> int:
+        """Return the bytes of a rank's parameters outside of blocks."""
+        parts = self.anatomy.weights(one.tp)
+        if one.pp == 1:
+            return weights.used - parts["block"].used * self.anatomy.num_blocks
+        ends = [(parts[end] + parts["both"]).used for end in ("before", "after")]
+        block = parts["block"].used
+        return next((end for end in ends if (weights.used - end) % block == 0), 0)
 
 
 class _PipelinedEstimate:

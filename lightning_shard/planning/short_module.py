@@ -42,8 +42,11 @@ def _shapes(block: nn.Module) -> tuple[Any, ...]:
 def shortened(
     module: "pl.LightningModule", blocks: BlockList, num_blocks: int
 ) -> "pl.LightningModule":
-    """Return a copy on meta that has the first `num_blocks` of the blocks."""
+    """Return a copy on meta that has `num_blocks` of the blocks: the first, or more like the last.
+    """
     made = on_meta(module)
     container: Any = made.get_submodule(blocks.path)
     del container[num_blocks:]
+    while len(container) < num_blocks:
+        container.append(copy.deepcopy(container[-1]))
     return made
