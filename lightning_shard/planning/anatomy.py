@@ -1,8 +1,7 @@
 """What a model's parts take: what comes before its blocks, one block, and what comes after.
 
     unpipelined   around + blocks x one block          from steps with two and with three blocks
-    pipelined     | first | middle | middle | last |   from one step of four short stages
-                    1 block  2        1        1
+    pipelined     | first | middle | middle | last |   from a step of four stages of one block
 
 Each figure is linear in the samples of a microbatch and in the number of blocks, so few short steps
 say what any number of either takes. The steps are dry runs: the code that trains counts them.
@@ -10,6 +9,7 @@ say what any number of either takes. The steps are dry runs: the code that train
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -29,11 +29,12 @@ from lightning_shard.planning.short_module import repeated_blocks, shortened
 from lightning_shard.strategies.hybrid_parallel import HybridParallelStrategy
 from lightning_shard.strategies.tensor_parallel import TensorParallelStrategy
 from lightning_shard.strategies.zero import DDPStrategy
+from lightning_shard.tensor_parallel.automatic import automatic_plan
 from lightning_shard.trainer._lightning import runners_of
 from lightning_shard.trainer.dry_run import SimulatedWorld, step_flops, trace_of
 
 _SHORT = (2, 3)  # blocks of the two unpipelined steps
-_STAGES = [1, 3, 4]  # first blocks of the later stages of the pipelined step
+_STAGES = [1, 2, 3]  # first blocks of the later stages of the pipelined step
 _SIZES = (1, 2)  # samples
 
 
@@ -136,6 +137,7 @@ class Anatomy:
     ) -> None:
         self.module, self.precision, self.plan = module, precision, plan
         self._batch = batch
+        self._plans: dict[int, dict[str, Any]] = {}
         self.blocks = repeated_blocks(module)
         self.num_blocks = 0 if self.blocks is None else len(self.blocks)
         self.flops = self._flops()
@@ -179,7 +181,21 @@ class Anatomy:
     def _split(self, tp: int, choice: Checkpointing) -> Any:
         if tp == 1:
             return DDPStrategy(activation_checkpointing=choice)
-        return TensorParallelStrategy(plan=self.plan, activation_checkpointing=choice)
+        return TensorParallelStrategy(plan=self.plan_of(tp), activation_checkpointing=choice)
+
+    def plan_of(self, tp: int) -> dict[str, Any] | None:
+        """Return the layers that so many ranks share: those given, or those found.
+
+        Raises:
+            ConfigError: None were given, and the parameters have no values to try layers out with,
+                or nothing can be split.
+        """
+        if self.plan is not None or tp == 1 or any(one.is_meta for one in self.module.parameters()):
+            return self.plan
+        if tp not in self._plans:
+            layers = automatic_plan(self.module, tp).layers
+            self._plans[tp] = {layer.pattern: layer.style for layer in layers}
+        return self._plans[tp]
 
     def weights(self, tp: int) -> dict[str, Weights]:
         """Return the parameters of a rank's "before", one "block", "after", and "both" ends."""
@@ -257,13 +273,13 @@ class Anatomy:
         strategy = HybridParallelStrategy(
             pipeline_parallel_size=4,
             tensor_parallel_size=tp,
-            plan=self.plan if tp > 1 else None,
+            plan=self.plan_of(tp),
             schedule="gpipe",
             num_microbatches=1,
             split=_STAGES,
             activation_checkpointing=choice,
         )
-        module = self.short(5)
+        module = self.short(4)
         ranks = [
             strategy.dry_run(
                 module, self.batch(size), world_size=4 * tp, precision=self.precision
@@ -271,29 +287,28 @@ class Anatomy:
             for size in _SIZES
         ]
         ties = _tied_bytes(self.weights(tp)["both"])
+        whole = self.unpipelined(tp, choice)
         return Stages(
-            saved=_by_place(ranks, lambda one: one.memory.activations),
+            saved=_by_place(ranks, whole.saved, lambda one: one.memory.activations),
             recomputed=_line(lambda size: ranks[size - 1][1].memory.recomputed),
-            sent_tp=_by_place(ranks, lambda one: one.sent["tp"]),
+            sent_tp=_by_place(ranks, whole.sent, lambda one: one.sent["tp"]),
             forward_message=_line(lambda size: ranks[size - 1][0].sent["pp"] - ties),
             backward_message=_line(lambda size: ranks[size - 1][3].sent["pp"] - ties),
         )
 
 
 def _by_place(
-    ranks: list[tuple[RankFigures, ...]], read: Callable[[RankFigures], float]
+    ranks: list[tuple[RankFigures, ...]], whole: Bilinear, read: Callable[[RankFigures], float]
 ) -> dict[str, Bilinear]:
-    """Return a figure of each stage from stages of 1, 2, 1 and 1 blocks."""
-    return {
-        place: Bilinear.through(
-            lambda size, blocks, rank=rank: (
-                read(ranks[size - 1][rank])
-                + (blocks - 1) * (read(ranks[size - 1][1]) - read(ranks[size - 1][2]))
-            ),
-            (1, 2),
-        )
-        for place, rank in (("first", 0), ("middle", 2), ("last", 3))
-    }
+    """Return a figure of each stage from stages of one block; more blocks add what they do anyway.
+    """
+
+    def figure(rank: int, size: int, blocks: int) -> float:
+        more = whole.at(size, blocks) - whole.at(size, 1)
+        return read(ranks[size - 1][rank]) + more
+
+    places = (("first", 0), ("middle", 1), ("last", 3))
+    return {place: Bilinear.through(partial(figure, rank), (1, 2)) for place, rank in places}
 
 
 def _line(read: Callable[[int], float]) -> Bilinear:

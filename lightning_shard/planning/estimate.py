@@ -34,7 +34,8 @@ class Estimate:
 
     Attributes:
         candidate: The candidate.
-        memory: Bytes of the fullest rank by kind.
+        rank: The fullest rank of the pipeline.
+        memory: Bytes of that rank by kind.
         passing: Further bytes that live for a moment within forward and backward, at most.
         sent: Bytes that the rank that sends most sends along each axis in a step.
         idle_share: Share of a step in which the pipeline's ranks wait for each other, 0 to 1.
@@ -44,6 +45,7 @@ class Estimate:
     """
 
     candidate: Candidate
+    rank: int
     memory: RankMemory
     passing: int
     sent: Mapping[Axis, int]
@@ -92,6 +94,7 @@ class Estimator:
         seconds, sent_dp, hidden = self.with_data_parallel(one, weights, compute)
         return Estimate(
             candidate=one,
+            rank=0,
             memory=memory,
             passing=self.passing(one),
             sent={"pp": 0, "dp": int(sent_dp), "tp": int(sent_tp * one.num_microbatches)},
@@ -245,6 +248,7 @@ class _PipelinedEstimate:
         total, sent_dp, hidden = self.of.with_data_parallel(one, heaviest, seconds)
         return Estimate(
             candidate=one,
+            rank=fullest,
             memory=memories[fullest],
             passing=passing[fullest],
             sent={

@@ -5,7 +5,6 @@
 """
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -75,7 +74,7 @@ def plan(
         checkpointing=choices,
     )
     estimator = Estimator(anatomy, profile, per_node)
-    found = [estimator.estimate(one) for one in space.candidates()]
+    found, unsplit = _estimated(estimator, space)
     if not found:
         raise ConfigError(
             f"No candidate: {samples} samples a step cannot be shared by {devices} devices; expected "
@@ -96,8 +95,23 @@ def plan(
         tensor_plan=tensor_plan,
         estimates=tuple(found),
         recommendation=chosen,
-        left_out=left_out,
+        left_out=(*left_out, *unsplit),
     )
+
+
+def _estimated(estimator: Estimator, space: SearchSpace) -> tuple[list[Estimate], list[str]]:
+    """Return every candidate's figures, and why pipelines are left out where they cannot be."""
+    found, reasons = list[Estimate](), dict[str, None]()
+    for one in space.candidates():
+        if one.pp > 1 and reasons:
+            continue
+        try:
+            found.append(estimator.estimate(one))
+        except ConfigError as error:
+            if one.pp == 1:
+                raise
+            reasons[f"pipelines: {error}"] = None
+    return found, list(reasons)
 
 
 def recommended(found: Sequence[Estimate], limit: int) -> Estimate | None:
@@ -146,6 +160,7 @@ def simulated(anatomy: Anatomy, one: Estimate, ranks_per_node: int = 8) -> Estim
     parts = 1 if made.pp > 1 else made.num_microbatches
     return replace(
         one,
+        rank=run.ranks.index(fullest),
         memory=fullest.memory,
         passing=_passing(anatomy, one, fullest),
         sent={
@@ -182,7 +197,7 @@ def _passing(anatomy: Anatomy, one: Estimate, fullest: RankFigures) -> int:
 def dry_run_of_candidate(anatomy: Anatomy, made: Candidate, ranks_per_node: int = 8) -> DryRun:
     """Return the dry run of a candidate's strategy."""
     package = import_module("lightning_shard")
-    strategy = getattr(package, made.class_name)(**made.options(anatomy.plan))
+    strategy = getattr(package, made.class_name)(**made.options(anatomy.plan_of(made.tp)))
     size = made.microbatch * (made.num_microbatches if made.pp > 1 else 1)
     run: DryRun = strategy.dry_run(
         anatomy.module,
@@ -210,11 +225,9 @@ def _tp_sizes(anatomy: Anatomy, most: int) -> tuple[tuple[int, ...], tuple[str, 
         if tp > most:
             break
         try:
-            anatomy.weights(tp)
+            anatomy.unpipelined(tp, None)
         except ConfigError as error:
             reasons.append(f"tensor parallel over {tp} ranks: {error}")
             break
-        with suppress(ConfigError):
-            anatomy.unpipelined(tp, None)
-            sizes.append(tp)
+        sizes.append(tp)
     return tuple(sizes), tuple(reasons)
