@@ -300,8 +300,7 @@ class Anatomy:
 def _by_place(
     ranks: list[tuple[RankFigures, ...]], whole: Bilinear, read: Callable[[RankFigures], float]
 ) -> dict[str, Bilinear]:
-    """Return a figure of each stage from stages of one block; more blocks add what they do anyway.
-    """
+    """Return a figure of each stage, from stages of one block; further blocks add the same."""
 
     def figure(rank: int, size: int, blocks: int) -> float:
         more = whole.at(size, blocks) - whole.at(size, 1)

@@ -90,7 +90,9 @@ class Estimator:
         sent_tp = parts.sent.at(size, blocks)
         compute = flops / self.machine.flops(self.anatomy.precision)
         compute += parts.moved.at(size, blocks) / self.machine.memory_bytes_per_second
-        compute += sent_tp / self.machine.bytes_per_second(inside_node=one.tp <= self.ranks_per_node)
+        compute += sent_tp / self.machine.bytes_per_second(
+            inside_node=one.tp <= self.ranks_per_node
+        )
         seconds, sent_dp, hidden = self.with_data_parallel(one, weights, compute)
         return Estimate(
             candidate=one,
@@ -124,7 +126,9 @@ class Estimator:
         """Return the operations of forward and backward of a microbatch on one rank."""
         costs, blocks = self.anatomy.flops, self.anatomy.num_blocks
         inner = (bounds[1] - bounds[0]) * sum(costs.blocks)
-        outer = (costs.before if bounds[0] == 0 else 0) + (costs.after if bounds[1] == blocks else 0)
+        outer = (costs.before if bounds[0] == 0 else 0) + (
+            costs.after if bounds[1] == blocks else 0
+        )
         again = 4 if one.checkpointing == "full" else 3
         return (again * inner + 3 * outer) * one.microbatch / one.tp
 
@@ -237,9 +241,7 @@ class _PipelinedEstimate:
             for own in ranks
         ]
         memories = [
-            self.of.memory(
-                one, held, self._peak(rank), self._recomputed(), in_pipeline=True
-            )
+            self.of.memory(one, held, self._peak(rank), self._recomputed(), in_pipeline=True)
             for rank, held in enumerate(weights)
         ]
         passing = [self._passing(own) for own in ranks]

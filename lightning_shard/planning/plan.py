@@ -96,7 +96,9 @@ class Plan:
         ]
         plain = [one for one in self.best if one.candidate.strategy != made.strategy]
         for one in plain[:1] if self.fits(plain[0]) else []:
-            lines.append(f"{one.candidate.strategy} takes {one.seconds / chosen.seconds:.2f} times.")
+            lines.append(
+                f"{one.candidate.strategy} takes {one.seconds / chosen.seconds:.2f} times."
+            )
         too_large = [one for one in plain if not self.fits(one) and not one.candidate.offload]
         if too_large:
             names = ", ".join(

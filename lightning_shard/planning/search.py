@@ -1,7 +1,7 @@
 """`lightning_shard.plan`: the candidates, their figures, and the one to train with.
 
-    fits in memory  ──>  fastest  ──>  of those within 2 %, the one with the fewest dimensions
-                            └ its dry run, rank by rank, in place of the estimate
+fits in memory  ──>  fastest  ──>  of those within 2 %, the one with the fewest dimensions
+                        └ its dry run, rank by rank, in place of the estimate
 """
 
 from collections.abc import Sequence
@@ -77,8 +77,8 @@ def plan(
     found, unsplit = _estimated(estimator, space)
     if not found:
         raise ConfigError(
-            f"No candidate: {samples} samples a step cannot be shared by {devices} devices; expected "
-            f"a global batch that a number of data-parallel ranks divides."
+            f"No candidate: {samples} samples a step cannot be shared by {devices} devices; "
+            f"expected a global batch that a number of data-parallel ranks divides."
         )
     limit = profile.device_memory if device_memory is None else device_memory
     chosen = recommended(found, limit)
@@ -164,8 +164,7 @@ def simulated(anatomy: Anatomy, one: Estimate, ranks_per_node: int = 8) -> Estim
         memory=fullest.memory,
         passing=_passing(anatomy, one, fullest),
         sent={
-            axis: max(_sent(rank, axis, parts, made) for rank in run.ranks)
-            for axis in fullest.sent
+            axis: max(_sent(rank, axis, parts, made) for rank in run.ranks) for axis in fullest.sent
         },
         idle_share=one.idle_share,
         is_simulated=True,

@@ -1,6 +1,6 @@
 """A module with a few of its blocks, on meta: what repeats is looked at once.
 
-    embed  block 0 .. block 79  norm  head   ──>   embed  block 0  block 1  norm  head
+embed  block 0 .. block 79  norm  head   ──>   embed  block 0  block 1  norm  head
 """
 
 import copy
@@ -42,8 +42,7 @@ def _shapes(block: nn.Module) -> tuple[Any, ...]:
 def shortened(
     module: "pl.LightningModule", blocks: BlockList, num_blocks: int
 ) -> "pl.LightningModule":
-    """Return a copy on meta that has `num_blocks` of the blocks: the first, or more like the last.
-    """
+    """Return a copy on meta with the first `num_blocks` blocks, the last repeated if too few."""
     made = on_meta(module)
     container: Any = made.get_submodule(blocks.path)
     del container[num_blocks:]

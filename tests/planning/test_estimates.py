@@ -10,7 +10,7 @@ from lightning_shard.planning.candidates import Candidate
 from lightning_shard.planning.estimate import Estimate, Estimator
 from lightning_shard.planning.machine import machine_profile
 from lightning_shard.planning.search import dry_run_of_candidate
-from tests.strategies.models import MODELS, ExampleGPT
+from tests.strategies.models import ExampleGPT, llama
 from tests.strategies.tensor_parallel.test_tensor_parallel import PLANS
 
 PLAIN: dict[str, Any] = {
@@ -45,7 +45,7 @@ def anatomy_of(name: str, precision: str) -> Anatomy:
             with torch.device("meta"):
                 model: Any = ExampleGPT(num_layers=6)
         else:
-            model = MODELS[name]()
+            model = llama(num_layers=4)
         batch = [tensor[:2] for tensor in model.data(2).tensors]
         plan = PLANS["gpt"] if name == "gpt" else None
         _ANATOMIES[name, precision] = Anatomy(model, batch, precision, plan)
