@@ -9,6 +9,7 @@ import traceback
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from lightning.pytorch import LightningModule
@@ -75,7 +76,8 @@ def _planned(given: Namespace) -> Plan:
     directory = str(Path.cwd())
     if directory not in sys.path:
         sys.path.insert(0, directory)
-    cli = _Configured(config, on_meta=not given.values)
+    with patch.object(sys, "argv", sys.argv[:1]):  # which Lightning warns of beside `args`
+        cli = _Configured(config, on_meta=not given.values)
     precision = given.precision or str(cli.trainer.precision)
     return plan(
         cli.model,

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_shard.data_parallel.torch_private import storage_key
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the storages that operations make while it is entered.
 
     Attributes:
@@ -30,7 +30,7 @@ class LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.alive = self.most = self.moved = 0
         self._known: dict[int, int] = {}
 
