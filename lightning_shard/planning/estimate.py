@@ -33,7 +33,7 @@ class Estimate:
     """A candidate's figures, of its fullest or busiest rank.
 
     Attributes:
-        candidate: The candidate.
+        candidate: The candidate whose figures these are.
         rank: The fullest rank of the pipeline.
         memory: Bytes of that rank by kind.
         passing: Further bytes that live for a moment within forward and backward, at most.
@@ -176,7 +176,7 @@ class Estimator:
         """Return a step's seconds, the bytes sent on dp, and the share of those that is hidden.
 
         Args:
-            one: The candidate.
+            one: The candidate to estimate.
             weights: Parameters of the rank.
             compute: Seconds of one microbatch, or of the whole schedule of a pipeline.
         """

@@ -36,7 +36,7 @@ class Plan:
         ranks_per_node: Devices of a node.
         device_memory: Bytes of a device.
         global_batch: Samples of a step of all ranks.
-        precision: Lightning's string.
+        precision: Precision string, as for the Trainer.
         num_parameters: Number of the module's parameters.
         tensor_plan: Layers that tensor parallel splits, where they were given.
         estimates: Every candidate's figures.
