@@ -2,8 +2,7 @@
 
 A profile is a JSON file. The published ones lie in `machines/`, each with its source; figures are
 the peaks of data sheets, so that an estimate of a step's time made with them is a lower bound, and
-ratios of two estimates say more than either. `lightning-shard doctor --measure` writes one with
-what this machine reaches.
+ratios of two estimates say more than either.
 """
 
 import json
@@ -81,7 +80,7 @@ def machine_profile(name_or_path: str | Path) -> MachineProfile:
     else:
         raise ConfigError(
             f"There is no machine profile {text!r}; expected one of {', '.join(published())}, or "
-            f"the path of a file that `lightning-shard doctor --measure` wrote."
+            f"the path of a file with the entries of one of these."
         )
     return _parsed(content, text)
 
