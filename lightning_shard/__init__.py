@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     )
     from lightning_shard.mesh import ParallelMesh
     from lightning_shard.proving.prove import prove
+    from lightning_shard.planning.search import plan
     from lightning_shard.strategies.async_sgd import AsyncSGDStrategy
     from lightning_shard.strategies.elastic import ElasticStrategy
     from lightning_shard.strategies.hybrid_parallel import HybridParallelStrategy
@@ -77,6 +78,7 @@ __all__ = [
     "ZeRO3Strategy",
     "load_safetensors",
     "prove",
+    "plan",
 ]
 
 open_doors()

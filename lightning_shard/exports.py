@@ -22,6 +22,7 @@ HOMES = {
     "ZeRO1Strategy": f"{_STRATEGIES}.zero",
     "ZeRO2Strategy": f"{_STRATEGIES}.zero",
     "ZeRO3Strategy": f"{_STRATEGIES}.zero",
+    "plan": "lightning_shard.planning.search",
     "load_safetensors": "lightning_shard.checkpoint.conversion.loading",
     "prove": "lightning_shard.proving.prove",
 }

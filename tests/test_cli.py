@@ -1,5 +1,6 @@
 """The `lightning-shard` command, inside this process: its subcommands and its errors."""
 
+import json
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -120,6 +121,7 @@ def test_classes_of_the_working_directory_are_found(
 
 
 LIGHT = """
+import json
 import sys
 from lightning_shard.cli import main
 sys.argv = ["lightning-shard", *sys.argv[1:]]
@@ -162,3 +164,20 @@ def test_every_subcommand_is_in_the_short_help(
     listed = capsys.readouterr().out
     for subcommand in ShardCLI.subcommands():
         assert f"    {subcommand}" in listed
+
+
+def test_plan_says_what_fits_and_writes_what_trains_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    config = REPOSITORY / "configs" / "digits_zero2.yaml"
+    written = tmp_path / "strategy.yaml"
+    arguments = ("plan", f"--config={config}", "--devices=2", f"--yaml={written}", "--json")
+    set_arguments(monkeypatch, "lightning-shard", *arguments)
+    assert main() == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["recommendation"]["fits"]
+    assert "class_path: lightning_shard." in written.read_text(encoding="utf-8")
+    set_arguments(monkeypatch, "lightning-shard", *arguments[:3], "--device-memory=1KiB")
+    assert main() == 1
+    assert "Nothing fits 1.0 KiB a device" in capsys.readouterr().out

@@ -3,11 +3,14 @@
     lightning-shard fit --config configs/gpt_zero3.yaml
     lightning-shard test --config configs/digits_zero2.yaml --trainer.devices 2
 
+    lightning-shard plan --config configs/gpt_zero3.yaml --devices 64
+
     lightning-shard describe last.ckpt
     lightning-shard consolidate last.ckpt model.safetensors
 
 The subcommands `fit`, `validate`, `test` and `predict` are in `shard_cli`, which imports torch and
-Lightning; `describe` and `consolidate` are in `checkpoints`, which imports torch. What needs
+Lightning; `plan` is in `planning`, and so does it; `describe` and `consolidate` are in
+`checkpoints`, which imports torch. What needs
 neither is answered without them: see `entry`, `parsers`.
 """
 

@@ -25,6 +25,10 @@ The first four are Lightning's own, with the strategies of this package:
 
     lightning-shard prove --config configs/gpt_zero3.yaml
 
+Before a run:
+
+    lightning-shard plan --config configs/gpt_zero3.yaml --devices 64 --device-memory 80GiB
+
 The others read checkpoints:
 
     lightning-shard describe last.ckpt
@@ -40,7 +44,8 @@ def main() -> int:
     arguments = sys.argv[1:]
     if arguments and arguments[0] in TEXTS:
         parsed = parser_of(arguments[0]).parse_args(arguments[1:])  # which may exit
-        return int(import_module("lightning_shard.cli.checkpoints").run(arguments[0], parsed))
+        home = "planning" if arguments[0] == "plan" else "checkpoints"
+        return int(import_module(f"lightning_shard.cli.{home}").run(arguments[0], parsed))
     if arguments and arguments[0] in _PROVE:
         return int(import_module("lightning_shard.cli.proving").run())
     if _is_for_a_subcommand(arguments):

@@ -1,10 +1,11 @@
-"""The arguments of the subcommands for checkpoints, parsed without torch."""
+"""The arguments of the subcommands for checkpoints and of `plan`, parsed without torch."""
 
 from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
 
 TEXTS = {
     "consolidate": "Write a checkpoint as a .ckpt, .pt or .safetensors, or for Hugging Face.",
     "describe": "Say what is in a checkpoint.",
+    "plan": "Find the strategy and options for so many devices and their memory.",
 }
 """By subcommand what it does."""
 
@@ -24,6 +25,13 @@ torch.distributed.checkpoint; a .ckpt, a .pt, or safetensors. Paths of fsspec (s
 
 The exit code is 1 if something is missing or damaged.
 """,
+    "plan": """\
+    lightning-shard plan --config my.yaml --devices 64 --nodes 8 --device-memory 80GiB
+    lightning-shard plan --config my.yaml --devices 8 --machine a100 --json | jq .reason
+    lightning-shard plan --config my.yaml --devices 8 --yaml strategy.yaml --picture memory.png
+
+Nothing is trained and no device is needed. The exit code is 1 if nothing fits.
+""",
 }
 _DTYPES = {
     "float32": "float32",
@@ -37,15 +45,15 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GI
 
 
 def parser_of(subcommand: str) -> ArgumentParser:
-    """Return the parser of "consolidate" or "describe"."""
+    """Return the parser of one of these subcommands."""
     parser = ArgumentParser(
         prog=f"lightning-shard {subcommand}",
         description=TEXTS[subcommand],
         epilog=_EXAMPLES[subcommand],
         formatter_class=RawDescriptionHelpFormatter,
     )
-    add = _add_consolidate if subcommand == "consolidate" else _add_describe
-    add(parser)
+    add = {"consolidate": _add_consolidate, "describe": _add_describe, "plan": _add_plan}
+    add[subcommand](parser)
     parser.add_argument("--debug", action="store_true", help="Show the traceback of an error.")
     return parser
 
@@ -90,6 +98,41 @@ def _add_describe(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--depth", type=int, default=3, help="Levels of modules (default: %(default)s)."
     )
+
+
+def _add_plan(parser: ArgumentParser) -> None:
+    parser.add_argument("--config", required=True, help="A config of `fit`.")
+    parser.add_argument("--devices", type=int, required=True, help="Number of all devices.")
+    parser.add_argument("--nodes", type=int, help="Number of nodes they are in.")
+    parser.add_argument(
+        "--device-memory",
+        type=num_bytes,
+        metavar="SIZE",
+        help="Memory of a device, such as 80GiB (default: the machine's).",
+    )
+    parser.add_argument(
+        "--machine",
+        default="h100",
+        help="Profile: h100, a100 or a JSON file of your own (default: %(default)s).",
+    )
+    parser.add_argument(
+        "--global-batch",
+        type=int,
+        metavar="N",
+        help="Samples of a step of all devices (default: the config's batch on each).",
+    )
+    parser.add_argument("--precision", help="Lightning's string (default: the config's).")
+    parser.add_argument(
+        "--tensor-plan", metavar="FILE", help="YAML of the layers that tensor parallel splits."
+    )
+    parser.add_argument(
+        "--values",
+        action="store_true",
+        help="Build the module with values, so that layers to split are found by trial.",
+    )
+    parser.add_argument("--json", action="store_true", help="Print JSON, for scripts.")
+    parser.add_argument("--yaml", metavar="FILE", help="Write the recommended trainer options.")
+    parser.add_argument("--picture", metavar="FILE", help="Draw memory against a device's.")
 
 
 def dtype_name(given: str) -> str:

@@ -57,7 +57,7 @@ def dry_run(
     stand_ins = NoElements()
     batch = stand_ins.batch(batch)
     size = batch_size_of(batch)
-    with _apart():
+    with apart():
         copied = stand_ins.module(module, dtype=dtype, left_out=left_out)
         model = SimulatedModel(copied.train(), options)
         if schedule is None:
@@ -101,7 +101,7 @@ def _figures(rank: SimulatedRank, activations: int, idle_share: float) -> RankFi
 
 
 @contextmanager
-def _apart() -> Iterator[None]:
+def apart() -> Iterator[None]:
     """Restore the random streams and suppress warnings of the simulated steps inside."""
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")  # of addresses that tensors without elements do not have

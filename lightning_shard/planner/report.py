@@ -109,10 +109,10 @@ class DryRun:
         for heading in ("pipeline rank", *(name for name, _ in _COLUMNS)):
             table.add_column(heading, justify="right")
         for rank, figures in enumerate(self.ranks):
-            table.add_row(str(rank), *(_cell(read(figures)) for _, read in _COLUMNS))
+            table.add_row(str(rank), *(cell(read(figures)) for _, read in _COLUMNS))
         table.add_section()
         for name, choose in (("least", min), ("most", max)):
-            cells = (_cell(choose(map(read, self.ranks))) for _, read in _COLUMNS)
+            cells = (cell(choose(map(read, self.ranks))) for _, read in _COLUMNS)
             table.add_row(name, *cells)
         return table
 
@@ -159,7 +159,7 @@ _COLUMNS: tuple[tuple[str, Callable[[RankFigures], "int | float"]], ...] = (
 )
 
 
-def _cell(value: int | float) -> str:
+def cell(value: int | float) -> str:
     """Write a share as a percentage, and a size in its largest binary unit."""
     if isinstance(value, float):
         return f"{value:.1%}"

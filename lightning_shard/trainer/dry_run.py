@@ -26,6 +26,7 @@ from lightning_shard.planner.description import Description, Measure
 from lightning_shard.planner.dry_run import dry_run
 from lightning_shard.planner.report import DryRun
 from lightning_shard.planner.simulated_model import WorldOptions
+from lightning_shard.planner.step_trace import StepTrace, trace_step
 from lightning_shard.trainer._lightning import runners_of
 
 _DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
@@ -60,35 +61,98 @@ def dry_run_of(
     state_values: int,
 ) -> DryRun:
     """Count a training step of a strategy; see `dry_run` of a strategy."""
-    simulated = copy.copy(strategy)
-    simulated.cluster_environment = InProcessEnvironment(world_size)
-    step = _TrainingStep(module, precision)
-    described = simulated.described(
-        module, precision, lambda blocks, what: _measured(module, batch, step, blocks, what)
-    )
-    options = WorldOptions(
-        mesh=described.mesh,
-        engine=described.engine,
-        shard_size=described.shard_size,
-        layers=described.layers,
-        sequence_parallel=described.sequence_parallel,
-        cut=described.cut,
-        stage_ranks=described.stage_ranks,
-        step=step,
-        state_values=state_values,
-        offload=described.offload,
-    )
+    world = SimulatedWorld(strategy, module, batch, world_size, precision, state_values)
     return dry_run(
         module,
-        step.converted(batch),
-        options,
-        schedule=described.schedule,
-        num_microbatches=described.num_microbatches,
-        placement=simulated.placement(ranks_per_node),
-        dtype=_DTYPES.get(precision),
+        world.batch,
+        world.options,
+        schedule=world.described.schedule,
+        num_microbatches=world.described.num_microbatches,
+        placement=world.strategy.placement(ranks_per_node),
+        dtype=world.dtype,
         left_out=runners_of(module),
         not_counted=tuple(strategy.held_besides),
     )
+
+
+def trace_of(
+    strategy: Describable,
+    module: "pl.LightningModule",
+    batch: Any,
+    *,
+    world_size: int,
+    precision: str,
+) -> StepTrace:
+    """Trace a step of one rank of a strategy without a pipeline: see `trace_step`."""
+    world = SimulatedWorld(strategy, module, batch, world_size, precision, state_values=2)
+    return trace_step(
+        module, world.batch, world.options, dtype=world.dtype, left_out=runners_of(module)
+    )
+
+
+class SimulatedWorld:
+    """A strategy's description of itself on ranks that are not there, for one module and batch.
+
+    Args:
+        strategy: The strategy, which is not changed.
+        module: The full module.
+        batch: Batch of one data-parallel rank.
+        world_size: Ranks of the world.
+        precision: As for the Trainer.
+        state_values: Number of values that the optimizer keeps for each trained element.
+
+    Attributes:
+        strategy: A copy of the strategy on the simulated world.
+        batch: The batch in that precision.
+        described: What the copy says of itself.
+        options: What all ranks have in common.
+        dtype: Format of the parameters; None leaves each its own.
+    """
+
+    def __init__(
+        self,
+        strategy: Describable,
+        module: "pl.LightningModule",
+        batch: Any,
+        world_size: int,
+        precision: str,
+        state_values: int,
+    ) -> None:
+        self.strategy = copy.copy(strategy)
+        self.strategy.cluster_environment = InProcessEnvironment(world_size)
+        step = _TrainingStep(module, precision)
+        self.described = described = self.strategy.described(
+            module, precision, lambda blocks, what: _measured(module, batch, step, blocks, what)
+        )
+        self.batch = step.converted(batch)
+        self.dtype = _DTYPES.get(precision)
+        self.options = WorldOptions(
+            mesh=described.mesh,
+            engine=described.engine,
+            shard_size=described.shard_size,
+            layers=described.layers,
+            sequence_parallel=described.sequence_parallel,
+            cut=described.cut,
+            stage_ranks=described.stage_ranks,
+            step=step,
+            state_values=state_values,
+            offload=described.offload,
+        )
+
+
+def step_flops(
+    module: "pl.LightningModule", batch: Any, blocks: BlockList, precision: str
+) -> BlockCosts:
+    """Return the operations of a forward's matrix products, attention and convolutions.
+
+    Args:
+        module: The full module, with parameters on any device.
+        batch: Batch of which only shapes count.
+        blocks: Blocks of the module; those that a step does not call count as "before".
+        precision: As for the Trainer.
+    """
+    step = _TrainingStep(module, precision)
+    return _measured(module, step.converted(batch), step, blocks, "flops")
 
 
 class _TrainingStep:

@@ -1,0 +1,125 @@
+"""The subcommand `plan`: the config's module on meta, one batch of its data, and the search.
+
+The config is that of `fit`. Its trainer is replaced by one for a single CPU, since nothing runs;
+its precision and its number of samples are what the search starts from.
+"""
+
+import sys
+import traceback
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import LightningCLI
+from rich.console import Console
+from typing_extensions import override
+
+from lightning_shard.errors import ConfigError, ShardError
+from lightning_shard.planning.plan import Plan
+from lightning_shard.planning.search import plan
+
+_ONE_CPU = (
+    "--trainer.strategy=auto",
+    "--trainer.accelerator=cpu",
+    "--trainer.devices=1",
+    "--trainer.num_nodes=1",
+    "--trainer.logger=false",
+    "--trainer.callbacks=[]",
+)
+
+
+class _Configured(LightningCLI):
+    """A config's module, on meta unless asked otherwise, and its data.
+
+    Args:
+        config: Path of the config.
+        on_meta: Whether the module is built without values.
+    """
+
+    def __init__(self, config: str, *, on_meta: bool) -> None:
+        self._on_meta = on_meta
+        super().__init__(
+            args=[f"--config={config}", *_ONE_CPU],
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            save_config_callback=None,
+            run=False,
+        )
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        self.parser.add_instantiator(self._instantiate_module, LightningModule, subclasses=True)
+
+    def _instantiate_module(
+        self, module_class: type[LightningModule], *args: Any, **kwargs: Any
+    ) -> LightningModule:
+        with torch.device("meta" if self._on_meta else "cpu"):
+            return module_class(*args, **kwargs)
+
+
+def _first_batch(cli: LightningCLI) -> Any:
+    """Return the first batch of the config's data, or of the module's own loader."""
+    source: Any = cli.datamodule if cli.datamodule is not None else cli.model
+    if cli.datamodule is not None:
+        source.prepare_data()
+        source.setup("fit")
+    return next(iter(source.train_dataloader()))
+
+
+def _planned(given: Namespace) -> Plan:
+    config = given.config
+    if not Path(config).is_file():
+        raise ConfigError(f"--config={config} is no file; expected a config of `fit`.")
+    directory = str(Path.cwd())
+    if directory not in sys.path:
+        sys.path.insert(0, directory)
+    with patch.object(sys, "argv", sys.argv[:1]):  # which Lightning warns of beside `args`
+        cli = _Configured(config, on_meta=not given.values)
+    precision = given.precision or str(cli.trainer.precision)
+    return plan(
+        cli.model,
+        _first_batch(cli),
+        devices=given.devices,
+        nodes=given.nodes,
+        device_memory=given.device_memory,
+        global_batch=given.global_batch,
+        machine=given.machine,
+        precision=precision,
+        tensor_plan=_tensor_plan(given.tensor_plan),
+    )
+
+
+def _tensor_plan(path: str | None) -> dict[str, Any] | None:
+    if path is None:
+        return None
+    import yaml
+
+    found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    if not isinstance(found, dict):
+        raise ConfigError(f"--tensor-plan={path} holds {type(found).__name__}, expected a mapping.")
+    return found
+
+
+def run(subcommand: str, given: Namespace) -> int:
+    """Run `plan` and return the exit code: 1 where nothing fits, or for an error."""
+    try:
+        found = _planned(given)
+        if given.yaml is not None and found.recommendation is not None:
+            Path(given.yaml).write_text(found.to_yaml(), encoding="utf-8")
+        if given.picture is not None:
+            found.save_picture(given.picture)
+    except ShardError as error:
+        if given.debug:
+            traceback.print_exc()
+        else:
+            print(f"lightning-shard: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    if given.json:
+        print(found.to_json())
+    else:
+        console = Console()
+        console.print(found) if console.is_terminal else print(found)
+    return 0 if found.recommendation is not None else 1

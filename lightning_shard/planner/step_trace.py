@@ -1,0 +1,94 @@
+"""One step of one rank, without elements: what it keeps, has at most, moves and sends.
+
+    forward  ▁▂▃▄▅▆  backward  ▆█▅▄▃▂▁
+              saved            most
+
+A dry run says what is saved for backward. Here the counter of all live tensors runs beside it, so
+that what lives for a moment counts, too: the gradient of the logits is often the largest of all.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_shard.errors import ConfigError
+from lightning_shard.pipeline_parallel.microbatches import Microbatch, split_batch
+from lightning_shard.planner.dry_run import apart
+from lightning_shard.planner.live_bytes import LiveBytes
+from lightning_shard.planner.no_elements import NoElements
+from lightning_shard.planner.simulated_model import SimulatedModel, WorldOptions, loss_of
+from lightning_shard.planner.simulated_rank import SimulatedRank
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTrace:
+    """What one rank's forward and backward of one batch take.
+
+    Attributes:
+        saved: Bytes that forward keeps for backward.
+        most: The most bytes that are alive at one time, of what the step makes itself: activations,
+            what is computed again, and what lives for a moment. Not parameters, nor gradients of
+            parameters.
+        moved: Bytes that operations of forward and backward read and write, unfused.
+        sent: Bytes that this rank sends its tensor-parallel peers.
+    """
+
+    saved: int
+    most: int
+    moved: int
+    sent: int
+
+
+def trace_step(
+    module: nn.Module,
+    batch: Any,
+    options: WorldOptions,
+    *,
+    dtype: torch.dtype | None = None,
+    left_out: tuple[object, ...] = (),
+) -> StepTrace:
+    """Run a step of a module, in no pipeline, on one simulated rank.
+
+    Args:
+        module: The full module, with parameters on any device; it is not changed.
+        batch: Batch of the rank, of which only shapes count.
+        options: Options of the simulated world.
+        dtype: Format of the parameters; None leaves each its own.
+        left_out: Objects that the module refers to and its copy must not.
+
+    Raises:
+        ConfigError: The options cut the model into stages, or the step asks for elements.
+    """
+    if options.cut is not None:
+        raise ConfigError("A step is traced on one rank, but the options have a pipeline.")
+    stand_ins = NoElements()
+    (content,) = split_batch(stand_ins.batch(batch), 1)
+    with apart():
+        copied = stand_ins.module(module, dtype=dtype, left_out=left_out)
+        model = SimulatedModel(copied.train(), options)
+        rank = SimulatedRank(0, model)
+        rank.begin_step()
+        with rank.in_step():
+            rank.train_full(content)  # apart: to count what is saved keeps it alive
+        rank.count()
+        sent = rank.sent["tp"]
+        live = _traced(model, rank, content)
+    return StepTrace(
+        saved=rank.saved[0, content.size],
+        most=live.most,
+        moved=live.moved,
+        sent=sent,
+    )
+
+
+def _traced(model: SimulatedModel, rank: SimulatedRank, batch: Microbatch) -> LiveBytes:
+    """Run a step and count what is alive in it; the engine has its gradients from a step before."""
+    rank.begin_step()
+    live = LiveBytes()
+    with rank.in_step(), live:
+        loss = loss_of(model.step(batch))
+        with rank.engine.backward():
+            loss.backward()  # type: ignore[no-untyped-call]
+    return live

@@ -1,0 +1,324 @@
+"""What a model's parts take: what comes before its blocks, one block, and what comes after.
+
+    unpipelined   around + blocks x one block          from steps with two and with three blocks
+    pipelined     | first | middle | middle | last |   from a step of four stages of one block
+
+Each figure is linear in the samples of a microbatch and in the number of blocks, so few short steps
+say what any number of either takes. The steps are dry runs: the code that trains counts them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+
+from lightning_shard.pipeline_parallel.blocks import BlockList
+from lightning_shard.pipeline_parallel.microbatches import batch_size_of
+from lightning_shard.pipeline_parallel.partition import BlockCosts, used_at
+from lightning_shard.planner.no_elements import NoElements
+from lightning_shard.planner.report import RankFigures
+from lightning_shard.planner.simulated_model import SimulatedModel
+from lightning_shard.planner.step_trace import StepTrace
+from lightning_shard.planning.candidates import Checkpointing
+from lightning_shard.planning.short_module import repeated_blocks, shortened
+from lightning_shard.strategies.hybrid_parallel import HybridParallelStrategy
+from lightning_shard.strategies.tensor_parallel import TensorParallelStrategy
+from lightning_shard.strategies.zero import DDPStrategy
+from lightning_shard.tensor_parallel.automatic import automatic_plan
+from lightning_shard.trainer._lightning import runners_of
+from lightning_shard.trainer.dry_run import SimulatedWorld, step_flops, trace_of
+
+_SHORT = (2, 3)  # blocks of the two unpipelined steps
+_STAGES = [1, 2, 3]  # first blocks of the later stages of the pipelined step
+_SIZES = (1, 2)  # samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """The parameters of a part of the model on one rank, in bytes.
+
+    Attributes:
+        used: Bytes in the format of forward and backward.
+        own: Bytes in their own format, in which gradients and each value of state are, too.
+        apart: The part of `own` whose format is not that of `used`, so that both are held.
+        trained: The part of `own` that is trained.
+        numel: Number of elements.
+    """
+
+    used: int = 0
+    own: int = 0
+    apart: int = 0
+    trained: int = 0
+    numel: int = 0
+
+    def __add__(self, other: "Weights") -> "Weights":
+        return Weights(**{name: mine + vars(other)[name] for name, mine in vars(self).items()})
+
+    def __mul__(self, times: int) -> "Weights":
+        return Weights(**{name: times * mine for name, mine in vars(self).items()})
+
+
+@dataclass(frozen=True)
+class Bilinear:
+    """A figure of b samples and k blocks: (base + each k) + b (sample + sample_block k)."""
+
+    base: float
+    block: float
+    sample: float
+    sample_block: float
+
+    def at(self, samples: float, blocks: float) -> float:
+        """Return the figure of so many samples and blocks, at least 0."""
+        fixed = self.base + self.block * blocks
+        return max(0.0, fixed + samples * (self.sample + self.sample_block * blocks))
+
+    @classmethod
+    def through(cls, value: Callable[[int, int], float], blocks: tuple[int, int]) -> "Bilinear":
+        """Return the figure that has the given values at 1 and 2 samples, and two block counts."""
+        few, more = blocks
+        one, two = ((value(size, few), value(size, more)) for size in _SIZES)
+        slopes = [(high - low) / (more - few) for low, high in (one, two)]
+        bases = [low - few * slope for (low, _), slope in zip((one, two), slopes, strict=True)]
+        sample, sample_block = bases[1] - bases[0], slopes[1] - slopes[0]
+        return cls(bases[0] - sample, slopes[0] - sample_block, sample, sample_block)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unpipelined:
+    """Figures of a rank that has the whole depth; see `StepTrace`."""
+
+    saved: Bilinear
+    most: Bilinear
+    moved: Bilinear
+    sent: Bilinear
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stages:
+    """Figures of the first, a middle and the last stage of a pipeline, of one microbatch.
+
+    Attributes:
+        saved: Bytes that a microbatch keeps for backward, by place of the stage.
+        recomputed: Bytes of a block's recomputation.
+        sent_tp: Bytes sent to tensor-parallel peers, by place.
+        forward_message: Bytes that go to the next stage.
+        backward_message: Bytes that go to the stage before.
+    """
+
+    saved: dict[str, Bilinear]
+    recomputed: Bilinear
+    sent_tp: dict[str, Bilinear]
+    forward_message: Bilinear
+    backward_message: Bilinear
+
+
+class Anatomy:
+    """A module's parts, each looked at when it is asked for, once.
+
+    Args:
+        module: The full module, with parameters on any device, meta included.
+        batch: A batch of any number of samples.
+        precision: As for the Trainer.
+        plan: Layers that tensor parallel splits; None lets the strategy find them.
+
+    Attributes:
+        blocks: The blocks, which are alike; None where the model has no such list.
+        num_blocks: Number of the blocks; 0 without a list.
+        flops: Operations of a forward of one sample: before the blocks, of each, and after.
+    """
+
+    def __init__(
+        self, module: "pl.LightningModule", batch: Any, precision: str, plan: dict[str, Any] | None
+    ) -> None:
+        self.module, self.precision, self.plan = module, precision, plan
+        self._batch = batch
+        self._plans: dict[int, dict[str, Any]] = {}
+        self.blocks = repeated_blocks(module)
+        self.num_blocks = 0 if self.blocks is None else len(self.blocks)
+        self.flops = self._flops()
+        self._weights: dict[int, dict[str, Weights]] = {}
+        self._unpipelined: dict[tuple[int, Checkpointing], Unpipelined] = {}
+        self._stages: dict[tuple[int, Checkpointing], Stages] = {}
+
+    def batch(self, size: int) -> Any:
+        """Return a batch of so many samples on meta."""
+        full = batch_size_of(self._batch)
+
+        def resized(tensor: Tensor) -> Tensor:
+            shape = list(tensor.shape)
+            if shape and shape[0] == full:
+                shape[0] = size
+            return torch.empty(shape, dtype=tensor.dtype, device="meta")
+
+        return apply_to_collection(self._batch, Tensor, resized)
+
+    def short(self, num_blocks: int) -> "pl.LightningModule":
+        """Return the module with so many blocks, or with its own if they are fewer."""
+        if self.blocks is None:
+            return self.module
+        return shortened(self.module, self.blocks, num_blocks)
+
+    def _flops(self) -> BlockCosts:
+        if self.blocks is None:
+            found = step_flops(
+                self.module,
+                self.batch(1),
+                BlockList(path="", modules=(self.module,)),
+                self.precision,
+            )
+            return BlockCosts(before=found.before + sum(found.blocks), blocks=(), after=found.after)
+        module = self.short(2)
+        found = step_flops(
+            module, self.batch(1), _blocks_of(module, self.blocks.path), self.precision
+        )
+        return BlockCosts(before=found.before, blocks=found.blocks[:1], after=found.after)
+
+    def _split(self, tp: int, choice: Checkpointing) -> Any:
+        if tp == 1:
+            return DDPStrategy(activation_checkpointing=choice)
+        return TensorParallelStrategy(plan=self.plan_of(tp), activation_checkpointing=choice)
+
+    def plan_of(self, tp: int) -> dict[str, Any] | None:
+        """Return the layers that so many ranks share: those given, or those found.
+
+        Raises:
+            ConfigError: None were given, and the parameters have no values to try layers out with,
+                or nothing can be split.
+        """
+        if self.plan is not None or tp == 1 or any(one.is_meta for one in self.module.parameters()):
+            return self.plan
+        if tp not in self._plans:
+            layers = automatic_plan(self.module, tp).layers
+            self._plans[tp] = {layer.pattern: layer.style for layer in layers}
+        return self._plans[tp]
+
+    def weights(self, tp: int) -> dict[str, Weights]:
+        """Return the parameters of a rank's "before", one "block", "after", and "both" ends."""
+        if tp not in self._weights:
+            self._weights[tp] = self._weighed(tp)
+        return self._weights[tp]
+
+    def _weighed(self, tp: int) -> dict[str, Weights]:
+        module = self.short(1)
+        world = SimulatedWorld(
+            self._split(tp, None), module, self.batch(1), tp, self.precision, state_values=2
+        )
+        stand_ins = NoElements()
+        copied = stand_ins.module(module, dtype=world.dtype, left_out=runners_of(module))
+        model = SimulatedModel(copied, world.options)
+        dtypes = world.options.engine.dtypes
+        places = self._places(copied)
+        found = dict.fromkeys(("before", "block", "after", "both"), Weights())
+        for param, part in model.parts.items():
+            own, used = part.nbytes, part.numel() * dtypes.compute_dtype(param).itemsize
+            one = Weights(
+                used=used,
+                own=own,
+                apart=own if dtypes.compute_dtype(param) != param.dtype else 0,
+                trained=own if param.requires_grad else 0,
+                numel=part.numel(),
+            )
+            found[places(param)] += one
+        return found
+
+    def _places(self, module: nn.Module) -> Callable[[nn.Parameter], str]:
+        if self.blocks is None:
+            return lambda param: "before"
+        found = used_at(module, _blocks_of(module, self.blocks.path), nn.Module.parameters)
+
+        def place(param: nn.Parameter) -> str:
+            places = found[param]
+            if 0 in places:
+                return "block"
+            return "both" if len(places) > 1 else "before" if -1 in places else "after"
+
+        return place
+
+    def unpipelined(self, tp: int, choice: Checkpointing) -> Unpipelined:
+        """Return the figures of a rank without a pipeline."""
+        if (tp, choice) not in self._unpipelined:
+            self._unpipelined[tp, choice] = self._traced(tp, choice)
+        return self._unpipelined[tp, choice]
+
+    def _traced(self, tp: int, choice: Checkpointing) -> Unpipelined:
+        strategy, traces = self._split(tp, choice), dict[tuple[int, int], StepTrace]()
+        for blocks in _SHORT if self.blocks is not None else _SHORT[:1]:
+            module = self.short(blocks)
+            for size in _SIZES:
+                traces[size, blocks] = trace_of(
+                    strategy, module, self.batch(size), world_size=tp, precision=self.precision
+                )
+
+        def line(name: str) -> Bilinear:
+            return Bilinear.through(
+                lambda size, blocks: vars(traces.get((size, blocks), traces[size, 2]))[name], _SHORT
+            )
+
+        return Unpipelined(
+            saved=line("saved"), most=line("most"), moved=line("moved"), sent=line("sent")
+        )
+
+    def stages(self, tp: int, choice: Checkpointing) -> Stages:
+        """Return the figures of a pipeline's stages."""
+        if (tp, choice) not in self._stages:
+            self._stages[tp, choice] = self._staged(tp, choice)
+        return self._stages[tp, choice]
+
+    def _staged(self, tp: int, choice: Checkpointing) -> Stages:
+        strategy = HybridParallelStrategy(
+            pipeline_parallel_size=4,
+            tensor_parallel_size=tp,
+            plan=self.plan_of(tp),
+            schedule="gpipe",
+            num_microbatches=1,
+            split=_STAGES,
+            activation_checkpointing=choice,
+        )
+        module = self.short(4)
+        ranks = [
+            strategy.dry_run(
+                module, self.batch(size), world_size=4 * tp, precision=self.precision
+            ).ranks
+            for size in _SIZES
+        ]
+        ties = _tied_bytes(self.weights(tp)["both"])
+        whole = self.unpipelined(tp, choice)
+        return Stages(
+            saved=_by_place(ranks, whole.saved, lambda one: one.memory.activations),
+            recomputed=_line(lambda size: ranks[size - 1][1].memory.recomputed),
+            sent_tp=_by_place(ranks, whole.sent, lambda one: one.sent["tp"]),
+            forward_message=_line(lambda size: ranks[size - 1][0].sent["pp"] - ties),
+            backward_message=_line(lambda size: ranks[size - 1][3].sent["pp"] - ties),
+        )
+
+
+def _by_place(
+    ranks: list[tuple[RankFigures, ...]], whole: Bilinear, read: Callable[[RankFigures], float]
+) -> dict[str, Bilinear]:
+    """Return a figure of each stage, from stages of one block; further blocks add the same."""
+
+    def figure(rank: int, size: int, blocks: int) -> float:
+        more = whole.at(size, blocks) - whole.at(size, 1)
+        return read(ranks[size - 1][rank]) + more
+
+    places = (("first", 0), ("middle", 1), ("last", 3))
+    return {place: Bilinear.through(partial(figure, rank), (1, 2)) for place, rank in places}
+
+
+def _line(read: Callable[[int], float]) -> Bilinear:
+    return Bilinear.through(lambda size, _: read(size), (1, 2))
+
+
+def _tied_bytes(both: Weights) -> int:
+    """Return what each of the two end ranks sends to sum the gradients of what both have."""
+    return both.numel * 4
+
+
+def _blocks_of(module: nn.Module, path: str) -> BlockList:
+    container = module.get_submodule(path)
+    return BlockList(path=path, modules=tuple(container.children()))

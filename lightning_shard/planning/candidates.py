@@ -1,0 +1,193 @@
+"""The candidates of a search: every way to lay a model out on so many ranks, as options.
+
+    ranks = pp x dp x tp      tp within a node, pp at most one stage a block, dp what is left
+    dp > 1                    ZeRO stage 0 to 3, without a pipeline also with offload
+    pp > 1                    schedule, microbatches
+    all                       samples of a microbatch, activation checkpointing
+
+What changes the result of a step (local and asynchronous SGD, compression) is no candidate: whether
+a model trains as well so is no question of memory and time.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lightning_shard.data_parallel.options import Offload
+
+Checkpointing = Literal["full", "selective"] | None
+_SCHEDULES = ("1f1b", "interleaved_1f1b")
+_PURE = ("shard_ddp", "zero1", "zero2", "zero3")
+_CLASSES = {
+    "shard_ddp": "DDPStrategy",
+    "zero1": "ZeRO1Strategy",
+    "zero2": "ZeRO2Strategy",
+    "zero3": "ZeRO3Strategy",
+    "tensor_parallel": "TensorParallelStrategy",
+    "pipeline_parallel": "PipelineParallelStrategy",
+    "hybrid_parallel": "HybridParallelStrategy",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One way to train: sizes of the axes and options.
+
+    Attributes:
+        pp: Ranks of a pipeline.
+        dp: Models that train on different batches.
+        tp: Ranks that share every layer.
+        zero_stage: How data-parallel ranks keep their state, 0 to 3.
+        schedule: Name of the pipeline's schedule; empty without one.
+        microbatch: Samples that one forward of a rank has.
+        num_microbatches: Forwards of one data-parallel rank in a step: microbatches of a pipeline,
+            else batches whose gradients are accumulated.
+        checkpointing: What is computed again in backward.
+        offload: What lies in host memory.
+    """
+
+    pp: int
+    dp: int
+    tp: int
+    zero_stage: int
+    schedule: str
+    microbatch: int
+    num_microbatches: int
+    checkpointing: Checkpointing = None
+    offload: Offload | None = None
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Number of stages that each rank of the pipeline has."""
+        return 2 if self.schedule.startswith("interleaved") else 1
+
+    @property
+    def strategy(self) -> str:
+        """Name of the strategy, without offload's suffix."""
+        if self.pp > 1:
+            return "pipeline_parallel" if self.tp == self.dp == 1 else "hybrid_parallel"
+        return "tensor_parallel" if self.tp > 1 else _PURE[self.zero_stage]
+
+    @property
+    def class_name(self) -> str:
+        """Name of the strategy's class in `lightning_shard`."""
+        return _CLASSES[self.strategy]
+
+    def options(self, plan: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Return the strategy's arguments, `plan` being that of the layers to split."""
+        found: dict[str, Any] = {}
+        if self.checkpointing is not None:
+            found["activation_checkpointing"] = self.checkpointing
+        if self.offload is not None:
+            found["offload"] = self.offload
+        if self.strategy in _PURE:
+            return found
+        if self.strategy == "tensor_parallel":
+            found |= {"tensor_parallel_size": self.tp, "zero_stage": self.zero_stage}
+        elif self.strategy == "hybrid_parallel":
+            found |= {"pipeline_parallel_size": self.pp, "tensor_parallel_size": self.tp}
+            found |= {"data_parallel_size": -1, "zero_stage": self.zero_stage}
+        if self.tp > 1 and plan is not None:
+            found["plan"] = plan
+        if self.pp > 1:
+            found |= {"schedule": self.schedule, "num_microbatches": self.num_microbatches}
+        return found
+
+    def __str__(self) -> str:
+        sizes = [(name, size) for name, size in (("pp", self.pp), ("dp", self.dp), ("tp", self.tp))]
+        parts = [" ".join(f"{name} {size}" for name, size in sizes if size > 1) or "one rank"]
+        if self.strategy not in _PURE and self.zero_stage:
+            parts.append(f"ZeRO {self.zero_stage}")
+        if self.schedule:
+            parts.append(f"{self.schedule} of {self.num_microbatches}")
+        elif self.num_microbatches > 1:
+            parts.append(f"{self.num_microbatches} accumulated")
+        parts.append(f"{self.microbatch} a forward")
+        if self.checkpointing:
+            parts.append(f"{self.checkpointing} checkpointing")
+        if self.offload:
+            parts.append(f"{self.offload} offloaded")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchSpace:
+    """The bounds of a search.
+
+    Attributes:
+        num_ranks: Number of all ranks.
+        ranks_per_node: Ranks that share a node's fast links, the most that share a layer.
+        num_blocks: Number of the model's blocks; below 2 there is no pipeline.
+        global_batch: Samples of a step of all ranks.
+        tp_sizes: Numbers of ranks that the model's layers can be shared by; 1 among them.
+        checkpointing: Choices of what is computed again.
+    """
+
+    num_ranks: int
+    ranks_per_node: int
+    num_blocks: int
+    global_batch: int
+    tp_sizes: tuple[int, ...] = (1,)
+    checkpointing: tuple[Checkpointing, ...] = (None, "selective", "full")
+
+    def candidates(self) -> Iterator[Candidate]:
+        """Yield every candidate."""
+        for pp, dp, tp in self._meshes():
+            for microbatch in _divisors(self.global_batch // dp):
+                parts = self.global_batch // dp // microbatch
+                for choice in self.checkpointing:
+                    yield from _on_mesh(pp, dp, tp, microbatch, parts, choice, self.num_blocks)
+
+    def _meshes(self) -> Iterator[tuple[int, int, int]]:
+        for tp in self.tp_sizes:
+            if self.num_ranks % tp:
+                continue
+            for pp in _divisors(self.num_ranks // tp):
+                dp = self.num_ranks // tp // pp
+                if (pp == 1 or pp <= self.num_blocks) and self.global_batch % dp == 0:
+                    yield pp, dp, tp
+
+
+def _on_mesh(
+    pp: int,
+    dp: int,
+    tp: int,
+    microbatch: int,
+    parts: int,
+    choice: Checkpointing,
+    num_blocks: int,
+) -> Iterator[Candidate]:
+    for stage in range(4) if dp > 1 else (0,):
+        made = Candidate(
+            pp=pp,
+            dp=dp,
+            tp=tp,
+            zero_stage=stage,
+            schedule="",
+            microbatch=microbatch,
+            num_microbatches=parts,
+            checkpointing=choice,
+        )
+        if pp > 1:
+            yield from _schedules(made, num_blocks)
+            continue
+        yield made
+        if tp == 1 and stage in (2, 3):
+            yield _changed(made, offload="optimizer" if stage == 2 else "parameters")
+
+
+def _schedules(made: Candidate, num_blocks: int) -> Iterator[Candidate]:
+    if made.num_microbatches < made.pp:  # most ranks would wait most of the time
+        return
+    yield _changed(made, schedule="1f1b")
+    in_rounds = made.num_microbatches % made.pp == 0
+    if in_rounds and 2 * made.pp <= num_blocks:
+        yield _changed(made, schedule="interleaved_1f1b")
+
+
+def _changed(made: Candidate, **values: Any) -> Candidate:
+    return Candidate(**{**vars(made), **values})
+
+
+def _divisors(number: int) -> list[int]:
+    return [one for one in range(1, number + 1) if number % one == 0]

@@ -1,0 +1,100 @@
+"""What a node can do: arithmetic, memory and links, from published figures or measured here.
+
+A profile is a JSON file. The published ones lie in `machines/`, each with its source; figures are
+the peaks of data sheets, so that an estimate of a step's time made with them is a lower bound, and
+ratios of two estimates say more than either.
+"""
+
+import json
+from dataclasses import asdict, dataclass, fields
+from importlib.resources import files
+from pathlib import Path
+
+from lightning_shard.errors import ConfigError
+
+_PUBLISHED = files("lightning_shard.planning") / "machines"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineProfile:
+    """One kind of node.
+
+    Attributes:
+        name: Name of the profile.
+        source: Where the figures come from.
+        device: The device that a rank has.
+        devices_per_node: Devices that share the fast links.
+        device_memory: Bytes of memory of one device.
+        flops_16: Operations a second in bfloat16 and float16 matrix products, dense.
+        flops_32: The same in float32.
+        memory_bytes_per_second: Bytes a second from and to a device's memory.
+        node_bytes_per_second: Bytes a second that a device sends inside its node.
+        network_bytes_per_second: Bytes a second that a device sends to other nodes, its share of
+            the node's adapters.
+        host_bytes_per_second: Bytes a second between a device and its host's memory.
+        message_seconds: Time that a message takes before its first byte arrives.
+    """
+
+    name: str
+    source: str
+    device: str
+    devices_per_node: int
+    device_memory: int
+    flops_16: float
+    flops_32: float
+    memory_bytes_per_second: float
+    node_bytes_per_second: float
+    network_bytes_per_second: float
+    host_bytes_per_second: float
+    message_seconds: float
+
+    def flops(self, precision: str) -> float:
+        """Return the operations a second of matrix products in a Lightning precision."""
+        return self.flops_32 if precision.startswith(("32", "64")) else self.flops_16
+
+    def bytes_per_second(self, *, inside_node: bool) -> float:
+        """Return what a rank sends a second, inside its node or to others."""
+        return self.node_bytes_per_second if inside_node else self.network_bytes_per_second
+
+    def save(self, path: str | Path) -> None:
+        """Write the profile as JSON."""
+        Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+
+def published() -> list[str]:
+    """Return the names of the profiles that come with the package."""
+    return sorted(one.name.removesuffix(".json") for one in _PUBLISHED.iterdir())
+
+
+def machine_profile(name_or_path: str | Path) -> MachineProfile:
+    """Read a profile: a published one by its name, or a file.
+
+    Raises:
+        ConfigError: There is no such profile or file, or it has other entries.
+    """
+    text = str(name_or_path)
+    if text in published():
+        content = (_PUBLISHED / f"{text}.json").read_text(encoding="utf-8")
+    elif Path(text).is_file():
+        content = Path(text).read_text(encoding="utf-8")
+    else:
+        raise ConfigError(
+            f"There is no machine profile {text!r}; expected one of {', '.join(published())}, or "
+            f"the path of a file with the entries of one of these."
+        )
+    return _parsed(content, text)
+
+
+def _parsed(content: str, origin: str) -> MachineProfile:
+    wanted = {field.name for field in fields(MachineProfile)}
+    try:
+        entries = json.loads(content)
+        differing = wanted.symmetric_difference(entries)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"The machine profile {origin!r} is no JSON object: {error}.") from error
+    if differing:
+        raise ConfigError(
+            f"The machine profile {origin!r} has entries too many or too few: "
+            f"{', '.join(sorted(differing))}; expected exactly {', '.join(sorted(wanted))}."
+        )
+    return MachineProfile(**entries)

@@ -1,0 +1,232 @@
+"""`lightning_shard.plan`: the candidates, their figures, and the one to train with.
+
+fits in memory  ──>  fastest  ──>  of those within 2 %, the one with the fewest dimensions
+                        └ its dry run, rank by rank, in place of the estimate
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_shard.errors import ConfigError
+from lightning_shard.pipeline_parallel.microbatches import batch_size_of
+from lightning_shard.planner.report import DryRun, RankFigures
+from lightning_shard.planning.anatomy import Anatomy
+from lightning_shard.planning.candidates import Candidate, Checkpointing, SearchSpace
+from lightning_shard.planning.estimate import Estimate, Estimator
+from lightning_shard.planning.machine import MachineProfile, machine_profile
+from lightning_shard.planning.plan import Plan
+from lightning_shard.trainer.dry_run import trace_of
+
+_ALIKE = 1.02  # times of estimates that say nothing about which is faster
+_TP_SIZES = (1, 2, 4, 8)
+
+
+def plan(
+    module: "pl.LightningModule",
+    batch: Any,
+    *,
+    devices: int,
+    nodes: int | None = None,
+    device_memory: int | None = None,
+    global_batch: int | None = None,
+    machine: str | MachineProfile = "h100",
+    precision: str = "bf16-mixed",
+    tensor_plan: dict[str, Any] | None = None,
+    checkpointing: Sequence[Checkpointing] = (None, "full"),
+) -> Plan:
+    """Search for the strategy and options with which a module trains fastest in its memory.
+
+    Nothing is sent, computed or kept. The search looks at two and three of the model's blocks, so
+    that it takes no longer for eighty; the recommended candidate's whole step is then simulated.
+
+    Args:
+        module: As for `trainer.fit`; its parameters may be on meta.
+        batch: A batch of any number of samples, of which only shapes count.
+        devices: Number of all devices.
+        nodes: Number of nodes; by default as many as the profile's nodes fill.
+        device_memory: Bytes of one device; by default the profile's.
+        global_batch: Samples of a step of all ranks; by default the batch's on each device.
+        machine: Name of a published profile, path of a measured one, or a profile.
+        precision: As for the Trainer.
+        tensor_plan: Layers that tensor parallel splits; None lets it find them, for which the
+            parameters need values.
+        checkpointing: What of "full", "selective" and None to search through.
+
+    Raises:
+        ConfigError: Sizes that do not go together, or a `training_step` that asks for elements.
+    """
+    profile = machine if isinstance(machine, MachineProfile) else machine_profile(machine)
+    per_node = _ranks_per_node(devices, nodes, profile)
+    samples = batch_size_of(batch) * devices if global_batch is None else global_batch
+    anatomy = Anatomy(module, batch, precision, tensor_plan)
+    tp_sizes, left_out = _tp_sizes(anatomy, min(per_node, devices))
+    choices = tuple(checkpointing) if anatomy.num_blocks else (None,)
+    space = SearchSpace(
+        num_ranks=devices,
+        ranks_per_node=per_node,
+        num_blocks=anatomy.num_blocks,
+        global_batch=samples,
+        tp_sizes=tp_sizes,
+        checkpointing=choices,
+    )
+    estimator = Estimator(anatomy, profile, per_node)
+    found, unsplit = _estimated(estimator, space)
+    if not found:
+        raise ConfigError(
+            f"No candidate: {samples} samples a step cannot be shared by {devices} devices; "
+            f"expected a global batch that a number of data-parallel ranks divides."
+        )
+    limit = profile.device_memory if device_memory is None else device_memory
+    chosen = recommended(found, limit)
+    if chosen is not None:
+        chosen = _confirmed(anatomy, chosen, limit, found, per_node)
+    return Plan(
+        machine=profile,
+        num_devices=devices,
+        ranks_per_node=per_node,
+        device_memory=limit,
+        global_batch=samples,
+        precision=precision,
+        num_parameters=sum(param.numel() for param in module.parameters()),
+        tensor_plan=tensor_plan,
+        estimates=tuple(found),
+        recommendation=chosen,
+        left_out=(*left_out, *unsplit),
+    )
+
+
+def _estimated(estimator: Estimator, space: SearchSpace) -> tuple[list[Estimate], list[str]]:
+    """Return every candidate's figures, and why pipelines are left out where they cannot be."""
+    found, reasons = list[Estimate](), dict[str, None]()
+    for one in space.candidates():
+        if one.pp > 1 and reasons:
+            continue
+        try:
+            found.append(estimator.estimate(one))
+        except ConfigError as error:
+            if one.pp == 1:
+                raise
+            reasons[f"pipelines: {error}"] = None
+    return found, list(reasons)
+
+
+def recommended(found: Sequence[Estimate], limit: int) -> Estimate | None:
+    """Return the estimate to train with; None where nothing fits.
+
+    Offload is taken only where nothing else fits: what the host's processor needs for the update
+    is in no profile.
+    """
+    fitting = [one for one in found if one.peak_bytes <= limit]
+    fitting = [one for one in fitting if one.candidate.offload is None] or fitting
+    if not fitting:
+        return None
+    fastest = min(one.seconds for one in fitting)
+    near = [one for one in fitting if one.seconds <= _ALIKE * fastest]
+    return min(near, key=_plainness)
+
+
+def _plainness(one: Estimate) -> tuple[Any, ...]:
+    """Order of what is as fast: fewest dimensions, no recomputation, lowest stage, least memory."""
+    made = one.candidate
+    dimensions = sum(size > 1 for size in (made.pp, made.tp))
+    return dimensions, made.checkpointing is not None, made.zero_stage, one.peak_bytes
+
+
+def _confirmed(
+    anatomy: Anatomy, chosen: Estimate, limit: int, found: list[Estimate], per_node: int
+) -> Estimate | None:
+    """Simulate the recommended candidate, and the next one where it turns out not to fit."""
+    tried: set[Candidate] = set()
+    best: Estimate | None = chosen
+    while best is not None:
+        exact = simulated(anatomy, best, per_node)
+        found[found.index(best)] = exact
+        tried.add(exact.candidate)
+        if exact.peak_bytes <= limit:
+            return exact
+        best = recommended([one for one in found if one.candidate not in tried], limit)
+    return None
+
+
+def simulated(anatomy: Anatomy, one: Estimate, ranks_per_node: int = 8) -> Estimate:
+    """Return an estimate with the figures of a dry run of the same options."""
+    made = one.candidate
+    run = dry_run_of_candidate(anatomy, made, ranks_per_node)
+    fullest = max(run.ranks, key=lambda rank: rank.memory.total)
+    parts = 1 if made.pp > 1 else made.num_microbatches
+    return replace(
+        one,
+        rank=run.ranks.index(fullest),
+        memory=fullest.memory,
+        passing=_passing(anatomy, one, fullest),
+        sent={
+            axis: max(_sent(rank, axis, parts, made) for rank in run.ranks) for axis in fullest.sent
+        },
+        idle_share=one.idle_share,
+        is_simulated=True,
+    )
+
+
+def _sent(rank: RankFigures, axis: Any, parts: int, made: Candidate) -> int:
+    """Return the bytes of a step of several accumulated batches."""
+    if axis == "dp" and made.zero_stage < 2:
+        return rank.sent[axis]
+    return rank.sent[axis] * parts
+
+
+def _passing(anatomy: Anatomy, one: Estimate, fullest: RankFigures) -> int:
+    """Return the passing bytes at the candidate's own number of samples."""
+    made = one.candidate
+    if made.pp > 1:
+        return one.passing
+    trace = trace_of(
+        anatomy._split(made.tp, made.checkpointing),
+        anatomy.short(2),
+        anatomy.batch(made.microbatch),
+        world_size=made.tp,
+        precision=anatomy.precision,
+    )
+    return trace.most - trace.saved
+
+
+def dry_run_of_candidate(anatomy: Anatomy, made: Candidate, ranks_per_node: int = 8) -> DryRun:
+    """Return the dry run of a candidate's strategy."""
+    package = import_module("lightning_shard")
+    strategy = getattr(package, made.class_name)(**made.options(anatomy.plan_of(made.tp)))
+    size = made.microbatch * (made.num_microbatches if made.pp > 1 else 1)
+    run: DryRun = strategy.dry_run(
+        anatomy.module,
+        anatomy.batch(size),
+        world_size=made.pp * made.dp * made.tp,
+        precision=anatomy.precision,
+        ranks_per_node=ranks_per_node,
+    )
+    return run
+
+
+def _ranks_per_node(devices: int, nodes: int | None, profile: MachineProfile) -> int:
+    if devices < 1 or (nodes is not None and (nodes < 1 or devices % nodes)):
+        raise ConfigError(
+            f"got {devices} devices on {nodes} nodes, expected at least one device, and as many on "
+            f"each node."
+        )
+    return devices // nodes if nodes is not None else min(devices, profile.devices_per_node)
+
+
+def _tp_sizes(anatomy: Anatomy, most: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return the sizes by which the layers can be shared, and why others are left out."""
+    sizes, reasons = [1], []
+    for tp in _TP_SIZES[1:]:
+        if tp > most:
+            break
+        try:
+            anatomy.unpipelined(tp, None)
+        except ConfigError as error:
+            reasons.append(f"tensor parallel over {tp} ranks: {error}")
+            break
+        sizes.append(tp)
+    return tuple(sizes), tuple(reasons)

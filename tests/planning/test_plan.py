@@ -1,0 +1,93 @@
+"""A plan: what is recommended fits, is the fastest, and its YAML makes the strategy it names."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import lightning_shard
+from lightning_shard.planning.machine import machine_profile, published
+from lightning_shard.planning.plan import Plan
+from tests.strategies.models import ExampleGPT
+
+MIB = 2**20
+
+
+def planned(**options: Any) -> Plan:
+    with torch.device("meta"):
+        model = ExampleGPT(num_layers=6)
+    text = torch.zeros(4, 16, dtype=torch.long)
+    return lightning_shard.plan(
+        model,
+        [text, text],
+        **{"devices": 4, "precision": "32-true", "checkpointing": [None], **options},
+    )
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return planned(device_memory=2 * MIB)
+
+
+def test_the_recommendation_fits_and_nothing_that_fits_is_clearly_faster(plan: Plan) -> None:
+    chosen = plan.recommendation
+    assert chosen is not None
+    assert chosen.is_simulated
+    assert chosen.peak_bytes <= 2 * MIB
+    fitting = [one for one in plan.estimates if plan.fits(one) and one.candidate.offload is None]
+    assert chosen.seconds <= 1.02 * min(one.seconds for one in fitting)
+
+
+def test_the_yaml_makes_the_recommended_strategy(plan: Plan) -> None:
+    chosen = plan.recommendation
+    assert chosen is not None
+    trainer = yaml.safe_load(plan.to_yaml())["trainer"]
+    name = trainer["strategy"]["class_path"].rpartition(".")[2]
+    strategy = getattr(lightning_shard, name)(**trainer["strategy"]["init_args"])
+    assert name == chosen.candidate.class_name
+    assert strategy.stage == chosen.candidate.zero_stage
+    assert trainer["devices"] * trainer["num_nodes"] == 4
+
+
+def test_json_has_what_the_table_shows(plan: Plan) -> None:
+    found = json.loads(plan.to_json())
+    names = {one["strategy"] for one in found["candidates"]}
+    assert {"shard_ddp", "zero1", "zero2", "zero3", "pipeline_parallel"} <= names
+    assert all(name in str(plan) for name in names)
+    assert found["recommendation"]["memory"]["peak"] == plan.recommendation.peak_bytes  # type: ignore[union-attr]
+
+
+def test_layers_of_a_module_on_meta_are_not_searched_and_the_table_says_so(plan: Plan) -> None:
+    assert {one.candidate.tp for one in plan.estimates} == {1}
+    assert "Not searched: tensor parallel over 2 ranks" in str(plan)
+
+
+def test_nothing_fits_is_said_with_the_least(tmp_path: Path) -> None:
+    found = planned(device_memory=1000, devices=2)
+    assert found.recommendation is None
+    assert found.to_yaml() == ""
+    assert found.reason.startswith("Nothing fits 1000 B a device. The least is")
+    found.save_picture(tmp_path / "memory.png")
+    assert (tmp_path / "memory.png").stat().st_size > 10_000
+
+
+def test_devices_that_no_nodes_share_evenly_are_refused() -> None:
+    with pytest.raises(lightning_shard.ConfigError, match="3 devices on 2 nodes"):
+        planned(devices=3, nodes=2)
+
+
+def test_published_profiles_say_their_source_and_come_back_from_a_file(tmp_path: Path) -> None:
+    assert published() == ["a100", "h100"]
+    for name in published():
+        profile = machine_profile(name)
+        assert "data sheet" in profile.source
+        profile.save(tmp_path / "mine.json")
+        assert machine_profile(tmp_path / "mine.json") == profile
+    with pytest.raises(lightning_shard.ConfigError, match="expected one of a100, h100"):
+        machine_profile("b200")
+    (tmp_path / "mine.json").write_text('{"name": "x"}')
+    with pytest.raises(lightning_shard.ConfigError, match="too many or too few"):
+        machine_profile(tmp_path / "mine.json")
