@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     )
     from lightning_shard.mesh import ParallelMesh
     from lightning_shard.strategies.async_sgd import AsyncSGDStrategy
+    from lightning_shard.strategies.context_parallel import ContextParallelStrategy
     from lightning_shard.strategies.elastic import ElasticStrategy
     from lightning_shard.strategies.hybrid_parallel import HybridParallelStrategy
     from lightning_shard.strategies.local_sgd import LocalSGDStrategy
@@ -60,6 +61,7 @@ __all__ = [
     "CheckpointError",
     "CollectiveMismatchError",
     "ConfigError",
+    "ContextParallelStrategy",
     "DDPStrategy",
     "DeadlockError",
     "ElasticStrategy",

@@ -8,7 +8,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lightning_shard.mesh import AXES, Axis, NodePlacement, ParallelMesh
+from lightning_shard.mesh import Axis, NodePlacement, ParallelMesh
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -118,7 +118,7 @@ class DryRun:
 
     @property
     def _title(self) -> str:
-        sizes = ", ".join(f"{axis} {self.mesh.size(axis)}" for axis in AXES)
+        sizes = ", ".join(f"{axis} {self.mesh.size(axis)}" for axis in self.mesh.axes)
         return (
             f"{self.num_parameters:,} parameters on {self.mesh.world_size:,} ranks: {sizes}, "
             f"ZeRO stage {self.zero_stage}"

@@ -1,0 +1,125 @@
+"""Cutting the sequence where a model's repeated blocks begin, and joining it where they end.
+
+    embedding ──> x ──cut──> block 0 ──> block 1 ──> ... ──> block n ──gather──> x ──> head, loss
+                  (B, S, E)     (B, S / W, E) on each rank        (B, S, E)
+
+The blocks are those that the engine makes units of. A block is given its other arguments as they
+are: masks, positions and rotary tables stay whole, and what an operation needs of them it takes.
+A sequence that W ranks cannot share out evenly is computed whole by each of them.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.hooks import RemovableHandle
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.context_parallel.crossings import cut_sequence, share_whole
+from lightning_shard.context_parallel.sequence_part import SequencePart
+from lightning_shard.data_parallel.units import named_blocks
+from lightning_shard.placeholders import Placeholder
+from lightning_shard.tensor_parallel.dim_sharded_tensor import (
+    DimShardedTensor,
+    full_tensor,
+    wrapped,
+)
+
+
+class CutBlocks:
+    """Cuts the hidden states of a model's blocks until `restore`.
+
+    Args:
+        model: The model, whose blocks are found.
+        group: Group of the W ranks that share each sequence.
+        joins_each: Whether each block gives whole hidden states, as where stages send them.
+    """
+
+    def __init__(self, model: nn.Module, group: Collectives, *, joins_each: bool = False) -> None:
+        self._group = group
+        self._warned = False
+        self._handles: list[RemovableHandle] = []
+        self.blocks = dict(named_blocks(model, None))
+        last = {name.rpartition(".")[0]: name for name in self.blocks}
+        for name, block in self.blocks.items():
+            enter = _Entrance(self, name, sequence_dim(block))
+            self._handles.append(
+                block.register_forward_pre_hook(enter, with_kwargs=True)
+            )
+            if joins_each or name in last.values():
+                self._handles.append(block.register_forward_hook(_joined))
+
+    def restore(self) -> None:
+        """Let blocks be called with whole sequences again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def entered(
+        self, name: str, dim: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Return a block's arguments with the hidden states cut; None to leave them."""
+        hidden = _hidden_states(args, kwargs)
+        if hidden is None or isinstance(hidden, DimShardedTensor | Placeholder):
+            return None if hidden is None else self._with(hidden, hidden, args, kwargs)
+        if hidden.shape[dim] % self._group.size:
+            self._warn(name, hidden, dim)
+            return None
+        local = cut_sequence(hidden, dim, self._group)
+        part = SequencePart(local=local, dim=dim, group=self._group)
+        return self._with(hidden, wrapped(part), args, kwargs)
+
+    def _with(
+        self, hidden: Tensor, cut: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return arguments with `cut` for `hidden`."""
+        new: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(
+            Tensor, lambda one: cut if one is hidden else one, (args, kwargs)
+        )
+        return new
+
+    def _warn(self, name: str, hidden: Tensor, dim: int) -> None:
+        if self._warned or not (hidden.requires_grad and torch.is_grad_enabled()):
+            return
+        self._warned = True
+        rank_zero_warn(
+            f"The block {name!r} is given hidden states of shape {tuple(hidden.shape)}, whose "
+            f"{hidden.shape[dim]} positions {self._group.size} context-parallel ranks cannot share "
+            f"out evenly: each computes them all, with the memory of one rank. Pad the batches to "
+            f"a multiple of {self._group.size}."
+        )
+
+
+class _Entrance:
+    """Hook before a block's forward; copies of the block, made in a run, have it as well."""
+
+    def __init__(self, owner: CutBlocks, name: str, dim: int) -> None:
+        self._owner, self._name, self._dim = owner, name, dim
+
+    def __call__(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
+        return self._owner.entered(self._name, self._dim, args, kwargs)
+
+    def __deepcopy__(self, memo: Any) -> "_Entrance":
+        return self
+
+
+def _joined(block: nn.Module, args: Any, result: Any) -> Any:
+    """Hook after the last block."""
+    return full_tensor(result)
+
+
+def _hidden_states(args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
+    """Return the first argument of shape (B, S, E) and a floating format."""
+    for one in (*args, *kwargs.values()):
+        if isinstance(one, Tensor) and one.ndim == 3 and not one.is_nested:
+            return one if one.is_floating_point() else None
+    return None
+
+
+def sequence_dim(block: nn.Module) -> int:
+    """Return the dimension of positions in a block's hidden states."""
+    attentions = (one for one in block.modules() if isinstance(one, nn.MultiheadAttention))
+    return 0 if any(not one.batch_first for one in attentions) else 1
