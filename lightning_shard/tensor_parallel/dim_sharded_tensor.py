@@ -230,6 +230,26 @@ class DimShardedTensor(Tensor):
         """Remember that the part was changed in place: the wrapper's gradient is not its own."""
         self._link.is_broken = True
 
+    def cross_with_part(
+        self, group: Collectives, crossing: Callable[..., Tensor], args: tuple[Any, ...]
+    ) -> Any:
+        """Let the part cross into or out of a region of another group, as `PASSES_ON` says.
+
+        Args:
+            group: Group of the region.
+            crossing: Crosses a tensor, with `args`.
+            args: The dimension that is gathered or cut there, if any, and more.
+
+        Returns:
+            A tensor sharded as this; None where the region is of the same ranks, or gathers or cuts
+            the sharded dimension.
+        """
+        part = self.part
+        dims = [one % self.ndim for one in args if isinstance(one, int)]
+        if part.group is group or part.dim in dims:
+            return None
+        return part.widen(crossing(part.local, *args))
+
     @property
     def is_in_graph(self) -> bool:
         """Whether autograd knows the wrapper."""
