@@ -8,18 +8,21 @@ are: masks, positions and rotary tables stay whole, and what an operation needs 
 A sequence that W ranks cannot share out evenly is computed whole by each of them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.context_parallel.crossings import cut_sequence, share_whole
+from lightning_shard.context_parallel.crossings import cut_sequence
 from lightning_shard.context_parallel.sequence_part import SequencePart
+from lightning_shard.context_parallel.trial import Arguments, try_block
+from lightning_shard.context_parallel.whole_sequences import WholeSequences
 from lightning_shard.data_parallel.units import named_blocks
 from lightning_shard.placeholders import Placeholder
 from lightning_shard.tensor_parallel.dim_sharded_tensor import (
@@ -41,6 +44,8 @@ class CutBlocks:
     def __init__(self, model: nn.Module, group: Collectives, *, joins_each: bool = False) -> None:
         self._group = group
         self._warned = False
+        self._tried: set[tuple[type[nn.Module], bool]] = set()
+        self.whole = WholeSequences(group.size)
         self._handles: list[RemovableHandle] = []
         self.blocks = dict(named_blocks(model, None))
         last = {name.rpartition(".")[0]: name for name in self.blocks}
@@ -49,8 +54,9 @@ class CutBlocks:
             self._handles.append(
                 block.register_forward_pre_hook(enter, with_kwargs=True)
             )
-            if joins_each or name in last.values():
-                self._handles.append(block.register_forward_hook(_joined))
+            joins = joins_each or name in last.values()
+            leave = _Exit(self, joins=joins)
+            self._handles.append(block.register_forward_hook(leave, always_call=True))
 
     def restore(self) -> None:
         """Let blocks be called with whole sequences again."""
@@ -59,24 +65,37 @@ class CutBlocks:
         self._handles.clear()
 
     def entered(
-        self, name: str, dim: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self, block: nn.Module, name: str, dim: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Arguments | None:
         """Return a block's arguments with the hidden states cut; None to leave them."""
         hidden = _hidden_states(args, kwargs)
-        if hidden is None or isinstance(hidden, DimShardedTensor | Placeholder):
-            return None if hidden is None else self._with(hidden, hidden, args, kwargs)
+        if hidden is None or isinstance(hidden, Placeholder):
+            return None
+        is_new = (type(block), torch.is_grad_enabled()) not in self._tried
+        self.whole.block = name
+        if is_new and not hidden.shape[dim] % self._group.size:
+            self._tried.add((type(block), torch.is_grad_enabled()))
+            try_block(name, block, (args, kwargs), partial(self._cut, name, dim), self._group)
+        return self._cut(name, dim, args, kwargs)
+
+    def _cut(
+        self, name: str, dim: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Arguments | None:
+        hidden = _hidden_states(args, kwargs)
+        if hidden is None or isinstance(hidden, DimShardedTensor):
+            return None
         if hidden.shape[dim] % self._group.size:
             self._warn(name, hidden, dim)
             return None
         local = cut_sequence(hidden, dim, self._group)
-        part = SequencePart(local=local, dim=dim, group=self._group)
+        part = SequencePart(local=local, dim=dim, group=self._group, whole=self.whole)
         return self._with(hidden, wrapped(part), args, kwargs)
 
     def _with(
         self, hidden: Tensor, cut: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    ) -> Arguments:
         """Return arguments with `cut` for `hidden`."""
-        new: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(
+        new: Arguments = tree_map_only(
             Tensor, lambda one: cut if one is hidden else one, (args, kwargs)
         )
         return new
@@ -100,15 +119,24 @@ class _Entrance:
         self._owner, self._name, self._dim = owner, name, dim
 
     def __call__(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
-        return self._owner.entered(self._name, self._dim, args, kwargs)
+        return self._owner.entered(block, self._name, self._dim, args, kwargs)
 
     def __deepcopy__(self, memo: Any) -> "_Entrance":
         return self
 
 
-def _joined(block: nn.Module, args: Any, result: Any) -> Any:
-    """Hook after the last block."""
-    return full_tensor(result)
+class _Exit:
+    """Hook after a block's forward."""
+
+    def __init__(self, owner: CutBlocks, *, joins: bool) -> None:
+        self._owner, self._joins = owner, joins
+
+    def __call__(self, block: nn.Module, args: Any, result: Any) -> Any:
+        self._owner.whole.block = None
+        return full_tensor(result) if self._joins else None
+
+    def __deepcopy__(self, memo: Any) -> "_Exit":
+        return self
 
 
 def _hidden_states(args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:

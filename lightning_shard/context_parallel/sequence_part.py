@@ -25,6 +25,7 @@ from lightning_shard.context_parallel.crossings import (
     gather_sequence,
     share_whole,
 )
+from lightning_shard.context_parallel.whole_sequences import WholeSequences
 from lightning_shard.tensor_parallel.dim_sharded_tensor import DimShardedTensor, Part
 
 RULES: dict[str, Callable[..., Any]] = {}
@@ -33,9 +34,19 @@ RULES: dict[str, Callable[..., Any]] = {}
 
 @dataclass(frozen=True, kw_only=True)
 class SequencePart(Part):
-    """One rank's part of a tensor along the sequence; see the module."""
+    """One rank's part of a tensor along the sequence; see the module.
+
+    Attributes:
+        whole: Hears of the operations that need the whole sequence.
+    """
+
+    whole: WholeSequences
 
     own_rules: ClassVar[Mapping[str, Callable[..., Any]]] = RULES
+
+    @override
+    def note_gather(self, func: Callable[..., Any]) -> None:
+        self.whole.note(func)
 
     @override
     def split(self, value: Tensor, dim: int) -> Tensor:

@@ -89,6 +89,9 @@ class Part:
             return value.part.local
         return self._by_block(own_slice, value, self.dim) if isinstance(value, Tensor) else value
 
+    def note_gather(self, func: Callable[..., Any]) -> None:
+        """Hear of an operation that needs the full tensor."""
+
     def wide_gradient(self, local: Any) -> Any:
         """Return the gradient of the wider tensor, of which `local` is the part's."""
         return self.widen(local)
@@ -302,6 +305,7 @@ def _on_full(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
     gathered: dict[int, Tensor] = {}
 
     def full(sharded: DimShardedTensor) -> Tensor:
+        sharded.part.note_gather(func)
         return gathered.setdefault(id(sharded), _gather(sharded))
 
     full_args, full_kwargs = tree_map_only(DimShardedTensor, full, (args, kwargs))
