@@ -142,7 +142,7 @@ class _Exit:
 def _hidden_states(args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
     """Return the first argument of shape (B, S, E) and a floating format."""
     for one in (*args, *kwargs.values()):
-        if isinstance(one, Tensor) and one.ndim == 3 and not one.is_nested:
+        if isinstance(one, Tensor) and not one.is_nested and one.ndim == 3:
             return one if one.is_floating_point() else None
     return None
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightning_shard.context_parallel.sequence_part import RULES, SequencePart, part_of
+from lightning_shard.tensor_parallel import dim_sharded_shapes as shapes
 from lightning_shard.tensor_parallel.dim_sharded_tensor import DimShardedTensor, full_tensor
 from lightning_shard.tensor_parallel.regions import gather_to_region
 
@@ -71,6 +72,14 @@ def _einsum(func: Any, equation: Any, *operands: Any) -> Any:
     return NotImplemented
 
 
+def _cat(func: Any, tensors: Any, dim: int = 0) -> Any:
+    """Concatenate; what torch passes over, such as a cache that is empty yet, is left out."""
+    given = [one for one in tensors if part_of(one) is not None or tuple(one.shape) != (0,)]
+    if len(given) == 1 and (part := part_of(given[0])) is not None:
+        return part.widen(func([part.local], dim))
+    return shapes.joined(func, given, dim)
+
+
 def _scaled(func: Any, sharded: Any, *args: Any, **kwargs: Any) -> Any:
     """Do an operation of one tensor element by element."""
     part = part_of(sharded)
@@ -101,6 +110,7 @@ RULES.update(
     linear=_linear,
     addmm=_addmm,
     einsum=_einsum,
+    cat=_cat,
     **dict.fromkeys(("matmul", "bmm", "__matmul__"), _matmul),
     **dict.fromkeys(_ELEMENTWISE.split(), _scaled),
     **dict.fromkeys(_COMPARING.split(), _combined),

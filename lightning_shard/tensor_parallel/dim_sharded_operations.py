@@ -252,7 +252,7 @@ def _getters(names: str) -> set[Any]:
 _OF_THE_PART = _getters("data grad grad_fn is_leaf requires_grad retains_grad _version output_nr")
 
 IS_OF_WRAPPER = {
-    *_getters("shape ndim dtype device layout is_cuda is_cpu itemsize nbytes is_sparse"),
+    *_getters("shape ndim dtype device layout is_cuda is_cpu itemsize nbytes is_sparse is_nested"),
     *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, torch.numel),
     *(Tensor.__len__, Tensor.stride, Tensor.element_size, Tensor.get_device),
     *(Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex),
