@@ -279,7 +279,9 @@ class ParallelMesh:
     def __repr__(self) -> str:
         order = "" if self.axis_order == self.axes else f", axis_order={self.axis_order}"
         shard = "" if self.shard is None else f", shard={self.shard}"
-        return f"ParallelMesh({_named({axis: self.size(axis) for axis in self.axes})}{order}{shard})"
+        return (
+            f"ParallelMesh({_named({axis: self.size(axis) for axis in self.axes})}{order}{shard})"
+        )
 
 
 def _order_with_cp(order: Sequence[Axis], cp: int) -> tuple[Axis, ...]:

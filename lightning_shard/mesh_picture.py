@@ -51,7 +51,9 @@ def draw_mesh(stages: Stages, *, shard: int | None = None, cp: int = 1) -> str:
             most_stages -= 1
         else:
             most_ranks -= 1
-    return "\n".join([_summary(stages, cp), "", *lines, "", *_group_lines(stages, shard, cp)]).rstrip()
+    return "\n".join(
+        [_summary(stages, cp), "", *lines, "", *_group_lines(stages, shard, cp)]
+    ).rstrip()
 
 
 def abbreviated(items: Sequence[object], most: int) -> list[str]:

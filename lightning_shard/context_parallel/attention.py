@@ -40,7 +40,9 @@ def attend(
     if part is None or part.num_blocks > 1:
         return NotImplemented
     if part.place > 2:  # cut along a batch
-        return _attend_apart(func, part, (query, key, value), attn_mask, dropout_p, is_causal, kwargs)
+        return _attend_apart(
+            func, part, (query, key, value), attn_mask, dropout_p, is_causal, kwargs
+        )
     if part.place == 1:
         return NotImplemented
     mask = full_tensor(attn_mask)
@@ -77,7 +79,10 @@ def _by_heads(
     heads = part.local.ndim + _HEADS
     query, key, value = (
         exchange(one, heads, heads + 1, group)
-        for one in (part.local, *(_repeated(one.part.local, num_heads, group.size) for one in others))
+        for one in (
+            part.local,
+            *(_repeated(one.part.local, num_heads, group.size) for one in others),
+        )
     )
     if mask is not None and mask.ndim >= 3 and mask.shape[_HEADS] == num_heads > 1:
         mask = part.split(mask, mask.ndim + _HEADS)
@@ -85,7 +90,8 @@ def _by_heads(
         mask = part.shared(mask)
     with drawn:
         mixed = func(query, key, value, attn_mask=mask, **options)
-    return part.widen(exchange(mixed, heads + 1, heads, group))
+    result: Tensor = part.widen(exchange(mixed, heads + 1, heads, group))
+    return result
 
 
 def _repeated(local: Tensor, num_queries: int, num_ranks: int) -> Tensor:

@@ -23,7 +23,9 @@ from lightning_shard.context_parallel.crossings import cut_sequence
 from lightning_shard.context_parallel.sequence_part import SequencePart
 from lightning_shard.context_parallel.trial import Arguments, try_block
 from lightning_shard.context_parallel.whole_sequences import WholeSequences
+from lightning_shard.data_parallel.torch_private import COMPILED_MODULE, has_compiled_call
 from lightning_shard.data_parallel.units import named_blocks
+from lightning_shard.errors import ConfigError
 from lightning_shard.placeholders import Placeholder
 from lightning_shard.tensor_parallel.dim_sharded_tensor import (
     DimShardedTensor,
@@ -39,24 +41,56 @@ class CutBlocks:
         model: The model, whose blocks are found.
         group: Group of the W ranks that share each sequence.
         joins_each: Whether each block gives whole hidden states, as where stages send them.
+        tries: Whether the first call of each class of blocks is tried before it is believed.
+
+    Attributes:
+        blocks: The blocks, by name.
+        num_cut: Number of calls that were given hidden states so far.
+        whole: Knows which operations needed the whole sequence.
+
+    Raises:
+        ConfigError: The model has no repeated blocks, or is compiled.
     """
 
-    def __init__(self, model: nn.Module, group: Collectives, *, joins_each: bool = False) -> None:
-        self._group = group
+    def __init__(
+        self,
+        model: nn.Module,
+        group: Collectives,
+        *,
+        joins_each: bool = False,
+        tries: bool = True,
+    ) -> None:
+        self._group, self._tries = group, tries
         self._warned = False
         self._tried: set[tuple[type[nn.Module], bool]] = set()
         self.whole = WholeSequences(group.size)
         self._handles: list[RemovableHandle] = []
+        self.num_cut = 0
         self.blocks = dict(named_blocks(model, None))
+        _check(model, self.blocks)
         last = {name.rpartition(".")[0]: name for name in self.blocks}
         for name, block in self.blocks.items():
             enter = _Entrance(self, name, sequence_dim(block))
-            self._handles.append(
-                block.register_forward_pre_hook(enter, with_kwargs=True)
-            )
+            self._handles.append(block.register_forward_pre_hook(enter, with_kwargs=True))
             joins = joins_each or name in last.values()
             leave = _Exit(self, joins=joins)
             self._handles.append(block.register_forward_hook(leave, always_call=True))
+
+    def check_cut(self, model: nn.Module) -> None:
+        """Refuse to train where no block has been given hidden states.
+
+        Raises:
+            ConfigError: None of the blocks was called with a tensor of shape (B, S, E).
+        """
+        if not self.num_cut:
+            first = next(iter(self.blocks))
+            raise ConfigError(
+                f"Rank {self._group.rank}: none of the {len(self.blocks)} blocks of "
+                f"{type(model).__name__}, such as {first!r} ({type(self.blocks[first]).__name__}), "
+                f"was given hidden states of shape (batch, positions, features) in a training "
+                f"step, so nothing is cut for the {self._group.size} context-parallel ranks; "
+                f"expected blocks of a transformer. Use strategy='zero2' or 'zero3'."
+            )
 
     def restore(self) -> None:
         """Let blocks be called with whole sequences again."""
@@ -71,9 +105,9 @@ class CutBlocks:
         hidden = _hidden_states(args, kwargs)
         if hidden is None or isinstance(hidden, Placeholder):
             return None
-        is_new = (type(block), torch.is_grad_enabled()) not in self._tried
+        is_tried = (type(block), torch.is_grad_enabled()) in self._tried
         self.whole.block = name
-        if is_new and not hidden.shape[dim] % self._group.size:
+        if self._tries and not is_tried and not hidden.shape[dim] % self._group.size:
             self._tried.add((type(block), torch.is_grad_enabled()))
             try_block(name, block, (args, kwargs), partial(self._cut, name, dim), self._group)
         return self._cut(name, dim, args, kwargs)
@@ -87,6 +121,7 @@ class CutBlocks:
         if hidden.shape[dim] % self._group.size:
             self._warn(name, hidden, dim)
             return None
+        self.num_cut += 1
         local = cut_sequence(hidden, dim, self._group)
         part = SequencePart(local=local, dim=dim, group=self._group, whole=self.whole)
         return self._with(hidden, wrapped(part), args, kwargs)
@@ -101,6 +136,7 @@ class CutBlocks:
         return new
 
     def _warn(self, name: str, hidden: Tensor, dim: int) -> None:
+        self.num_cut += 1
         if self._warned or not (hidden.requires_grad and torch.is_grad_enabled()):
             return
         self._warned = True
@@ -110,6 +146,23 @@ class CutBlocks:
             f"out evenly: each computes them all, with the memory of one rank. Pad the batches to "
             f"a multiple of {self._group.size}."
         )
+
+
+def _check(model: nn.Module, blocks: dict[str, nn.Module]) -> None:
+    """Refuse models whose sequences cannot be cut between blocks."""
+    if not blocks:
+        raise ConfigError(
+            f"context_parallel cuts sequences between repeated blocks, but {type(model).__name__} "
+            f"has no ModuleList or Sequential of two or more modules of one class; expected the "
+            f"blocks of a transformer. Use strategy='zero2' or 'zero3'."
+        )
+    for name, module in model.named_modules():
+        if COMPILED_MODULE in module._modules or has_compiled_call(module):
+            raise ConfigError(
+                f"{name or type(model).__name__} ({type(module).__name__}) is compiled, and "
+                f"context_parallel works on what a block does operation by operation; expected a "
+                f"module that is not. Leave torch.compile out."
+            )
 
 
 class _Entrance:

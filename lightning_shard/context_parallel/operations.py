@@ -1,7 +1,7 @@
 """Rules of the operations that work on parts of a sequence, beside those of any sharded tensor.
 
-    (B, S/W, E) @ (E, F)             rows of this rank
-    (B, H, S/W, D) @ (B, H, D, S)    own queries with all keys, which are gathered first
+(B, S/W, E) @ (E, F)             rows of this rank
+(B, H, S/W, D) @ (B, H, D, S)    own queries with all keys, which are gathered first
 """
 
 from typing import Any

@@ -50,7 +50,12 @@ def multi_head_attention(
 ) -> Any:
     """Do `multi_head_attention_forward`; arguments and results as there, (L, N, E) first."""
     others = (bias_k, bias_v, static_k, static_v)
-    if part_of(query) is None or query.ndim != 3 or add_zero_attn or any(o is not None for o in others):
+    if (
+        part_of(query) is None
+        or query.ndim != 3
+        or add_zero_attn
+        or any(o is not None for o in others)
+    ):
         return NotImplemented
     weights: Any = (q_proj_weight, k_proj_weight, v_proj_weight)
     if not use_separate_proj_weight:

@@ -1,17 +1,13 @@
 """Context parallel as a dimension: sequences in parts over the ranks of an axis."""
 
-import lightning.pytorch as pl
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_shard.context_parallel.cut_blocks import CutBlocks
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.model_split import ModelSplit
-from lightning_shard.errors import ConfigError
 from lightning_shard.parallel_dimensions.dimension import ParallelDimension
 from lightning_shard.parallel_dimensions.run_view import RunView
-from lightning_shard.parallel_dimensions.step_runner import StepRunner, WrappedRunner
-from lightning_shard.tensor_parallel.dim_sharded_tensor import full_tensor
 from lightning_shard.tensor_parallel.randomness import share_random_state
 from lightning_shard.trainer.same_results import SameResults
 
@@ -38,22 +34,20 @@ class ContextDimension(ParallelDimension):
             return None
         share_random_state(group, run.device)
         self._run = run
-        self._same_results = SameResults(
-            group, run.mesh.peers(self.axis, run.rank), run.device
-        )
+        self._same_results = SameResults(group, run.mesh.peers(self.axis, run.rank), run.device)
         return None
 
     @override
     def attach(self, engine: DataParallelEngine) -> None:
         if self._same_results is not None:
             run = self._run
-            self._blocks = CutBlocks(
-                run.model, run.groups[self.axis], joins_each=run.mesh.pp > 1
-            )
+            self._blocks = CutBlocks(run.model, run.groups[self.axis], joins_each=run.mesh.pp > 1)
 
     @override
     def before_backward(self, loss: Tensor) -> None:
-        same = self._same_results
+        same, blocks = self._same_results, self._blocks
+        if blocks is not None and self._run.mesh.pp == 1:
+            blocks.check_cut(self._run.model)
         if same is not None and loss.numel() == 1 and same.is_due("loss"):
             same.check_loss(loss)
 

@@ -42,7 +42,9 @@ class HybridParallelStrategy(ModelParallelStrategy):
         )
         sequences = ContextDimension(grid.context_parallel_size)
         super().__init__(
-            [layers, sequences, self._stages], zero_stage=grid.zero_stage, **part(SplitOptions, options)
+            [layers, sequences, self._stages],
+            zero_stage=grid.zero_stage,
+            **part(SplitOptions, options),
         )
         self._data_parallel_size = grid.data_parallel_size
         self._axis_order = grid.axis_order

@@ -66,11 +66,9 @@ def _property(func: Any, sharded: Any, *value: Any) -> Any:
     if not value and func not in _OF_THE_PART:
         return NotImplemented
     part: Part = sharded.part
-    is_gradient = func == Tensor.grad.__get__ or func == Tensor.grad.__set__  # type: ignore[attr-defined]
-    narrow, widen = part.narrow, part.widen
-    if is_gradient:
-        narrow, widen = part.own_gradient, part.wide_gradient
-    result = func(part.local, *map(narrow, value))
+    is_gradient = func in _OF_GRADIENTS
+    result = func(part.local, *map(part.own_gradient if is_gradient else part.narrow, value))
+    widen: Rule = part.wide_gradient if is_gradient else part.widen
     # A gradient whose elements lie on several ranks knows them all.
     return result if _is_of_all_ranks(result) else widen(result)
 
@@ -249,6 +247,7 @@ def _getters(names: str) -> set[Any]:
     return {getattr(Tensor, name).__get__ for name in names.split()}
 
 
+_OF_GRADIENTS = {getattr(Tensor.grad, one) for one in ("__get__", "__set__")}
 _OF_THE_PART = _getters("data grad grad_fn is_leaf requires_grad retains_grad _version output_nr")
 
 IS_OF_WRAPPER = {

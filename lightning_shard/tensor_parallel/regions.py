@@ -113,7 +113,10 @@ def _apply(function: type[torch.autograd.Function], tensor: Tensor, *args: Any) 
     if group.size == 1:
         return tensor
     on_part = getattr(tensor, PASSES_ON, None)
-    if on_part is not None and (crossed := on_part(group, partial(_apply, function), args)) is not None:
+    if (
+        on_part is not None
+        and (crossed := on_part(group, partial(_apply, function), args)) is not None
+    ):
         passed: Tensor = crossed
         return passed
     result: Tensor = function.apply(tensor, *args)  # type: ignore[no-untyped-call]

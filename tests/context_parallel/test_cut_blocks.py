@@ -1,4 +1,4 @@
-"""Blocks get parts of the sequence: what is sent and kept, what stays whole, and what is refused."""
+"""Blocks get parts of the sequence: what is sent and kept, stays whole, and is refused."""
 
 import copy
 from collections.abc import Callable
@@ -241,3 +241,20 @@ def test_restored_blocks_get_whole_sequences_and_copies_made_before_are_cut() ->
         return was_cut, DimShardedTensor in seen
 
     assert run_ranks(of_rank, 2) == [(True, False)] * 2
+
+
+def test_a_model_without_blocks_or_with_compiled_ones_is_refused() -> None:
+    def of_rank(rank: int) -> None:
+        with pytest.raises(ConfigError, match="Linear has no ModuleList or Sequential of two"):
+            CutBlocks(nn.Linear(2, 2), group())
+        compiled = Blocks(gpt_block)
+        compiled.blocks[1].compile()
+        with pytest.raises(ConfigError, match=r"blocks\.1 \(Block\) is compiled"):
+            CutBlocks(compiled, group())
+        cut = CutBlocks(Blocks(gpt_block), group())
+        with pytest.raises(
+            ConfigError, match=r"none of the 3 blocks of Blocks, such as 'blocks\.0'"
+        ):
+            cut.check_cut(Blocks(gpt_block))
+
+    run_ranks(of_rank, 2)
