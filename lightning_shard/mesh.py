@@ -186,7 +186,7 @@ class ParallelMesh:
             ConfigError: The mesh has no such rank or axis.
         """
         self._check_rank(rank)
-        return self.grid.peers(axis, rank)
+        return self.grid.peers(self._present(axis), rank)
 
     def groups(self, axis: Axis | Sequence[Axis]) -> list[tuple[int, ...]]:
         """Return every group of peers along these axes, in the order of their first ranks.
@@ -194,7 +194,12 @@ class ParallelMesh:
         Raises:
             ConfigError: The mesh has no such axis.
         """
-        return self.grid.groups(axis)
+        return self.grid.groups(self._present(axis))
+
+    def _present(self, axes: Axis | Sequence[Axis]) -> Sequence[Axis]:
+        """Return axes without cp where each sequence is on one rank: then it is none of the grid."""
+        along: Sequence[Axis] = [axes] if isinstance(axes, str) else axes
+        return along if self.cp > 1 else [axis for axis in along if axis != "cp"]
 
     def placement(self, ranks_per_node: int) -> NodePlacement:
         """Return which axes reach over nodes of `ranks_per_node` neighbouring ranks each.

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.recomputation import CACHES, RECOMPUTED
@@ -71,7 +71,7 @@ class _Called:
         self, block: nn.Module, arguments: Arguments, cut: Cut | None, params: list[nn.Parameter]
     ) -> None:
         leaves: dict[int, Tensor] = {}
-        args, kwargs = tree_map(lambda one: _copied(one, leaves), arguments)
+        args, kwargs = tree_map_only(object, lambda one: _copied(one, leaves), arguments)
         sources = [one for one in leaves.values() if one.requires_grad]
         if cut is not None:
             args, kwargs = cut(args, kwargs) or (args, kwargs)

@@ -243,6 +243,7 @@ def test_restored_blocks_get_whole_sequences_and_copies_made_before_are_cut() ->
     assert run_ranks(of_rank, 2) == [(True, False)] * 2
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's compiler
 def test_a_model_without_blocks_or_with_compiled_ones_is_refused() -> None:
     def of_rank(rank: int) -> None:
         with pytest.raises(ConfigError, match="Linear has no ModuleList or Sequential of two"):

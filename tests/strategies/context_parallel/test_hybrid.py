@@ -34,9 +34,18 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks, and the strategy's 
         {"pipeline_parallel_size": 2, "num_microbatches": 2, "schedule": "gpipe"}
         | {"activation_checkpointing": "full"},
     ),
+    "one sequence a rank": (
+        4,
+        {"context_parallel_size": 1, "tensor_parallel_size": 2, "zero_stage": 1},
+    ),
     "cp-slowest": (4, {"tensor_parallel_size": 2, "axis_order": ("cp", "pp", "dp", "tp")}),
 }
-QUICK = {("llama", "cp2-tp2"), ("gpt", "cp2-pp2"), ("encoder", "cp-slowest")}
+QUICK = {
+    ("llama", "cp2-tp2"),
+    ("gpt", "cp2-pp2"),
+    ("encoder", "cp-slowest"),
+    ("gpt", "one sequence a rank"),
+}
 
 
 @pytest.mark.few_cases(2)
