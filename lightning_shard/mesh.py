@@ -197,7 +197,7 @@ class ParallelMesh:
         return self.grid.groups(self._present(axis))
 
     def _present(self, axes: Axis | Sequence[Axis]) -> Sequence[Axis]:
-        """Return axes without cp where each sequence is on one rank: then it is none of the grid."""
+        """Return axes without cp where each sequence is on one rank, which has no such axis."""
         along: Sequence[Axis] = [axes] if isinstance(axes, str) else axes
         return along if self.cp > 1 else [axis for axis in along if axis != "cp"]
 
