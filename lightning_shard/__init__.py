@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from lightning_shard.proving.prove import prove
     from lightning_shard.planning.search import plan
     from lightning_shard.strategies.async_sgd import AsyncSGDStrategy
+    from lightning_shard.strategies.context_parallel import ContextParallelStrategy
     from lightning_shard.strategies.elastic import ElasticStrategy
     from lightning_shard.strategies.hybrid_parallel import HybridParallelStrategy
     from lightning_shard.strategies.local_sgd import LocalSGDStrategy
@@ -62,6 +63,7 @@ __all__ = [
     "CheckpointError",
     "CollectiveMismatchError",
     "ConfigError",
+    "ContextParallelStrategy",
     "DDPStrategy",
     "DeadlockError",
     "ElasticStrategy",

@@ -8,6 +8,7 @@ HOMES = {
     "CheckpointError": "lightning_shard.errors",
     "CollectiveMismatchError": "lightning_shard.errors",
     "ConfigError": "lightning_shard.errors",
+    "ContextParallelStrategy": f"{_STRATEGIES}.context_parallel",
     "DDPStrategy": f"{_STRATEGIES}.zero",
     "DeadlockError": "lightning_shard.errors",
     "ElasticStrategy": f"{_STRATEGIES}.elastic",

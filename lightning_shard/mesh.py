@@ -26,9 +26,10 @@ from lightning_shard.mesh_picture import abbreviated, draw_mesh, save_mesh_png
 from lightning_shard.option_checks import check_fields, checked_options
 from lightning_shard.rank_grid import RankGrid, sizes_of
 
-Axis = Literal["pp", "dp", "tp"]
-AXES: tuple[Axis, ...] = get_args(Axis)
-_BY_TRAFFIC: tuple[Axis, ...] = ("tp", "pp", "dp")  # of equal proposals, the one that keeps tp
+Axis = Literal["pp", "dp", "cp", "tp"]
+ALL_AXES: tuple[Axis, ...] = get_args(Axis)
+AXES: tuple[Axis, ...] = ("pp", "dp", "tp")  # of every mesh; cp is an axis where it has ranks
+_BY_TRAFFIC: tuple[Axis, ...] = ("tp", "cp", "pp", "dp")  # of equals, the one that keeps tp
 _NUM_PROPOSALS = 3
 
 
@@ -64,7 +65,9 @@ class ParallelMesh:
         pp: Number of stages that the model is cut into.
         dp: Number of groups that train on different batches.
         tp: Number of ranks that share every wide layer.
-        axis_order: The axes from the slowest to the fastest.
+        cp: Number of ranks that share every sequence.
+        axis_order: The axes from the slowest to the fastest; cp of more than one rank, where it is
+            not named, is the one before tp.
         shard: Number of neighbouring `dp` groups that shard one copy of the state; None: all.
 
     Raises:
@@ -77,16 +80,17 @@ class ParallelMesh:
     tp: int = 1
     axis_order: tuple[Axis, ...] = AXES
     shard: int | None = None
+    cp: int = 1
 
     def __post_init__(self) -> None:
         """Refuse sizes and orders that make no grid."""
         check_fields(self)
-        object.__setattr__(self, "axis_order", tuple(self.axis_order))
-        if sorted(self.axis_order) != sorted(AXES):
+        object.__setattr__(self, "axis_order", _order_with_cp(self.axis_order, self.cp))
+        if sorted(self.axis_order) != sorted(self.axes):
             raise ConfigError(
-                f"axis_order must name each of {', '.join(AXES)} once, got {self.axis_order}."
+                f"axis_order must name each of {', '.join(self.axes)} once, got {self.axis_order}."
             )
-        for axis in AXES:
+        for axis in ALL_AXES:
             if self.size(axis) < 1:
                 raise ConfigError(f"The {axis} axis must have at least 1 rank, got {self!r}.")
         if self.shard is not None and (self.shard < 1 or self.dp % self.shard):
@@ -101,6 +105,7 @@ class ParallelMesh:
         pp: int = 1,
         tp: int = 1,
         dp: int = -1,
+        cp: int = 1,
         axis_order: Sequence[Axis] = AXES,
     ) -> "ParallelMesh":
         """Make the mesh of all of `world_size` ranks; an axis of -1 takes what the others leave.
@@ -110,12 +115,14 @@ class ParallelMesh:
                 to the world's; with the nearest sizes that do.
         """
         sizes: dict[Axis, int] = {"pp": pp, "dp": dp, "tp": tp}
+        if cp != 1:
+            sizes = {"pp": pp, "dp": dp, "cp": cp, "tp": tp}
         asked = {axis: size for axis, size in sizes.items() if size > 0}
         rest = [axis for axis, size in sizes.items() if size == -1]
         num_asked = prod(asked.values())
         if world_size < 1:
             raise ConfigError(f"got a world of {world_size} ranks, expected at least 1.")
-        if len(asked) + len(rest) < len(AXES) or len(rest) > 1:
+        if len(asked) + len(rest) < len(sizes) or len(rest) > 1:
             problem = (
                 f"got {_named(sizes)} for {world_size} ranks, expected sizes of at least 1, "
                 "or -1 for one axis, which takes the remaining ranks."
@@ -130,6 +137,11 @@ class ParallelMesh:
             sizes |= dict.fromkeys(rest, world_size // num_asked)
             return cls(**sizes, axis_order=tuple(axis_order))
         raise ConfigError(f"{problem} Sizes that fit: {_nearest_sizes(world_size, asked)}.")
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """The axes of this mesh."""
+        return AXES if self.cp == 1 else ALL_AXES
 
     @property
     def grid(self) -> RankGrid[Axis]:
@@ -174,7 +186,7 @@ class ParallelMesh:
             ConfigError: The mesh has no such rank or axis.
         """
         self._check_rank(rank)
-        return self.grid.peers(axis, rank)
+        return self.grid.peers(self._present(axis), rank)
 
     def groups(self, axis: Axis | Sequence[Axis]) -> list[tuple[int, ...]]:
         """Return every group of peers along these axes, in the order of their first ranks.
@@ -182,7 +194,12 @@ class ParallelMesh:
         Raises:
             ConfigError: The mesh has no such axis.
         """
-        return self.grid.groups(axis)
+        return self.grid.groups(self._present(axis))
+
+    def _present(self, axes: Axis | Sequence[Axis]) -> Sequence[Axis]:
+        """Return axes without cp where each sequence is on one rank, which has no such axis."""
+        along: Sequence[Axis] = [axes] if isinstance(axes, str) else axes
+        return along if self.cp > 1 else [axis for axis in along if axis != "cp"]
 
     def placement(self, ranks_per_node: int) -> NodePlacement:
         """Return which axes reach over nodes of `ranks_per_node` neighbouring ranks each.
@@ -198,12 +215,12 @@ class ParallelMesh:
         warnings = []
         if nodes.get("tp", 1) > 1:
             warnings.append(self._warning_of_tp(ranks_per_node))
-        ordered = replace(self, axis_order=AXES)._nodes_per_group(ranks_per_node)
+        ordered = replace(self, axis_order=self.axes)._nodes_per_group(ranks_per_node)
         if nodes.get("pp") == 1 and nodes.get("dp", 1) > ordered.get("dp", 1):
             warnings.append(
                 f"dp crosses nodes of {ranks_per_node} ranks and pp does not, though a model's "
                 "gradients are more than what passes between its stages; "
-                f"axis_order={AXES} puts pp across nodes."
+                f"axis_order={self.axes} puts pp across nodes."
             )
         return NodePlacement(
             num_nodes=-(-self.world_size // ranks_per_node),
@@ -215,18 +232,18 @@ class ParallelMesh:
     def _nodes_per_group(self, ranks_per_node: int) -> dict[Axis, int]:
         return {
             axis: max(len(_nodes(group, ranks_per_node)) for group in self.groups(axis))
-            for axis in reversed(AXES)
+            for axis in reversed(self.axes)
             if self.size(axis) > 1
         }
 
     def _warning_of_tp(self, ranks_per_node: int) -> str:
         groups = self.groups("tp")
         crossing = [group for group in groups if len(_nodes(group, ranks_per_node)) > 1]
-        order = "" if self.axis_order[-1] == "tp" else f"axis_order={AXES}"
+        order = "" if self.axis_order[-1] == "tp" else f"axis_order={self.axes}"
         if ranks_per_node % self.tp == 0:
             remedy = f"{order} keeps tp inside a node"
         else:
-            sizes = {axis: self.size(axis) for axis in AXES}
+            sizes = {axis: self.size(axis) for axis in self.axes}
             near = _nearest_sizes(self.world_size, sizes, lambda tp: ranks_per_node % tp == 0)
             remedy = f"sizes that keep tp inside a node{order and ', with '}{order}: {near}"
         return (
@@ -246,21 +263,40 @@ class ParallelMesh:
         Raises:
             ConfigError: matplotlib is not installed.
         """
-        save_mesh_png(self._stages(), path, ranks_per_node=ranks_per_node)
+        save_mesh_png(self._stages(), path, ranks_per_node=ranks_per_node, cp=self.cp)
 
     def _stages(self) -> list[list[tuple[int, ...]]]:
         return [
-            [self.peers("tp", self.rank_at({"pp": pp, "dp": dp})) for dp in range(self.dp)]
+            [
+                tuple(
+                    self.rank_at({"pp": pp, "dp": dp, "cp": cp, "tp": tp})
+                    for cp in range(self.cp)
+                    for tp in range(self.tp)
+                )
+                for dp in range(self.dp)
+            ]
             for pp in range(self.pp)
         ]
 
     def __str__(self) -> str:
-        return draw_mesh(self._stages(), shard=self.shard)
+        return draw_mesh(self._stages(), shard=self.shard, cp=self.cp)
 
     def __repr__(self) -> str:
-        order = "" if self.axis_order == AXES else f", axis_order={self.axis_order}"
+        order = "" if self.axis_order == self.axes else f", axis_order={self.axis_order}"
         shard = "" if self.shard is None else f", shard={self.shard}"
-        return f"ParallelMesh({_named({axis: self.size(axis) for axis in AXES})}{order}{shard})"
+        return (
+            f"ParallelMesh({_named({axis: self.size(axis) for axis in self.axes})}{order}{shard})"
+        )
+
+
+def _order_with_cp(order: Sequence[Axis], cp: int) -> tuple[Axis, ...]:
+    """Return an order that names cp where it is an axis of the mesh, and only there."""
+    if cp == 1:
+        return tuple(axis for axis in order if axis != "cp")
+    if "cp" in order or "tp" not in order:
+        return tuple(order)
+    place = order.index("tp")
+    return (*order[:place], "cp", *order[place:])
 
 
 def _nodes(ranks: Sequence[int], ranks_per_node: int) -> set[int]:
@@ -275,14 +311,16 @@ def _nearest_sizes(
     world_size: int, asked: Mapping[Axis, int], allows_tp: Callable[[int], bool] = lambda _: True
 ) -> str:
     """Name the sizes that multiply to the world's and differ least, as factors, from `asked`."""
-    fitting = [one for one in sizes_of(world_size, _BY_TRAFFIC) if allows_tp(one["tp"])]
+    axes = AXES if asked.get("cp", 1) == 1 else ALL_AXES
+    by_traffic = [axis for axis in _BY_TRAFFIC if axis in axes]
+    fitting = [one for one in sizes_of(world_size, by_traffic) if allows_tp(one["tp"])]
 
     def distance(sizes: dict[Axis, int]) -> tuple[Fraction, ...]:
         factors = [
             max(ratio := Fraction(sizes[axis], asked.get(axis, sizes[axis])), 1 / ratio)
-            for axis in _BY_TRAFFIC
+            for axis in by_traffic
         ]
         return (prod(factors, start=Fraction(1)), *factors)  # of equals, the one that keeps tp
 
     nearest = sorted(fitting, key=distance)[:_NUM_PROPOSALS]
-    return "; ".join(_named({axis: sizes[axis] for axis in AXES}) for sizes in nearest)
+    return "; ".join(_named({axis: sizes[axis] for axis in axes}) for sizes in nearest)

@@ -31,12 +31,14 @@ _MOST_LABELS = 1024  # ranks; more would not be legible
 _MOST_TICKS = 32
 
 
-def draw_mesh(stages: Stages, *, shard: int | None = None) -> str:
+def draw_mesh(stages: Stages, *, shard: int | None = None, cp: int = 1) -> str:
     """Draw the grid and list its groups, at most 100 columns wide.
 
     Args:
-        stages: Ranks by stage, replica and place in the tensor-parallel group.
+        stages: Ranks by stage, replica and place in the tensor-parallel group; those of one
+            sequence's parts one after the other.
         shard: Number of replicas that shard one copy of the state; None: all.
+        cp: Number of parts of each sequence.
     """
     most_stages, most_ranks = (
         min(size, _MOST_COLUMNS) for size in (len(stages), len(stages[0][0]))
@@ -49,7 +51,9 @@ def draw_mesh(stages: Stages, *, shard: int | None = None) -> str:
             most_stages -= 1
         else:
             most_ranks -= 1
-    return "\n".join([_summary(stages), "", *lines, "", *_group_lines(stages, shard)]).rstrip()
+    return "\n".join(
+        [_summary(stages, cp), "", *lines, "", *_group_lines(stages, shard, cp)]
+    ).rstrip()
 
 
 def abbreviated(items: Sequence[object], most: int) -> list[str]:
@@ -57,7 +61,9 @@ def abbreviated(items: Sequence[object], most: int) -> list[str]:
     return ["..." if index is None else str(items[index]) for index in _shown(len(items), most)]
 
 
-def save_mesh_png(stages: Stages, path: str | Path, *, ranks_per_node: int | None = None) -> None:
+def save_mesh_png(
+    stages: Stages, path: str | Path, *, ranks_per_node: int | None = None, cp: int = 1
+) -> None:
     """Draw the grid into a PNG file, a colour per stage, or per node where its size is given.
 
     Raises:
@@ -82,7 +88,7 @@ def save_mesh_png(stages: Stages, path: str | Path, *, ranks_per_node: int | Non
     colours = (
         f"a colour per node of {ranks_per_node} ranks" if ranks_per_node else "a colour per stage"
     )
-    axes.set_title(f"{_summary(stages)}\n{colours}", fontsize=8)
+    axes.set_title(f"{_summary(stages, cp)}\n{colours}", fontsize=8)
     figure.savefig(path, format="png", dpi=150)
 
 
@@ -90,11 +96,13 @@ def _sizes(stages: Stages) -> tuple[int, int, int]:
     return len(stages), len(stages[0]), len(stages[0][0])
 
 
-def _summary(stages: Stages) -> str:
-    pp, dp, tp = _sizes(stages)
-    axes = [(pp, "stage", "(pp)"), (dp, "replica", "(dp)"), (tp, "rank", "to a layer (tp)")]
+def _summary(stages: Stages, cp: int) -> str:
+    pp, dp, ranks = _sizes(stages)
+    axes = [(pp, "stage", "(pp)"), (dp, "replica", "(dp)")]
+    axes += [(cp, "part", "of a sequence (cp)")] if cp > 1 else []
+    axes += [(ranks // cp, "rank", "to a layer (tp)")]
     counts = " x ".join(f"{_count(size, name)} {axis}" for size, name, axis in axes)
-    return f"{_count(pp * dp * tp, 'rank')}: {counts}"
+    return f"{_count(pp * dp * ranks, 'rank')}: {counts}"
 
 
 def _count(num: int, name: str) -> str:
@@ -137,7 +145,7 @@ def _box(title: str, lines: list[str]) -> list[str]:
     return [f" {title}", border, *(f"| {line.center(width)} |" for line in lines), border]
 
 
-def _group_lines(stages: Stages, shard: int | None) -> list[str]:
+def _group_lines(stages: Stages, shard: int | None, cp: int) -> list[str]:
     """Return a line for each axis of more than one rank: the groups along it, and within dp."""
     replicas = [group for stage in stages for group in zip(*stage, strict=True)]
     size = len(replicas[0])
@@ -154,7 +162,18 @@ def _group_lines(stages: Stages, shard: int | None) -> list[str]:
         "  equal shards of the copies:   ": [
             group[first::shard] for group in replicas for first in range(shard if parts else 0)
         ],
-        "tp groups, sharing each layer:  ": [tuple(group) for stage in stages for group in stage],
+        "cp groups, of a sequence each:  ": [
+            tuple(ranks[place :: len(ranks) // cp])
+            for stage in stages
+            for ranks in stage
+            for place in range(len(ranks) // cp)
+        ],
+        "tp groups, sharing each layer:  ": [
+            tuple(ranks[part * len(ranks) // cp : (part + 1) * len(ranks) // cp])
+            for stage in stages
+            for ranks in stage
+            for part in range(cp)
+        ],
     }
     return [
         name + _fitted([" ".join(abbreviated(group, 4)) for group in sorted(found)], len(name))

@@ -56,7 +56,7 @@ def test_groups_along_two_axes_in_another_order() -> None:
     assert mesh.groups(("dp", "tp")) == [(0, 1, 4, 5, 8, 9), (2, 3, 6, 7, 10, 11)]
 
 
-@pytest.mark.parametrize("axis", ["cp", ("pp", "cp"), "pptp"])
+@pytest.mark.parametrize("axis", ["ep", ("pp", "ep"), "pptp"])
 def test_an_unknown_axis_is_refused(axis: Axis) -> None:
     for ask in (EIGHT.groups, lambda axis: EIGHT.peers(axis, 0)):
         with pytest.raises(
@@ -306,3 +306,23 @@ def test_what_a_warning_proposes_needs_no_warning(mesh: ParallelMesh, ranks_per_
             found = better.placement(ranks_per_node)
             assert found.nodes_per_group.get("tp", 1) == 1 or warning.startswith("dp")
             assert found.nodes_per_group.get("pp", 2) > 1 or not warning.startswith("dp")
+
+
+def test_a_mesh_with_parts_of_sequences_has_an_axis_more_and_others_do_not() -> None:
+    mesh = ParallelMesh(pp=2, cp=2, tp=2)
+    assert mesh.axis_order == ("pp", "dp", "cp", "tp")
+    assert mesh.groups("cp") == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert mesh.peers(("dp", "cp"), 5) == (5, 7)
+    assert repr(mesh) == "ParallelMesh(pp=2, dp=1, cp=2, tp=2)"
+    assert ParallelMesh.of_world(8, cp=2, tp=2) == ParallelMesh(dp=2, cp=2, tp=2)
+    first = ParallelMesh(cp=2, tp=2, axis_order=("cp", "pp", "dp", "tp"))
+    assert first.groups("cp") == [(0, 2), (1, 3)]
+    alone = ParallelMesh(dp=2, tp=2, axis_order=("cp", "pp", "dp", "tp"))
+    assert alone == ParallelMesh(dp=2, tp=2)
+    assert alone.peers("cp", 3) == (3,)
+    assert alone.peers(("dp", "cp"), 3) == (1, 3)
+
+
+def test_a_mesh_that_does_not_hold_the_parts_of_sequences_is_refused_with_sizes_that_do() -> None:
+    with pytest.raises(ConfigError, match=r"cp=4 times tp=1.*Sizes that fit: pp=1, dp=2, cp=3, tp"):
+        ParallelMesh.of_world(6, cp=4)

@@ -13,6 +13,7 @@ import pytest
 import lightning_shard
 from lightning_shard import (
     AsyncSGDStrategy,
+    ContextParallelStrategy,
     DDPStrategy,
     ElasticStrategy,
     HybridParallelStrategy,
@@ -88,6 +89,9 @@ TABLE: dict[Any, dict[str, list[Any]]] = {
         "zero_stage": [*NOT_WHOLE, 4, -1],
         "sequence_parallel": NOT_FLAG,
     },
+    ContextParallelStrategy: SHARED
+    | ENDS
+    | {"context_parallel_size": SIZE, "zero_stage": [*NOT_WHOLE, 4, -1]},
     PipelineParallelStrategy: SHARED | ENDS | PIPELINE,
     HybridParallelStrategy: SHARED
     | ENDS
@@ -95,6 +99,7 @@ TABLE: dict[Any, dict[str, list[Any]]] = {
     | PIPELINE
     | {
         "tensor_parallel_size": NOT_WHOLE,
+        "context_parallel_size": NOT_WHOLE,
         "data_parallel_size": [True, 2.5, "2", (1, True), (1.5, 2), (1, 2, 3), [0, 1]],
         "zero_stage": [*NOT_WHOLE, 4, -1],
         "axis_order": [1, "ppdptp", ["pp", 1, "tp"], ["pp"], ["pp", "dp", "dp"]],
@@ -151,7 +156,7 @@ TABLE: dict[Any, dict[str, list[Any]]] = {
         "update_limit": [*optional(NOT_REAL), 0, -1.0],
     },
     ParallelMesh: {
-        **{axis: [*NOT_WHOLE, *BELOW_ONE] for axis in ("pp", "dp", "tp")},
+        **{axis: [*NOT_WHOLE, *BELOW_ONE] for axis in ("pp", "dp", "cp", "tp")},
         "axis_order": [1, "ppdptp", ["pp", 1, "tp"], ["pp"]],
         "shard": [*optional(NOT_WHOLE), *BELOW_ONE],
     },

@@ -22,14 +22,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.host_copies import host_copy
-from lightning_shard.mesh import AXES, ParallelMesh
+from lightning_shard.mesh import ParallelMesh
 
 _PREFIX = "rank_"
 
 
 def mesh_entry(mesh: ParallelMesh) -> dict[str, Any]:
     """Return the section's description of a mesh, which is equal for equal meshes."""
-    return {**{axis: mesh.size(axis) for axis in AXES}, "order": " ".join(mesh.axis_order)}
+    return {**{axis: mesh.size(axis) for axis in mesh.axes}, "order": " ".join(mesh.axis_order)}
 
 
 def own_entry(section: Mapping[str, Any], mesh: ParallelMesh, rank: int) -> Mapping[str, Any]:

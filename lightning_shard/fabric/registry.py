@@ -16,6 +16,8 @@ SERVED = ("shard_ddp", "zero1", "zero2", "zero3", "shard_fsdp")
 
 _ADVICE = {
     "tensor_parallel": "a Trainer splits the layers; under Fabric use 'zero3', which shards them",
+    "context_parallel": "a Trainer gives ranks of a sequence the same batches; under Fabric use "
+    "'zero3' with activation_checkpointing",
     "pipeline_parallel": "a Trainer runs the microbatches of its training_step; under Fabric use "
     "'zero3', which shards the layers",
     "hybrid_parallel": "a Trainer splits the model and runs its microbatches; under Fabric use "

@@ -8,7 +8,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lightning_shard.mesh import AXES, Axis, NodePlacement, ParallelMesh
+from lightning_shard.mesh import Axis, NodePlacement, ParallelMesh
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -106,19 +106,20 @@ class DryRun:
 
     def __rich__(self) -> RenderableType:
         table = Table(title=self._title, caption=self._caption, box=box.SIMPLE_HEAD)
-        for heading in ("pipeline rank", *(name for name, _ in _COLUMNS)):
+        columns = [one for one in _COLUMNS if one[0] != _SENT_CP or self.mesh.cp > 1]
+        for heading in ("pipeline rank", *(name for name, _ in columns)):
             table.add_column(heading, justify="right")
         for rank, figures in enumerate(self.ranks):
-            table.add_row(str(rank), *(cell(read(figures)) for _, read in _COLUMNS))
+            table.add_row(str(rank), *(cell(read(figures)) for _, read in columns))
         table.add_section()
         for name, choose in (("least", min), ("most", max)):
-            cells = (cell(choose(map(read, self.ranks))) for _, read in _COLUMNS)
+            cells = (cell(choose(map(read, self.ranks))) for _, read in columns)
             table.add_row(name, *cells)
         return table
 
     @property
     def _title(self) -> str:
-        sizes = ", ".join(f"{axis} {self.mesh.size(axis)}" for axis in AXES)
+        sizes = ", ".join(f"{axis} {self.mesh.size(axis)}" for axis in self.mesh.axes)
         return (
             f"{self.num_parameters:,} parameters on {self.mesh.world_size:,} ranks: {sizes}, "
             f"ZeRO stage {self.zero_stage}"
@@ -136,12 +137,13 @@ class DryRun:
         return Text("\n".join(lines))
 
     def __str__(self) -> str:
-        console = Console(width=170, color_system=None)
+        console = Console(width=170 if self.mesh.cp == 1 else 185, color_system=None)
         with console.capture() as capture:
             console.print(self)
         return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
 
 
+_SENT_CP = "sent cp"
 _COLUMNS: tuple[tuple[str, Callable[[RankFigures], "int | float"]], ...] = (
     ("parameters", lambda one: one.memory.parameters),
     ("gathered", lambda one: one.memory.gathered),
@@ -154,6 +156,7 @@ _COLUMNS: tuple[tuple[str, Callable[[RankFigures], "int | float"]], ...] = (
     ("on host", lambda one: one.memory.offloaded),
     ("sent pp", lambda one: one.sent["pp"]),
     ("sent dp", lambda one: one.sent["dp"]),
+    (_SENT_CP, lambda one: one.sent["cp"]),
     ("sent tp", lambda one: one.sent["tp"]),
     ("idle", lambda one: one.idle_share),
 )

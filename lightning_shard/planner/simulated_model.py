@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_shard.context_parallel.cut_blocks import CutBlocks
 from lightning_shard.data_parallel.checkpointed_blocks import checkpointed_blocks
 from lightning_shard.data_parallel.options import EngineOptions, Offload
 from lightning_shard.errors import ConfigError, ShardError
@@ -71,6 +72,7 @@ class SimulatedModel:
     Attributes:
         module: The module, whose layers are split.
         layers: The simulated tensor-parallel group.
+        sequences: The simulated context-parallel group.
         parts: By parameter, its part here before an engine has it.
         full_shapes: Full shape of each parameter that is a part.
         stages: Stages of each parameter.
@@ -95,6 +97,9 @@ class SimulatedModel:
                 module, layers, self.layers, sequence_parallel=options.sequence_parallel
             )
             self.full_shapes, self._forget = split.full_shapes, split.forget_activations
+        self.sequences = SimulatedCollectives(0, options.mesh.cp)
+        if options.mesh.cp > 1:
+            CutBlocks(module, self.sequences, joins_each=options.mesh.pp > 1, tries=False)
         self.parts = {param: param.data for param in module.parameters()}
         shapes = {param: part.shape for param, part in self.parts.items()}
         self.stages: Mapping[nn.Parameter, Stages] = dict.fromkeys(self.parts, (0,))

@@ -60,10 +60,11 @@ class SimulatedRank:
         self._here = [param for param, ranks in self._owners.items() if rank in ranks]
         self._trained = [param for param in self._here if param.requires_grad]
         self._pipeline = SimulatedCollectives(rank, mesh.pp)
-        data, own = _data_groups(mesh.dp, self.options.shard_size)
+        data, own = _data_groups(mesh.dp * mesh.cp, self.options.shard_size)
         self._groups: dict[Axis, Sequence[Collectives]] = {
             "pp": [self._pipeline],
             "dp": own,
+            "cp": [model.sequences],
             "tp": [model.layers],
         }
         elsewhere = {p: t.shape for p, t in model.parts.items() if rank not in self._owners[p]}

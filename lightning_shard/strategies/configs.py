@@ -242,6 +242,22 @@ class PipelineParallelConfig(ScheduleConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ContextParallelConfig(OptionGroup):
+    """Context parallelism; see `ContextParallelOptions`.
+
+    Raises:
+        ConfigError: A stage that cannot be.
+    """
+
+    context_parallel_size: int | None = None
+    zero_stage: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be."""
+        _check_stage(self.zero_stage)
+
+
+@dataclass(frozen=True, kw_only=True)
 class HybridParallelConfig(OptionGroup):
     """The mesh of data, tensor and pipeline parallelism; see `HybridParallelOptions`.
 
@@ -251,6 +267,7 @@ class HybridParallelConfig(OptionGroup):
 
     pipeline_parallel_size: int = 1
     tensor_parallel_size: int = 1
+    context_parallel_size: int = 1
     data_parallel_size: DataParallelSize = -1
     zero_stage: int = 1
     axis_order: tuple[Axis, ...] = AXES
@@ -258,8 +275,8 @@ class HybridParallelConfig(OptionGroup):
     def __post_init__(self) -> None:
         """Refuse what cannot be, and make tuples of the lists of YAML."""
         object.__setattr__(self, "data_parallel_size", checked_size(self.data_parallel_size))
-        order = ParallelMesh(axis_order=self.axis_order).axis_order
-        object.__setattr__(self, "axis_order", order)
+        object.__setattr__(self, "axis_order", tuple(self.axis_order))
+        ParallelMesh(axis_order=self.axis_order)
         _check_stage(self.zero_stage)
 
 

@@ -6,6 +6,7 @@ from typing import Unpack
 from typing_extensions import override
 
 from lightning_shard.mesh import NodePlacement, ParallelMesh
+from lightning_shard.parallel_dimensions.context import ContextDimension
 from lightning_shard.pipeline_parallel.pipeline import Pipeline
 from lightning_shard.pipeline_parallel.schedules import Schedule
 from lightning_shard.strategies.configs import (
@@ -39,8 +40,11 @@ class HybridParallelStrategy(ModelParallelStrategy):
             grid.pipeline_parallel_size,
             recomputes=options.get("activation_checkpointing") is not None,
         )
+        sequences = ContextDimension(grid.context_parallel_size)
         super().__init__(
-            [layers, self._stages], zero_stage=grid.zero_stage, **part(SplitOptions, options)
+            [layers, sequences, self._stages],
+            zero_stage=grid.zero_stage,
+            **part(SplitOptions, options),
         )
         self._data_parallel_size = grid.data_parallel_size
         self._axis_order = grid.axis_order

@@ -19,6 +19,7 @@ SCHEMES = {
     "shard_fsdp": "ZeRO3Strategy",
     "tensor_parallel": "TensorParallelStrategy",
     "pipeline_parallel": "PipelineParallelStrategy",
+    "context_parallel": "ContextParallelStrategy",
     "hybrid_parallel": "HybridParallelStrategy",
     "local_sgd": "LocalSGDStrategy",
     "async_sgd": "AsyncSGDStrategy",

@@ -102,14 +102,14 @@ class ParallelAttention:
             query, key, value = _transposed(query, key, value)
         projections = zip((query, key, value), _weights(self), _biases(self), strict=True)
         q, k, v = (  # each (B, heads / W, T or S, head width)
-            _heads(_projected(place.enter(one), weight, bias), self.head_dim)
+            heads_of(_projected(place.enter(one), weight, bias), self.head_dim)
             for one, weight, bias in projections
         )
         mask = _mask(place, q, attn_mask, key_padding_mask)
         dropout = self.dropout if self.training else 0.0
         weights = None
         if need_weights:
-            mixed, weights = _attend(q, k, v, mask, dropout)
+            mixed, weights = attend_with_weights(q, k, v, mask, dropout)
             weights = _of_all_heads(place, weights, average=average_attn_weights)
         else:
             mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
@@ -146,8 +146,8 @@ def _biases(module: Any) -> tuple[Tensor | None, ...]:
     return (None,) * 3 if module.in_proj_bias is None else tuple(module.in_proj_bias.chunk(3))
 
 
-def _heads(features: Tensor, width: int) -> Tensor:
-    """Turn (B, T, C) into (B, heads, T, width)."""
+def heads_of(features: Tensor, width: int) -> Tensor:
+    """Return (B, heads, T, width) of features (B, T, C)."""
     return features.view(*features.shape[:-1], -1, width).transpose(1, 2)
 
 
@@ -160,26 +160,27 @@ def _mask(
     """Return both masks as one that is added to the scores; it broadcasts to (B, heads, T, S)."""
     mask = None
     if attn_mask is not None:
-        mask = _additive(attn_mask, query)
+        mask = additive_mask(attn_mask, query)
         if mask.dim() == 3:  # (B * all heads, T, S)
             mask = mask.view(query.shape[0], -1, *mask.shape[1:])
             mask = mask.chunk(place.group.size, dim=1)[place.rank]
     if key_padding_mask is not None:
-        padding = _additive(key_padding_mask, query)[:, None, None, :]
+        padding = additive_mask(key_padding_mask, query)[:, None, None, :]
         mask = padding if mask is None else mask + padding
     return mask
 
 
-def _additive(mask: Tensor, query: Tensor) -> Tensor:
-    """Turn a mask whose True means "not this one" into one that is added."""
+def additive_mask(mask: Tensor, query: Tensor) -> Tensor:
+    """Return a mask that is added for one whose True means "not this one"."""
     if mask.dtype != torch.bool:
         return mask.to(query.dtype)
     return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask, -math.inf)
 
 
-def _attend(
+def attend_with_weights(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float
 ) -> tuple[Tensor, Tensor]:
+    """Attend, and return each head's weights (B, heads, T, S) besides."""
     scores = (query / math.sqrt(query.shape[-1])) @ key.transpose(-2, -1)  # (B, heads, T, S)
     weights = F.dropout((scores if mask is None else scores + mask).softmax(-1), dropout)
     return weights @ value, weights

@@ -4,13 +4,14 @@ A rule takes the operation's arguments, and returns `NotImplemented` where the r
 other ranks' parts. Rules see no values, only shapes, so every rank decides alike.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from inspect import Signature, signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lightning_shard.tensor_parallel import dim_sharded_shapes as shapes
 from lightning_shard.tensor_parallel.cross_entropy import LossOptions, parallel_cross_entropy
@@ -34,7 +35,8 @@ Rule = Callable[..., Any]
 
 def on_parts(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Do an operation by its rule; return NotImplemented where no rule fits the call."""
-    rule = _RULES.get(getattr(func, "__name__", ""))
+    name = getattr(func, "__name__", "")
+    rule = _own_rules((args, kwargs)).get(name) or _RULES.get(name)
     if rule is None:
         return NotImplemented
     try:
@@ -42,6 +44,12 @@ def on_parts(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
     except TypeError:
         return NotImplemented
     return rule(func, *args, **kwargs)
+
+
+def _own_rules(operands: Any) -> Mapping[str, Rule]:
+    """Return the rules of the first sharded tensor's own kind of part."""
+    leaves = tree_leaves(operands)
+    return next((one._part.own_rules for one in leaves if isinstance(one, DimShardedTensor)), {})
 
 
 @cache
@@ -58,9 +66,11 @@ def _property(func: Any, sharded: Any, *value: Any) -> Any:
     if not value and func not in _OF_THE_PART:
         return NotImplemented
     part: Part = sharded.part
-    result = func(part.local, *map(part.narrow, value))
+    is_gradient = func in _OF_GRADIENTS
+    result = func(part.local, *map(part.own_gradient if is_gradient else part.narrow, value))
+    widen: Rule = part.wide_gradient if is_gradient else part.widen
     # A gradient whose elements lie on several ranks knows them all.
-    return result if _is_of_all_ranks(result) else part.widen(result)
+    return result if _is_of_all_ranks(result) else widen(result)
 
 
 def _is_of_all_ranks(value: Any) -> bool:
@@ -74,7 +84,7 @@ def _method_of_part(func: Any, sharded: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _register_hook(func: Any, sharded: Any, hook: Callable[[Tensor], Any]) -> Any:
     part: Part = sharded.part
-    return func(part.local, lambda grad: part.narrow(hook(part.widen(grad))))
+    return func(part.local, lambda grad: part.own_gradient(hook(part.wide_gradient(grad))))
 
 
 def _backward(func: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -85,7 +95,10 @@ def _backward(func: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
     parts = [one.part if isinstance(one, DimShardedTensor) else None for one in tensors]
     return func(
         [t if part is None else part.local for t, part in zip(tensors, parts, strict=True)],
-        [full_tensor(g) if p is None else p.narrow(g) for g, p in zip(grads, parts, strict=True)],
+        [
+            full_tensor(grad) if part is None else part.own_gradient(grad)
+            for grad, part in zip(grads, parts, strict=True)
+        ],
         **kwargs,
     )
 
@@ -234,10 +247,11 @@ def _getters(names: str) -> set[Any]:
     return {getattr(Tensor, name).__get__ for name in names.split()}
 
 
+_OF_GRADIENTS = {getattr(Tensor.grad, one) for one in ("__get__", "__set__")}
 _OF_THE_PART = _getters("data grad grad_fn is_leaf requires_grad retains_grad _version output_nr")
 
 IS_OF_WRAPPER = {
-    *_getters("shape ndim dtype device layout is_cuda is_cpu itemsize nbytes is_sparse"),
+    *_getters("shape ndim dtype device layout is_cuda is_cpu itemsize nbytes is_sparse is_nested"),
     *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, torch.numel),
     *(Tensor.__len__, Tensor.stride, Tensor.element_size, Tensor.get_device),
     *(Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex),

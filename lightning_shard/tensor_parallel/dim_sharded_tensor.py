@@ -21,9 +21,9 @@ tensor: the wrapper is a node of the graph that cuts the gradient, and `__torch_
 its values. Because a gather is collective, each rank must do the same with its part.
 """
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -50,7 +50,10 @@ class Part:
         dim: The sharded dimension, counted from 0.
         group: Group of the W ranks that have the parts.
         num_blocks: Number of equal blocks along `dim`, of each of which a rank has 1 / W.
+        own_rules: Rules by operation that go before those of `dim_sharded_operations`.
     """
+
+    own_rules: ClassVar[Mapping[str, Callable[..., Any]]] = {}
 
     local: Tensor
     dim: int
@@ -76,14 +79,26 @@ class Part:
         """Return a result computed from this part as a wider tensor; other values as they are."""
         if not isinstance(local, Tensor):
             return local
-        dim = self.dim if dim is None else dim
-        return from_local(local, self.group, dim, num_blocks or self.num_blocks)
+        place = self.dim if dim is None else dim % local.ndim
+        num_blocks = num_blocks or self.num_blocks
+        return wrapped(replace(self, local=local, dim=place, num_blocks=num_blocks))
 
     def narrow(self, value: Any) -> Any:
         """Return this rank's part of a tensor of the full shape; other values as they are."""
         if isinstance(value, DimShardedTensor):
             return value.part.local
         return self._by_block(own_slice, value, self.dim) if isinstance(value, Tensor) else value
+
+    def note_gather(self, func: Callable[..., Any]) -> None:
+        """Hear of an operation that needs the full tensor."""
+
+    def wide_gradient(self, local: Any) -> Any:
+        """Return the gradient of the wider tensor, of which `local` is the part's."""
+        return self.widen(local)
+
+    def own_gradient(self, value: Any) -> Any:
+        """Return the part's gradient where `value` is the wider tensor's."""
+        return self.narrow(value)
 
     def split(self, value: Tensor, dim: int) -> Tensor:
         """Return this rank's part of a replicated tensor along `dim`."""
@@ -140,9 +155,14 @@ def from_local(local: Tensor, group: Collectives, dim: int = -1, num_blocks: int
     """
     if group.size == 1:
         return local
-    part = Part(local=local, dim=dim % local.ndim, group=group, num_blocks=num_blocks)
+    return wrapped(Part(local=local, dim=dim % local.ndim, group=group, num_blocks=num_blocks))
+
+
+@untraced
+def wrapped(part: Part) -> Tensor:
+    """Make a tensor that looks full of a part, without sending anything."""
     link = _Link()
-    wide: Any = _Widen.apply(local, part, link)  # type: ignore[no-untyped-call]
+    wide: Any = _Widen.apply(part.local, part, link)  # type: ignore[no-untyped-call]
     wide._part, wide._link = part, link
     return wide  # type: ignore[no-any-return]
 
@@ -213,6 +233,26 @@ class DimShardedTensor(Tensor):
         """Remember that the part was changed in place: the wrapper's gradient is not its own."""
         self._link.is_broken = True
 
+    def cross_with_part(
+        self, group: Collectives, crossing: Callable[..., Tensor], args: tuple[Any, ...]
+    ) -> Any:
+        """Let the part cross into or out of a region of another group, as `PASSES_ON` says.
+
+        Args:
+            group: Group of the region.
+            crossing: Crosses a tensor, with `args`.
+            args: The dimension that is gathered or cut there, if any, and more.
+
+        Returns:
+            A tensor sharded as this; None where the region is of the same ranks, or gathers or cuts
+            the sharded dimension.
+        """
+        part = self.part
+        dims = [one % self.ndim for one in args if isinstance(one, int)]
+        if part.group is group or part.dim in dims:
+            return None
+        return part.widen(crossing(part.local, *args))
+
     @property
     def is_in_graph(self) -> bool:
         """Whether autograd knows the wrapper."""
@@ -265,6 +305,7 @@ def _on_full(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
     gathered: dict[int, Tensor] = {}
 
     def full(sharded: DimShardedTensor) -> Tensor:
+        sharded.part.note_gather(func)
         return gathered.setdefault(id(sharded), _gather(sharded))
 
     full_args, full_kwargs = tree_map_only(DimShardedTensor, full, (args, kwargs))
@@ -322,7 +363,7 @@ class _Widen(torch.autograd.Function):
                 "in place and given to an autograd function, such as a reentrant checkpoint; "
                 "expected one or the other. Use x = x + y for x += y, or use_reentrant=False."
             )
-        return ctx.part.narrow(grads[0]), None, None
+        return ctx.part.own_gradient(grads[0]), None, None
 
 
 class _Narrow(torch.autograd.Function):
@@ -335,4 +376,4 @@ class _Narrow(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return ctx.part.widen(grads[0])
+        return ctx.part.wide_gradient(grads[0])

@@ -17,6 +17,7 @@ Source: Megatron-LM, arXiv:1909.08053 and arXiv:2205.05198.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +28,8 @@ from lightning_shard.data_parallel.torch_private import untraced
 from lightning_shard.placeholders import is_placeholder
 
 F = TypeVar("F", bound=Callable[..., Any])
+PASSES_ON = "cross_with_part"
+"""Method of a tensor of which each rank of another group has a part: that part crosses instead."""
 
 
 def copy_to_region(tensor: Tensor, group: Collectives) -> Tensor:
@@ -109,6 +112,13 @@ def _apply(function: type[torch.autograd.Function], tensor: Tensor, *args: Any) 
     group: Collectives = args[-1]
     if group.size == 1:
         return tensor
+    on_part = getattr(tensor, PASSES_ON, None)
+    if (
+        on_part is not None
+        and (crossed := on_part(group, partial(_apply, function), args)) is not None
+    ):
+        passed: Tensor = crossed
+        return passed
     result: Tensor = function.apply(tensor, *args)  # type: ignore[no-untyped-call]
     return result
 

@@ -42,7 +42,7 @@ from lightning_shard.tensor_parallel.regions import (
 
 def enter_region(tensor: Tensor, group: Collectives) -> Tensor:
     """Enter with a full activation, or with every rank's slice of one."""
-    if isinstance(tensor, DimShardedTensor):
+    if isinstance(tensor, DimShardedTensor) and tensor.part.group is group:
         return _enter_sharded(tensor, group)
     return enter_layers(tensor, group)
 
@@ -88,7 +88,9 @@ def leave_in_slices(tensor: Tensor, group: Collectives) -> Tensor:
 
 def saved_as_slice(entered: Tensor) -> AbstractContextManager[None]:
     """Save the slice of an entered activation for backward, instead of the full one, inside."""
-    is_unsharded = hasattr(entered.grad_fn, "num_saved")  # by the node that `_GatherSlices` makes
+    is_unsharded = not isinstance(entered, DimShardedTensor) and hasattr(
+        entered.grad_fn, "num_saved"
+    )  # by the node that `_GatherSlices` makes
     return _Saved(entered).hooks() if is_unsharded else nullcontext()
 
 

@@ -126,4 +126,8 @@ def test_schemes_choose_their_dimensions() -> None:
     pipeline = PipelineParallelStrategy(backend="in_process", pipeline_parallel_size=3)
     assert sizes(pipeline) == {"pp": 3}
     hybrid = HybridParallelStrategy(backend="in_process", tensor_parallel_size=2)
-    assert list(sizes(hybrid).items()) == [("tp", 2), ("pp", 1)]  # in the order of splitting
+    assert list(sizes(hybrid).items()) == [
+        ("tp", 2),
+        ("cp", 1),
+        ("pp", 1),
+    ]  # in the order of splitting

@@ -1,0 +1,13 @@
+"""Context parallel: each rank has a part of every sequence between a model's blocks.
+
+crossings        where activations are cut and whole again, and what gradients are there
+sequence_part    a part that looks whole
+operations, attention, torch_attention      what is done on parts
+cut_blocks       where the parts begin and end
+"""
+
+from lightning_shard.context_parallel import (  # noqa: F401  (register their rules)
+    attention,
+    operations,
+    torch_attention,
+)

@@ -1,0 +1,206 @@
+"""Cutting the sequence where a model's repeated blocks begin, and joining it where they end.
+
+    embedding ──> x ──cut──> block 0 ──> block 1 ──> ... ──> block n ──gather──> x ──> head, loss
+                  (B, S, E)     (B, S / W, E) on each rank        (B, S, E)
+
+The blocks are those that the engine makes units of. A block is given its other arguments as they
+are: masks, positions and rotary tables stay whole, and what an operation needs of them it takes.
+A sequence that W ranks cannot share out evenly is computed whole by each of them.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.context_parallel.crossings import cut_sequence
+from lightning_shard.context_parallel.sequence_part import SequencePart
+from lightning_shard.context_parallel.trial import Arguments, try_block
+from lightning_shard.context_parallel.whole_sequences import WholeSequences
+from lightning_shard.data_parallel.torch_private import COMPILED_MODULE, has_compiled_call
+from lightning_shard.data_parallel.units import named_blocks
+from lightning_shard.errors import ConfigError
+from lightning_shard.placeholders import Placeholder
+from lightning_shard.tensor_parallel.dim_sharded_tensor import (
+    DimShardedTensor,
+    full_tensor,
+    wrapped,
+)
+
+
+class CutBlocks:
+    """Cuts the hidden states of a model's blocks until `restore`.
+
+    Args:
+        model: The model, whose blocks are found.
+        group: Group of the W ranks that share each sequence.
+        joins_each: Whether each block gives whole hidden states, as where stages send them.
+        tries: Whether the first call of each class of blocks is tried before it is believed.
+
+    Attributes:
+        blocks: The blocks, by name.
+        num_cut: Number of calls that were given hidden states so far.
+        whole: Knows which operations needed the whole sequence.
+
+    Raises:
+        ConfigError: The model has no repeated blocks, or is compiled.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        group: Collectives,
+        *,
+        joins_each: bool = False,
+        tries: bool = True,
+    ) -> None:
+        self._group, self._tries = group, tries
+        self._warned = False
+        self._tried: set[tuple[type[nn.Module], bool]] = set()
+        self.whole = WholeSequences(group.size)
+        self._handles: list[RemovableHandle] = []
+        self.num_cut = 0
+        self.blocks = dict(named_blocks(model, None))
+        _check(model, self.blocks)
+        last = {name.rpartition(".")[0]: name for name in self.blocks}
+        for name, block in self.blocks.items():
+            enter = _Entrance(self, name, sequence_dim(block))
+            self._handles.append(block.register_forward_pre_hook(enter, with_kwargs=True))
+            joins = joins_each or name in last.values()
+            leave = _Exit(self, joins=joins)
+            self._handles.append(block.register_forward_hook(leave, always_call=True))
+
+    def check_cut(self, model: nn.Module) -> None:
+        """Refuse to train where no block has been given hidden states.
+
+        Raises:
+            ConfigError: None of the blocks was called with a tensor of shape (B, S, E).
+        """
+        if not self.num_cut:
+            first = next(iter(self.blocks))
+            raise ConfigError(
+                f"Rank {self._group.rank}: none of the {len(self.blocks)} blocks of "
+                f"{type(model).__name__}, such as {first!r} ({type(self.blocks[first]).__name__}), "
+                f"was given hidden states of shape (batch, positions, features) in a training "
+                f"step, so nothing is cut for the {self._group.size} context-parallel ranks; "
+                f"expected blocks of a transformer. Use strategy='zero2' or 'zero3'."
+            )
+
+    def restore(self) -> None:
+        """Let blocks be called with whole sequences again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def entered(
+        self, block: nn.Module, name: str, dim: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Arguments | None:
+        """Return a block's arguments with the hidden states cut; None to leave them."""
+        hidden = _hidden_states(args, kwargs)
+        if hidden is None or isinstance(hidden, Placeholder):
+            return None
+        is_tried = (type(block), torch.is_grad_enabled()) in self._tried
+        self.whole.block = name
+        if self._tries and not is_tried and not hidden.shape[dim] % self._group.size:
+            self._tried.add((type(block), torch.is_grad_enabled()))
+            try_block(name, block, (args, kwargs), partial(self._cut, name, dim), self._group)
+        return self._cut(name, dim, args, kwargs)
+
+    def _cut(
+        self, name: str, dim: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Arguments | None:
+        hidden = _hidden_states(args, kwargs)
+        if hidden is None or isinstance(hidden, DimShardedTensor):
+            return None
+        if hidden.shape[dim] % self._group.size:
+            self._warn(name, hidden, dim)
+            return None
+        self.num_cut += 1
+        local = cut_sequence(hidden, dim, self._group)
+        part = SequencePart(local=local, dim=dim, group=self._group, whole=self.whole)
+        return self._with(hidden, wrapped(part), args, kwargs)
+
+    def _with(
+        self, hidden: Tensor, cut: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Arguments:
+        """Return arguments with `cut` for `hidden`."""
+        new: Arguments = tree_map_only(
+            Tensor, lambda one: cut if one is hidden else one, (args, kwargs)
+        )
+        return new
+
+    def _warn(self, name: str, hidden: Tensor, dim: int) -> None:
+        self.num_cut += 1
+        if self._warned or not (hidden.requires_grad and torch.is_grad_enabled()):
+            return
+        self._warned = True
+        rank_zero_warn(
+            f"The block {name!r} is given hidden states of shape {tuple(hidden.shape)}, whose "
+            f"{hidden.shape[dim]} positions {self._group.size} context-parallel ranks cannot share "
+            f"out evenly: each computes them all, with the memory of one rank. Pad the batches to "
+            f"a multiple of {self._group.size}."
+        )
+
+
+def _check(model: nn.Module, blocks: dict[str, nn.Module]) -> None:
+    """Refuse models whose sequences cannot be cut between blocks."""
+    if not blocks:
+        raise ConfigError(
+            f"context_parallel cuts sequences between repeated blocks, but {type(model).__name__} "
+            f"has no ModuleList or Sequential of two or more modules of one class; expected the "
+            f"blocks of a transformer. Use strategy='zero2' or 'zero3'."
+        )
+    for name, module in model.named_modules():
+        if COMPILED_MODULE in module._modules or has_compiled_call(module):
+            raise ConfigError(
+                f"{name or type(model).__name__} ({type(module).__name__}) is compiled, and "
+                f"context_parallel works on what a block does operation by operation; expected a "
+                f"module that is not. Leave torch.compile out."
+            )
+
+
+class _Entrance:
+    """Hook before a block's forward; copies of the block, made in a run, have it as well."""
+
+    def __init__(self, owner: CutBlocks, name: str, dim: int) -> None:
+        self._owner, self._name, self._dim = owner, name, dim
+
+    def __call__(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
+        return self._owner.entered(block, self._name, self._dim, args, kwargs)
+
+    def __deepcopy__(self, memo: Any) -> "_Entrance":
+        return self
+
+
+class _Exit:
+    """Hook after a block's forward."""
+
+    def __init__(self, owner: CutBlocks, *, joins: bool) -> None:
+        self._owner, self._joins = owner, joins
+
+    def __call__(self, block: nn.Module, args: Any, result: Any) -> Any:
+        self._owner.whole.block = None
+        return full_tensor(result) if self._joins else None
+
+    def __deepcopy__(self, memo: Any) -> "_Exit":
+        return self
+
+
+def _hidden_states(args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
+    """Return the first argument of shape (B, S, E) and a floating format."""
+    for one in (*args, *kwargs.values()):
+        if isinstance(one, Tensor) and not one.is_nested and one.ndim == 3:
+            return one if one.is_floating_point() else None
+    return None
+
+
+def sequence_dim(block: nn.Module) -> int:
+    """Return the dimension of positions in a block's hidden states."""
+    attentions = (one for one in block.modules() if isinstance(one, nn.MultiheadAttention))
+    return 0 if any(not one.batch_first for one in attentions) else 1

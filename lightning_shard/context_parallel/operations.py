@@ -1,0 +1,119 @@
+"""Rules of the operations that work on parts of a sequence, beside those of any sharded tensor.
+
+(B, S/W, E) @ (E, F)             rows of this rank
+(B, H, S/W, D) @ (B, H, D, S)    own queries with all keys, which are gathered first
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lightning_shard.context_parallel.sequence_part import RULES, SequencePart, part_of
+from lightning_shard.tensor_parallel import dim_sharded_shapes as shapes
+from lightning_shard.tensor_parallel.dim_sharded_tensor import DimShardedTensor, full_tensor
+from lightning_shard.tensor_parallel.regions import gather_to_region
+
+
+def gathered_for_part(value: Any, part: SequencePart) -> Any:
+    """Return a whole operand for this rank's rows; gradients of all ranks' rows are summed."""
+    own = part_of(value)
+    if own is None:
+        return part.shared(value) if not isinstance(value, DimShardedTensor) else NotImplemented
+    if own.num_blocks > 1 or own.group is not part.group:
+        return NotImplemented
+    return gather_to_region(own.local, own.dim, own.group)
+
+
+def _linear(func: Any, input: Any, weight: Any, bias: Any = None) -> Any:  # noqa: A002
+    part = part_of(input)
+    if part is None or part.place == 1 or isinstance(weight, DimShardedTensor):
+        return NotImplemented
+    return part.widen(func(part.local, part.shared(weight), part.shared(bias)))
+
+
+def _matmul(func: Any, left: Any, right: Any, **kwargs: Any) -> Any:
+    """Multiply rows of this rank, or matrices of this rank."""
+    if kwargs or min(left.ndim, right.ndim) < 2:
+        return NotImplemented
+    part, others = part_of(left), part_of(right)
+    if part is not None and part.place == 2:
+        whole = gathered_for_part(right, part)
+        return whole if whole is NotImplemented else part.widen(left_of(func, part, whole))
+    if part is None and others is not None and others.place == 1:
+        result = func(others.shared(full_tensor(left)), others.local)
+        return others.widen(result, result.ndim - 1)
+    like = part or others
+    if like is None or like.place <= 2:
+        return NotImplemented
+    operands = [like.operand(one) for one in (left, right)]
+    if any(one is NotImplemented for one in operands):
+        return NotImplemented
+    result = func(*operands)
+    return like.widen(result, result.ndim - like.place)
+
+
+def left_of(func: Any, part: SequencePart, right: Tensor) -> Tensor:
+    """Multiply a part's rows with a whole matrix; the sharded dimension stays the last but one."""
+    result: Tensor = func(part.local, right)
+    return result
+
+
+def _addmm(func: Any, input: Any, mat1: Any, mat2: Any, **kwargs: Any) -> Any:  # noqa: A002
+    part = part_of(mat1)
+    if part is None or part.dim != 0 or input.ndim != 1 or isinstance(mat2, DimShardedTensor):
+        return NotImplemented
+    return part.widen(func(part.shared(input), part.local, part.shared(mat2), **kwargs))
+
+
+def _einsum(func: Any, equation: Any, *operands: Any) -> Any:
+    """Do einsum on the gathered tensors: a letter may be summed over the sequence."""
+    return NotImplemented
+
+
+def _cat(func: Any, tensors: Any, dim: int = 0) -> Any:
+    """Concatenate; what torch passes over, such as a cache that is empty yet, is left out."""
+    given = [one for one in tensors if part_of(one) is not None or tuple(one.shape) != (0,)]
+    if len(given) == 1 and (part := part_of(given[0])) is not None:
+        return part.widen(func([part.local], dim))
+    return shapes.joined(func, given, dim)
+
+
+def _scaled(func: Any, sharded: Any, *args: Any, **kwargs: Any) -> Any:
+    """Do an operation of one tensor element by element."""
+    part = part_of(sharded)
+    return NotImplemented if part is None else part.widen(func(part.local, *args, **kwargs))
+
+
+_ELEMENTWISE = (
+    "elu leaky_relu selu softplus mish hardtanh relu6 hardswish hardsigmoid logsigmoid softsign "
+    "cos sin log log1p expm1 erf "
+    "sign round floor ceil logical_not __invert__ isnan isinf isfinite"
+)
+_COMPARING = "__gt__ __lt__ __ge__ __le__ __eq__ __ne__ gt lt ge le eq ne maximum minimum"
+
+
+def _combined(func: Any, *args: Any, **kwargs: Any) -> Any:
+    like = next(one for one in args if isinstance(one, DimShardedTensor))
+    part = part_of(like)
+    if part is None or kwargs:
+        return NotImplemented
+    operands = [part.operand(one) for one in args]
+    if any(one is NotImplemented for one in operands):
+        return NotImplemented
+    result = func(*operands)
+    return part.widen(result, result.ndim - part.place)
+
+
+RULES.update(
+    linear=_linear,
+    addmm=_addmm,
+    einsum=_einsum,
+    cat=_cat,
+    **dict.fromkeys(("matmul", "bmm", "__matmul__"), _matmul),
+    **dict.fromkeys(_ELEMENTWISE.split(), _scaled),
+    **dict.fromkeys(_COMPARING.split(), _combined),
+)
+assert torch.addmm.__name__ in RULES
+assert functional.linear.__name__ in RULES

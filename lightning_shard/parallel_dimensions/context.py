@@ -1,0 +1,58 @@
+"""Context parallel as a dimension: sequences in parts over the ranks of an axis."""
+
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_shard.context_parallel.cut_blocks import CutBlocks
+from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.data_parallel.model_split import ModelSplit
+from lightning_shard.parallel_dimensions.dimension import ParallelDimension
+from lightning_shard.parallel_dimensions.run_view import RunView
+from lightning_shard.tensor_parallel.randomness import share_random_state
+from lightning_shard.trainer.same_results import SameResults
+
+
+class ContextDimension(ParallelDimension):
+    """Each rank has a part of every sequence between the blocks, and all parameters.
+
+    Args:
+        size: Ranks that share each sequence; None for all.
+    """
+
+    axis = "cp"
+    averages_gradients = True
+
+    def __init__(self, size: int | None = None) -> None:
+        super().__init__(size)
+        self._blocks: CutBlocks | None = None
+        self._same_results: SameResults | None = None
+
+    @override
+    def split(self, run: RunView) -> ModelSplit | None:
+        group = run.groups[self.axis]
+        if group.size == 1:
+            return None
+        share_random_state(group, run.device)
+        self._run = run
+        self._same_results = SameResults(group, run.mesh.peers(self.axis, run.rank), run.device)
+        return None
+
+    @override
+    def attach(self, engine: DataParallelEngine) -> None:
+        if self._same_results is not None:
+            run = self._run
+            self._blocks = CutBlocks(run.model, run.groups[self.axis], joins_each=run.mesh.pp > 1)
+
+    @override
+    def before_backward(self, loss: Tensor) -> None:
+        same, blocks = self._same_results, self._blocks
+        if blocks is not None and self._run.mesh.pp == 1:
+            blocks.check_cut(self._run.model)
+        if same is not None and loss.numel() == 1 and same.is_due("loss"):
+            same.check_loss(loss)
+
+    @override
+    def restore(self, *, full: bool) -> None:
+        if self._blocks is not None:
+            self._blocks.restore()
+        self._blocks = self._same_results = None

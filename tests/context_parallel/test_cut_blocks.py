@@ -1,0 +1,261 @@
+"""Blocks get parts of the sequence: what is sent and kept, stays whole, and is refused."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from examples.train_gpt import Block
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.backends.registry import get_backend
+from lightning_shard.context_parallel.cut_blocks import CutBlocks
+from lightning_shard.errors import ConfigError
+from lightning_shard.tensor_parallel.dim_sharded_tensor import DimShardedTensor
+from lightning_shard.testing import run_ranks
+
+BATCH, LENGTH, WIDTH, HEADS, NUM_BLOCKS = 2, 16, 16, 8, 3
+
+
+class Blocks(nn.Module):
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(make() for _ in range(NUM_BLOCKS))
+
+    def forward(self, x: Tensor, **options: Any) -> Tensor:
+        for block in self.blocks:
+            x = block(x, **options)
+        return x
+
+
+class Convolved(nn.Module):
+    """Mixes neighbours, has a pooled gate, and a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+        self.gate = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = self.conv(x.transpose(1, 2)).transpose(1, 2)
+        return x + mixed * torch.sigmoid(self.gate(x.mean(1, keepdim=True)))
+
+
+class Recurrent(nn.Module):
+    """Goes through the positions one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.cell(x)[0]
+
+
+class LookingBehind(nn.Module):
+    """Finds that it is given a part, and computes something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * (2 if isinstance(x, DimShardedTensor) else 1)
+
+
+def group() -> Collectives:
+    return get_backend("in_process").collectives(torch.distributed.group.WORLD)
+
+
+def gpt_block() -> nn.Module:
+    return Block(WIDTH, HEADS)
+
+
+def inputs(length: int = LENGTH) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(BATCH, length, WIDTH, generator=generator, requires_grad=True)
+
+
+def results(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """Return the result and every gradient of a loss that looks at all positions differently."""
+    y = model(x)
+    loss = (y * torch.linspace(-1, 1, y.numel()).view(y.shape)).sum() + y.square().mean()
+    return [y.detach(), *torch.autograd.grad(loss, [x, *model.parameters()])]
+
+
+@pytest.mark.parametrize(
+    ("make", "needing_all"),
+    [
+        pytest.param(gpt_block, set(), id="the example's"),
+        pytest.param(Convolved, {"conv1d", "mean"}, id="convolutions"),
+        pytest.param(Recurrent, {"gru"}, id="a recurrence"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The block .* which has no rule")
+def test_results_and_gradients_are_those_of_the_whole_sequence(
+    make: Callable[[], nn.Module], needing_all: set[str]
+) -> None:
+    expected = results(Blocks(make), inputs())
+
+    def of_rank(rank: int) -> tuple[list[Tensor], set[str]]:
+        model, ranks = Blocks(make), group()
+        cut = CutBlocks(model, ranks)
+        y, of_input, *grads = results(model, inputs())
+        for grad in grads:
+            ranks.all_reduce(grad)
+        return [y, of_input, *(grad / ranks.size for grad in grads)], set(cut.whole.noted)
+
+    for found, noted in run_ranks(of_rank, 4):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        assert noted == needing_all
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_what_is_sent_is_four_exchanges_a_block_and_a_gather_each_way(num_ranks: int) -> None:
+    def of_rank(rank: int) -> dict[str, int]:
+        model, ranks = Blocks(gpt_block), group()
+        CutBlocks(model, ranks)
+        results(model, inputs())  # blocks are tried
+        before = ranks.traffic.snapshot()
+        results(model, inputs())
+        after = ranks.traffic.snapshot()
+        return {
+            name: one.elements - (before[name].elements if name in before else 0)
+            for name, one in after.items()
+        }
+
+    own = BATCH * LENGTH * WIDTH // num_ranks
+    away = num_ranks - 1
+    expected = {  # query, key, value and the result, forward and backward
+        "all_to_all": NUM_BLOCKS * 2 * 4 * own * away // num_ranks,
+        "all_gather": 2 * own * away,
+    }
+    for sent in run_ranks(of_rank, num_ranks):
+        assert {name: count for name, count in sent.items() if count} == expected
+
+
+def saved_bytes(num_ranks: int, length: int) -> int:
+    """Return the bytes that the blocks keep for backward on rank 0."""
+
+    def of_rank(rank: int) -> int:
+        model, ranks = Blocks(gpt_block), group()
+        if ranks.size > 1:
+            CutBlocks(model, ranks)
+            model(inputs(length))
+        params = {param.untyped_storage().data_ptr() for param in model.parameters()}
+        kept: dict[int, int] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            memory = tensor.untyped_storage()
+            if memory.data_ptr() not in params and not isinstance(tensor, DimShardedTensor):
+                kept[memory.data_ptr()] = memory.nbytes()
+            held.append(tensor)
+            return tensor
+
+        held: list[Tensor] = []
+        with saved_tensors_hooks(keep, lambda tensor: tensor):
+            model(inputs(length))
+        return sum(kept.values())
+
+    return run_ranks(of_rank, num_ranks)[0]
+
+
+def test_activations_for_backward_fall_as_the_ranks_rise() -> None:
+    """Attention's result is kept twice, with own heads and with own positions."""
+    length = 256
+    alone = saved_bytes(1, length) + NUM_BLOCKS * BATCH * length * WIDTH * 4
+    for num_ranks in (2, 4, 8):
+        assert saved_bytes(num_ranks, length) == alone / num_ranks
+
+
+def test_a_block_that_computes_something_else_of_parts_is_refused_by_name() -> None:
+    def of_rank(rank: int) -> None:
+        model = Blocks(LookingBehind)
+        CutBlocks(model, group())
+        with pytest.raises(ConfigError, match=r"block 'blocks\.0' \(LookingBehind\).*result 0 dif"):
+            model(inputs())
+
+    run_ranks(of_rank, 2)
+
+
+def test_a_length_that_does_not_divide_is_computed_whole_with_a_warning() -> None:
+    expected = results(Blocks(gpt_block), inputs(15))
+
+    def of_rank(rank: int) -> list[Tensor]:
+        model = Blocks(gpt_block)
+        CutBlocks(model, group())
+        return results(model, inputs(15))
+
+    with pytest.warns(UserWarning, match="whose 15 positions 2 context-parallel ranks cannot sh"):
+        found = run_ranks(of_rank, 2)
+    for one, other in zip(found[0], expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_dropout_between_attentions_is_that_of_a_single_device() -> None:
+    class Dropping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + F.dropout(self.layer(x), 0.5, self.training)
+
+    torch.manual_seed(5)
+    model = Blocks(Dropping)
+    torch.manual_seed(5)
+    expected = model(inputs()).detach()
+
+    def of_rank(rank: int) -> Tensor:
+        model = Blocks(Dropping)
+        CutBlocks(model, group())
+        torch.manual_seed(5)
+        return model(inputs()).detach()
+
+    for found in run_ranks(of_rank, 2):
+        torch.testing.assert_close(found, expected)
+
+
+def test_restored_blocks_get_whole_sequences_and_copies_made_before_are_cut() -> None:
+    def of_rank(rank: int) -> tuple[bool, bool]:
+        seen: list[type] = []
+
+        class Seeing(nn.Linear):
+            def forward(self, x: Tensor) -> Tensor:
+                seen.append(type(x))
+                return super().forward(x)
+
+        model = Blocks(lambda: Seeing(WIDTH, WIDTH))
+        cut = CutBlocks(model, group())
+        copy.deepcopy(model)(inputs())
+        was_cut = DimShardedTensor in seen
+        seen.clear()
+        cut.restore()
+        model(inputs())
+        return was_cut, DimShardedTensor in seen
+
+    assert run_ranks(of_rank, 2) == [(True, False)] * 2
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's compiler
+def test_a_model_without_blocks_or_with_compiled_ones_is_refused() -> None:
+    def of_rank(rank: int) -> None:
+        with pytest.raises(ConfigError, match="Linear has no ModuleList or Sequential of two"):
+            CutBlocks(nn.Linear(2, 2), group())
+        compiled = Blocks(gpt_block)
+        compiled.blocks[1].compile()
+        with pytest.raises(ConfigError, match=r"blocks\.1 \(Block\) is compiled"):
+            CutBlocks(compiled, group())
+        cut = CutBlocks(Blocks(gpt_block), group())
+        with pytest.raises(
+            ConfigError, match=r"none of the 3 blocks of Blocks, such as 'blocks\.0'"
+        ):
+            cut.check_cut(Blocks(gpt_block))
+
+    run_ranks(of_rank, 2)
