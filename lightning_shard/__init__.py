@@ -25,8 +25,8 @@ if TYPE_CHECKING:
         ShardError,
     )
     from lightning_shard.mesh import ParallelMesh
-    from lightning_shard.proving.prove import prove
     from lightning_shard.planning.search import plan
+    from lightning_shard.proving.prove import prove
     from lightning_shard.strategies.async_sgd import AsyncSGDStrategy
     from lightning_shard.strategies.context_parallel import ContextParallelStrategy
     from lightning_shard.strategies.elastic import ElasticStrategy
@@ -79,8 +79,8 @@ __all__ = [
     "ZeRO2Strategy",
     "ZeRO3Strategy",
     "load_safetensors",
-    "prove",
     "plan",
+    "prove",
 ]
 
 open_doors()

@@ -152,7 +152,7 @@ class EndingStrategy(CheckpointingStrategy):
             sharing = -(-self.num_processes // devices)
             yield "free on the device", sharing * each, free_bytes(self.root_device)
 
-    def _detach(self, engine: DataParallelEngine, *, keep: bool) -> None:
+    def _detach(self, engine: DataParallelEngine, *, keep: bool = True) -> None:
         """Make the module full on every rank that keeps it, the optimizers' state on rank 0."""
         states = []
         if self._is_fitting():
