@@ -4,6 +4,7 @@ embed  block 0 .. block 79  norm  head   ──>   embed  block 0  block 1  norm
 """
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -32,7 +33,38 @@ def repeated_blocks(module: nn.Module) -> BlockList | None:
         return None
     kinds = {(type(block), _shapes(block)) for block in blocks.modules}
     is_list = isinstance(module.get_submodule(blocks.path), nn.ModuleList | nn.Sequential)
-    return blocks if len(kinds) == 1 and is_list else None
+    return blocks if len(kinds) == 1 and is_list and _are_set_alike(blocks.modules) else None
+
+
+def _are_set_alike(blocks: Sequence[nn.Module]) -> bool:
+    """Whether blocks differ in nothing that they are told but their number (a sliding window)."""
+    told = [_settings(block) for block in blocks]
+    if any(one.keys() != told[0].keys() for one in told):
+        return False
+    columns = ([one[name] for one in told] for name in told[0])
+    return all(_is_constant(values) or _counts(values) for values in columns)
+
+
+def _settings(block: nn.Module) -> dict[str, Any]:
+    """Return the flags, names and whole numbers of a block's modules, and their classes."""
+    found: dict[str, Any] = {}
+    for path, module in block.named_modules():
+        found[path] = type(module)
+        values = {name: value for name, value in vars(module).items() if name != "training"}
+        found |= {
+            f"{path}:{name}": value
+            for name, value in values.items()
+            if value is None or isinstance(value, bool | int | str)
+        }
+    return found
+
+
+def _is_constant(values: Sequence[Any]) -> bool:
+    return all(type(one) is type(values[0]) and one == values[0] for one in values)
+
+
+def _counts(values: Sequence[Any]) -> bool:
+    return all(type(one) is int and one == values[0] + place for place, one in enumerate(values))
 
 
 def _shapes(block: nn.Module) -> tuple[Any, ...]:
