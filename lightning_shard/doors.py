@@ -85,4 +85,5 @@ def _serve_fabric(lightning: str, package: str) -> None:
     """Make every strategy known to this root of Fabric."""
     import_module("lightning_shard.fabric.registry").register_strategies(lightning, package)
     import_module("lightning_shard.fabric.misplaced").refuse_misplaced(lightning, package)
-    import_module("lightning_shard.environments.detection").ask_mpi_under_mpi_alone(lightning)
+    environments = package.removesuffix("fabric") + "environments"  # of the same root
+    import_module(f"{environments}.detection").ask_mpi_under_mpi_alone(lightning)

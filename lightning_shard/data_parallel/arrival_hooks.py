@@ -6,8 +6,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.data_parallel.sharded_parameter import as_they_are
-from lightning_shard.data_parallel.torch_private import num_hooks_after_gradient
+from lightning_shard.data_parallel.torch_private import hooks_after_gradient
 from lightning_shard.errors import ConfigError
+
+_OURS = "tells_of_arrival"  # an engine's hook: in a dry run a parameter has one for each stage
 
 
 class ArrivalHooks:
@@ -38,6 +40,7 @@ class ArrivalHooks:
 
     def _hook(self, param: nn.Parameter, position: int, index: int) -> RemovableHandle:
         hook = self._hook_of(position, index)
+        setattr(hook, _OURS, True)
         handle: RemovableHandle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         return handle
 
@@ -47,7 +50,7 @@ class ArrivalHooks:
         Raises:
             ConfigError: There is such a hook, which would not be called.
         """
-        if num_hooks_after_gradient(param) > 1:  # the other one is ours
+        if not all(hasattr(hook, _OURS) for hook in hooks_after_gradient(param)):
             shape = tuple(param.shape)
             raise ConfigError(
                 f"Rank {rank}: a parameter of shape {shape} has a hook of "

@@ -299,8 +299,7 @@ class GradientBuffer:
     @as_they_are
     def settle(self) -> None:
         """Once ranks agree on the used parameters, set each `.grad`, or None, alike on all."""
-        all_shown = self.states.all_used or self.states.all_reduced
-        if self.states.all_valid and all_shown and not self.is_plain:
+        if self.states.all_shown and not self.is_plain:
             return
         for index, param in enumerate(self.flat.params):
             is_valid = self.states.is_valid[index]

@@ -75,9 +75,9 @@ class GradientStates:
         return self.is_used == self._all
 
     @property
-    def all_valid(self) -> bool:
-        """Whether every parameter has been used by some rank."""
-        return self.is_valid == self._all
+    def all_shown(self) -> bool:
+        """Whether some rank has used every parameter, and this rank shows a gradient of each."""
+        return self.is_valid == self._all and self._all in (self.is_used, self.is_reduced)
 
     def arrive(self, index: int) -> None:
         """Note that this rank has a new gradient."""

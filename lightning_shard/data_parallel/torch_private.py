@@ -128,14 +128,14 @@ def gradient_hooks(param: Tensor) -> dict[int, Callable[[Tensor], Tensor | None]
     return param._backward_hooks or {}
 
 
-def num_hooks_after_gradient(param: Tensor) -> int:
-    """Return the number of hooks that are called once a gradient has been added up."""
-    return len(getattr(param, "_post_accumulate_grad_hooks", None) or {})
+def hooks_after_gradient(param: Tensor) -> list[Callable[[Tensor], None]]:
+    """Return the hooks that are called once a gradient has been added up."""
+    return list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
 def has_gradient_hooks(param: Tensor) -> bool:
     """Whether code is called with a parameter's gradient, or once it has been added up."""
-    return bool(param._backward_hooks or num_hooks_after_gradient(param))
+    return bool(param._backward_hooks or hooks_after_gradient(param))
 
 
 def forget_gradient_hooks(param: Tensor) -> None:

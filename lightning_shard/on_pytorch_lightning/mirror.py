@@ -31,6 +31,7 @@ BUILT_ON_LIGHTNING = (
     "launchers",
     "parallel_dimensions",
     "precision.plugins",
+    "planning",
     "profiling",
     "proving",
     "ray",

@@ -13,10 +13,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_shard.data_parallel.torch_private import storage_key
+from lightning_shard.data_parallel.torch_private import TorchDispatchMode, storage_key
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
