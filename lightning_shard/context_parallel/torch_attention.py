@@ -6,6 +6,8 @@ torch computes it in one function, which takes full tensors only; here it is wri
 that have rules.
 """
 
+from inspect import signature
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
@@ -19,63 +21,45 @@ from lightning_shard.tensor_parallel.attention import (
 )
 from lightning_shard.tensor_parallel.dim_sharded_tensor import full_tensor
 
+_FORWARD = signature(F.multi_head_attention_forward)
+_NEVER = ("bias_k", "bias_v", "static_k", "static_v")
 
-def multi_head_attention(
-    func: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    embed_dim_to_check: int,
-    num_heads: int,
-    in_proj_weight: Tensor | None,
-    in_proj_bias: Tensor | None,
-    bias_k: Tensor | None,
-    bias_v: Tensor | None,
-    add_zero_attn: bool,
-    dropout_p: float,
-    out_proj_weight: Tensor,
-    out_proj_bias: Tensor | None,
-    training: bool = True,
-    key_padding_mask: Any = None,
-    need_weights: bool = True,
-    attn_mask: Any = None,
-    use_separate_proj_weight: bool = False,
-    q_proj_weight: Tensor | None = None,
-    k_proj_weight: Tensor | None = None,
-    v_proj_weight: Tensor | None = None,
-    static_k: Tensor | None = None,
-    static_v: Tensor | None = None,
-    average_attn_weights: bool = True,
-    is_causal: bool = False,
-) -> Any:
+
+def multi_head_attention(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Do `multi_head_attention_forward`; arguments and results as there, (L, N, E) first."""
-    others = (bias_k, bias_v, static_k, static_v)
-    if (
-        part_of(query) is None
-        or query.ndim != 3
-        or add_zero_attn
-        or any(o is not None for o in others)
-    ):
+    bound = _FORWARD.bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = SimpleNamespace(**bound.arguments)
+    others = any(bound.arguments[name] is not None for name in _NEVER)
+    if part_of(given.query) is None or given.query.ndim != 3 or given.add_zero_attn or others:
         return NotImplemented
-    weights: Any = (q_proj_weight, k_proj_weight, v_proj_weight)
-    if not use_separate_proj_weight:
-        weights = in_proj_weight.chunk(3)  # type: ignore[union-attr]
-    biases = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
-    width = embed_dim_to_check // num_heads
-    q, k, v = (  # each (N, heads, L, width)
-        heads_of(F.linear(one, weight, bias).transpose(0, 1), width)
-        for one, weight, bias in zip((query, key, value), weights, biases, strict=True)
-    )
-    mask = _mask(q, full_tensor(attn_mask), full_tensor(key_padding_mask))
-    dropout = dropout_p if training else 0.0
+    q, k, v = _projected(given)
+    mask = _mask(q, full_tensor(given.attn_mask), full_tensor(given.key_padding_mask))
+    dropout = given.dropout_p if given.training else 0.0
     mixed, shown = None, None
-    if need_weights:
+    if given.need_weights:
         mixed, shown = attend_with_weights(q, k, v, mask, dropout)
-        shown = shown.mean(1) if average_attn_weights else shown
+        shown = shown.mean(1) if given.average_attn_weights else shown
     else:
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
     joined = mixed.transpose(1, 2).flatten(2).transpose(0, 1)  # (L, N, E)
-    return F.linear(joined, out_proj_weight, out_proj_bias), shown
+    return F.linear(joined, given.out_proj_weight, given.out_proj_bias), shown
+
+
+def _projected(given: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values, each (N, heads, L, width)."""
+    weights = (given.q_proj_weight, given.k_proj_weight, given.v_proj_weight)
+    if not given.use_separate_proj_weight:
+        weights = given.in_proj_weight.chunk(3)
+    biases = (None,) * 3 if given.in_proj_bias is None else given.in_proj_bias.chunk(3)
+    width = given.embed_dim_to_check // given.num_heads
+    q, k, v = (
+        heads_of(F.linear(one, weight, bias).transpose(0, 1), width)
+        for one, weight, bias in zip(
+            (given.query, given.key, given.value), weights, biases, strict=True
+        )
+    )
+    return q, k, v
 
 
 def _mask(query: Tensor, attn_mask: Tensor | None, padding_mask: Tensor | None) -> Tensor | None:

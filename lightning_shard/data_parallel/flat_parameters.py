@@ -35,6 +35,7 @@ from lightning_shard.data_parallel.assigned import (
 from lightning_shard.data_parallel.blanks import overwrite
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.flat_memory import FlatMemory
+from lightning_shard.data_parallel.flat_views import full_views, shard_views
 from lightning_shard.data_parallel.offload.copier import HostCopier
 from lightning_shard.data_parallel.offload.host_shard import HostShard, Uploaded
 from lightning_shard.data_parallel.sharded_parameter import (
@@ -47,7 +48,7 @@ from lightning_shard.data_parallel.sharded_parameter import (
 from lightning_shard.data_parallel.stand_ins import StandIns
 from lightning_shard.data_parallel.unrecorded import unrecorded
 from lightning_shard.data_parallel.values_at_start import ValuesAtStart, give_memory
-from lightning_shard.layout.flat import FlatLayout, build_layout
+from lightning_shard.layout.flat import build_layout
 from lightning_shard.layout.owned import OwnedLayout, build_owned_layout
 
 _ALIGN_BYTES = 16  # vectorised kernels want it
@@ -196,10 +197,7 @@ class FlatParameters:
         """
         if self.stage == 0:
             return full_views(shard, self.layout)
-        shard_slices = self.layout.shard_slices(self.shard_index)
-        return [
-            shard[shard_slice.shard_offset : shard_slice.shard_stop] for shard_slice in shard_slices
-        ]
+        return shard_views(shard, self.layout, self.shard_index)
 
     @as_they_are
     @unrecorded
@@ -493,9 +491,3 @@ class FlatParameters:
         full = shard.new_empty(self.layout.full_numel)
         self._groups.shard.all_gather(full, shard, sizes=self.layout.shard_numels).wait()
         return full_views(full, self.layout)
-
-
-def full_views(full: Tensor, layout: FlatLayout) -> list[Tensor]:
-    """Return the full-shaped view of each slot of a full-sized flat tensor."""
-    parts = full.split_with_sizes(layout.part_numels)[1::2]
-    return [part.view(slot.shape) for part, slot in zip(parts, layout.slots, strict=True)]

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from lightning_shard.data_parallel.averaged_gradient import AveragedGradient
-from lightning_shard.data_parallel.flat_parameters import FlatParameters, full_views
+from lightning_shard.data_parallel.flat_parameters import FlatParameters
+from lightning_shard.data_parallel.flat_views import full_views
 from lightning_shard.data_parallel.gradient_state import GradientStates
 from lightning_shard.data_parallel.offload.host_gradients import HostGradients
 from lightning_shard.data_parallel.sharded_parameter import OWN_GRAD, as_they_are

@@ -41,7 +41,8 @@ class Estimate:
         idle_share: Share of a step in which the pipeline's ranks wait for each other, 0 to 1.
         seconds: Duration of a step; a lower bound with published profiles.
         hidden_share: Share of data-parallel traffic that computing hides, 0 to 1.
-        is_simulated: Whether memory, traffic and idle share are those of a dry run.
+        is_simulated: Whether memory that stays and traffic are those of a dry run; times, the idle
+            share and, in a pipeline, what passes are estimates all the same.
     """
 
     candidate: Candidate

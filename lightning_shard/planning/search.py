@@ -40,8 +40,7 @@ def plan(
 ) -> Plan:
     """Search for the strategy and options with which a module trains fastest in its memory.
 
-    Nothing is sent, computed or kept. The search looks at two and three of the model's blocks, so
-    that it takes no longer for eighty; the recommended candidate's whole step is then simulated.
+    The search looks at a few of the model's blocks; the recommended step is simulated in full.
 
     Args:
         module: As for `trainer.fit`; its parameters may be on meta.
@@ -52,8 +51,7 @@ def plan(
         global_batch: Samples of a step of all ranks; by default the batch's on each device.
         machine: Name of a published profile, path of a measured one, or a profile.
         precision: As for the Trainer.
-        tensor_plan: Layers that tensor parallel splits; None lets it find them, for which the
-            parameters need values.
+        tensor_plan: Layers that tensor parallel splits; None finds them, from values.
         checkpointing: What of "full", "selective" and None to search through.
 
     Raises:
@@ -64,26 +62,18 @@ def plan(
     samples = batch_size_of(batch) * devices if global_batch is None else global_batch
     anatomy = Anatomy(module, batch, precision, tensor_plan)
     tp_sizes, left_out = _tp_sizes(anatomy, min(per_node, devices))
-    choices = tuple(checkpointing) if anatomy.num_blocks else (None,)
     space = SearchSpace(
         num_ranks=devices,
         ranks_per_node=per_node,
         num_blocks=anatomy.num_blocks,
         global_batch=samples,
         tp_sizes=tp_sizes,
-        checkpointing=choices,
+        checkpointing=tuple(checkpointing) if anatomy.num_blocks else (None,),
     )
-    estimator = Estimator(anatomy, profile, per_node)
-    found, unsplit = _estimated(estimator, space)
-    if not found:
-        raise ConfigError(
-            f"No candidate: {samples} samples a step cannot be shared by {devices} devices; "
-            f"expected a global batch that a number of data-parallel ranks divides."
-        )
+    found, unsplit = _estimated(Estimator(anatomy, profile, per_node), space)
     limit = profile.device_memory if device_memory is None else device_memory
-    chosen = recommended(found, limit)
-    if chosen is not None:
-        chosen = _confirmed(anatomy, chosen, limit, found, per_node)
+    fitting = recommended(found, limit)
+    chosen = fitting and _confirmed(anatomy, fitting, limit, found, per_node)
     return Plan(
         machine=profile,
         num_devices=devices,
@@ -100,7 +90,11 @@ def plan(
 
 
 def _estimated(estimator: Estimator, space: SearchSpace) -> tuple[list[Estimate], list[str]]:
-    """Return every candidate's figures, and why pipelines are left out where they cannot be."""
+    """Return every candidate's figures, and why pipelines are left out where they cannot be.
+
+    Raises:
+        ConfigError: There is no candidate.
+    """
     found, reasons = list[Estimate](), dict[str, None]()
     for one in space.candidates():
         if one.pp > 1 and reasons:
@@ -111,6 +105,12 @@ def _estimated(estimator: Estimator, space: SearchSpace) -> tuple[list[Estimate]
             if one.pp == 1:
                 raise
             reasons[f"pipelines: {error}"] = None
+    if not found:
+        raise ConfigError(
+            f"No candidate: {space.global_batch} samples a step cannot be shared by "
+            f"{space.num_ranks} devices; expected a global batch that a number of data-parallel "
+            f"ranks divides."
+        )
     return found, list(reasons)
 
 

@@ -44,13 +44,11 @@ def prove(
     """Say whether a module trains under a strategy as it does on one device, and if not, why.
 
     The module runs for a few steps on ranks inside this process, with its own data, and on one
-    device, on the same global batches: those of the ranks, one after the other. The module and the
-    data that are given stay as they are.
+    device, on the same global batches: those of the ranks. Module and data stay as they are.
 
     Args:
         module: Any LightningModule, on the CPU.
-        data: A LightningDataModule, a loader, an iterable of batches, or None for the module's
-            own loader. A batch is what each rank gets.
+        data: A data module, a loader, batches of a rank, or None for the module's own loader.
         strategy: A name of this package, a strategy, or a function that makes one.
         num_ranks: Ranks inside this process.
         num_steps: Number of optimizer steps to compare.
@@ -69,8 +67,7 @@ def prove(
         ConfigError: An argument of `prove` itself cannot be.
     """
     began = time.perf_counter()
-    options = dict(trainer_options or {})
-    check_options(options)
+    check_options(dict(trainer_options or {}))
     _check_counts(num_ranks=num_ranks, num_steps=num_steps, shrink=shrink)
     module, told = (module, "") if shrink is None else shrunk(module, shrink)
     subject = Subject(
@@ -82,16 +79,14 @@ def prove(
         precision=precision,
         seed=seed,
         join=join,
-        options=options,
+        options=dict(trainer_options or {}),
     )
     if not dropout:
         subject = replace(subject, module=subject.fresh_module(changes.without_dropout))
     name = name_of(strategy_in_process(strategy, num_ranks))
-    found = replace(
-        _judge(subject, Verdict(outcome="equal", strategy=name, num_ranks=num_ranks)),
-        seconds=time.perf_counter() - began,
-    )
-    return replace(found, remarks=(told, *found.remarks)) if told else found
+    found = _judge(subject, Verdict(outcome="equal", strategy=name, num_ranks=num_ranks))
+    remarks = (told, *found.remarks) if told else found.remarks
+    return replace(found, seconds=time.perf_counter() - began, remarks=remarks)
 
 
 def _check_counts(**counts: int | None) -> None:

@@ -92,21 +92,21 @@ def _all_reduce(room: Room, mail: Mail, call: Call) -> Steps:
     first = room.reserve(2)
     offered = yield from _posting(room, first, call, lambda: room.offer([flat]), flat.nbytes)
     ours = _only(room, first, room.rank, flat)
-    everyones = [_only(room, first, rank, flat) for rank in range(room.size)]
-    _reduce_into(_slice(ours, room.rank, room.size), _slices(everyones, room.rank), call)
+    of_each_rank = [_only(room, first, rank, flat) for rank in range(room.size)]
+    _reduce_into(_slice(ours, room.rank, room.size), _slices(of_each_rank, room.rank), call)
     room.has_read(first)
     room.post(first + 1, call, offered)
     yield _turn(room, first + 1)
-    _copy_slices(everyones, flat)
+    _copy_slices(of_each_rank, flat)
     unpack(flat, call.inputs)
     yield from _ending(room, first + 1, offered)
     return None
 
 
-def _copy_slices(everyones: Sequence[Tensor], flat: Tensor) -> None:
+def _copy_slices(of_each_rank: Sequence[Tensor], flat: Tensor) -> None:
     """Write each rank's slice of its own tensor into `flat`."""
-    for rank, whole in enumerate(everyones):
-        target, source = (_slice(one, rank, len(everyones)) for one in (flat, whole))
+    for rank, whole in enumerate(of_each_rank):
+        target, source = (_slice(one, rank, len(of_each_rank)) for one in (flat, whole))
         if target.data_ptr() != source.data_ptr():
             target.copy_(source)
 
@@ -115,8 +115,8 @@ def _reduce(room: Room, mail: Mail, call: Call) -> Steps:
     flat = pack(call.inputs)
     number, offered = yield from _round(room, call, [flat], [flat])
     if room.rank == call.root:
-        everyones = [_only(room, number, rank, flat) for rank in range(room.size)]
-        _reduce_into(flat, everyones, call)
+        of_each_rank = [_only(room, number, rank, flat) for rank in range(room.size)]
+        _reduce_into(flat, of_each_rank, call)
         unpack(flat, call.inputs)
     yield from _ending(room, number, offered)
     return None
@@ -143,8 +143,8 @@ def _reduce_scatter_single(room: Room, mail: Mail, call: Call) -> Steps:
     )
     number, offered = yield from _round(room, call, flats, [] if safe else outputs)
     for index, (output, flat) in enumerate(zip(outputs, flats, strict=True)):
-        everyones = [_whole(room, number, rank, index, flat) for rank in range(room.size)]
-        _reduce_to(output, _slices(everyones, room.rank), call)
+        of_each_rank = [_whole(room, number, rank, index, flat) for rank in range(room.size)]
+        _reduce_to(output, _slices(of_each_rank, room.rank), call)
     yield from _ending(room, number, offered)
     return None
 
@@ -289,8 +289,8 @@ def _slice(whole: Tensor, rank: int, size: int) -> Tensor:
     return whole[numel * rank // size : numel * (rank + 1) // size]
 
 
-def _slices(everyones: Sequence[Tensor], rank: int) -> list[Tensor]:
-    return [_slice(whole, rank, len(everyones)) for whole in everyones]
+def _slices(of_each_rank: Sequence[Tensor], rank: int) -> list[Tensor]:
+    return [_slice(whole, rank, len(of_each_rank)) for whole in of_each_rank]
 
 
 def _touch(one: Tensor, other: Tensor) -> bool:
