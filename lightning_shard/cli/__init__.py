@@ -5,13 +5,16 @@
 
     lightning-shard plan --config configs/gpt_zero3.yaml --devices 64
 
+    lightning-shard doctor
+    lightning-shard strategies
+
     lightning-shard describe last.ckpt
     lightning-shard consolidate last.ckpt model.safetensors
 
 The subcommands `fit`, `validate`, `test` and `predict` are in `shard_cli`, which imports torch and
 Lightning; `plan` is in `planning`, and so does it; `describe` and `consolidate` are in
-`checkpoints`, which imports torch. What needs
-neither is answered without them: see `entry`, `parsers`.
+`checkpoints`, which imports torch. What needs neither is answered without them: see `entry`,
+`parsers`, `machine`, `completion`.
 """
 
 from lightning_shard.cli.entry import main

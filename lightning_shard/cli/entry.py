@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
-from lightning_shard.cli.parsers import TEXTS, parser_of
+from lightning_shard.cli.parsers import HOMES, TEXTS, parser_of
 
 _SUBCOMMANDS = {
     "fit": "Train a model.",
@@ -15,6 +15,8 @@ _SUBCOMMANDS = {
     "predict": "Predict with a trained model.",
 }
 _PROVE = {"prove": "Say whether a model trains on ranks as on one device, and if not, why."}
+LIGHTNINGS = {**_SUBCOMMANDS, **_PROVE}
+"""By subcommand of Lightning's command line what it does."""
 _EPILOG = """\
 The first four are Lightning's own, with the strategies of this package:
 
@@ -28,6 +30,11 @@ The first four are Lightning's own, with the strategies of this package:
 Before a run:
 
     lightning-shard plan --config configs/gpt_zero3.yaml --devices 64 --device-memory 80GiB
+
+What there is, and what this machine has:
+
+    lightning-shard strategies
+    lightning-shard doctor
 
 The others read checkpoints:
 
@@ -44,8 +51,8 @@ def main() -> int:
     arguments = sys.argv[1:]
     if arguments and arguments[0] in TEXTS:
         parsed = parser_of(arguments[0]).parse_args(arguments[1:])  # which may exit
-        home = "planning" if arguments[0] == "plan" else "checkpoints"
-        return int(import_module(f"lightning_shard.cli.{home}").run(arguments[0], parsed))
+        home = import_module(f"lightning_shard.cli.{HOMES[arguments[0]]}")
+        return int(home.run(arguments[0], parsed))
     if arguments and arguments[0] in _PROVE:
         return int(import_module("lightning_shard.cli.proving").run())
     if _is_for_a_subcommand(arguments):
@@ -70,7 +77,7 @@ def _parser() -> ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=_versions())
     subcommands = parser.add_subparsers(required=True, metavar="SUBCOMMAND", dest="subcommand")
-    for name, text in {**_SUBCOMMANDS, **_PROVE, **TEXTS}.items():
+    for name, text in {**LIGHTNINGS, **TEXTS}.items():
         subcommands.add_parser(name, help=text, add_help=False)
     return parser
 

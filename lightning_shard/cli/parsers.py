@@ -1,4 +1,4 @@
-"""The arguments of the subcommands for checkpoints and of `plan`, parsed without torch."""
+"""The arguments of the subcommands that are no Trainer's, parsed without torch."""
 
 from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
 
@@ -6,8 +6,24 @@ TEXTS = {
     "consolidate": "Write a checkpoint as a .ckpt, .pt or .safetensors, or for Hugging Face.",
     "describe": "Say what is in a checkpoint.",
     "plan": "Find the strategy and options for so many devices and their memory.",
+    "doctor": "Say what this machine has and lacks for training, and what to do.",
+    "strategies": "List the strategies, what they need, and the backends of this machine.",
+    "completion": "Print the script by which a shell completes this command.",
 }
 """By subcommand what it does."""
+
+HOMES = {
+    "consolidate": "checkpoints",
+    "describe": "checkpoints",
+    "plan": "planning",
+    "doctor": "machine",
+    "strategies": "machine",
+    "completion": "completion",
+}
+"""By subcommand the module of `lightning_shard.cli` that runs it."""
+
+SHELLS = ("bash", "zsh", "tcsh")
+"""The shells that `completion` knows."""
 
 _EXAMPLES = {
     "consolidate": """\
@@ -32,6 +48,22 @@ The exit code is 1 if something is missing or damaged.
 
 Nothing is trained and no device is needed. The exit code is 1 if nothing fits.
 """,
+    "doctor": """\
+    lightning-shard doctor
+    torchrun --nproc-per-node 1 --no-python lightning-shard doctor    what its ranks see
+    lightning-shard doctor --measure here.json
+    lightning-shard plan --config my.yaml --devices 8 --machine here.json
+
+The exit code is 1 if something is there that training fails with.
+""",
+    "strategies": """\
+    lightning-shard strategies
+    lightning-shard strategies --json | jq -r '.strategies[].name'
+""",
+    "completion": """\
+    eval "$(lightning-shard completion bash)"    in ~/.bashrc
+    lightning-shard completion zsh > "${fpath[1]}/_lightning-shard"
+""",
 }
 _DTYPES = {
     "float32": "float32",
@@ -52,8 +84,7 @@ def parser_of(subcommand: str) -> ArgumentParser:
         epilog=_EXAMPLES[subcommand],
         formatter_class=RawDescriptionHelpFormatter,
     )
-    add = {"consolidate": _add_consolidate, "describe": _add_describe, "plan": _add_plan}
-    add[subcommand](parser)
+    _ARGUMENTS[subcommand](parser)
     parser.add_argument("--debug", action="store_true", help="Show the traceback of an error.")
     return parser
 
@@ -133,6 +164,41 @@ def _add_plan(parser: ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="Print JSON, for scripts.")
     parser.add_argument("--yaml", metavar="FILE", help="Write the recommended trainer options.")
     parser.add_argument("--picture", metavar="FILE", help="Draw memory against a device's.")
+
+
+def _add_doctor(parser: ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="Print JSON, for scripts.")
+    parser.add_argument("--measure", metavar="FILE", help="Write a machine profile for `plan`.")
+    parser.add_argument(
+        "--ranks", type=int, metavar="N", help="Ranks that measure (default: the GPUs, or 2)."
+    )
+    parser.add_argument(
+        "--backend", default="auto", help="Backend between them (default: %(default)s)."
+    )
+    parser.add_argument(
+        "--network",
+        type=num_bytes,
+        metavar="SIZE",
+        help="Bytes a second of a device to other hosts, such as 50GB (default: the adapters').",
+    )
+
+
+def _add_strategies(parser: ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="Print JSON, for scripts.")
+
+
+def _add_completion(parser: ArgumentParser) -> None:
+    parser.add_argument("shell", choices=SHELLS, help="The shell.")
+
+
+_ARGUMENTS = {
+    "consolidate": _add_consolidate,
+    "describe": _add_describe,
+    "plan": _add_plan,
+    "doctor": _add_doctor,
+    "strategies": _add_strategies,
+    "completion": _add_completion,
+}
 
 
 def dtype_name(given: str) -> str:

@@ -7,9 +7,9 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from lightning_shard.backends.registry import backend_names
-from lightning_shard.data_parallel.compression import COMPRESSORS
 from lightning_shard.errors import ConfigError
-from lightning_shard.strategies.registry import OFFLOADED, SCHEMES, NamedStrategy, names_of
+from lightning_shard.schemes import named_schemes, names_of
+from lightning_shard.strategies.registry import NamedStrategy
 
 SERVED = ("shard_ddp", "zero1", "zero2", "zero3", "shard_fsdp")
 """The schemes that work under Fabric."""
@@ -58,16 +58,12 @@ def register_strategies(lightning: str, package: str) -> None:
         package: Package whose strategies are built on that root.
     """
     registry = import_module(f"{lightning}.strategies").STRATEGY_REGISTRY
-    compressed = {f"shard_ddp_{one}": {"compression": one} for one in COMPRESSORS}
-    offloaded = {name: {"offload": kind} for name, (_, kind) in OFFLOADED.items()}
-    schemes = {**{name: dict[str, Any]() for name in SCHEMES}, **compressed, **offloaded}
-    for scheme, options in schemes.items():
-        for name, backend in names_of(scheme):
+    for scheme in named_schemes():
+        for name, backend in names_of(scheme.name):
             if name in registry:
                 continue
-            if scheme in _ADVICE:
-                registry.register(name, Refused(name, scheme), "For a Trainer only.")
+            if scheme.name in _ADVICE:
+                registry.register(name, Refused(name, scheme.name), "For a Trainer only.")
                 continue
-            plain = OFFLOADED[scheme][0] if scheme in OFFLOADED else "shard_ddp"
-            made = NamedStrategy(package, SCHEMES.get(scheme, SCHEMES[plain]))
-            registry.register(name, made, f"See {package}.", backend=backend, **options)
+            made = NamedStrategy(package, scheme.scheme.class_name)
+            registry.register(name, made, f"See {package}.", backend=backend, **scheme.options)

@@ -9,13 +9,12 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from torch import Tensor
 
 from lightning_shard.data_parallel.averaged_gradient import AveragedGradient
-from lightning_shard.data_parallel.compression import COMPRESSORS
 from lightning_shard.data_parallel.sharded_tensor import ShardedTensor
 from lightning_shard.errors import ConfigError
+from lightning_shard.schemes import SCHEMES, named_schemes, names_of
 from lightning_shard.strategies.base import ShardStrategy
 from lightning_shard.strategies.elastic import ElasticStrategy
 from lightning_shard.strategies.names import strategy_name
-from lightning_shard.strategies.registry import OFFLOADED, SCHEMES, names_of
 
 StrategyLike = str | Strategy | Callable[[], Strategy]
 _BACKEND = "in_process"
@@ -41,8 +40,8 @@ def strategy_in_process(given: StrategyLike, num_ranks: int) -> ShardStrategy:
 def _made(given: StrategyLike) -> Any:
     if not isinstance(given, str):
         return given if isinstance(given, Strategy) else given()
-    for scheme in (*SCHEMES, *(f"shard_ddp_{one}" for one in COMPRESSORS), *OFFLOADED):
-        names = names_of(scheme)
+    for scheme in named_schemes():
+        names = names_of(scheme.name)
         if given in dict(names):
             return StrategyRegistry.get(next(name for name, one in names if one == _BACKEND))
     return None

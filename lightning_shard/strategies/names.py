@@ -5,7 +5,7 @@ from typing import Any
 from lightning_shard.data_parallel.compression import COMPRESSORS
 from lightning_shard.errors import ConfigError
 from lightning_shard.launchers._lightning import Launcher, is_interactive
-from lightning_shard.strategies.registry import OFFLOADED, SCHEMES
+from lightning_shard.schemes import OFFLOADED, SCHEMES
 
 
 def strategy_name(strategy: Any) -> str:
@@ -13,7 +13,7 @@ def strategy_name(strategy: Any) -> str:
 
     That of a class of the user's own is the name of what it derives from.
     """
-    names = {kind: name for name, kind in reversed(SCHEMES.items())}
+    names = {one.class_name: name for name, one in reversed(SCHEMES.items())}
     scheme = next(
         (names[one.__name__] for one in type(strategy).__mro__ if one.__name__ in names), ""
     )

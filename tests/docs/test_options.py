@@ -10,7 +10,7 @@ import pytest
 import lightning_shard
 from lightning_shard.data_parallel import compression
 from lightning_shard.data_parallel.compression import COMPRESSORS
-from lightning_shard.strategies.registry import SCHEMES
+from lightning_shard.schemes import SCHEMES
 from lightning_shard.tensor_parallel.styles import STYLES
 from tests.docs.pages import quotes, tables, text_of
 

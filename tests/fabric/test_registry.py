@@ -16,7 +16,7 @@ from lightning_shard.backends.registry import backend_names
 from lightning_shard.errors import ConfigError
 from lightning_shard.fabric.registry import SERVED
 from lightning_shard.on_pytorch_lightning import fabric as mirrored
-from lightning_shard.strategies.registry import SCHEMES
+from lightning_shard.schemes import SCHEMES
 from tests.fabric.nets import Net, adam, assert_close, on_one, weights_of
 from tests.fabric.test_launching import fitted
 

@@ -9,8 +9,8 @@ from lightning.pytorch.trainer.connectors import accelerator_connector
 
 import lightning_shard
 from lightning_shard.errors import ConfigError
+from lightning_shard.schemes import SCHEMES
 from lightning_shard.strategies.names import strategy_name
-from lightning_shard.strategies.registry import SCHEMES
 
 
 @pytest.fixture

@@ -1,0 +1,143 @@
+"""The names of strategies as data, without torch: what each is, and what it needs.
+
+`strategies/registry.py` makes strategies of these names, `Trainer(strategy=...)` takes each alone
+and with a backend as a suffix, and `lightning-shard strategies` prints them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheme:
+    """A way of training one model on many devices.
+
+    Attributes:
+        class_name: Name of its class in `lightning_shard`.
+        text: What it does, in a few words.
+        needs: What a model or a run must have for it; empty where any does.
+    """
+
+    class_name: str
+    text: str
+    needs: str = ""
+
+
+_ZERO3 = Scheme(
+    class_name="ZeRO3Strategy",
+    text="Parameters, gradients and optimizer state are sharded.",
+)
+SCHEMES: dict[str, Scheme] = {
+    "shard_ddp": Scheme(
+        class_name="DDPStrategy", text="Every rank has the full model; gradients are averaged."
+    ),
+    "zero1": Scheme(class_name="ZeRO1Strategy", text="Optimizer state is sharded."),
+    "zero2": Scheme(class_name="ZeRO2Strategy", text="Gradients and optimizer state are sharded."),
+    "zero3": _ZERO3,
+    "shard_fsdp": _ZERO3,
+    "tensor_parallel": Scheme(
+        class_name="TensorParallelStrategy",
+        text="Ranks share every layer.",
+        needs="layers that can be split: found by trial, or a plan",
+    ),
+    "pipeline_parallel": Scheme(
+        class_name="PipelineParallelStrategy",
+        text="Ranks have consecutive blocks.",
+        needs="a list of blocks, one for each stage at least; microbatches",
+    ),
+    "context_parallel": Scheme(
+        class_name="ContextParallelStrategy",
+        text="Ranks share every sequence.",
+        needs="blocks of attention whose sequences the number of ranks divides",
+    ),
+    "hybrid_parallel": Scheme(
+        class_name="HybridParallelStrategy",
+        text="Tensor, context, pipeline and data parallel at once.",
+        needs="what each of the four needs; a mesh that multiplies to the number of ranks",
+    ),
+    "local_sgd": Scheme(
+        class_name="LocalSGDStrategy", text="Ranks train alone and average every few steps."
+    ),
+    "async_sgd": Scheme(
+        class_name="AsyncSGDStrategy", text="Ranks do not wait for each other's gradients."
+    ),
+    "elastic": Scheme(
+        class_name="ElasticStrategy",
+        text="Ranks may be lost and join.",
+        needs="gloo or nccl between processes; memory for each rank's copy at another",
+    ),
+}
+"""By name the scheme."""
+
+OFFLOADED: dict[str, tuple[str, str]] = {
+    "zero2_offload": ("zero2", "optimizer"),
+    "zero3_offload": ("zero3", "parameters"),
+}
+"""By name the scheme, and what it has in host memory: as Lightning's DeepSpeed names have it."""
+
+COMPRESSIONS = {
+    "fp16": "half of the bytes",
+    "bf16": "half of the bytes",
+    "int8": "a quarter of the bytes",
+    "topk": "the largest entries",
+    "powersgd": "matrices of low rank",
+    "onebit": "signs, after some steps in full",
+}
+"""By name of a compression of `shard_ddp`'s gradients what is sent."""
+
+BACKENDS = {
+    "nccl": "GPUs, one rank to a device",
+    "gloo": "CPU ranks, on one host or several",
+    "mpi": "CPU ranks that mpirun starts",
+    "shm": "CPU ranks of one host, over shared memory",
+    "in_process": "ranks that are threads of this process: tests, notebooks, debugging",
+}
+"""By name of a backend, which is the suffix of a strategy's name, what it is for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedScheme:
+    """A name of a strategy without a backend.
+
+    Attributes:
+        name: The name.
+        scheme: What it stands for.
+        text: What it does, in a few words.
+        options: The options that the name stands for.
+    """
+
+    name: str
+    scheme: Scheme
+    text: str
+    options: dict[str, str]
+
+
+def named_schemes() -> Iterator[NamedScheme]:
+    """Yield every name that stands without a backend's suffix."""
+    for name, scheme in SCHEMES.items():
+        yield NamedScheme(name=name, scheme=scheme, text=scheme.text, options={})
+    for compression, sent in COMPRESSIONS.items():
+        yield NamedScheme(
+            name=f"shard_ddp_{compression}",
+            scheme=SCHEMES["shard_ddp"],
+            text=f"As shard_ddp; of gradients {sent}.",
+            options={"compression": compression},
+        )
+    for name, (plain, offload) in OFFLOADED.items():
+        yield NamedScheme(
+            name=name,
+            scheme=SCHEMES[plain],
+            text=f"As {plain}, {_OFFLOADED_TEXT[offload]} in host memory.",
+            options={"offload": offload},
+        )
+
+
+_OFFLOADED_TEXT = {
+    "optimizer": "gradients and optimizer state",
+    "parameters": "parameters, gradients and optimizer state",
+}
+
+
+def names_of(name: str) -> list[tuple[str, str]]:
+    """Return a scheme's names, alone and with each backend as a suffix, and their backends."""
+    return [(name, "auto"), *((f"{name}_{backend}", backend) for backend in BACKENDS)]
