@@ -22,7 +22,7 @@ HOMES = {
 }
 """By subcommand the module of `lightning_shard.cli` that runs it."""
 
-SHELLS = ("bash", "zsh", "tcsh")
+SHELLS = ("bash", "zsh")
 """The shells that `completion` knows."""
 
 _EXAMPLES = {

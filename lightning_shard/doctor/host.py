@@ -12,6 +12,7 @@ from pathlib import Path
 
 from lightning_shard.doctor.finding import Finding, size
 
+_CGROUP = Path("/sys/fs/cgroup")
 _SHARED = Path("/dev/shm")
 _LEAST_SHARED = 2**30
 _LEAST_FREE = 10 * 2**30
@@ -43,7 +44,7 @@ def memory_bytes() -> int:
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):  # "max" is no number
-            whole = min(whole, int((Path("/sys/fs/cgroup") / name).read_text()))
+            whole = min(whole, int((_CGROUP / name).read_text()))
     return whole
 
 
@@ -91,8 +92,8 @@ def _shared_memory() -> Finding:
         subject=subject,
         state="warning",
         found=told,
-        advice="Workers of loaders die with 'Bus error' where it is full: docker run --shm-size=8g, "
-        "--ipc=host, or in Kubernetes an emptyDir of medium Memory at /dev/shm.",
+        advice="Workers of loaders die with 'Bus error' where it is full: docker run "
+        "--shm-size=8g, --ipc=host, or in Kubernetes an emptyDir of medium Memory at /dev/shm.",
     )
 
 
