@@ -100,7 +100,7 @@ class NamedScheme:
     """A name of a strategy without a backend.
 
     Attributes:
-        name: The name.
+        name: Name that a Trainer takes, without a backend.
         scheme: What it stands for.
         text: What it does, in a few words.
         options: The options that the name stands for.

@@ -25,6 +25,7 @@ PACKAGE = "lightning_shard"
 MIRROR = f"{PACKAGE}.on_pytorch_lightning"
 
 BUILT_ON_LIGHTNING = (
+    "doctor.measuring",
     "elastic",
     "environments",
     "fabric",
