@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         ShardError,
     )
     from lightning_shard.mesh import ParallelMesh
+    from lightning_shard.planning.auto_strategy import AutoStrategy
     from lightning_shard.planning.search import plan
     from lightning_shard.proving.prove import prove
     from lightning_shard.strategies.async_sgd import AsyncSGDStrategy
@@ -59,6 +60,7 @@ else:
 
 __all__ = [
     "AsyncSGDStrategy",
+    "AutoStrategy",
     "BackendUnavailableError",
     "CheckpointError",
     "CollectiveMismatchError",

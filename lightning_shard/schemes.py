@@ -55,6 +55,11 @@ SCHEMES: dict[str, Scheme] = {
         text="Tensor, context, pipeline and data parallel at once.",
         needs="what each of the four needs; a mesh that multiplies to the number of ranks",
     ),
+    "shard_auto": Scheme(
+        class_name="AutoStrategy",
+        text="Plans when a fit begins, and becomes what it has chosen.",
+        needs="a training_step that asks for no elements; automatic optimization",
+    ),
     "local_sgd": Scheme(
         class_name="LocalSGDStrategy", text="Ranks train alone and average every few steps."
     ),

@@ -80,7 +80,7 @@ def _figures(ranks: int, name: str, device_type: str, *, quick: bool) -> dict[st
         port = server.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "figures.json")
-        processes.spawn(  # type: ignore[attr-defined]
+        processes.spawn(  # type: ignore[attr-defined, no-untyped-call]
             _measure, args=(ranks, name, device_type, port, str(path), quick), nprocs=ranks
         )
         found: dict[str, float] = json.loads(path.read_text())

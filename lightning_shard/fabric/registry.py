@@ -22,6 +22,8 @@ _ADVICE = {
     "'zero3', which shards the layers",
     "hybrid_parallel": "a Trainer splits the model and runs its microbatches; under Fabric use "
     "'zero3', which shards it",
+    "shard_auto": "a Trainer's fit has the batch that it plans with; under Fabric use 'zero2', or "
+    "what `lightning-shard plan` recommends",
     "local_sgd": "a Trainer counts the steps between two exchanges; under Fabric use 'shard_ddp' "
     "with compression='int8', or fabric.no_backward_sync",
     "async_sgd": "a Trainer counts the steps of each rank; under Fabric use 'shard_ddp'",

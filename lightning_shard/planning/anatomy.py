@@ -178,7 +178,8 @@ class Anatomy:
         )
         return BlockCosts(before=found.before, blocks=found.blocks[:1], after=found.after)
 
-    def _split(self, tp: int, choice: Checkpointing) -> Any:
+    def split(self, tp: int, choice: Checkpointing) -> Any:
+        """Return the strategy by which so many ranks share the layers and nothing else."""
         if tp == 1:
             return DDPStrategy(activation_checkpointing=choice)
         return TensorParallelStrategy(plan=self.plan_of(tp), activation_checkpointing=choice)
@@ -206,7 +207,7 @@ class Anatomy:
     def _weighed(self, tp: int) -> dict[str, Weights]:
         module = self.short(1)
         world = SimulatedWorld(
-            self._split(tp, None), module, self.batch(1), tp, self.precision, state_values=2
+            self.split(tp, None), module, self.batch(1), tp, self.precision, state_values=2
         )
         stand_ins = NoElements()
         copied = stand_ins.module(module, dtype=world.dtype, left_out=runners_of(module))
@@ -246,7 +247,7 @@ class Anatomy:
         return self._unpipelined[tp, choice]
 
     def _traced(self, tp: int, choice: Checkpointing) -> Unpipelined:
-        strategy, traces = self._split(tp, choice), dict[tuple[int, int], StepTrace]()
+        strategy, traces = self.split(tp, choice), dict[tuple[int, int], StepTrace]()
         for blocks in _SHORT if self.blocks is not None else _SHORT[:1]:
             module = self.short(blocks)
             for size in _SIZES:

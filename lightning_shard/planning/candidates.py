@@ -40,8 +40,9 @@ class Candidate:
         zero_stage: How data-parallel ranks keep their state, 0 to 3.
         schedule: Name of the pipeline's schedule; empty without one.
         microbatch: Samples that one forward of a rank has.
-        num_microbatches: Forwards of one data-parallel rank in a step: microbatches of a pipeline,
-            else batches whose gradients are accumulated.
+        num_microbatches: Forwards of one data-parallel rank: microbatches of a pipeline in each
+            round, else batches whose gradients are accumulated.
+        rounds: Batches of a pipeline whose gradients are accumulated; 1 without a pipeline.
         checkpointing: What is computed again in backward.
         offload: What lies in host memory.
     """
@@ -55,6 +56,17 @@ class Candidate:
     num_microbatches: int
     checkpointing: Checkpointing = None
     offload: Offload | None = None
+    rounds: int = 1
+
+    @property
+    def accumulated(self) -> int:
+        """Number of batches of a loader whose gradients make one step."""
+        return self.rounds if self.pp > 1 else self.num_microbatches
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a batch of each data-parallel rank's loader."""
+        return self.microbatch * (self.num_microbatches if self.pp > 1 else 1)
 
     @property
     def stages_per_rank(self) -> int:
@@ -102,6 +114,8 @@ class Candidate:
             parts.append(f"{self.schedule} of {self.num_microbatches}")
         elif self.num_microbatches > 1:
             parts.append(f"{self.num_microbatches} accumulated")
+        if self.rounds > 1:
+            parts.append(f"{self.rounds} accumulated")
         parts.append(f"{self.microbatch} a forward")
         if self.checkpointing:
             parts.append(f"{self.checkpointing} checkpointing")
@@ -121,6 +135,7 @@ class SearchSpace:
         global_batch: Samples of a step of all ranks.
         tp_sizes: Numbers of ranks that the model's layers can be shared by; 1 among them.
         checkpointing: Choices of what is computed again.
+        batch_size: Samples of a batch of each data-parallel rank's loader, where it is given.
     """
 
     num_ranks: int
@@ -129,14 +144,34 @@ class SearchSpace:
     global_batch: int
     tp_sizes: tuple[int, ...] = (1,)
     checkpointing: tuple[Checkpointing, ...] = (None, "selective", "full")
+    batch_size: int | None = None
 
     def candidates(self) -> Iterator[Candidate]:
         """Yield every candidate."""
         for pp, dp, tp in self._meshes():
-            for microbatch in _divisors(self.global_batch // dp):
-                parts = self.global_batch // dp // microbatch
+            for cut in self._cuts(pp, dp):
                 for choice in self.checkpointing:
-                    yield from _on_mesh(pp, dp, tp, microbatch, parts, choice, self.num_blocks)
+                    made = Candidate(
+                        pp=pp, dp=dp, tp=tp, zero_stage=0, schedule="", checkpointing=choice, **cut
+                    )
+                    yield from _on_mesh(made, self.num_blocks)
+
+    def _cuts(self, pp: int, dp: int) -> Iterator[dict[str, int]]:
+        """Yield the ways to cut a data-parallel rank's samples of a step."""
+        samples = self.global_batch // dp
+        if self.batch_size is None:
+            for microbatch in _divisors(samples):
+                yield {"microbatch": microbatch, "num_microbatches": samples // microbatch}
+            return
+        rounds, rest = divmod(samples, self.batch_size)
+        if rest or not rounds:
+            return
+        if pp == 1:
+            yield {"microbatch": self.batch_size, "num_microbatches": rounds}
+            return
+        for microbatch in _divisors(self.batch_size):
+            parts = self.batch_size // microbatch
+            yield {"microbatch": microbatch, "num_microbatches": parts, "rounds": rounds}
 
     def _meshes(self) -> Iterator[tuple[int, int, int]]:
         for tp in self.tp_sizes:
@@ -148,31 +183,14 @@ class SearchSpace:
                     yield pp, dp, tp
 
 
-def _on_mesh(
-    pp: int,
-    dp: int,
-    tp: int,
-    microbatch: int,
-    parts: int,
-    choice: Checkpointing,
-    num_blocks: int,
-) -> Iterator[Candidate]:
-    for stage in range(4) if dp > 1 else (0,):
-        made = Candidate(
-            pp=pp,
-            dp=dp,
-            tp=tp,
-            zero_stage=stage,
-            schedule="",
-            microbatch=microbatch,
-            num_microbatches=parts,
-            checkpointing=choice,
-        )
-        if pp > 1:
+def _on_mesh(plain: Candidate, num_blocks: int) -> Iterator[Candidate]:
+    for stage in range(4) if plain.dp > 1 else (0,):
+        made = _changed(plain, zero_stage=stage)
+        if made.pp > 1:
             yield from _schedules(made, num_blocks)
             continue
         yield made
-        if tp == 1 and stage in (2, 3):
+        if made.tp == 1 and stage in (2, 3):
             yield _changed(made, offload="optimizer" if stage == 2 else "parameters")
 
 

@@ -182,7 +182,7 @@ class Estimator:
             compute: Seconds of one microbatch, or of the whole schedule of a pipeline.
         """
         machine, dp, stage = self.machine, one.dp, one.zero_stage
-        ring, parts = (dp - 1) / dp, 1 if one.pp > 1 else one.num_microbatches
+        ring, parts = (dp - 1) / dp, one.accumulated
         speed = machine.bytes_per_second(inside_node=dp * one.tp <= self.ranks_per_node)
         reduced = weights.trained * ring * (2 if stage == 0 else 1)
         per_part = reduced if stage >= 2 else 0.0
@@ -190,9 +190,13 @@ class Estimator:
             per_part += self._gathers(one, weights) * ring
         at_end = (reduced if stage < 2 else 0.0) + (weights.used * ring if stage in (1, 2) else 0.0)
         backward = compute * 2 / 3 / (one.num_microbatches if one.pp > 1 else 1)
-        shown = parts * max(0.0, per_part / speed - (compute if stage == 3 else backward))
-        shown += max(0.0, (reduced if stage < 2 else 0.0) / speed - backward)
-        shown += (weights.used * ring / speed) if stage in (1, 2) else 0.0
+        wait = self._units(one, weights) * (dp - 1) * machine.message_seconds  # one for all units
+        waits = {0: 0, 1: 0, 2: 1, 3: 3 * (one.num_microbatches if one.pp > 1 else 1)}[stage]
+        travels = per_part / speed + waits * wait
+        shown = parts * max(0.0, travels - (compute if stage == 3 else backward))
+        if stage < 2:
+            shown += max(0.0, reduced / speed + (2 - stage) * wait - backward)
+        shown += weights.used * ring / speed + wait if stage in (1, 2) else 0.0
         sent = parts * per_part + at_end
         update = _UPDATE_VALUES * weights.trained / (dp if stage else 1)
         seconds = parts * compute + shown + update / machine.memory_bytes_per_second
@@ -200,6 +204,12 @@ class Estimator:
             seconds += 2 * weights.trained / dp / machine.host_bytes_per_second
         hidden = 1 - shown * speed / sent if sent else 1.0
         return seconds, sent, min(1.0, max(0.0, hidden))
+
+    def _units(self, one: Candidate, weights: Weights) -> int:
+        """Return how many buffers a rank's parameters are communicated as."""
+        largest = _UNIT_BYTES if one.zero_stage == 3 else 2 * _UNIT_BYTES
+        block = max(1, self.anatomy.weights(one.tp)["block"].used)
+        return max(1, min(weights.used // block, int(weights.used // largest))) if one.dp > 1 else 0
 
     def _gathers(self, one: Candidate, weights: Weights) -> float:
         """Return the bytes that stage 3 gathers: blocks in forward and backward, the rest once."""
@@ -300,10 +310,10 @@ class _PipelinedEstimate:
         per = sum(sum(self._messages(stage, self.one.microbatch)) for stage in own)
         ends = 0 in own or self.num_stages - 1 in own
         ties = self.anatomy.weights(self.one.tp)["both"].numel * 4 if ends else 0
-        return int(per * self.one.num_microbatches + ties)
+        return int(per * self.one.num_microbatches * self.one.rounds + ties)
 
     def _sent_tp(self, own: tuple[int, ...]) -> int:
-        return int(sum(map(self._tp_bytes, own)) * self.one.num_microbatches)
+        return int(sum(map(self._tp_bytes, own)) * self.one.num_microbatches * self.one.rounds)
 
     def _tp_bytes(self, stage: int) -> float:
         figure = self.stages.sent_tp[self._place(stage)]

@@ -95,7 +95,8 @@ class Plan:
             f"{len(self.estimates)} that fit {limit}, at {cell(chosen.peak_bytes)}."
         ]
         plain = [one for one in self.best if one.candidate.strategy != made.strategy]
-        for one in plain[:1] if self.fits(plain[0]) else []:
+        others = [one for one in plain if self.fits(one) and not one.candidate.offload]
+        for one in others[:1]:
             lines.append(
                 f"{one.candidate.strategy} takes {one.seconds / chosen.seconds:.2f} times."
             )
@@ -144,15 +145,19 @@ class Plan:
         """Return `to_dict` as text."""
         return json.dumps(self.to_dict(), indent=2)
 
-    def to_yaml(self) -> str:
-        """Return the part of a config that trains with the recommendation; empty without one."""
+    def to_yaml(self, **options: Any) -> str:
+        """Return the part of a config that trains with the recommendation; empty without one.
+
+        Args:
+            options: Further arguments of the strategy.
+        """
         if self.recommendation is None:
             return ""
         made = self.recommendation.candidate
         plan = dict(self.tensor_plan) if self.tensor_plan else None
         strategy = {
             "class_path": f"lightning_shard.{made.class_name}",
-            "init_args": made.options(plan),
+            "init_args": made.options(plan) | options,
         }
         trainer: dict[str, Any] = {
             "strategy": strategy,
@@ -160,10 +165,9 @@ class Plan:
             "devices": self.ranks_per_node,
             "precision": self.precision,
         }
-        if made.pp == 1:
-            trainer["accumulate_grad_batches"] = made.num_microbatches
-        each = made.microbatch * (made.num_microbatches if made.pp > 1 else 1)
-        head = f"# batch_size of each data-parallel rank's loader: {each}\n"
+        if made.pp == 1 or made.accumulated > 1:
+            trainer["accumulate_grad_batches"] = made.accumulated
+        head = f"# batch_size of each data-parallel rank's loader: {made.batch_size}\n"
         return head + yaml.safe_dump({"trainer": trainer}, sort_keys=False)
 
     def __rich__(self) -> RenderableType:

@@ -33,6 +33,7 @@ def plan(
     nodes: int | None = None,
     device_memory: int | None = None,
     global_batch: int | None = None,
+    batch_size: int | None = None,
     machine: str | MachineProfile = "h100",
     precision: str = "bf16-mixed",
     tensor_plan: dict[str, Any] | None = None,
@@ -49,6 +50,7 @@ def plan(
         nodes: Number of nodes; by default as many as the profile's nodes fill.
         device_memory: Bytes of one device; by default the profile's.
         global_batch: Samples of a step of all ranks; by default the batch's on each device.
+        batch_size: Samples of a batch of each data-parallel rank's loader; None leaves it open.
         machine: Name of a published profile, path of a measured one, or a profile.
         precision: As for the Trainer.
         tensor_plan: Layers that tensor parallel splits; None finds them, from values.
@@ -69,6 +71,7 @@ def plan(
         global_batch=samples,
         tp_sizes=tp_sizes,
         checkpointing=tuple(checkpointing) if anatomy.num_blocks else (None,),
+        batch_size=batch_size,
     )
     found, unsplit = _estimated(Estimator(anatomy, profile, per_node), space)
     limit = profile.device_memory if device_memory is None else device_memory
@@ -157,25 +160,22 @@ def simulated(anatomy: Anatomy, one: Estimate, ranks_per_node: int = 8) -> Estim
     made = one.candidate
     run = dry_run_of_candidate(anatomy, made, ranks_per_node)
     fullest = max(run.ranks, key=lambda rank: rank.memory.total)
-    parts = 1 if made.pp > 1 else made.num_microbatches
     return replace(
         one,
         rank=run.ranks.index(fullest),
         memory=fullest.memory,
         passing=_passing(anatomy, one, fullest),
-        sent={
-            axis: max(_sent(rank, axis, parts, made) for rank in run.ranks) for axis in fullest.sent
-        },
+        sent={axis: max(_sent(rank, axis, made) for rank in run.ranks) for axis in fullest.sent},
         idle_share=one.idle_share,
         is_simulated=True,
     )
 
 
-def _sent(rank: RankFigures, axis: Any, parts: int, made: Candidate) -> int:
+def _sent(rank: RankFigures, axis: Any, made: Candidate) -> int:
     """Return the bytes of a step of several accumulated batches."""
     if axis == "dp" and made.zero_stage < 2:
         return rank.sent[axis]
-    return rank.sent[axis] * parts
+    return rank.sent[axis] * made.accumulated
 
 
 def _passing(anatomy: Anatomy, one: Estimate, fullest: RankFigures) -> int:
@@ -184,7 +184,7 @@ def _passing(anatomy: Anatomy, one: Estimate, fullest: RankFigures) -> int:
     if made.pp > 1:
         return one.passing
     trace = trace_of(
-        anatomy._split(made.tp, made.checkpointing),
+        anatomy.split(made.tp, made.checkpointing),
         anatomy.short(2),
         anatomy.batch(made.microbatch),
         world_size=made.tp,
@@ -197,10 +197,9 @@ def dry_run_of_candidate(anatomy: Anatomy, made: Candidate, ranks_per_node: int 
     """Return the dry run of a candidate's strategy."""
     package = import_module("lightning_shard")
     strategy = getattr(package, made.class_name)(**made.options(anatomy.plan_of(made.tp)))
-    size = made.microbatch * (made.num_microbatches if made.pp > 1 else 1)
     run: DryRun = strategy.dry_run(
         anatomy.module,
-        anatomy.batch(size),
+        anatomy.batch(made.batch_size),
         world_size=made.pp * made.dp * made.tp,
         precision=anatomy.precision,
         ranks_per_node=ranks_per_node,

@@ -154,6 +154,25 @@ class DataParallelConfig(GradientConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AutoConfig(OptionGroup):
+    """Planning at the beginning of a fit; see `AutoOptions`.
+
+    Raises:
+        ConfigError: A device without memory.
+    """
+
+    machine: str = "auto"
+    device_memory: int | None = None
+    tensor_plan: dict[str, Any] | None = None
+    choice_file: str | None = "shard_auto.yaml"
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be."""
+        if self.device_memory is not None and self.device_memory < 1:
+            raise ConfigError(f"device_memory must be positive bytes, got {self.device_memory}.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanConfig(OptionGroup):
     """The options of how layers are split; see `PlanOptions`.
 

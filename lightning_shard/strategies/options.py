@@ -257,6 +257,26 @@ class HybridParallelOptions(SplitOptions, PlanOptions, ScheduleOptions, total=Fa
     axis_order: tuple[Axis, ...]
 
 
+class AutoOptions(RunOptions, FitEndOptions, total=False):
+    """What the strategy takes that plans at the beginning of a fit.
+
+    Attributes:
+        machine: Profile that times are compared with: the name of a published one, the path of a
+            file, or "auto", which goes by the name of the GPU.
+        device_memory: Bytes of a device; by default nine tenths of what is free when the fit
+            begins, of a host's memory each rank's part.
+        tensor_plan: Layers that tensor parallel may split, as the option `plan` of
+            `tensor_parallel` has them; by default they are found.
+        choice_file: File in the run's log folder to which the choice is written, as a config; None
+            writes none.
+    """
+
+    machine: str
+    device_memory: int | None
+    tensor_plan: dict[str, Any] | None
+    choice_file: str | None
+
+
 class LocalSGDOptions(SharedOptions, total=False):
     """What local SGD and DiLoCo take; units, buckets and `reduce_dtype` are those of the warm-up.
 

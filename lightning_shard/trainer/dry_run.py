@@ -16,6 +16,7 @@ from lightning.pytorch.plugins.precision import (
 )
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_shard.environments import InProcessEnvironment
 from lightning_shard.mesh import NodePlacement
@@ -90,6 +91,18 @@ def trace_of(
     )
 
 
+class _SimulatedEnvironment(InProcessEnvironment):
+    """Answers for rank 0 of a world that is not there, also where ranks of another one run."""
+
+    @override
+    def world_size(self) -> int:
+        return self._num_ranks
+
+    @override
+    def global_rank(self) -> int:
+        return 0
+
+
 class SimulatedWorld:
     """A strategy's description of itself on ranks that are not there, for one module and batch.
 
@@ -119,7 +132,7 @@ class SimulatedWorld:
         state_values: int,
     ) -> None:
         self.strategy = copy.copy(strategy)
-        self.strategy.cluster_environment = InProcessEnvironment(world_size)
+        self.strategy.cluster_environment = _SimulatedEnvironment(world_size)
         step = _TrainingStep(module, precision)
         self.described = described = self.strategy.described(
             module, precision, lambda blocks, what: _measured(module, batch, step, blocks, what)

@@ -5,6 +5,7 @@ the module's step on it without arithmetic; the random streams and the logs are 
 """
 
 import inspect
+from collections.abc import Iterator
 from typing import Any, Literal
 from unittest.mock import patch
 
@@ -46,7 +47,7 @@ def measured_costs(
 def _measure(
     module: "pl.LightningModule", blocks: BlockList, what: Literal["flops", "memory"]
 ) -> BlockCosts:
-    batch = _first_batch(module.trainer)
+    batch = first_batch(module.trainer)
     takes = len(inspect.signature(module.training_step).parameters)
     with patch.object(module, "log", lambda *args, **kwargs: None):
         return measure_blocks(
@@ -54,9 +55,16 @@ def _measure(
         )
 
 
-def _first_batch(trainer: "pl.Trainer") -> Any:
+def first_batch(trainer: "pl.Trainer") -> Any:
+    """Return the first batch of a fit's loaders, made anew; random streams are as before."""
     with isolate_rng():
         loader = training_data(trainer)
+        if isinstance(loader, Iterator):
+            raise ConfigError(
+                f"the first batch is looked at before the fit, but the training data are a "
+                f"{type(loader).__name__}, which gives each batch once; expected a loader that "
+                f"begins anew, such as a DataLoader."
+            )
         if not isinstance(loader, CombinedLoader):
             loader = CombinedLoader(loader, "min_size")
         batch, *_ = next(iter(loader))

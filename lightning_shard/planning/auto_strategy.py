@@ -1,0 +1,233 @@
+"""`strategy="shard_auto"`: plan when a fit begins, then be what has been chosen.
+
+    Trainer      setup_environment      setup                                    the fit
+    AutoStrategy  the ranks meet   ──>  rank 0 plans, all become its choice ──>  ZeRO2Strategy, say
+
+Until `setup` a strategy has only what every one of them has: the ranks' places and their group. So
+it can still become any: its class and what options decide are exchanged, and what Lightning and the
+run have given it stays. From there on it is the chosen strategy, not something around it: what
+trains, saves and is asked for its name is exactly what `Trainer(strategy=...)` makes of the choice.
+"""
+
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple, Unpack, get_type_hints
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from typing_extensions import override
+
+from lightning_shard.backends.free_memory import free_bytes
+from lightning_shard.errors import ConfigError
+from lightning_shard.pipeline_parallel.microbatches import batch_size_of
+from lightning_shard.planning.machine import MachineProfile, machine_profile, published
+from lightning_shard.planning.plan import Plan
+from lightning_shard.planning.search import plan
+from lightning_shard.strategies.configs import AutoConfig, FitEndConfig, RunConfig
+from lightning_shard.strategies.data_parallel import DataParallelStrategy
+from lightning_shard.strategies.flat_options import part, takes
+from lightning_shard.strategies.options import (
+    AutoOptions,
+    DataParallelOptions,
+    FitEndOptions,
+    LightningOptions,
+    RunOptions,
+)
+from lightning_shard.trainer.measured_stages import first_batch
+
+_USABLE = 0.9  # of the free memory: kernels' workspace, fragments and NCCL's buffers take the rest
+_ADVICE = (
+    "Name a strategy, such as 'zero2'; `lightning-shard plan` compares them, and `lightning-shard "
+    "prove` says whether the module trains right under it."
+)
+DECIDED = ("_options", "dimensions", "given_options", "stage")
+"""The attributes of a strategy that its class and options decide, beside those of its own."""
+
+
+class Choice(NamedTuple):
+    """What rank 0 has chosen.
+
+    Attributes:
+        class_name: Name of the strategy's class in the package.
+        options: The strategy's arguments, but for those of every strategy.
+        accumulated: Number of batches whose gradients make one step.
+        config: The choice as a config.
+        prediction: The plan as JSON has it.
+        refusal: Why there is no choice; empty if there is one.
+    """
+
+    class_name: str = ""
+    options: dict[str, Any] = {}  # noqa: RUF012  (of a tuple)
+    accumulated: int = 1
+    config: str = ""
+    prediction: dict[str, Any] = {}  # noqa: RUF012  (of a tuple)
+    refusal: str = ""
+
+
+class AutoStrategy(DataParallelStrategy):
+    """Plans when a fit begins, and becomes what it has chosen; `strategy="shard_auto"`.
+
+    The samples of a step are those that `shard_ddp` would train with on as many devices: where
+    ranks share a model, more batches are accumulated. A run that trains nothing has a full model on
+    each rank.
+
+    Raises:
+        ConfigError: At the beginning of a fit, nothing fits, or the module cannot be planned for.
+    """
+
+    stage = 0
+
+    @takes(RunConfig, AutoConfig, FitEndConfig)
+    def __init__(self, **options: Unpack[AutoOptions]) -> None:
+        self._auto = AutoConfig.of(options)
+        super().__init__(**part(DataParallelOptions, options))
+
+    @override
+    def _make_groups(self) -> None:
+        if not self._is_fitting():  # else when it is chosen which
+            super()._make_groups()
+
+    @override
+    def setup(self, trainer: "pl.Trainer") -> None:
+        if not self._is_fitting():
+            super().setup(trainer)
+            return
+        self._choose(trainer)
+        self._duplicated = None  # the groups are those of a strategy that had chosen nothing
+        self._use_groups()
+        self.setup(trainer)  # the chosen strategy's
+
+    def _choose(self, trainer: "pl.Trainer") -> None:
+        """Become what rank 0 chooses; each rank must call.
+
+        Raises:
+            ConfigError: There is no choice.
+        """
+        memory = self._memory_of_device()
+        folder = trainer.log_dir or trainer.default_root_dir
+        choice = self.broadcast(self._choice(trainer, memory) if self.global_rank == 0 else None)
+        assert choice is not None
+        if choice.refusal:
+            raise ConfigError(f"strategy='shard_auto' {choice.refusal}")
+        if self._auto.choice_file is not None and self.global_rank == 0:
+            path = Path(folder, self._auto.choice_file)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(choice.config, encoding="utf-8")
+            rank_zero_info(f"shard_auto: {path} fixes this choice, as a config of `fit`.")
+        trainer.accumulate_grad_batches = choice.accumulated
+        kind = getattr(import_module(_package()), choice.class_name)
+        become(self, kind(**self._given(RunOptions, FitEndOptions), **choice.options))
+        self.prediction = choice.prediction
+
+    def _given(self, *groups: Any) -> dict[str, Any]:
+        """Return what this was made with of these groups, but for what Lightning sets."""
+        _, given = self.given_options  # type: ignore[attr-defined]
+        names = {name for group in groups for name in get_type_hints(group)}
+        return {
+            name: given[name]
+            for name in names - set(get_type_hints(LightningOptions))
+            if name in given
+        }
+
+    def _memory_of_device(self) -> int | None:
+        """Return the bytes that each rank may take, the least of all; each rank must call."""
+        if self._auto.device_memory is not None:
+            return self._auto.device_memory
+        free = free_bytes(self.root_device)
+        if free is not None and self.root_device.type == "cpu":
+            free //= self.num_processes
+        known = [one for one in self.collectives.all_gather_object(free) if one is not None]
+        return int(min(known) * _USABLE) if known else None
+
+    def _choice(self, trainer: "pl.Trainer", memory: int | None) -> Choice:
+        """Plan, on rank 0, and say what all ranks have to become."""
+        try:
+            found = self._planned(trainer, memory)
+        except Exception as error:  # of the user's step, on tensors without elements
+            told = f"could not plan for {type(error).__name__}: {error} {_ADVICE}"
+            return Choice(refusal=told)
+        if found.recommendation is None:
+            return Choice(refusal=f"found nothing that fits. {found.reason}")
+        if self._announces:
+            rank_zero_info(f"shard_auto chooses:\n{found}")
+        made = found.recommendation.candidate
+        return Choice(
+            class_name=made.class_name,
+            options=made.options(self._auto.tensor_plan),
+            accumulated=made.accumulated,
+            config=found.to_yaml(**_plain(self._given(RunOptions, FitEndOptions))),
+            prediction=found.to_dict(),
+        )
+
+    def _planned(self, trainer: "pl.Trainer", memory: int | None) -> Plan:
+        module = self.lightning_module
+        assert module is not None
+        if not module.automatic_optimization:
+            raise ConfigError(
+                "the module steps by hand (automatic_optimization=False), so that how many batches "
+                "make a step is no choice."
+            )
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        if any(isinstance(one, GradientAccumulationScheduler) for one in callbacks):
+            raise ConfigError(
+                "GradientAccumulationScheduler changes how many batches make a step, which the "
+                "plan has to choose."
+            )
+        batch = first_batch(trainer)
+        size = batch_size_of(batch)
+        return plan(
+            module,
+            batch,
+            devices=self.world_size,
+            nodes=self.num_nodes,
+            device_memory=memory,
+            global_batch=size * self.world_size * trainer.accumulate_grad_batches,
+            batch_size=size,
+            machine=self._machine(),
+            precision=str(self.precision_plugin.precision),
+            tensor_plan=self._auto.tensor_plan,
+        )
+
+    def _machine(self) -> MachineProfile:
+        if self._auto.machine != "auto":
+            return machine_profile(self._auto.machine)
+        if self.root_device.type == "cpu":
+            return machine_profile("cpu")
+        device = torch.cuda.get_device_name(self.root_device)
+        name = next((one for one in published() if one.upper() in device.upper()), None)
+        if name is None:
+            rank_zero_warn(
+                f"shard_auto knows no machine profile of {device!r} and compares times with those "
+                f"of an H100. `lightning-shard doctor --measure here.json` writes one, for "
+                f"AutoStrategy(machine='here.json')."
+            )
+        return machine_profile(name or "h100")
+
+
+def become(strategy: Any, chosen: Any) -> None:
+    """Let one strategy be another, keeping what the Trainer and the run have given it.
+
+    Args:
+        strategy: The strategy that the Trainer holds, before its `setup`.
+        chosen: A new strategy, which nobody else holds.
+    """
+    kept = vars(strategy)
+    decided = {
+        name: one for name, one in vars(chosen).items() if name in DECIDED or name not in kept
+    }
+    kept.update(decided)
+    strategy.__class__ = type(chosen)
+
+
+def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of a strategy's options that YAML has."""
+    kinds = (bool, int, float, str)
+    return {name: one for name, one in options.items() if isinstance(one, kinds)}
+
+
+def _package() -> str:
+    """Return the package whose strategies are built on this module's Lightning."""
+    return __name__.removesuffix(".planning.auto_strategy")
