@@ -13,6 +13,7 @@ import pytest
 import lightning_shard
 from lightning_shard import (
     AsyncSGDStrategy,
+    AutoStrategy,
     ContextParallelStrategy,
     DDPStrategy,
     ElasticStrategy,
@@ -103,6 +104,14 @@ TABLE: dict[Any, dict[str, list[Any]]] = {
         "data_parallel_size": [True, 2.5, "2", (1, True), (1.5, 2), (1, 2, 3), [0, 1]],
         "zero_stage": [*NOT_WHOLE, 4, -1],
         "axis_order": [1, "ppdptp", ["pp", 1, "tp"], ["pp"], ["pp", "dp", "dp"]],
+    },
+    AutoStrategy: EVERYWHERE
+    | ENDS
+    | {
+        "machine": NOT_TEXT,
+        "device_memory": [*optional(NOT_WHOLE), *BELOW_ONE],
+        "tensor_plan": [1, True, "auto", ["a"]],
+        "choice_file": [1, True, ["a"]],
     },
     LocalSGDStrategy: DATA
     | {

@@ -111,7 +111,7 @@ class AutoStrategy(DataParallelStrategy):
         choice = self.broadcast(self._choice(trainer, memory) if self.global_rank == 0 else None)
         assert choice is not None
         if choice.refusal:
-            raise ConfigError(f"strategy='shard_auto' {choice.refusal}")
+            raise ConfigError(choice.refusal)
         if self._auto.choice_file is not None and self.global_rank == 0:
             path = Path(folder, self._auto.choice_file)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -147,10 +147,12 @@ class AutoStrategy(DataParallelStrategy):
         try:
             found = self._planned(trainer, memory)
         except Exception as error:  # of the user's step, on tensors without elements
-            told = f"could not plan for {type(error).__name__}: {error} {_ADVICE}"
-            return Choice(refusal=told)
+            return Choice(
+                refusal=f"strategy='shard_auto' could not plan for {type(error).__name__}: {error} "
+                f"{_ADVICE}"
+            )
         if found.recommendation is None:
-            return Choice(refusal=f"found nothing that fits. {found.reason}")
+            return Choice(refusal=f"strategy='shard_auto' found nothing that fits. {found.reason}")
         if self._announces:
             rank_zero_info(f"shard_auto chooses:\n{found}")
         made = found.recommendation.candidate

@@ -156,7 +156,7 @@ class SearchSpace:
                     )
                     yield from _on_mesh(made, self.num_blocks)
 
-    def _cuts(self, pp: int, dp: int) -> Iterator[dict[str, int]]:
+    def _cuts(self, pp: int, dp: int) -> Iterator[dict[str, Any]]:
         """Yield the ways to cut a data-parallel rank's samples of a step."""
         samples = self.global_batch // dp
         if self.batch_size is None:
