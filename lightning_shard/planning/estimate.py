@@ -25,6 +25,7 @@ from lightning_shard.planning.machine import MachineProfile
 
 _UNIT_BYTES = 12.5 * 2**20  # up to which stage 3 joins small blocks
 _STATE_VALUES = 2  # of Adam
+_SUMS_OF_BLOCK = 4  # over ranks that share its layers: attention and MLP, forward and backward
 _UPDATE_VALUES = 7  # that Adam reads and writes: weight, gradient and two moments
 
 
@@ -94,6 +95,7 @@ class Estimator:
         compute += sent_tp / self.machine.bytes_per_second(
             inside_node=one.tp <= self.ranks_per_node
         )
+        compute += self.waits_of_layers(one, blocks)
         seconds, sent_dp, hidden = self.with_data_parallel(one, weights, compute)
         return Estimate(
             candidate=one,
@@ -105,6 +107,11 @@ class Estimator:
             seconds=seconds,
             hidden_share=hidden,
         )
+
+    def waits_of_layers(self, one: Candidate, blocks: int) -> float:
+        """Return the seconds of a microbatch until the first bytes of the layers' sums arrive."""
+        steps = _SUMS_OF_BLOCK * blocks * 2 * (one.tp - 1)  # of a ring
+        return steps * self.machine.message_seconds
 
     def passing(self, one: Candidate) -> int:
         """Return the bytes beside what is saved, scaled from two samples where they are more."""
@@ -329,6 +336,7 @@ class _PipelinedEstimate:
         work += (none + per_block * self._num_blocks(stage)) / machine.memory_bytes_per_second
         tp_speed = machine.bytes_per_second(inside_node=one.tp <= node)
         work += self._tp_bytes(stage) / tp_speed
+        work += self.of.waits_of_layers(one, self._num_blocks(stage))
         share = 1 / 4 if one.checkpointing == "full" else 1 / 3
         speed = machine.bytes_per_second(inside_node=one.pp * one.dp * one.tp <= node)
         forward, backward = (
