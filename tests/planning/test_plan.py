@@ -80,13 +80,13 @@ def test_devices_that_no_nodes_share_evenly_are_refused() -> None:
 
 
 def test_published_profiles_say_their_source_and_come_back_from_a_file(tmp_path: Path) -> None:
-    assert published() == ["a100", "h100"]
+    assert published() == ["a100", "cpu", "h100"]
     for name in published():
         profile = machine_profile(name)
-        assert "data sheet" in profile.source
+        assert ("data sheet" if name != "cpu" else "doctor --measure") in profile.source
         profile.save(tmp_path / "mine.json")
         assert machine_profile(tmp_path / "mine.json") == profile
-    with pytest.raises(lightning_shard.ConfigError, match="expected one of a100, h100"):
+    with pytest.raises(lightning_shard.ConfigError, match="expected one of a100, cpu, h100"):
         machine_profile("b200")
     (tmp_path / "mine.json").write_text('{"name": "x"}')
     with pytest.raises(lightning_shard.ConfigError, match="too many or too few"):
