@@ -144,7 +144,7 @@ def _add_plan(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--machine",
         default="h100",
-        help="Profile: h100, a100 or a JSON file of your own (default: %(default)s).",
+        help="Profile: h100, a100, cpu or a JSON file of your own (default: %(default)s).",
     )
     parser.add_argument(
         "--global-batch",

@@ -97,6 +97,7 @@ def _figures(rank: SimulatedRank, activations: int, idle_share: float) -> RankFi
         memory=memory,
         sent=dict(rank.sent),
         idle_share=idle_share,
+        sent_elements=dict(rank.sent_elements),
     )
 
 

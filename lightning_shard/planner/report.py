@@ -58,6 +58,7 @@ class RankFigures:
         memory: Memory that this rank holds.
         sent: Bytes that it sends in a step along each axis, as a ring would.
         idle_share: Idle share of a step, 0 to 1, if all stages take equally long.
+        sent_elements: Elements that it sends along each axis; formats differ within one.
     """
 
     stages: tuple[int, ...]
@@ -66,6 +67,7 @@ class RankFigures:
     memory: RankMemory
     sent: Mapping[Axis, int]
     idle_share: float
+    sent_elements: Mapping[Axis, int]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.backends.traffic import Traffic
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.model_split import Unsplit
@@ -45,6 +46,7 @@ class SimulatedRank:
     Attributes:
         stages: Stages on this rank.
         sent: Bytes that this rank has sent along each axis so far.
+        sent_elements: Elements that it has sent.
         saved: Bytes that the backward of a stage needs of one microbatch, by stage and size.
         recomputed: Further bytes of the checkpointed block whose recomputation holds most.
     """
@@ -74,6 +76,7 @@ class SimulatedRank:
         self.engine = DataParallelEngine(model.module, data, self.options.engine, data, split)
         self.saved: dict[tuple[int, int], int] = {}
         self.sent: dict[Axis, int] = dict.fromkeys(self._groups, 0)
+        self.sent_elements = dict(self.sent)
         self.recomputed = 0
         self._runs: dict[tuple[int, int], tuple[StageRun, SavedBytes]] = {}
         self._halves: dict[tuple[int, int], Rest] = {}
@@ -171,7 +174,7 @@ class SimulatedRank:
             if len(ranks) > 1:
                 ties = SimulatedCollectives(ranks.index(self.rank), len(ranks))
                 ties.all_reduce(self._gradient(param)).wait()
-                self.sent["pp"] += ties.traffic.total_bytes
+                self._add("pp", ties.traffic)
                 self._used.add(param)
         with self.engine.backward():
             for param in self._trained:
@@ -190,8 +193,12 @@ class SimulatedRank:
         """Add the bytes that the groups have counted since the last time, `weight` times."""
         for axis, groups in self._groups.items():
             for group in groups:
-                self.sent[axis] += weight * group.traffic.total_bytes
+                self._add(axis, group.traffic, weight)
                 group.traffic.reset()
+
+    def _add(self, axis: Axis, traffic: Traffic, weight: int = 1) -> None:
+        self.sent[axis] += weight * traffic.total_bytes
+        self.sent_elements[axis] += weight * traffic.total_elements
 
     def _note_unsharded(self) -> None:
         if self.options.engine.stage == 3:
@@ -267,6 +274,7 @@ class SimulatedRank:
         """Forget what has been sent, and the gradients of the last step."""
         self.count()
         self.sent = dict.fromkeys(self._groups, 0)
+        self.sent_elements = dict(self.sent)
         for param in self._trained:
             param.grad = None
 

@@ -44,6 +44,7 @@ class Estimate:
         hidden_share: Share of data-parallel traffic that computing hides, 0 to 1.
         is_simulated: Whether memory that stays and traffic are those of a dry run; times, the idle
             share and, in a pipeline, what passes are estimates all the same.
+        sent_elements: Elements sent along each axis, where a dry run has counted them.
     """
 
     candidate: Candidate
@@ -55,6 +56,7 @@ class Estimate:
     seconds: float
     hidden_share: float
     is_simulated: bool = False
+    sent_elements: Mapping[Axis, int] | None = None
 
     @property
     def peak_bytes(self) -> int:

@@ -23,7 +23,6 @@ _KINDS = {
     "optimizer state": ("optimizer_state",),
     "activations": ("activations",),
 }
-_BYTES_OF = {"32-true": 4, "64-true": 8}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +125,7 @@ class Plan:
         }
 
     def _row(self, one: Estimate) -> dict[str, Any]:
-        made, width = one.candidate, _BYTES_OF.get(self.precision, 2)
+        made = one.candidate
         return {
             "strategy": made.strategy,
             **vars(made),
@@ -134,7 +133,7 @@ class Plan:
             "memory": {**vars(one.memory), "passing": one.passing, "peak": one.peak_bytes},
             "fits": self.fits(one),
             "sent_bytes": dict(one.sent),
-            "sent_elements": {axis: sent // width for axis, sent in one.sent.items()},
+            "sent_elements": None if one.sent_elements is None else dict(one.sent_elements),
             "idle_share": one.idle_share,
             "seconds": one.seconds,
             "samples_per_second": self.global_batch / one.seconds,

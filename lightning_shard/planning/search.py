@@ -4,7 +4,7 @@ fits in memory  ──>  fastest  ──>  of those within 2 %, the one with the
                         └ its dry run, rank by rank, in place of the estimate
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_shard.errors import ConfigError
+from lightning_shard.mesh import Axis
 from lightning_shard.pipeline_parallel.microbatches import batch_size_of
 from lightning_shard.planner.report import DryRun, RankFigures
 from lightning_shard.planning.anatomy import Anatomy
@@ -165,17 +166,20 @@ def simulated(anatomy: Anatomy, one: Estimate, ranks_per_node: int = 8) -> Estim
         rank=run.ranks.index(fullest),
         memory=fullest.memory,
         passing=_passing(anatomy, one, fullest),
-        sent={axis: max(_sent(rank, axis, made) for rank in run.ranks) for axis in fullest.sent},
+        sent=_most([rank.sent for rank in run.ranks], made),
+        sent_elements=_most([rank.sent_elements for rank in run.ranks], made),
         idle_share=one.idle_share,
         is_simulated=True,
     )
 
 
-def _sent(rank: RankFigures, axis: Any, made: Candidate) -> int:
-    """Return the bytes of a step of several accumulated batches."""
-    if axis == "dp" and made.zero_stage < 2:
-        return rank.sent[axis]
-    return rank.sent[axis] * made.accumulated
+def _most(of_ranks: Sequence[Mapping[Axis, int]], made: Candidate) -> dict[Axis, int]:
+    """Return the most that a rank sends in a step of several accumulated batches."""
+    at_end = ("dp",) if made.zero_stage < 2 else ()
+    return {
+        axis: max(sent[axis] for sent in of_ranks) * (1 if axis in at_end else made.accumulated)
+        for axis in of_ranks[0]
+    }
 
 
 def _passing(anatomy: Anatomy, one: Estimate, fullest: RankFigures) -> int:

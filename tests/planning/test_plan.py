@@ -60,6 +60,17 @@ def test_json_has_what_the_table_shows(plan: Plan) -> None:
     assert found["recommendation"]["memory"]["peak"] == plan.recommendation.peak_bytes  # type: ignore[union-attr]
 
 
+def test_elements_that_are_sent_do_not_depend_on_their_format() -> None:
+    rows = [
+        json.loads(planned(precision=precision, devices=2).to_json())["recommendation"]
+        for precision in ("32-true", "bf16-mixed")
+    ]
+    assert rows[0]["strategy"] == rows[1]["strategy"]
+    assert rows[0]["sent_elements"] == rows[1]["sent_elements"]
+    in_float32 = rows[0]["sent_elements"]["dp"] * 4  # but for which parameters were used
+    assert in_float32 == pytest.approx(rows[0]["sent_bytes"]["dp"], rel=1e-3)
+
+
 def test_layers_of_a_module_on_meta_are_not_searched_and_the_table_says_so(plan: Plan) -> None:
     assert {one.candidate.tp for one in plan.estimates} == {1}
     assert "Not searched: tensor parallel over 2 ranks" in str(plan)
