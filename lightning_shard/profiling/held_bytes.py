@@ -17,8 +17,9 @@ from rich.table import Table
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_shard.data_parallel.held_bytes import HeldBytes, format_bytes
+from lightning_shard.data_parallel.held_bytes import HeldBytes
 from lightning_shard.errors import ConfigError
+from lightning_shard.sizes import format_bytes
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
 
 
