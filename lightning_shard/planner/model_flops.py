@@ -43,6 +43,7 @@ def model_flops(
     with apart(), torch.enable_grad(), FlopCounter() as counter:
         copied = stand_ins.module(module, dtype=dtype, left_out=left_out).train()
         loss = loss_of(step(copied, batch))
-        forward = counter.read()
+        forward: int = counter.read()
         loss.backward()  # type: ignore[no-untyped-call]
-        return min(counter.read(), 3 * forward)
+        total: int = counter.read()
+    return min(total, 3 * forward)

@@ -39,8 +39,9 @@ class AxisCounters:
             earlier = before.get((name, ranks), {})
             for operation, counters in group.items() if axis else ():
                 more = _difference(counters, earlier.get(operation, OperationTraffic()))
-                own = found.setdefault(axis, {})
-                own[operation] = own.get(operation, OperationTraffic()) + more
+                if more.calls or more.seconds:
+                    own = found.setdefault(axis, {})
+                    own[operation] = own.get(operation, OperationTraffic()) + more
         return self._without_mail(found)
 
     def _without_mail(self, found: AxisTraffic) -> AxisTraffic:

@@ -44,13 +44,14 @@ class Expectations:
 
     def flops(self, batch: Any) -> int | None:
         """Return the operations of a batch in forward and backward; None where it cannot run."""
-        return self._found(
+        found: int | None = self._found(
             "flops", lambda: flops_of_batch(self._module, _shapes(batch), self._precision)
         )
+        return found
 
     def dry_run(self, batch: Any) -> DryRun | None:
         """Return the strategy's dry run with a batch; None where it cannot run."""
-        return self._found(
+        found: DryRun | None = self._found(
             "dry run",
             lambda: self._strategy.dry_run(
                 self._module,
@@ -59,6 +60,7 @@ class Expectations:
                 precision=self._precision,
             ),
         )
+        return found
 
     def _found(self, what: str, find: Any) -> Any:
         if self._module is None:

@@ -192,7 +192,8 @@ class StepMonitor(RunMonitor):
 
     def _log(self, trainer: "pl.Trainer", step: StepTime) -> None:
         """Give loggers what Lightning's own would not know of, as rank 0 sees it."""
-        if not trainer.is_global_zero or trainer.global_step % trainer.log_every_n_steps:
+        every_n_steps = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if not trainer.is_global_zero or trainer.global_step % every_n_steps:
             return
         metrics = {
             "step_seconds": step.seconds,

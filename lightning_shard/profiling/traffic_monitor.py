@@ -12,6 +12,7 @@ from lightning_shard.planner.report import DryRun
 from lightning_shard.profiling.axis_counters import AxisCounters, AxisTraffic, add_to
 from lightning_shard.profiling.expectations import Expectations
 from lightning_shard.profiling.run_monitor import RunMonitor, own_strategy
+from lightning_shard.strategies.local_updates import LocalUpdates
 
 
 class TrafficMonitor(RunMonitor):
@@ -59,7 +60,7 @@ class TrafficMonitor(RunMonitor):
     @override
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         super().on_train_start(trainer, pl_module)
-        self._first_step = self._last_step = trainer.global_step
+        self._begin = self._first_step = self._last_step = trainer.global_step
 
     @override
     def on_train_batch_start(
@@ -87,8 +88,8 @@ class TrafficMonitor(RunMonitor):
         if step == self._last_step:
             return
         self._last_step = step
-        is_first = step <= self._first_step + 1  # in it ranks agree on what they will send
-        if is_first or (step - self._first_step - 1) % self._every_n_steps == 0:
+        taken = step - self._begin
+        if taken == 1 or taken % self._every_n_steps == 0:  # in the first ranks agree what to send
             self._note_sent(trainer)
 
     @override
@@ -134,7 +135,14 @@ class TrafficMonitor(RunMonitor):
         ranks = [] if found is None else _rows(found)
         besides = [] if found is None else list(found.not_counted)
         obstacle = expectations.obstacles.get("dry run")
-        self._write(trainer, "dry_run", ranks=ranks, not_counted=besides, obstacle=obstacle)
+        self._write(
+            trainer,
+            "dry_run",
+            ranks=ranks,
+            not_counted=besides,
+            every_step=not isinstance(trainer.strategy, LocalUpdates),
+            obstacle=obstacle,
+        )
 
 
 def _rows(found: DryRun) -> list[dict[str, Any]]:

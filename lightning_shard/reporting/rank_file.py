@@ -1,4 +1,4 @@
-"""The file of one rank: a JSON object a line, each written at once, so that it can be read any time.
+"""The file of one rank: a JSON object a line, written at once, so that it can be read any time.
 
     {"kind": "fit", "time": 1790000000.1, "rank": 0, "step": 0, "world_size": 4, ...}
     {"kind": "step", "time": 1790000000.9, "rank": 0, "step": 1, "seconds": 0.21, "loss": 5.5, ...}
