@@ -5,12 +5,14 @@
 
     lightning-shard plan --config configs/gpt_zero3.yaml --devices 64
 
+    lightning-shard report runs/1
+
     lightning-shard describe last.ckpt
     lightning-shard consolidate last.ckpt model.safetensors
 
 The subcommands `fit`, `validate`, `test` and `predict` are in `shard_cli`, which imports torch and
 Lightning; `plan` is in `planning`, and so does it; `describe` and `consolidate` are in
-`checkpoints`, which imports torch. What needs
+`checkpoints`, which imports torch; `report` is in `reporting`, which imports neither. What needs
 neither is answered without them: see `entry`, `parsers`.
 """
 

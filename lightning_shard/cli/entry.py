@@ -15,6 +15,7 @@ _SUBCOMMANDS = {
     "predict": "Predict with a trained model.",
 }
 _PROVE = {"prove": "Say whether a model trains on ranks as on one device, and if not, why."}
+_HOMES = {"plan": "planning", "report": "reporting"}  # modules of the others than checkpoints
 _EPILOG = """\
 The first four are Lightning's own, with the strategies of this package:
 
@@ -28,6 +29,10 @@ The first four are Lightning's own, with the strategies of this package:
 Before a run:
 
     lightning-shard plan --config configs/gpt_zero3.yaml --devices 64 --device-memory 80GiB
+
+During a run, and after it:
+
+    lightning-shard report runs/1
 
 The others read checkpoints:
 
@@ -44,7 +49,7 @@ def main() -> int:
     arguments = sys.argv[1:]
     if arguments and arguments[0] in TEXTS:
         parsed = parser_of(arguments[0]).parse_args(arguments[1:])  # which may exit
-        home = "planning" if arguments[0] == "plan" else "checkpoints"
+        home = _HOMES.get(arguments[0], "checkpoints")
         return int(import_module(f"lightning_shard.cli.{home}").run(arguments[0], parsed))
     if arguments and arguments[0] in _PROVE:
         return int(import_module("lightning_shard.cli.proving").run())

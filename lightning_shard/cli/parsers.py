@@ -1,4 +1,4 @@
-"""The arguments of the subcommands for checkpoints and of `plan`, parsed without torch."""
+"""The arguments of the subcommands for checkpoints, of `plan` and `report`, parsed without torch."""
 
 from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
 
@@ -6,6 +6,7 @@ TEXTS = {
     "consolidate": "Write a checkpoint as a .ckpt, .pt or .safetensors, or for Hugging Face.",
     "describe": "Say what is in a checkpoint.",
     "plan": "Find the strategy and options for so many devices and their memory.",
+    "report": "Make a page of what a run's callbacks have written, also while it runs.",
 }
 """By subcommand what it does."""
 
@@ -32,6 +33,13 @@ The exit code is 1 if something is missing or damaged.
 
 Nothing is trained and no device is needed. The exit code is 1 if nothing fits.
 """,
+    "report": """\
+    lightning-shard report runs/1
+    lightning-shard report runs/1 --output report.html
+
+RUN_DIR is the folder that StepMonitor, TrafficMonitor and MemoryMonitor of
+lightning_shard.profiling were given. The page needs no other file and no network.
+""",
 }
 _DTYPES = {
     "float32": "float32",
@@ -52,7 +60,12 @@ def parser_of(subcommand: str) -> ArgumentParser:
         epilog=_EXAMPLES[subcommand],
         formatter_class=RawDescriptionHelpFormatter,
     )
-    add = {"consolidate": _add_consolidate, "describe": _add_describe, "plan": _add_plan}
+    add = {
+        "consolidate": _add_consolidate,
+        "describe": _add_describe,
+        "plan": _add_plan,
+        "report": _add_report,
+    }
     add[subcommand](parser)
     parser.add_argument("--debug", action="store_true", help="Show the traceback of an error.")
     return parser
@@ -133,6 +146,13 @@ def _add_plan(parser: ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="Print JSON, for scripts.")
     parser.add_argument("--yaml", metavar="FILE", help="Write the recommended trainer options.")
     parser.add_argument("--picture", metavar="FILE", help="Draw memory against a device's.")
+
+
+def _add_report(parser: ArgumentParser) -> None:
+    parser.add_argument("run_folder", metavar="RUN_DIR", help="Folder of the run.")
+    parser.add_argument(
+        "--output", metavar="FILE", help="The page (default: report.html in RUN_DIR)."
+    )
 
 
 def dtype_name(given: str) -> str:

@@ -134,7 +134,7 @@ def per_second(run: RunRecords, what: str) -> list[Point]:
 
     Ranks of one model, which are given the same samples, count once; the slowest rank's seconds do.
     """
-    found = []
+    found: list[Point] = []
     for step, ranks in steady_steps(run).items():
         numbers = {one["data_rank"]: one[what] for one in ranks}
         known = [number for number in numbers.values() if number is not None]

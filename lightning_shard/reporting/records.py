@@ -81,9 +81,9 @@ def read_run(folder: str | Path) -> RunRecords:
     files = sorted((folder / FOLDER).glob("rank_*.jsonl"))
     if not files:
         raise ConfigError(
-            f"{folder} has no {FOLDER}/rank_*.jsonl, expected the folder of a run with StepMonitor, "
-            f"TrafficMonitor or MemoryMonitor among its callbacks. Pass the folder that they were "
-            f"given, or the logger's."
+            f"{folder} has no {FOLDER}/rank_*.jsonl, expected the folder of a run with "
+            f"StepMonitor, TrafficMonitor or MemoryMonitor among its callbacks. Pass the folder "
+            f"that they were given, or the logger's."
         )
     found: list[Record] = []
     num_unreadable = 0
