@@ -33,7 +33,16 @@ FABRIC = {
 }
 """By Fabric's root, the package whose strategies are built on it."""
 
-_WITHOUT_TORCH = ("after_import", "cli", "doors", "errors", "exports", "on_pytorch_lightning")
+_WITHOUT_TORCH = (
+    "after_import",
+    "cli",
+    "doors",
+    "errors",
+    "exports",
+    "on_pytorch_lightning",
+    "reporting",
+    "sizes",
+)
 
 
 def open_doors() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
-from lightning_shard.cli.parsers import TEXTS, parser_of
+from lightning_shard.cli.parsers import HOMES, TEXTS, parser_of
 
 _SUBCOMMANDS = {
     "fit": "Train a model.",
@@ -15,7 +15,6 @@ _SUBCOMMANDS = {
     "predict": "Predict with a trained model.",
 }
 _PROVE = {"prove": "Say whether a model trains on ranks as on one device, and if not, why."}
-_HOMES = {"plan": "planning", "report": "reporting"}  # modules of the others than checkpoints
 _EPILOG = """\
 The first four are Lightning's own, with the strategies of this package:
 
@@ -49,8 +48,8 @@ def main() -> int:
     arguments = sys.argv[1:]
     if arguments and arguments[0] in TEXTS:
         parsed = parser_of(arguments[0]).parse_args(arguments[1:])  # which may exit
-        home = _HOMES.get(arguments[0], "checkpoints")
-        return int(import_module(f"lightning_shard.cli.{home}").run(arguments[0], parsed))
+        home = import_module(f"lightning_shard.cli.{HOMES[arguments[0]]}")
+        return int(home.run(arguments[0], parsed))
     if arguments and arguments[0] in _PROVE:
         return int(import_module("lightning_shard.cli.proving").run())
     if _is_for_a_subcommand(arguments):

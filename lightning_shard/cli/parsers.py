@@ -1,4 +1,4 @@
-"""The arguments of the subcommands for checkpoints, of `plan` and `report`, parsed without torch."""
+"""The arguments of the subcommands that are no Trainer's, parsed without torch."""
 
 from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
 
@@ -9,6 +9,14 @@ TEXTS = {
     "report": "Make a page of what a run's callbacks have written, also while it runs.",
 }
 """By subcommand what it does."""
+
+HOMES = {
+    "consolidate": "checkpoints",
+    "describe": "checkpoints",
+    "plan": "planning",
+    "report": "reporting",
+}
+"""By subcommand the module of `lightning_shard.cli` that runs it."""
 
 _EXAMPLES = {
     "consolidate": """\
@@ -60,13 +68,7 @@ def parser_of(subcommand: str) -> ArgumentParser:
         epilog=_EXAMPLES[subcommand],
         formatter_class=RawDescriptionHelpFormatter,
     )
-    add = {
-        "consolidate": _add_consolidate,
-        "describe": _add_describe,
-        "plan": _add_plan,
-        "report": _add_report,
-    }
-    add[subcommand](parser)
+    _ARGUMENTS[subcommand](parser)
     parser.add_argument("--debug", action="store_true", help="Show the traceback of an error.")
     return parser
 
@@ -153,6 +155,14 @@ def _add_report(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--output", metavar="FILE", help="The page (default: report.html in RUN_DIR)."
     )
+
+
+_ARGUMENTS = {
+    "consolidate": _add_consolidate,
+    "describe": _add_describe,
+    "plan": _add_plan,
+    "report": _add_report,
+}
 
 
 def dtype_name(given: str) -> str:

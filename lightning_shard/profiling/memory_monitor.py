@@ -22,9 +22,9 @@ class MemoryMonitor(RunMonitor):
     """Write the bytes that each rank holds, by kind, into the run's folder.
 
     They are counted by storage when gradients are complete and the optimizer is about to step: in
-    the second step, the first that has optimizer state, and every n steps. On CUDA the peak of the
-    device's allocator comes with them; on CPUs that of the process, which ranks of one process
-    share. Loggers get rank 0's as `monitor/memory/...`.
+    the second step, the first that has optimizer state, and every n steps of optimizers. On CUDA
+    the peak of the device's allocator comes with them; on CPUs that of the process, which ranks of
+    one process share. Loggers get rank 0's as `monitor/memory/...`.
 
     Args:
         folder: Folder of the run; None takes the first logger's, or the Trainer's
@@ -42,22 +42,19 @@ class MemoryMonitor(RunMonitor):
         if every_n_steps < 1:
             raise ConfigError(f"every_n_steps must be at least 1, got {every_n_steps}.")
         self._every_n_steps = every_n_steps
-        self._last_step: int | None = None
+        self._num_updates = 0
 
     @override
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        super().on_train_start(trainer, pl_module)
-        self._first_step, self._last_step = trainer.global_step, None
+        self._num_updates = 0
 
     @override
     def on_before_optimizer_step(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer
     ) -> None:
-        step = trainer.global_step
-        taken = step - self._first_step
-        if step == self._last_step or taken % self._every_n_steps != 1 % self._every_n_steps:
+        number, self._num_updates = self._num_updates, self._num_updates + 1
+        if number % self._every_n_steps != 1 % self._every_n_steps:
             return
-        self._last_step = step
         strategy = own_strategy(trainer, type(self).__name__)
         kinds = memory_kinds(strategy.engine, strategy.optimizers)
         held = {name: value for name, value in vars(kinds).items() if value is not None}

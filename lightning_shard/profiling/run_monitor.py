@@ -37,6 +37,8 @@ class RunMonitor(Callback):
         self._given_folder = folder
         self._folder: Path | None = None
         self._file: RankFile | None = None
+        self._has_begun = False
+        self._step_before = 0  # when the present batch began
 
     @override
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
@@ -52,19 +54,32 @@ class RunMonitor(Callback):
             self._folder = Path(trainer.log_dir or trainer.default_root_dir)
 
     @override
-    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        self._write(trainer, "fit", **_described(trainer), monitor=type(self).__name__)
+    def on_train_batch_start(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
+    ) -> None:
+        self._step_before = trainer.global_step
+        if not self._has_begun:  # here, not before: who joins an elastic fit has a rank by now
+            self._has_begun = True
+            strategy = own_strategy(trainer, type(self).__name__)
+            self._write(
+                trainer, "fit", **_described(trainer, strategy), monitor=type(self).__name__
+            )
+
+    def _steps_taken(self, trainer: "pl.Trainer") -> int:
+        """Return the number of optimizer steps since the present batch began."""
+        return trainer.global_step - self._step_before
 
     @override
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        self._write(trainer, "end", monitor=type(self).__name__)
+        if self._has_begun:
+            self._write(trainer, "end", monitor=type(self).__name__)
         self._close()
 
     @override
     def on_exception(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException
     ) -> None:
-        if self._file is not None:  # training had begun
+        if self._has_begun:
             said = f"{type(exception).__name__}: {exception}"
             self._write(trainer, "failure", monitor=type(self).__name__, error=said[:2000])
         self._close()
@@ -75,7 +90,8 @@ class RunMonitor(Callback):
         """Write a record, of the present step unless another is given."""
         rank = trainer.global_rank
         if self._file is None or self._file.rank != rank:  # elastic ranks move up
-            self._close()
+            if self._file is not None:
+                self._file.close()
             assert self._folder is not None
             self._file = RankFile(self._folder, rank)
         self._file.append(kind, trainer.global_step if step is None else step, **figures)
@@ -89,7 +105,7 @@ class RunMonitor(Callback):
     def _close(self) -> None:
         if self._file is not None:
             self._file.close()
-        self._file = None
+        self._file, self._has_begun = None, False
 
 
 def own_strategy(trainer: "pl.Trainer", monitor: str) -> DataParallelStrategy:
@@ -111,9 +127,8 @@ def own_strategy(trainer: "pl.Trainer", monitor: str) -> DataParallelStrategy:
     return trainer.strategy
 
 
-def _described(trainer: "pl.Trainer") -> dict[str, Any]:
+def _described(trainer: "pl.Trainer", strategy: DataParallelStrategy) -> dict[str, Any]:
     """Say which run this is, and which rank."""
-    strategy = own_strategy(trainer, "")
     mesh, data = strategy.mesh, strategy.data_collectives
     return {
         "strategy": strategy_name(strategy),

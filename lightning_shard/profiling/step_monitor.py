@@ -72,17 +72,14 @@ class StepMonitor(RunMonitor):
             self._expectations = Expectations(pl_module, strategy, str(trainer.precision))
 
     @override
-    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        super().on_train_start(trainer, pl_module)
-        self._last_step = trainer.global_step
-
-    @override
     def on_train_batch_start(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         self._note_generation(trainer)
-        if self._expectations is not None:
-            self._note_flops(trainer, self._expectations, batch)
+        expectations, self._expectations = self._expectations, None
+        if expectations is not None and trainer.global_rank == 0:
+            self._note_flops(trainer, expectations, batch)
         if self._clock is None:
             strategy = own_strategy(trainer, type(self).__name__)
             self._clock = StepClock(AxisCounters(strategy).since)
@@ -122,9 +119,8 @@ class StepMonitor(RunMonitor):
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor) and loss.numel() == 1:
             self._losses.append(loss.detach().clone())
-        if trainer.global_step == self._last_step:  # gradients add up
+        if not self._steps_taken(trainer):  # gradients add up
             return
-        self._last_step = trainer.global_step
         step = self._clock.take()
         self._write_last(trainer)
         self._unwritten = self._record(trainer, step)
@@ -222,8 +218,7 @@ class StepMonitor(RunMonitor):
         return found
 
     def _note_flops(self, trainer: "pl.Trainer", expectations: Expectations, batch: Any) -> None:
-        """Write how much arithmetic a token, or a sample, takes; once."""
-        self._expectations = None
+        """Write how much arithmetic a token, or a sample, takes."""
         flops, machine = expectations.flops(batch), self._machine
         held = {"tokens": self._tokens_of(batch), "samples": num_samples(batch)}
         per = next(((name, number) for name, number in held.items() if number), None)
@@ -245,7 +240,9 @@ class StepMonitor(RunMonitor):
             return
         now = strategy.generation
         if now.number != self._generation:
-            self._generation = now.number
+            self._write_last(trainer)  # before, since ranks may have gone back behind it
+            self._generation, self._clock = now.number, None
+            self._contents, self._losses = {"samples": 0, "tokens": 0}, []
             members, reason = list(now.members), now.reason
             self._write(trainer, "generation", number=now.number, members=members, reason=reason)
 

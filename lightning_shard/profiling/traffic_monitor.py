@@ -48,7 +48,8 @@ class TrafficMonitor(RunMonitor):
         self._counters: AxisCounters | None = None
         self._expectations: Expectations | None = None
         self._sent: AxisTraffic = {}  # since the last record
-        self._num_batches = 0
+        self._num_batches = self._num_steps = 0  # since the last record
+        self._num_steps_before = 0
 
     @override
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
@@ -58,16 +59,13 @@ class TrafficMonitor(RunMonitor):
             self._expectations = Expectations(pl_module, strategy, str(trainer.precision))
 
     @override
-    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        super().on_train_start(trainer, pl_module)
-        self._begin = self._first_step = self._last_step = trainer.global_step
-
-    @override
     def on_train_batch_start(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
-        if self._expectations is not None:
-            self._note_dry_run(trainer, self._expectations, batch)
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        expectations, self._expectations = self._expectations, None
+        if expectations is not None and trainer.global_rank == 0:
+            self._note_dry_run(trainer, expectations, batch)
         if self._counters is None:
             self._counters = AxisCounters(own_strategy(trainer, type(self).__name__))
         self._counters.since()  # what lies between two batches: validation, checkpoints
@@ -84,12 +82,13 @@ class TrafficMonitor(RunMonitor):
         assert self._counters is not None
         add_to(self._sent, self._counters.since())
         self._num_batches += 1
-        step = trainer.global_step
-        if step == self._last_step:
+        steps = self._steps_taken(trainer)
+        if steps < 1:  # gradients add up
             return
-        self._last_step = step
-        taken = step - self._begin
-        if taken == 1 or taken % self._every_n_steps == 0:  # in the first ranks agree what to send
+        self._num_steps += steps
+        taken = self._num_steps_before + self._num_steps
+        is_first = not self._num_steps_before  # in the first step ranks agree what to send
+        if is_first or taken // self._every_n_steps > self._num_steps_before // self._every_n_steps:
             self._note_sent(trainer)
 
     @override
@@ -106,7 +105,7 @@ class TrafficMonitor(RunMonitor):
         super().on_exception(trainer, pl_module, exception)
 
     def _note_sent(self, trainer: "pl.Trainer") -> None:
-        steps = self._last_step - self._first_step
+        steps = self._num_steps
         if not steps:
             return
         axes = {
@@ -127,10 +126,10 @@ class TrafficMonitor(RunMonitor):
             for axis, operations in self._sent.items()
         }
         self._log_metrics(trainer, sent)
-        self._first_step, self._sent, self._num_batches = self._last_step, {}, 0
+        self._num_steps_before += steps
+        self._sent, self._num_batches, self._num_steps = {}, 0, 0
 
     def _note_dry_run(self, trainer: "pl.Trainer", expectations: Expectations, batch: Any) -> None:
-        self._expectations = None
         found = expectations.dry_run(batch)
         ranks = [] if found is None else _rows(found)
         besides = [] if found is None else list(found.not_counted)

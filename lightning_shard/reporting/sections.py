@@ -265,7 +265,7 @@ def traffic(run: RunRecords) -> str:
     axes = figures.axis_figures(run)
     if not axes:
         return paragraph(
-            "No traffic was written: add TrafficMonitor to the callbacks, or take more than one rank."
+            "No traffic was written: add TrafficMonitor to the callbacks, or take several ranks."
         )
     rows = [
         (
