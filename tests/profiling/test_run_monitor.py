@@ -166,7 +166,8 @@ def test_an_elastic_fit_needs_a_folder() -> None:
 def test_the_folder_is_the_loggers_where_none_is_given(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path, name="logs", version=7)
     strategy = lightning_shard.ZeRO2Strategy(backend="in_process")
-    fit("lstm", [StepMonitor()], strategy=strategy, devices=2, logger=logger)
+    options = {"logger": logger, "log_every_n_steps": 1}
+    fit("lstm", [StepMonitor()], strategy=strategy, devices=2, **options)
     assert path_of(tmp_path / "logs" / "version_7", 1).is_file()
 
 
