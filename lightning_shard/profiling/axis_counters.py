@@ -7,10 +7,8 @@
 The counters are those of `backends.traffic`, which every `Collectives` has.
 """
 
-from collections.abc import Mapping
-
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.backends.traffic import GroupTraffic, OperationTraffic
+from lightning_shard.backends.traffic import OperationTraffic, Traffic
 from lightning_shard.mesh import ParallelMesh
 from lightning_shard.strategies.async_sgd import AsyncSGDStrategy
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
@@ -28,20 +26,29 @@ class AxisCounters:
 
     def __init__(self, strategy: DataParallelStrategy) -> None:
         self._strategy = strategy
-        self._before = _counted()
+        self._counters: list[tuple[str, Traffic]] = []  # by axis
+        self._before: dict[int, dict[str, OperationTraffic]] = {}  # by id of the counters
+        self.look()
+        self.since()
+
+    def look(self) -> None:
+        """Find the groups that there are now, of two ranks and more."""
+        mesh = self._strategy.mesh
+        found = [(axis_of(mesh, ranks), traffic) for ranks, traffic in Collectives.counters()]
+        self._counters = [(axis, traffic) for axis, traffic in found if axis]
+        alive = {id(traffic) for _, traffic in self._counters}
+        self._before = {key: before for key, before in self._before.items() if key in alive}
 
     def since(self) -> AxisTraffic:
-        """Return the counters since the last call, of groups of two ranks and more."""
-        before, self._before = self._before, _counted()
-        mesh, found = self._strategy.mesh, AxisTraffic()
-        for (name, ranks), group in self._before.items():
-            axis = axis_of(mesh, ranks)
-            earlier = before.get((name, ranks), {})
-            for operation, counters in group.items() if axis else ():
-                more = _difference(counters, earlier.get(operation, OperationTraffic()))
+        """Return the counters since the last call."""
+        found = AxisTraffic()
+        for axis, traffic in self._counters:
+            before, now = self._before.get(id(traffic), {}), traffic.snapshot()
+            self._before[id(traffic)] = now
+            for operation, counters in now.items():
+                more = _difference(counters, before.get(operation, OperationTraffic()))
                 if more.calls or more.seconds:
-                    own = found.setdefault(axis, {})
-                    own[operation] = own.get(operation, OperationTraffic()) + more
+                    add_to(found, {axis: {operation: more}})
         return self._without_mail(found)
 
     def _without_mail(self, found: AxisTraffic) -> AxisTraffic:
@@ -88,20 +95,6 @@ def axis_of(mesh: ParallelMesh, ranks: tuple[int, ...]) -> str:
         return "other"
     places = [mesh.coordinates(rank) for rank in ranks]
     return "+".join(axis for axis in mesh.axes if len({place[axis] for place in places}) > 1)
-
-
-def _counted() -> dict[tuple[str, tuple[int, ...]], Mapping[str, OperationTraffic]]:
-    """Return the counters of this rank's groups as they are now."""
-    total: dict[tuple[str, tuple[int, ...]], dict[str, OperationTraffic]] = {}
-    for group in Collectives.traffic_by_group():
-        own = total.setdefault(_key(group), {})
-        for operation, counters in group.traffic.items():
-            own[operation] = own.get(operation, OperationTraffic()) + counters
-    return dict(total)
-
-
-def _key(group: GroupTraffic) -> tuple[str, tuple[int, ...]]:
-    return group.name, group.ranks
 
 
 def _difference(now: OperationTraffic, before: OperationTraffic) -> OperationTraffic:

@@ -56,6 +56,7 @@ class StepMonitor(RunMonitor):
 
     def _forget(self) -> None:
         self._clock: StepClock | None = None
+        self._counters: AxisCounters | None = None
         self._expectations: Expectations | None = None
         self._handles: dict[int, RemovableHandle] = {}  # by id of the optimizer
         self._contents: dict[str, int | None] = {"samples": 0, "tokens": 0}  # of this step so far
@@ -80,9 +81,10 @@ class StepMonitor(RunMonitor):
         expectations, self._expectations = self._expectations, None
         if expectations is not None and trainer.global_rank == 0:
             self._note_flops(trainer, expectations, batch)
-        if self._clock is None:
-            strategy = own_strategy(trainer, type(self).__name__)
-            self._clock = StepClock(AxisCounters(strategy).since)
+        if self._clock is None or self._counters is None:
+            self._counters = AxisCounters(own_strategy(trainer, type(self).__name__))
+            self._clock = StepClock(self._counters.since)
+        self._counters.look()
         self._clock.begin_batch()
         for name, more in (("samples", num_samples(batch)), ("tokens", self._tokens_of(batch))):
             before = self._contents[name]

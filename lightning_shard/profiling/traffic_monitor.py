@@ -68,6 +68,7 @@ class TrafficMonitor(RunMonitor):
             self._note_dry_run(trainer, expectations, batch)
         if self._counters is None:
             self._counters = AxisCounters(own_strategy(trainer, type(self).__name__))
+        self._counters.look()
         self._counters.since()  # what lies between two batches: validation, checkpoints
 
     @override
