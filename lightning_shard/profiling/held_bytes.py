@@ -20,9 +20,10 @@ from typing_extensions import override
 from lightning_shard.data_parallel.held_bytes import HeldBytes
 from lightning_shard.profiling.run_monitor import own_strategy
 from lightning_shard.sizes import format_bytes
+from lightning_shard.trainer.hook_advice import OnlyLooks
 
 
-class HeldBytesTable(Callback):
+class HeldBytesTable(OnlyLooks, Callback):
     """Print, once per fit and on rank zero, the bytes that each rank holds.
 
     Every rank must have this callback, since the figures are gathered over all of them.

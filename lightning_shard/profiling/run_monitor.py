@@ -19,9 +19,10 @@ from lightning_shard.reporting.rank_file import RankFile
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from lightning_shard.strategies.elastic import ElasticStrategy
 from lightning_shard.strategies.names import strategy_name
+from lightning_shard.trainer.hook_advice import OnlyLooks
 
 
-class RunMonitor(Callback):
+class RunMonitor(OnlyLooks, Callback):
     """Writes records of each rank of a fit into the run's folder.
 
     Args:

@@ -20,6 +20,8 @@ from lightning_shard.profiling.run_monitor import RunMonitor, own_strategy
 from lightning_shard.profiling.step_clock import StepClock, StepTime
 from lightning_shard.strategies.elastic import ElasticStrategy
 
+_RATES = {"samples": "samples_per_second", "tokens": "tokens_per_second"}
+
 
 class StepMonitor(RunMonitor):
     """Write every step's loss, time, samples and tokens, of every rank, into the run's folder.
@@ -207,13 +209,14 @@ class StepMonitor(RunMonitor):
     def _rates(self, trainer: "pl.Trainer", step: StepTime) -> dict[str, float]:
         """Return what all ranks do in a second, if their batches are as large as rank 0's."""
         strategy = own_strategy(trainer, type(self).__name__)
-        found = {
-            f"{name}_per_second": strategy.data_collectives.size * number / step.seconds
+        in_a_second = {
+            name: strategy.data_collectives.size * number / step.seconds
             for name, number in self._contents.items()
             if number
         }
+        found = {_RATES[name]: number for name, number in in_a_second.items()}
         for name, flops in self._flops_per.items():
-            of_rank = flops * found.get(f"{name}_per_second", 0.0) / strategy.world_size
+            of_rank = flops * in_a_second.get(name, 0.0) / strategy.world_size
             found["flops_per_second_and_rank"] = of_rank
             if self._machine is not None:
                 found["mfu"] = of_rank / self._machine.flops(str(trainer.precision))

@@ -165,8 +165,8 @@ class _Frame:
     """The coordinates of a drawing: steps to the right, values upwards.
 
     Args:
-        first: Least x.
-        last: Largest x.
+        first: Step at the left edge.
+        last: Step at the right edge.
         low: Value at the bottom.
         high: Value at the top.
     """

@@ -32,7 +32,7 @@ class TimelineEvent:
         name: Name of the action, such as "0F1".
         category: Kind of the action, such as "forward".
         start: Seconds since the first computation.
-        seconds: Duration.
+        seconds: Duration in seconds.
     """
 
     rank: int
@@ -47,7 +47,7 @@ class RunRecords:
     """What is in a run's folder.
 
     Attributes:
-        folder: The folder.
+        folder: Path of the folder.
         records: All records that count, in the order of their times.
         num_unreadable: Number of lines that could not be read.
         timeline: The last timeline of a batch of a pipeline; empty without one.

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 
 import lightning_shard
+from lightning_shard.backends.collectives import Collectives
 from lightning_shard.errors import ConfigError
 from lightning_shard.profiling import MemoryMonitor, StepMonitor, TrafficMonitor
 from lightning_shard.reporting.rank_file import path_of
@@ -19,7 +20,13 @@ from tests.elastic.runs import Classifier, Journal
 from tests.elastic.runs import fit as fit_elastic
 from tests.processes import run_alone, run_processes
 from tests.profiling.monitored import fit, monitors, written
-from tests.strategies.parity import UPSTREAM_WARNINGS, ignore_upstream_warnings
+from tests.strategies.parity import (
+    UPSTREAM_WARNINGS,
+    GlobalBatches,
+    build,
+    ignore_upstream_warnings,
+    quiet_trainer,
+)
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
 
@@ -59,6 +66,33 @@ def test_a_monitored_fit_has_the_same_losses_and_weights_to_the_bit(
         assert [one["step"] for one in steps] == [1, 2, 3, 4]
         assert len(written(tmp_path, rank, "memory")) == 2
     assert all(told["obstacle"] is None for told in written(tmp_path, 0, "dry_run"))
+
+
+class Counting(pl.Callback):
+    """Takes down what this rank has called and sent in a fit; meets no gradient."""
+
+    def on_train_end(self, *_: Any) -> None:
+        self.counted = [
+            (group.ranks, {name: (one.calls, one.bytes) for name, one in group.traffic.items()})
+            for group in Collectives.traffic_by_group()
+        ]
+
+
+@pytest.mark.parametrize("name", ["ZeRO1Strategy", "ZeRO3Strategy", "TensorParallelStrategy"])
+def test_a_monitored_fit_sends_nothing_more(name: str, tmp_path: Path) -> None:
+    counted = []
+    for watched in ([], monitors(tmp_path)):
+        counting = Counting()
+        model = build("gpt")
+        trainer = quiet_trainer(
+            strategy=getattr(lightning_shard, name)(backend="in_process"),
+            devices=2,
+            callbacks=[counting, *watched],
+            max_steps=3,
+        )
+        trainer.fit(model, datamodule=GlobalBatches(model, 3))
+        counted.append(counting.counted)
+    assert counted[0] == counted[1]
 
 
 @pytest.mark.slow
