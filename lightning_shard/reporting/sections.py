@@ -143,15 +143,11 @@ def ranks(run: RunRecords) -> str:
     usual = median(one.own_seconds for one in times)
     classes = colours(dict.fromkeys(name for one in times for name in one.parts))
     slow = [one for one in times if usual and one.own_seconds > _SLOW * usual]
-    said = (
-        "; ".join(
-            f"rank {one.rank} takes {one.own_seconds / usual:.2f} times the median of its own"
-            for one in slow
-        )
-        + ": the others wait for it."
-        if slow
-        else f"No rank takes more than {_SLOW:g} times the median of its own time."
-    )
+    said = [
+        f"Rank {one.rank} has {one.own_seconds / usual:.2f} times the median of the ranks' own "
+        f"work, and the others wait for it."
+        for one in slow
+    ] or [f"No rank has more than {_SLOW:g} times the median of the ranks' own work."]
     rows = [
         (
             f"rank {one.rank}",
@@ -165,7 +161,7 @@ def ranks(run: RunRecords) -> str:
     bars = [(f"rank {one.rank}", one.parts) for one in times]
     return "".join(
         [
-            paragraph(said),
+            *map(paragraph, said),
             legend(classes),
             drawings.bars(bars, classes, title="Median step of each rank", write=seconds_of),
             table(("", "step", "own", "own / median", "times slowest"), rows),

@@ -74,7 +74,7 @@ def test_every_section_is_there_once_with_its_figures(full: str) -> None:
     assert ids == list(SECTIONS)
     assert "hybrid_parallel on 4 ranks" in read.text
     assert "Finished." in read.text
-    assert "rank 2 takes" in section(full, "ranks")
+    assert "Rank 2 has 1.15 times" in section(full, "ranks")
     assert "512" in section(full, "throughput")
     assert "12.8%" in section(full, "throughput")
     assert "plan, fullest" in section(full, "memory")
