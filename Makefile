@@ -5,8 +5,9 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12; do \
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# The packages of tests/zoo. timm and lightly need torchvision, whose wheel needs CUDA's libraries:
-# Lightning would import it wherever it finds it, and fail, so it lies in a folder of its own.
+# The packages of tests/zoo, and playwright, which looks at reports in the Chromium of apt-get.
+# timm and lightly need torchvision, whose wheel needs CUDA's libraries: Lightning would import it
+# wherever it finds it, and fail, so it lies in a folder of its own.
 ZOO := $(VENV)/zoo
 # Ray and what it needs (of which tensorboardX would be every Trainer's logger) lie in an environment of
 # their own, which sees the other packages.
@@ -23,6 +24,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadfile
 
 demo: $(STAMP)
 	$(BIN)/python examples/train_gpt.py --config configs/gpt_demo.yaml
+	$(BIN)/lightning-shard report build/demo
 
 test: $(STAMP)
 	$(PYTEST) -m "not slow and not gpu and not benchmark and not hosts and not ray"
@@ -60,7 +62,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 $(ZOO)/.installed: $(STAMP)
-	$(PIP) --editable ".[dev,mpi,zoo]"
+	$(PIP) --editable ".[dev,mpi,zoo,browser]"
 	$(BIN)/pip uninstall --quiet --yes torchvision
 	$(PIP) --no-deps --upgrade --target $(ZOO) torchvision
 	touch $(ZOO)/.installed

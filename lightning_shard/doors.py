@@ -36,6 +36,14 @@ FABRIC = {
 _WITHOUT_TORCH = (
     *("after_import", "cli", "doctor", "doors", "errors", "exports", "on_pytorch_lightning"),
     *("schemes", "settings"),
+    "after_import",
+    "cli",
+    "doors",
+    "errors",
+    "exports",
+    "on_pytorch_lightning",
+    "reporting",
+    "sizes",
 )
 
 

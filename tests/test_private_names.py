@@ -74,6 +74,7 @@ EXTENSION_POINTS = {
     "torch.ops.aten._foreach_zero_.default",
     "torch.ops.aten._grouped_mm",
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
     "_scaled_mm",
     *(f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")),
     *("_grouped_mm", "_scaled_dot_product_flash_attention_for_cpu"),

@@ -361,17 +361,31 @@ class Collectives(C10dTransfers):
         `duplicate` counts where its original does. In an in-process world each rank sees its own.
         """
         groups: dict[dist.ProcessGroup, Traffic] = {}
-        counted: set[int] = set()
-        for one in list(cls._alive.values()):
-            if _global_ranks(one.group) and id(one.traffic) not in counted:
-                counted.add(id(one.traffic))
-                total = groups.setdefault(one.group, Traffic())
-                for operation, traffic in one.traffic.items():
-                    total.add(operation, traffic)
+        for group, own in cls._traffics():
+            total = groups.setdefault(group, Traffic())
+            for operation, traffic in own.items():
+                total.add(operation, traffic)
         return [
             GroupTraffic(name=group.group_desc, ranks=_global_ranks(group), traffic=traffic)
             for group, traffic in groups.items()
         ]
+
+    @classmethod
+    def counters(cls) -> list[tuple[tuple[int, ...], Traffic]]:
+        """Return the counters that this rank's groups count into, with the ranks of each group.
+
+        They go on counting, which costs less to look at than `traffic_by_group`.
+        """
+        return [(_global_ranks(group), traffic) for group, traffic in cls._traffics()]
+
+    @classmethod
+    def _traffics(cls) -> list[tuple[dist.ProcessGroup, Traffic]]:
+        """Return the counters of all groups that c10d still has, each once."""
+        found: dict[int, tuple[dist.ProcessGroup, Traffic]] = {}
+        for one in list(cls._alive.values()):
+            if _global_ranks(one.group):
+                found.setdefault(id(one.traffic), (one.group, one.traffic))
+        return list(found.values())
 
 
 def _global_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:

@@ -7,6 +7,7 @@
 
     lightning-shard doctor
     lightning-shard strategies
+    lightning-shard report runs/1
 
     lightning-shard describe last.ckpt
     lightning-shard consolidate last.ckpt model.safetensors
@@ -15,6 +16,8 @@ The subcommands `fit`, `validate`, `test` and `predict` are in `shard_cli`, whic
 Lightning; `plan` is in `planning`, and so does it; `describe` and `consolidate` are in
 `checkpoints`, which imports torch. What needs neither is answered without them: see `entry`,
 `parsers`, `machine`, `completion`.
+`checkpoints`, which imports torch; `report` is in `reporting`, which imports neither. What needs
+neither is answered without them: see `entry`, `parsers`.
 """
 
 from lightning_shard.cli.entry import main

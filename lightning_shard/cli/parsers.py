@@ -9,6 +9,7 @@ TEXTS = {
     "doctor": "Say what this machine has and lacks for training, and what to do.",
     "strategies": "List the strategies, what they need, and the backends of this machine.",
     "completion": "Print the script by which a shell completes this command.",
+    "report": "Make a page of what a run's callbacks have written, also while it runs.",
 }
 """By subcommand what it does."""
 
@@ -24,6 +25,10 @@ HOMES = {
 
 SHELLS = ("bash", "zsh")
 """The shells that `completion` knows."""
+
+    "report": "reporting",
+}
+"""By subcommand the module of `lightning_shard.cli` that runs it."""
 
 _EXAMPLES = {
     "consolidate": """\
@@ -63,6 +68,12 @@ The exit code is 1 if something is there that training fails with.
     "completion": """\
     eval "$(lightning-shard completion bash)"    in ~/.bashrc
     lightning-shard completion zsh > "${fpath[1]}/_lightning-shard"
+    "report": """\
+    lightning-shard report runs/1
+    lightning-shard report runs/1 --output report.html
+
+RUN_DIR is the folder that StepMonitor, TrafficMonitor and MemoryMonitor of
+lightning_shard.profiling were given. The page needs no other file and no network.
 """,
 }
 _DTYPES = {
@@ -189,6 +200,11 @@ def _add_strategies(parser: ArgumentParser) -> None:
 
 def _add_completion(parser: ArgumentParser) -> None:
     parser.add_argument("shell", choices=SHELLS, help="The shell.")
+def _add_report(parser: ArgumentParser) -> None:
+    parser.add_argument("run_folder", metavar="RUN_DIR", help="Folder of the run.")
+    parser.add_argument(
+        "--output", metavar="FILE", help="The page (default: report.html in RUN_DIR)."
+    )
 
 
 _ARGUMENTS = {
@@ -198,6 +214,7 @@ _ARGUMENTS = {
     "doctor": _add_doctor,
     "strategies": _add_strategies,
     "completion": _add_completion,
+    "report": _add_report,
 }
 
 

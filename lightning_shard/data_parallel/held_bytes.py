@@ -36,17 +36,6 @@ class HeldBytes:
         return self.parameters + self.gradients + self.optimizer_state
 
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-
-
-def format_bytes(num_bytes: int) -> str:
-    """Write a size in the largest binary unit of which it has at least one, to two decimals."""
-    size, unit = float(num_bytes), 0
-    while size >= 1024 and unit < len(_UNITS) - 1:
-        size, unit = size / 1024, unit + 1
-    return f"{size:.2f} {_UNITS[unit]}" if unit else f"{num_bytes} B"
-
-
 def expected(engine: DataParallelEngine) -> HeldBytes:
     """Return what this rank will hold between training steps, without optimizer state."""
     params = gradients = offloaded = 0

@@ -8,7 +8,8 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_shard.data_parallel.engine import DataParallelEngine
-from lightning_shard.data_parallel.held_bytes import format_bytes, held, storage_bytes
+from lightning_shard.data_parallel.held_bytes import held, storage_bytes
+from lightning_shard.sizes import format_bytes
 
 _STATM = Path("/proc/self/statm")
 _PAGE_BYTES = 4096

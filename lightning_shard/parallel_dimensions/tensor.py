@@ -51,6 +51,7 @@ class TensorDimension(ParallelDimension):
         super().__init__(size)
         self._plan, self._sequence_parallel = plan, sequence_parallel
         self._layers: SplitModel | None = None
+        self._found: Sequence[PlannedLayer] = ()  # those that are split in the present run
         self._same_results: SameResults | None = None
         self._engine: DataParallelEngine | None = None
 
@@ -61,7 +62,7 @@ class TensorDimension(ParallelDimension):
         check_same_model(model, group)
         if group.size == 1:  # nothing is split, so nothing has to be splittable
             return None
-        layers = self._planned_layers(model, group.size)
+        self._found = layers = self._planned_layers(model, group.size)
         for tensor in (*model.parameters(), *model.buffers()):
             if not tensor.is_meta:  # those are made alike on every rank
                 same = tensor.data.to(run.device).contiguous()
@@ -148,6 +149,7 @@ class TensorDimension(ParallelDimension):
             self._layers.restore(full=full)
             _forget_graphs(params)
         self._layers = self._same_results = self._engine = None
+        self._found = ()
 
     @override
     def described(
@@ -164,6 +166,8 @@ class TensorDimension(ParallelDimension):
         """Return what a plan splits; a given one is believed, without trying it out."""
         if isinstance(self._plan, dict):
             return match_plan(module, self._plan)
+        if self._found:  # in a run: the module is a copy of the one that is split
+            return self._found
         if any(param.is_meta for param in module.parameters()):
             raise ConfigError(
                 f"plan='auto' tries layers of {type(module).__name__} out, but its parameters are "

@@ -12,7 +12,7 @@ import logging
 import random
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from math import prod
 from typing import Literal
@@ -33,11 +33,18 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.blocks import BlockList
 from lightning_shard.pipeline_parallel.partition import BlockCosts, used_at
 
+
+def _attention(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> int:
+    """Return the operations of two products: queries with keys, and weights with values."""
+    return 2 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+
+
 _UNCOUNTED = {  # by torch's own table
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
-        lambda query, key, value, *args, **kwargs: (
-            2 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
-        )
+        lambda query, key, value, *args, **kwargs: _attention(query, key, value)
+    ),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        lambda grad, query, key, value, *args, **kwargs: 2 * _attention(query, key, value)
     ),
     torch.ops.aten._grouped_mm: (
         lambda rows, *args, out_shape, **kwargs: 2 * prod(out_shape) * rows[-1]
@@ -119,7 +126,7 @@ class _Meter:
             yield
 
 
-class _Flops(FlopCounterMode):
+class FlopCounter(FlopCounterMode):
     """Counts the arithmetic of matrix products, attention and convolutions."""
 
     def __init__(self) -> None:
@@ -242,7 +249,7 @@ def _measure(
     with _unchanged(model), _uncompiled(), stand_ins.mode():
         params = {name: stand_ins.param(param) for name, param in step.named_parameters()}
         buffers = {name: stand_ins.buffer(buffer) for name, buffer in step.named_buffers()}
-        counter = _Flops() if what == "flops" else _BytesForBackward(params.values())
+        counter = FlopCounter() if what == "flops" else _BytesForBackward(params.values())
         meter = _Meter(len(blocks), counter.read)
         with counter, meter.attached(blocks):
             torch.func.functional_call(step, {**params, **buffers}, ())

@@ -12,7 +12,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from lightning_shard.data_parallel.engine import DataParallelEngine
-from lightning_shard.data_parallel.held_bytes import HeldBytes, format_bytes
+from lightning_shard.data_parallel.held_bytes import HeldBytes
+from lightning_shard.sizes import format_bytes
 
 _CUTS = {1: "optimizer state", 2: "gradients", 3: "parameters"}  # by stage, what it shares out
 _FULL_AT_ONCE = 2  # units under ZeRO stage 3: the one in use and the next

@@ -1,7 +1,17 @@
-"""Callbacks that show what a strategy does: the bytes that ranks hold, and when they are idle."""
+"""Callbacks that show what a strategy does: bytes that ranks hold and send, and how time passes."""
 
 from lightning_shard.profiling.compression_ratio import CompressionRatio
 from lightning_shard.profiling.held_bytes import HeldBytesTable
+from lightning_shard.profiling.memory_monitor import MemoryMonitor
 from lightning_shard.profiling.pipeline_timeline import PipelineTimeline
+from lightning_shard.profiling.step_monitor import StepMonitor
+from lightning_shard.profiling.traffic_monitor import TrafficMonitor
 
-__all__ = ["CompressionRatio", "HeldBytesTable", "PipelineTimeline"]
+__all__ = [
+    "CompressionRatio",
+    "HeldBytesTable",
+    "MemoryMonitor",
+    "PipelineTimeline",
+    "StepMonitor",
+    "TrafficMonitor",
+]

@@ -17,12 +17,13 @@ from rich.table import Table
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_shard.data_parallel.held_bytes import HeldBytes, format_bytes
-from lightning_shard.errors import ConfigError
-from lightning_shard.strategies.data_parallel import DataParallelStrategy
+from lightning_shard.data_parallel.held_bytes import HeldBytes
+from lightning_shard.profiling.run_monitor import own_strategy
+from lightning_shard.sizes import format_bytes
+from lightning_shard.trainer.hook_advice import OnlyLooks
 
 
-class HeldBytesTable(Callback):
+class HeldBytesTable(OnlyLooks, Callback):
     """Print, once per fit and on rank zero, the bytes that each rank holds.
 
     Every rank must have this callback, since the figures are gathered over all of them.
@@ -37,7 +38,7 @@ class HeldBytesTable(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        _counting_strategy(trainer)
+        own_strategy(trainer, type(self).__name__)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -53,7 +54,7 @@ class HeldBytesTable(Callback):
         if id(optimizer) not in self._stepped_optimizers:
             self._stepped_optimizers.add(id(optimizer))
             return
-        strategy = _counting_strategy(trainer)
+        strategy = own_strategy(trainer, type(self).__name__)
         held = strategy.collectives.all_gather_object(strategy.held_bytes())
         pl_module.print(render_held_bytes(held, strategy.replicated_bytes()))
         self._is_printed = True
@@ -99,13 +100,3 @@ def _columns(held: HeldBytes) -> tuple[int, int, int, int]:
 
 def _share(num_bytes: int, replicated_bytes: int) -> str:
     return f"{num_bytes / replicated_bytes:.1%}" if replicated_bytes else "-"
-
-
-def _counting_strategy(trainer: Trainer) -> DataParallelStrategy:
-    if not isinstance(trainer.strategy, DataParallelStrategy):
-        raise ConfigError(
-            f"HeldBytesTable counts what shard_ddp, zero1, zero2 and zero3 hold, but the Trainer's "
-            f"strategy is {type(trainer.strategy).__name__}. Pass one of those names as "
-            f"Trainer(strategy=...), or leave the callback out."
-        )
-    return trainer.strategy

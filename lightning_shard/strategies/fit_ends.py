@@ -24,12 +24,13 @@ from typing_extensions import override
 from lightning_shard.backends.free_memory import free_bytes, free_host_bytes
 from lightning_shard.checkpoint.optimizer_state import full_state_dict
 from lightning_shard.data_parallel.engine import DataParallelEngine
-from lightning_shard.data_parallel.held_bytes import format_bytes, replicated
+from lightning_shard.data_parallel.held_bytes import replicated
 from lightning_shard.data_parallel.shards_at_rest import ShardsAtRest, wake
 from lightning_shard.errors import ConfigError
 from lightning_shard.layout.flat import FlatLayout
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
 from lightning_shard.parallel_dimensions.dimension import ParallelDimension
+from lightning_shard.sizes import format_bytes
 from lightning_shard.strategies.checkpoints import CheckpointingStrategy
 from lightning_shard.strategies.options import AfterFit
 from lightning_shard.trainer.weight_averaging import AverageOfShards

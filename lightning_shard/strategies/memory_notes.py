@@ -9,10 +9,10 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_shard.data_parallel.engine import DataParallelEngine
-from lightning_shard.data_parallel.held_bytes import format_bytes
 from lightning_shard.data_parallel.memory_kinds import MemoryKinds, memory_kinds
 from lightning_shard.data_parallel.model_split import Unsplit
 from lightning_shard.planner.savings import Situation, largest_units, savings
+from lightning_shard.sizes import format_bytes
 from lightning_shard.strategies.flat_options import option_names
 from lightning_shard.strategies.names import strategy_name
 from lightning_shard.trainer.activation_estimate import estimated_activations

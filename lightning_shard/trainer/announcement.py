@@ -16,8 +16,9 @@ from torch.optim import Optimizer
 
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
-from lightning_shard.data_parallel.held_bytes import HeldBytes, expected, format_bytes
+from lightning_shard.data_parallel.held_bytes import HeldBytes, expected
 from lightning_shard.optim.state_bytes import expected_state_bytes
+from lightning_shard.sizes import format_bytes
 
 _LAUNCHERS = {
     "ElasticEnvironment": "started by an elastic job",

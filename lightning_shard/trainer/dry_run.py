@@ -25,6 +25,7 @@ from lightning_shard.pipeline_parallel.costs import measure_blocks
 from lightning_shard.pipeline_parallel.partition import BlockCosts
 from lightning_shard.planner.description import Description, Measure
 from lightning_shard.planner.dry_run import dry_run
+from lightning_shard.planner.model_flops import model_flops
 from lightning_shard.planner.report import DryRun
 from lightning_shard.planner.simulated_model import WorldOptions
 from lightning_shard.planner.step_trace import StepTrace, trace_step
@@ -166,6 +167,24 @@ def step_flops(
     """
     step = _TrainingStep(module, precision)
     return _measured(module, step.converted(batch), step, blocks, "flops")
+
+
+def flops_of_batch(module: "pl.LightningModule", batch: Any, precision: str) -> int:
+    """Return the operations of a batch's forward and backward; see `model_flops`.
+
+    Args:
+        module: The full module, with parameters on any device.
+        batch: Batch of which only shapes count.
+        precision: As for the Trainer.
+    """
+    step = _TrainingStep(module, precision)
+    return model_flops(
+        module,
+        step.converted(batch),
+        step,
+        dtype=_DTYPES.get(precision),
+        left_out=runners_of(module),
+    )
 
 
 class _TrainingStep:

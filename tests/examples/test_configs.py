@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_shard.reporting.page import write_report
 from tests.examples.commands import (
     REPOSITORY,
     ignore_upstream_warnings,
@@ -28,9 +29,10 @@ def test_no_config_is_forgotten_here() -> None:
     }
 
 
-def test_the_demo_prints_the_table_the_losses_and_a_sample(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_demo_prints_the_table_the_losses_and_a_sample_and_can_be_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     config = f"--config={REPOSITORY / 'configs' / 'gpt_demo.yaml'}"
     run_example(
         monkeypatch,
@@ -43,13 +45,17 @@ def test_the_demo_prints_the_table_the_losses_and_a_sample(
     assert largest_shares(output) == ["25.0%"] * 4
     assert "bigram model" in output
     assert "a sample:\n\nThe " in output
+    page = write_report(tmp_path / "build" / "demo").read_text()
+    assert "zero3 on 4 ranks" in page
+    assert "Finished." in page
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_whole_demo_ends_far_below_the_bigram_model(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     run_example(monkeypatch, "train_gpt", f"--config={REPOSITORY / 'configs' / 'gpt_demo.yaml'}")
     loss, bigram = last_losses(capsys.readouterr().out)
     assert loss < 0.8 * bigram

@@ -6,10 +6,12 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 import lightning_shard  # noqa: F401  the import registers the names of the strategies
-from lightning_shard.data_parallel.held_bytes import HeldBytes, format_bytes
+from lightning_shard.data_parallel.held_bytes import HeldBytes
 from lightning_shard.errors import ConfigError
 from lightning_shard.profiling import HeldBytesTable
 from lightning_shard.profiling.held_bytes import render_held_bytes
+from lightning_shard.sizes import format_bytes
+from lightning_shard.trainer.hook_advice import may_edit_gradients
 from tests.examples.commands import ignore_upstream_warnings, largest_shares
 
 pytestmark = ignore_upstream_warnings
@@ -120,3 +122,12 @@ def test_a_run_of_one_step_says_why_there_is_no_table() -> None:
 def test_another_strategy_is_refused_before_training() -> None:
     with pytest.raises(ConfigError, match="SingleDeviceStrategy"):
         fit(BoringModel(), "auto", 1, max_steps=2)
+
+
+def test_ranks_need_not_compare_gradients_for_it() -> None:
+    class Editing(pl.Callback):
+        def on_before_optimizer_step(self, *_: object) -> None:
+            """May write to a gradient, for all that can be known."""
+
+    assert not may_edit_gradients(Wide(), [HeldBytesTable()])
+    assert may_edit_gradients(Wide(), [HeldBytesTable(), Editing()])

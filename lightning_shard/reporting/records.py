@@ -1,0 +1,193 @@
+"""Reads a run's folder: what its ranks have written so far, of a run that may still go on.
+
+A line that is cut off, as the last one of a rank that was killed can be, is left out and counted.
+What a later fit, or an elastic generation, has done again from an earlier step on counts once: the
+records of the steps behind that one are forgotten.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning_shard.errors import ConfigError
+from lightning_shard.reporting.rank_file import FOLDER
+
+Record = dict[str, Any]
+
+PLAN = "plan.json"
+"""A plan of the run, in its folder: see `planning.plan.Plan.to_dict`."""
+
+_BEGINNINGS = ("fit", "generation")  # records from which on steps are taken anew
+_TIMELINES = ("batch_*.json", "*/batch_*.json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimelineEvent:
+    """One action of a rank of the pipeline.
+
+    Attributes:
+        rank: Rank of the pipeline.
+        name: Name of the action, such as "0F1".
+        category: Kind of the action, such as "forward".
+        start: Seconds since the first computation.
+        seconds: Duration in seconds.
+    """
+
+    rank: int
+    name: str
+    category: str
+    start: float
+    seconds: float
+
+
+@dataclass(kw_only=True)
+class RunRecords:
+    """What is in a run's folder.
+
+    Attributes:
+        folder: Path of the folder.
+        records: All records that count, in the order of their times.
+        num_unreadable: Number of lines that could not be read.
+        timeline: The last timeline of a batch of a pipeline; empty without one.
+        timeline_name: Name of its file.
+        plan: Content of the plan; None without one.
+    """
+
+    folder: Path
+    records: list[Record]
+    num_unreadable: int = 0
+    timeline: list[TimelineEvent] = field(default_factory=list)
+    timeline_name: str = ""
+    plan: Record | None = None
+
+    def of(self, kind: str) -> list[Record]:
+        """Return the records of a kind."""
+        return [one for one in self.records if one["kind"] == kind]
+
+    def last(self, kind: str) -> Record | None:
+        """Return the last record of a kind; None without one."""
+        return next(reversed(self.of(kind)), None)
+
+
+def read_run(folder: str | Path) -> RunRecords:
+    """Read a run's folder.
+
+    Raises:
+        ConfigError: The folder has no file of a rank, or none that can be read.
+    """
+    folder = Path(folder)
+    files = sorted((folder / FOLDER).glob("rank_*.jsonl"))
+    if not files:
+        raise ConfigError(
+            f"{folder} has no {FOLDER}/rank_*.jsonl, expected the folder of a run with "
+            f"StepMonitor, TrafficMonitor or MemoryMonitor among its callbacks. Pass the folder "
+            f"that they were given, or the logger's."
+        )
+    found: list[Record] = []
+    num_unreadable = 0
+    for path in files:
+        read = list(_lines(path))
+        own = [one for one in read if one is not None]
+        num_unreadable += len(read) - len(own)
+        found += _surviving(own)
+    if not found:
+        raise ConfigError(
+            f"The files in {folder / FOLDER} have no record that can be read, expected JSON lines "
+            f"of callbacks. Wait for the first step, or pass the folder of another run."
+        )
+    name, timeline = _last_timeline(folder)
+    return RunRecords(
+        folder=folder,
+        records=_of_present_ranks(sorted(found, key=lambda one: one["time"])),
+        num_unreadable=num_unreadable,
+        timeline=timeline,
+        timeline_name=name,
+        plan=_plan(folder / PLAN),
+    )
+
+
+def _lines(path: Path) -> Iterator[Record | None]:
+    """Read a file's records; None for a line that is none."""
+    for line in path.read_bytes().splitlines():
+        try:
+            record = json.loads(line)
+            record["kind"], record["time"] + 0.0, record["rank"] + 0, record["step"] + 0
+        except (ValueError, KeyError, TypeError):
+            yield None
+        else:
+            yield record
+
+
+def _surviving(records: Iterable[Record]) -> list[Record]:
+    """Return one rank's records without those of steps that were taken again later."""
+    kept: list[Record] = []
+    for record in records:
+        if record["kind"] in _BEGINNINGS:
+            begins = record["step"]
+            kept = [one for one in kept if one["step"] <= begins or one["kind"] in _BEGINNINGS]
+        kept.append(record)
+    return kept
+
+
+def _of_present_ranks(records: list[Record]) -> list[Record]:
+    """Leave out what ranks have done that then were lost, or that the last fit does not have."""
+    fits = [one for one in records if one["kind"] == "fit" and one["rank"] == 0]
+    is_elastic = any(one["kind"] == "generation" for one in records)
+    if fits and not is_elastic:
+        return [one for one in records if one["rank"] < fits[-1]["world_size"]]
+    for begun in [one for one in records if one["kind"] == "generation"]:
+        records = [
+            one
+            for one in records
+            if one["time"] >= begun["time"]
+            or one["step"] <= begun["step"]
+            or one["kind"] in _BEGINNINGS
+        ]
+    return records
+
+
+def _last_timeline(folder: Path) -> tuple[str, list[TimelineEvent]]:
+    """Return the newest timeline that `PipelineTimeline` has written, and its file's name."""
+    paths = [path for pattern in _TIMELINES for path in folder.glob(pattern)]
+    for path in sorted(paths, key=lambda one: (one.stat().st_mtime, one.name), reverse=True):
+        try:
+            events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+            return path.name, [_event(one) for one in events if one["ph"] == "X"]
+        except (ValueError, KeyError, TypeError):  # half written, or somebody else's
+            continue
+    return "", []
+
+
+def _event(traced: Record) -> TimelineEvent:
+    return TimelineEvent(
+        rank=traced["pid"],
+        name=traced["name"],
+        category=traced["cat"],
+        start=traced["ts"] / 1e6,
+        seconds=traced["dur"] / 1e6,
+    )
+
+
+def _plan(path: Path) -> Record | None:
+    """Read a plan.
+
+    Raises:
+        ConfigError: The file is no JSON object.
+    """
+    if not path.is_file():
+        return None
+    try:
+        plan = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(
+            f"{path} is no JSON ({error}), expected a plan as `plan --json` prints it. Write it "
+            f"anew, or remove it."
+        ) from error
+    if not isinstance(plan, dict):
+        raise ConfigError(
+            f"{path} holds {type(plan).__name__}, expected a plan's JSON object. Write it anew, or "
+            f"remove it."
+        )
+    return plan
