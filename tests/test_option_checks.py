@@ -31,7 +31,10 @@ from lightning_shard.data_parallel.compression import COMPRESSORS, Int8, OneBit,
 from lightning_shard.errors import ConfigError
 from lightning_shard.option_checks import checked_options
 from lightning_shard.profiling.compression_ratio import CompressionRatio
+from lightning_shard.profiling.memory_monitor import MemoryMonitor
 from lightning_shard.profiling.pipeline_timeline import PipelineTimeline
+from lightning_shard.profiling.step_monitor import StepMonitor
+from lightning_shard.profiling.traffic_monitor import TrafficMonitor
 
 NOT_WHOLE: list[Any] = [True, np.True_, 2.5, "1%", "2", math.nan, math.inf, [1], None, object()]
 NOT_REAL: list[Any] = [True, "half", "1%", math.nan, math.inf, -math.inf, [0.5], None, 1j]
@@ -175,6 +178,13 @@ TABLE: dict[Any, dict[str, list[Any]]] = {
         "every_n_steps": [*NOT_WHOLE, *BELOW_ONE],
         "formats": ["png", [1], ["gif"], 1],
     },
+    StepMonitor: {"folder": [1, True, 2.5], "machine": [1, True, 2.5], "tokens": []},
+    TrafficMonitor: {
+        "folder": [1, True, 2.5],
+        "every_n_steps": [*NOT_WHOLE, *BELOW_ONE],
+        "dry_run": NOT_FLAG,
+    },
+    MemoryMonitor: {"folder": [1, True, 2.5], "every_n_steps": [*NOT_WHOLE, *BELOW_ONE]},
 }
 OF_LIGHTNING = {
     "self",
