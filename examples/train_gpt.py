@@ -146,7 +146,7 @@ class GPT(L.LightningModule):
         """Return the learning rate of `step` as a fraction of the peak."""
         warmup = self.hparams["warmup_steps"]
         num_steps = 0 if step < warmup else self.trainer.estimated_stepping_batches
-        return warm_up_and_decay(step, warmup, int(num_steps))
+        return warm_up_and_decay(step, warmup, num_steps)
 
     @torch.no_grad()
     def generate(self, prompt: str, num_bytes: int, temperature: float = 0.8) -> str:
@@ -163,8 +163,11 @@ class GPT(L.LightningModule):
         return bytes(text[0].tolist()).decode(errors="replace")
 
 
-def warm_up_and_decay(step: int, warmup: int, num_steps: int) -> float:
-    """Return a factor that rises linearly to 1, then follows half a cosine down to a tenth."""
+def warm_up_and_decay(step: int, warmup: int, num_steps: float) -> float:
+    """Return a factor that rises linearly to 1, then follows half a cosine down to a tenth.
+
+    It stays 1 after the rise where `num_steps` is infinite: training that ends by hand.
+    """
     if step < warmup:
         return (step + 1) / warmup
     progress = (step - warmup) / max(1, num_steps - warmup)

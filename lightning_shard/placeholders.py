@@ -77,9 +77,14 @@ class Placeholder(Tensor):
 
     @classmethod
     def of(cls, value: Tensor, shape: Sequence[int], origin: str) -> "Placeholder":
-        """Make a placeholder of a parameter or buffer with the format and device of `value`."""
+        """Make a placeholder of a parameter or buffer with the format and device of `value`.
+
+        Of another placeholder of a parameter, a part say, it is one of the same parameter.
+        """
         made = cls(torch.empty(shape, dtype=value.dtype, device="meta"), value.device, origin)
-        if isinstance(value, torch.nn.Parameter):
+        if isinstance(value, Placeholder):
+            made.is_parameter, made.param = value.is_parameter, value.param
+        elif isinstance(value, torch.nn.Parameter):
             made.is_parameter, made.param = True, value
         return made
 

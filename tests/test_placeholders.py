@@ -12,6 +12,14 @@ def stand_in(*shape: int, dtype: torch.dtype = torch.float32) -> Placeholder:
     return Placeholder.of(torch.empty(0, dtype=dtype), shape, "embed.weight")
 
 
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_the_whole_of_a_parameters_part_looked_frozen(is_trained: bool) -> None:
+    """A penalty over `if p.requires_grad` left out split layers of other stages."""
+    param = nn.Parameter(torch.empty(0), requires_grad=is_trained)
+    part = Placeholder.of(param, (2, 4), "up.weight")
+    assert Placeholder.of(part, (4, 4), "up.weight").requires_grad is is_trained
+
+
 @pytest.mark.parametrize(
     ("compute", "shape", "dtype"),
     [

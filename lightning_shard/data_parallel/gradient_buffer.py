@@ -311,10 +311,14 @@ class GradientBuffer:
                 self._show(index)
 
     def _show(self, index: int) -> None:
-        if self.is_plain:
-            self.flat.params[index].grad = self.views[index]
-        else:
+        """Let a gradient stand in `.grad`; of one that other ranks alone have used, this has 0."""
+        if not self.is_plain:
             self.flat.stand_ins.put([index])
+            return
+        self.allocate()
+        if not (self.states.is_local[index] or self.states.is_reduced[index]):
+            self.views[index].zero_()
+        self.flat.params[index].grad = self.views[index]
 
     def is_there(self, index: int) -> bool:
         """Whether the average of any rank's gradient lies here, or in other ranks' shards."""

@@ -82,6 +82,11 @@ def _method_of_part(func: Any, sharded: Any, *args: Any, **kwargs: Any) -> Any:
     return sharded if result is sharded.part.local else result
 
 
+def _fresh(func: Any, sharded: Any, *args: Any, **kwargs: Any) -> Any:
+    """Make a tensor of a given shape, which takes but format and device from the sharded one."""
+    return func(sharded.part.local, *args, **kwargs)
+
+
 def _register_hook(func: Any, sharded: Any, hook: Callable[[Tensor], Any]) -> Any:
     part: Part = sharded.part
     return func(part.local, lambda grad: part.own_gradient(hook(part.wide_gradient(grad))))
@@ -205,6 +210,7 @@ def _named(rule: Rule, names: str) -> dict[str, Rule]:
 _RULES: dict[str, Rule] = {
     **_named(_property, "__get__ __set__"),
     **_named(_method_of_part, "requires_grad_ retain_grad is_contiguous"),
+    **_named(_fresh, "new_empty new_zeros new_ones new_full new_tensor"),
     **_named(_backward, "backward"),
     **_named(_register_hook, "register_hook"),
     **_named(_cast, "to type_as float double half bfloat16"),

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from examples.train_gpt import GPT, Text, bigram_loss
+from examples.train_gpt import GPT, Text, bigram_loss, warm_up_and_decay
 from tests.examples.commands import ignore_upstream_warnings, last_losses, run_example
 
 pytestmark = ignore_upstream_warnings
@@ -23,6 +23,11 @@ def test_a_later_byte_does_not_change_an_earlier_prediction() -> None:
     before, after = gpt(text), gpt(changed)
     torch.testing.assert_close(before[:, :5], after[:, :5])
     assert not torch.allclose(before[:, 5:], after[:, 5:])
+
+
+def test_training_without_an_end_could_not_be_scheduled() -> None:
+    """Of `max_epochs=-1` alone Lightning estimates infinitely many steps."""
+    assert [warm_up_and_decay(step, 2, math.inf) for step in (0, 2, 10**6)] == [0.5, 1.0, 1.0]
 
 
 def test_tied_embeddings_are_one_parameter() -> None:

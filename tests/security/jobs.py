@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.mpirun import MPIRUN
 from tests.processes import REPOSITORY, free_port, run_processes
 from tests.security.program import fit_and_tell
 from tests.security.sockets import Listener, listeners_of, processes_with
@@ -122,7 +123,7 @@ _ON_ONE_HOST = ("--allow-run-as-root", "--oversubscribe", "--mca", "btl", "self,
 LAUNCHERS = {
     "our launcher": ("zero3_gloo", []),
     "torchrun": ("zero3_gloo", ["torchrun", "--nproc-per-node=2", "--master-port={port}"]),
-    "mpirun": ("zero3_mpi", ["mpirun", *_ON_ONE_HOST, "-n", "2"]),
+    "mpirun": ("zero3_mpi", [MPIRUN, *_ON_ONE_HOST, "-n", "2"]),
     "elastic": ("elastic", []),
 }
 

@@ -25,7 +25,8 @@ def is_torchruns(listener: Listener) -> bool:
 
 def is_launchers(listener: Listener) -> bool:
     """Whether it is torchrun's or mpirun's own: no code of this package runs there."""
-    return is_torchruns(listener) or listener.process.startswith(("prterun", "mpirun"))
+    program = listener.process.partition(" ")[0].rpartition("/")[2]
+    return is_torchruns(listener) or program in ("prterun", "mpirun")
 
 
 def attack_all(job: Job, listeners: list[Listener], num_attacks: int, flood: int) -> str:

@@ -34,6 +34,13 @@ NAMES = (
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20}
 
 
+@pytest.fixture(autouse=True)
+def told(caplog: pytest.LogCaptureFixture) -> None:
+    """Programs whose `main` other tests call here have turned messages off for the process."""
+    caplog.set_level("INFO", "lightning.pytorch.utilities.rank_zero")
+    caplog.set_level("INFO", "pytorch_lightning.utilities.rank_zero")
+
+
 class Mine(torch.optim.SGD):
     pass
 

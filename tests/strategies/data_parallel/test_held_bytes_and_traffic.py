@@ -180,14 +180,21 @@ def test_traffic_of_stage_3_is_3p_when_every_parameter_lies_in_a_block() -> None
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_traffic_of_accumulation(strategy: str) -> None:
-    """Stages 0 and 1 send no gradients until the boundary; 2 and 3 have nowhere to keep them."""
+    """Stages 0 and 1 send no gradients until the boundary; 2 and 3 have nowhere to keep them.
+
+    The callback has a hook that meets gradients: from stage 1 on, ranks agree after every
+    micro-batch which there are.
+    """
     census = count(ExampleGPT(), strategy, 2, accumulate_grad_batches=3, max_steps=2)
     padded = census.blocks + census.root_numel
     for batches in census.sent:
         reduced = [_elements(batch, "reduce_scatter") for batch in batches]
         summed = [_elements(batch, "all_reduce") for batch in batches]
         # batch 0 is warm-up; 2 and 5 are boundaries
-        assert [bool(elements) for elements in summed] == [False, True, False, False, True]
+        between = [summed[number] for number in (0, 2, 3)]
+        assert (
+            not any(between) if strategy == "shard_ddp" else all(map(census.is_agreement, between))
+        )
         gradients = padded if strategy == "shard_ddp" else 0
         assert census.is_agreement(summed[1] - gradients)
         assert summed[4] == summed[1]

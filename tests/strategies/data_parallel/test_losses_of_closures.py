@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from lightning_shard import ConfigError
 from tests.strategies.models import Layers
 from tests.strategies.parity import UPSTREAM_WARNINGS, GlobalBatches
+from tests.strategies.test_parity_evaluation import EvaluatedGPT
 from tests.trainer.test_weight_averaging import SCHEMES, SINGLE, Scheme
 
 pytestmark = [
@@ -78,6 +79,17 @@ class StepsByLoss(Optimizer):
 
 class ByLoss(LineSearch):
     """Has an element-wise optimizer that needs a closure."""
+
+    def configure_optimizers(self) -> Optimizer:
+        return StepsByLoss(self.parameters())
+
+
+class LayersByLoss(EvaluatedGPT):
+    """The same for a model with blocks, and layers that can be split."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 4)
+        self.logged: list[float] = []
 
     def configure_optimizers(self) -> Optimizer:
         return StepsByLoss(self.parameters())
@@ -154,12 +166,16 @@ def test_each_rank_searches_along_a_line_by_its_own_loss(make: Callable[[], Line
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["zero1", "zero3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("2x2x2 stage 2",))],
+    ("name", "make"),
+    [
+        ("zero1", ByLoss),
+        ("zero3", ByLoss),
+        pytest.param("2x2x2 stage 2", LayersByLoss, marks=pytest.mark.slow),
+    ],
 )
-def test_an_element_wise_optimizer_that_requires_a_closure(name: str) -> None:
-    alone, _ = fit(SINGLE, ByLoss)
-    model, _ = fit(SCHEMES[name], ByLoss)
+def test_an_element_wise_optimizer_that_requires_a_closure(name: str, make: Any) -> None:
+    alone, _ = fit(SINGLE, make)
+    model, _ = fit(SCHEMES[name], make)
     for param, expected in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(param, expected, rtol=1e-7, atol=1e-9)
 

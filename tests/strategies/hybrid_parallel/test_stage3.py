@@ -1,6 +1,7 @@
 """ZeRO stage 3 inside a pipeline: weights that come and go between a forward and its backward."""
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import lightning as L  # noqa: N812
@@ -10,18 +11,24 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
 from lightning_shard import HybridParallelStrategy
 from tests.precision.test_plugins import _error
 from tests.processes import run_processes
 from tests.strategies.parity import (
+    ACCUMULATE,
+    GLOBAL_BATCH,
     SMALL_BUCKET_MB,
     UPSTREAM_WARNINGS,
     Case,
+    Curve,
+    GlobalBatches,
     Run,
     assert_parity,
     build,
     ignore_upstream_warnings,
+    quiet_trainer,
     single_device,
     train,
 )
@@ -210,14 +217,47 @@ def train_layout(layout: Layout, backend: str = "in_process") -> Run:
     )
 
 
+class _Pieces(GlobalBatches):
+    """A single device's data in batches of another size, accumulated to the same steps."""
+
+    size = GLOBAL_BATCH
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(self.dataset, batch_size=self.size)
+
+
+@cache
+def _norms_of_pieces(model_name: str, precision: Any, size: int) -> list[float]:
+    model, curve = build(model_name), Curve()
+    data = _Pieces(model)
+    data.size = size
+    quiet_trainer(
+        callbacks=[curve],
+        precision=precision,
+        accumulate_grad_batches=GLOBAL_BATCH * ACCUMULATE // size,
+    ).fit(model, datamodule=data)
+    return curve.norms
+
+
+def _norms_in_pieces(layout: Layout, size: int, exact: Run) -> float:
+    """Return the largest error of a single device's norms when it takes smaller batches.
+
+    Its rounding in bf16 alone makes that 0.2 to 1.1 percent for one model, by the size; in float32
+    all sizes agree to 5e-7. So one size is no measure of what the format may cost.
+    """
+    norms = _norms_of_pieces(layout.model, layout.precision, size)
+    return max(abs(a - b) / b for a, b in zip(norms, exact.norms, strict=True))
+
+
 def assert_single_device(run: Run, layout: Layout) -> None:
     exact = single_device(layout.case("32-true"))
     if layout.precision == "32-true":
         assert_parity(run, exact)
         return
     plain = single_device(layout.case(layout.precision))
-    for error, allowed in zip(_error(run, exact), _error(plain, exact), strict=True):
-        assert error <= 3 * allowed
+    losses, norms = _error(run, exact)
+    assert losses <= 3 * _error(plain, exact)[0]
+    assert norms <= 3 * max(_norms_in_pieces(layout, size, exact) for size in (24, 12, 6, 3))
     for name, weight in run.weights.items():
         assert weight.dtype == plain.weights[name].dtype
 

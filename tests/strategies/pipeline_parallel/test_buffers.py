@@ -1,6 +1,7 @@
 """Buffers that the steps of a pipeline change, once for each microbatch."""
 
 import warnings
+from copy import deepcopy
 from functools import cache
 from typing import Any
 
@@ -21,25 +22,35 @@ class Spectral(Hooked):
     """Of both kinds, in blocks of both stages and outside."""
 
     def build(self) -> None:
-        first, second, third = self.blocks
+        first, second, third, *_ = self.blocks
         spectral_norm(first.layer, n_power_iterations=2)
         spectral_norm(second.layer)
         nn.utils.spectral_norm(third.layer)
         nn.utils.spectral_norm(self.net.head)
 
 
+class DeepSpectral(Spectral):
+    """One block for each of four stages."""
+
+    def build(self) -> None:
+        self.net.blocks.append(deepcopy(self.net.blocks[0]))
+        super().build()
+
+
+def interleaved() -> Any:
+    return pipeline(schedule="interleaved_1f1b", split=[1, 2, 3])
+
+
 @pytest.mark.parametrize(
-    "strategy",
+    ("style", "strategy"),
     [
-        pipeline,
-        replicas,
-        pytest.param(
-            lambda: pipeline(schedule="interleaved_1f1b", split=[1, 2]), marks=pytest.mark.slow
-        ),
+        (Spectral, pipeline),
+        (Spectral, replicas),
+        pytest.param(DeepSpectral, interleaved, marks=pytest.mark.slow),
     ],
 )
-def test_spectral_norms_were_iterated_once_per_microbatch(strategy: Any) -> None:
-    assert_equal(fit(Spectral, strategy()), alone(Spectral))
+def test_spectral_norms_were_iterated_once_per_microbatch(style: Any, strategy: Any) -> None:
+    assert_equal(fit(style, strategy()), alone(style))
 
 
 class Counter(nn.Module):
