@@ -115,8 +115,10 @@ def test_an_unknown_option_is_a_usage_error(
         (["--model=examples.train_digits.DigitsClassifier"], "train_digits: DigitClassifier"),
         (["--data.init_args.batchsize=1"], "Digits: batch_size"),
         (
-            ["--trainer.callbacks=lightning_shard.profiling.StepMonitor"]
-            + ["--trainer.callbacks.foldr=x"],
+            [
+                "--trainer.callbacks=lightning_shard.profiling.StepMonitor",
+                "--trainer.callbacks.foldr=x",
+            ],
             "StepMonitor: folder",
         ),
     ],

@@ -15,7 +15,9 @@ from typing_extensions import override
 
 _OF_CLASS = re.compile(r"class_path '([\w.]+)':\s+Option '([\w.]+)' is not accepted")
 _OF_MODULE = re.compile(r"module '([\w.]+)' has no attribute '(\w+)'")
-_OF_COMMAND = re.compile(r"(?:does not accept option '|Option '|unrecognized arguments: --)([\w.-]+)")
+_OF_COMMAND = re.compile(
+    r"(?:does not accept option '|Option '|unrecognized arguments: --)([\w.-]+)"
+)
 
 
 class NearestNamesParser(LightningArgumentParser):
@@ -40,7 +42,8 @@ class NearestNamesParser(LightningArgumentParser):
                 yield from _nearest(option, self._options(), "options")
 
     def _options(self) -> set[str]:
-        return {key for one in (self, *self.of_subcommands) for key in one.get_defaults().keys()}
+        parsers = (self, *self.of_subcommands)
+        return {key for one in parsers for key, _ in one.get_defaults().items()}
 
 
 def _nearest(name: str, known: Iterable[str], what: str) -> Iterator[str]:
@@ -51,7 +54,7 @@ def _nearest(name: str, known: Iterable[str], what: str) -> Iterator[str]:
 
 
 def _options_of(class_path: str) -> set[str]:
-    """Return what a class and its bases are constructed with, keywords that they hand on as well."""
+    """Return what a class and its bases are constructed with, keywords handed on as well."""
     module, _, name = class_path.rpartition(".")
     if not module:
         return set()  # a short name: jsonargparse has found the class, and does not say where
