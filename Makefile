@@ -5,7 +5,8 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12; do \
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# The packages of tests/zoo, and playwright, which looks at reports in the Chromium of apt-get.
+# The packages of tests/zoo, playwright, which looks at reports in the Chromium of apt-get, and a
+# kernel for the notebook.
 # timm and lightly need torchvision, whose wheel needs CUDA's libraries: Lightning would import it
 # wherever it finds it, and fail, so it lies in a folder of its own.
 ZOO := $(VENV)/zoo
@@ -62,7 +63,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 $(ZOO)/.installed: $(STAMP)
-	$(PIP) --editable ".[dev,mpi,zoo,browser]"
+	$(PIP) --editable ".[dev,mpi,zoo,browser,notebook]"
 	$(BIN)/pip uninstall --quiet --yes torchvision
 	$(PIP) --no-deps --upgrade --target $(ZOO) torchvision
 	touch $(ZOO)/.installed

@@ -101,12 +101,48 @@ def test_an_unknown_option_is_a_usage_error(
     by_class = "--trainer.strategy=lightning_shard.ZeRO2Strategy"
     with pytest.raises(SystemExit, match="2"):
         command("fit", by_class, "--trainer.strategy.init_args.bucket_gb=1")
-    assert "bucket_gb" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    near = "'bucket_gb' is unknown; the nearest options of lightning_shard.ZeRO2Strategy: bucket_mb"
+    assert near in error
+
+
+@pytest.mark.parametrize(
+    ("options", "near"),
+    [
+        (["--trainer.max_epoks=1"], "'trainer.max_epoks' is unknown; the nearest options: trainer"),
+        (["--modle=Mine"], "'modle' is unknown; the nearest options: model"),
+        (["--model.init_args.learning_rte=1"], "DigitClassifier: learning_rate"),
+        (["--model=examples.train_digits.DigitsClassifier"], "train_digits: DigitClassifier"),
+        (["--data.init_args.batchsize=1"], "Digits: batch_size"),
+        (
+            [
+                "--trainer.callbacks=lightning_shard.profiling.StepMonitor",
+                "--trainer.callbacks.foldr=x",
+            ],
+            "StepMonitor: folder",
+        ),
+    ],
+)
+def test_an_unknown_key_is_told_with_the_nearest_name(
+    options: list[str], near: str, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        command("fit", *options)
+    assert near in capsys.readouterr().err
+
+
+def test_an_unknown_strategy_is_told_with_the_nearest_names(
+    command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("fit", "--trainer.strategy=zero3_inprocess") == 1
+    error = capsys.readouterr().err
+    assert "got strategy='zero3_inprocess'" in error
+    assert "nearest are 'zero3_in_process', " in error
 
 
 def test_other_errors_pass_through(command: Command) -> None:
     with pytest.raises(ValueError, match="invalid strategy name"):
-        command("fit", "--trainer.strategy=zero7")
+        command("fit", "--trainer.strategy=quickly")
 
 
 def test_classes_of_the_working_directory_are_found(

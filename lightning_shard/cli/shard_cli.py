@@ -14,6 +14,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
+from lightning_shard.cli.nearest import NearestNamesParser
 from lightning_shard.errors import ShardError
 
 DEBUG_FLAG = "--debug"
@@ -29,11 +30,14 @@ class ShardCLI(LightningCLI):
             subclass_mode_model=True,
             subclass_mode_data=True,
             save_config_kwargs={"overwrite": True},
+            parser_class=NearestNamesParser,
             **options,
         )
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        if parser is not self.parser:
+            self.parser.of_subcommands.append(parser)
         parser.add_argument(
             DEBUG_FLAG,
             action="store_true",

@@ -9,6 +9,7 @@ The private names of Lightning that this touches are here alone;
 """
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from functools import partial, wraps
 from importlib import import_module
 from typing import Any
@@ -34,6 +35,7 @@ def take_counterparts(lightning: str, packages: Mapping[str, str]) -> None:
     def check_own(self: Any, *args: Any, **flags: Any) -> None:
         for flag in (*args, *flags.values()):
             _adopt(flag, lightning, packages)
+        _refuse_misspelt(flags.get("strategy"), lightning)
         check(self, *args, **flags)
 
     connector._check_config_and_set_final_flags = check_own
@@ -41,6 +43,24 @@ def take_counterparts(lightning: str, packages: Mapping[str, str]) -> None:
         if package != packages[lightning]:  # for LightningCLI, which compares types
             base = f"{package}.strategies.base"
             after_import(base, partial(_derive, base, lightning))
+
+
+def _refuse_misspelt(strategy: Any, lightning: str) -> None:
+    """Name the strategies that are nearest to a name that no strategy has.
+
+    Raises:
+        ConfigError: There is no such name, and there is one that is near.
+    """
+    known = {*import_module(f"{lightning}.strategies").StrategyRegistry, "auto"}
+    if not isinstance(strategy, str) or strategy.lower() in known:
+        return
+    near = get_close_matches(strategy.lower(), known, n=3)
+    if near:
+        raise ConfigError(
+            f"The Trainer got strategy={strategy!r}, which is no strategy's name; the nearest are "
+            f"{', '.join(map(repr, near))}. `lightning-shard strategies` lists those of this "
+            "package."
+        )
 
 
 def _derive(base: str, lightning: str) -> None:

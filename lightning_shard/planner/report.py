@@ -4,11 +4,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from rich import box
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from lightning_shard.mesh import Axis, NodePlacement, ParallelMesh
+from lightning_shard.plain_text import plain_text
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -139,10 +140,7 @@ class DryRun:
         return Text("\n".join(lines))
 
     def __str__(self) -> str:
-        console = Console(width=170 if self.mesh.cp == 1 else 185, color_system=None)
-        with console.capture() as capture:
-            console.print(self)
-        return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
+        return plain_text(self, width=170 if self.mesh.cp == 1 else 185)
 
 
 _SENT_CP = "sent cp"

@@ -8,11 +8,12 @@ from typing import Any
 
 import yaml
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from lightning_shard.figures import new_figure
+from lightning_shard.plain_text import plain_text
 from lightning_shard.planner.report import cell
 from lightning_shard.planning.estimate import Estimate
 from lightning_shard.planning.machine import MachineProfile
@@ -204,10 +205,7 @@ class Plan:
         return [mark, made.strategy, str(made), *kinds, *sizes, *sent, idle, step]
 
     def __str__(self) -> str:
-        console = Console(width=200, color_system=None)
-        with console.capture() as capture:
-            console.print(self)
-        return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
+        return plain_text(self, width=200)
 
     def save_picture(self, path: str | Path) -> None:
         """Draw the best candidates' memory by kind against the memory of a device.

@@ -12,12 +12,12 @@ gradients and optimizer state all exist:
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
-from rich.console import Console
 from rich.table import Table
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_shard.data_parallel.held_bytes import HeldBytes
+from lightning_shard.plain_text import plain_text
 from lightning_shard.profiling.run_monitor import own_strategy
 from lightning_shard.sizes import format_bytes
 from lightning_shard.trainer.hook_advice import OnlyLooks
@@ -88,10 +88,7 @@ def render_held_bytes(held: list[HeldBytes], replicated: HeldBytes) -> str:
     most = [max(column) for column in zip(*map(_columns, held), strict=True)]
     shares = [_share(*pair) for pair in zip(most, _columns(replicated), strict=True)]
     table.add_row("most / replicated", *shares)
-    console = Console(width=100)
-    with console.capture() as capture:
-        console.print(table)
-    return capture.get().rstrip()
+    return plain_text(table, width=100)
 
 
 def _columns(held: HeldBytes) -> tuple[int, int, int, int]:

@@ -30,7 +30,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
-from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
 
@@ -46,6 +45,7 @@ from lightning_shard.pipeline_parallel.timeline import (
     save_chrome_trace,
     save_png,
 )
+from lightning_shard.plain_text import plain_text
 from lightning_shard.strategies.hybrid_parallel import HybridParallelStrategy
 from lightning_shard.strategies.pipeline_parallel import PipelineParallelStrategy
 
@@ -269,10 +269,7 @@ def render_idle_shares(batches: Sequence[IdleShares]) -> str:
     table.add_section()
     means = (fmean(measured), fmean(replayed), median(one.theory for one in batches))
     table.add_row("mean", *(f"{share:.1%}" for share in means))
-    console = Console(width=100)
-    with console.capture() as capture:
-        console.print(table)
-    return capture.get().rstrip()
+    return plain_text(table, width=100)
 
 
 def _check(folder: str | Path | None, every_n_steps: int, formats: Sequence[str]) -> None:

@@ -18,6 +18,8 @@ from lightning_shard.strategies.names import strategy_name
 
 StrategyLike = str | Strategy | Callable[[], Strategy]
 _BACKEND = "in_process"
+# Weights and optimizer state are compared in full on rank 0, however the run would save them.
+_WHOLE_STATE = {"checkpoint_format": "full", "save_trainable_only": False, "async_save": False}
 _BY_STAGE = ("shard_ddp", "zero1", "zero2", "zero3")
 
 
@@ -34,7 +36,7 @@ def strategy_in_process(given: StrategyLike, num_ranks: int) -> ShardStrategy:
             f"inside this process: {', '.join(SCHEMES)}. In the place of Lightning's 'ddp' take "
             f"'shard_ddp', in that of 'fsdp' or 'deepspeed' take 'zero3'."
         )
-    return made.in_process(num_ranks)
+    return made.in_process(num_ranks, **_WHOLE_STATE)
 
 
 def _made(given: StrategyLike) -> Any:

@@ -112,14 +112,16 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
         """Whether all ranks run inside this process."""
         return self._backend is not None and self._backend.name == "in_process"
 
-    def in_process(self, num_ranks: int) -> Self:
+    def in_process(self, num_ranks: int, **changed: Any) -> Self:
         """Return a new strategy of the same options whose ranks run inside this process.
 
         Args:
             num_ranks: Ranks of the new one.
+            **changed: Options that it is to have in the place of this one's.
         """
         args, given = self.given_options  # type: ignore[attr-defined]
-        return type(self)(*args, **{**given, "backend": "in_process", "num_ranks": num_ranks})
+        ranks = {"backend": "in_process", "num_ranks": num_ranks}
+        return type(self)(*args, **{**given, **ranks, **changed})
 
     @property
     def saves_on_sigterm(self) -> bool:

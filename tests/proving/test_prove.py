@@ -43,6 +43,22 @@ def test_what_rounding_explains_is_no_difference() -> None:
     assert verdict.precision == "64-true"
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"checkpoint_format": "sharded"},
+        {"checkpoint_format": "sharded", "async_save": True},
+        {"save_trainable_only": True},
+    ],
+)
+def test_how_a_run_saves_was_taken_for_what_it_trains(options: dict[str, Any]) -> None:
+    """Under checkpoint_format="sharded" weights were compared with what rank 0 alone would write."""
+    frozen = Net()
+    frozen.head.weight.requires_grad_(False)
+    verdict = prove(frozen, loader(), strategy=ZeRO3Strategy(**options))
+    assert verdict.is_equal, verdict
+
+
 def test_without_float64_the_difference_stands_and_the_reader_is_told() -> None:
     verdict = prove(SingleSum(), loader())
     assert verdict.outcome == "different"
