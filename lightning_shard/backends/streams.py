@@ -1,39 +1,126 @@
-"""CUDA order between ranks: results are computed on one rank's stream, and read on the others'.
+"""The order in which a device does what is asked of it: streams, their marks, pinned memory.
 
-Each caller marks its stream, the computing rank's stream waits for those marks, and a rank that
-waits for the work has its stream wait for the result's mark. CPU tensors need none of this.
+    host      launch  launch  launch ...      goes ahead, and waits for nothing that it need not
+    stream    ▓▓▓▓▓▓  ▓▓▓▓▓▓  ▓▓▓▓▓▓          does things in their order
+    side      ░░░░░░░░  ▓▓▓▓                  another stream: ordered by marks alone
+
+Everything asynchronous that this package does itself goes through here: copies beside what computes
+(offload), results that one rank computes on its stream and others read on theirs (ranks of one
+process), and what a transport without streams reads and writes. A CPU has no streams.
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 
-def mark_stream(tensors: Sequence[Tensor]) -> torch.cuda.Event | None:
-    """Record an event on the current stream, if the tensors are CUDA's."""
-    if not tensors or not tensors[0].is_cuda:
-        return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(tensors[0].device))
-    return event
+class Streams(Protocol):
+    """The streams of one type of device."""
+
+    def current(self, device: torch.device) -> Any:
+        """Return the stream on which what is asked of a device is done."""
+
+    def make(self, device: torch.device) -> Any:
+        """Return a new stream of a device."""
+
+    def use(self, stream: Any) -> AbstractContextManager[Any]:
+        """Make the context in which what is asked of the stream's device is done on the stream."""
+
+    def mark(self, stream: Any) -> Any:
+        """Return a mark of all that is queued on a stream now."""
+
+    def follow(self, mark: Any) -> None:
+        """Have the current stream of the mark's device wait for the mark."""
+
+    def finish(self, mark: Any) -> None:
+        """Return once the mark is reached: the host waits."""
+
+    def keep(self, tensor: Tensor, stream: Any) -> None:
+        """Keep a tensor's memory, once nobody has it, from others until the stream has used it."""
 
 
-def mark_streams(tensors: Iterable[Tensor]) -> list[torch.cuda.Event | None]:
-    """Record an event on the current stream of each device that one of the tensors is on."""
-    by_device = {tensor.device: tensor for tensor in tensors if tensor.is_cuda}
+class CudaStreams:
+    """The streams of CUDA devices."""
+
+    def current(self, device: torch.device) -> torch.cuda.Stream:
+        """Return the current stream of a device."""
+        return torch.cuda.current_stream(device)
+
+    def make(self, device: torch.device) -> torch.cuda.Stream:
+        """Return a new stream of a device."""
+        return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def use(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
+        """Make the context in which a stream is the current one."""
+        return torch.cuda.stream(stream)
+
+    def mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """Record an event on a stream."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
+
+    def follow(self, mark: torch.cuda.Event) -> None:
+        """Have the current stream of the event's device wait for it."""
+        torch.cuda.current_stream(mark.device).wait_event(mark)
+
+    def finish(self, mark: torch.cuda.Event) -> None:
+        """Wait for the event."""
+        mark.synchronize()
+
+    def keep(self, tensor: Tensor, stream: torch.cuda.Stream) -> None:
+        """Tell the allocator that a stream uses a tensor."""
+        tensor.record_stream(stream)
+
+
+STREAMS: dict[str, Streams] = {"cuda": CudaStreams()}
+"""By the type of a device its streams."""
+
+
+def streams_of(device: torch.device) -> Streams | None:
+    """Return the streams of a device; None where it has none."""
+    return STREAMS.get(device.type)
+
+
+def sent_up(message: Tensor, device: torch.device) -> Tensor:
+    """Return a copy of a small tensor of the host's on a device, without waiting for the device.
+
+    A copy from pageable memory would wait for all that is queued before it. Pinned memory is given
+    back when `message` and its copy in it are no more used, by torch's allocator, which knows that.
+
+    Args:
+        message: Any shape, on the CPU; where there are no streams the result may be itself.
+        device: The rank's device.
+    """
+    if streams_of(device) is None:
+        return message.to(device)
+    return message.pin_memory().to(device, non_blocking=True)
+
+
+def mark_stream(tensors: Sequence[Tensor]) -> Any:
+    """Mark the current stream of a tensor's device; None where there are no streams."""
+    streams = streams_of(tensors[0].device) if tensors else None
+    return None if streams is None else streams.mark(streams.current(tensors[0].device))
+
+
+def mark_streams(tensors: Iterable[Tensor]) -> list[Any]:
+    """Mark the current stream of each device that one of the tensors is on."""
+    by_device = {tensor.device: tensor for tensor in tensors if tensor.device.type in STREAMS}
     return [mark_stream([tensor]) for tensor in by_device.values()]
 
 
 def drain_streams(tensors: Iterable[Tensor]) -> None:
     """Return once all that is queued on the current streams of the tensors' devices is done."""
-    for event in mark_streams(tensors):
-        if event is not None:
-            event.synchronize()
+    for tensor in {one.device: one for one in tensors}.values():
+        if (streams := streams_of(tensor.device)) is not None:
+            streams.finish(mark_stream([tensor]))
 
 
-def join_streams(events: Iterable[torch.cuda.Event | None]) -> None:
-    """Have the current stream of each event's device wait for it."""
-    for event in events:
-        if event is not None:
-            torch.cuda.current_stream(event.device).wait_event(event)
+def join_streams(marks: Iterable[Any]) -> None:
+    """Have the current stream of each mark's device wait for it."""
+    for mark in marks:
+        if mark is not None:
+            STREAMS[mark.device.type].follow(mark)

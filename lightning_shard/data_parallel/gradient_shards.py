@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.rank_order import ReduceOpName
+from lightning_shard.backends.streams import sent_up
 from lightning_shard.data_parallel.averaged_gradient import AveragedGradient, GradientNote
 from lightning_shard.data_parallel.content import agreed
 from lightning_shard.data_parallel.flat_gradients import FlatGradients
@@ -360,7 +361,7 @@ class AbsentGradients:
             return
         absent = set(self._absent)
         there = [p not in absent and p.grad is not None for p in self._params]
-        flags = torch.tensor(there, dtype=torch.uint8, device=self._device)
+        flags = sent_up(torch.tensor(there, dtype=torch.uint8), self._device)
         for group in self._split.groups_of_layers:
             group.all_reduce(flags, "max").wait()
         present = dict(zip(self._params, flags.bool().tolist(), strict=True))

@@ -19,6 +19,7 @@ import torch
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.pending import Pending
+from lightning_shard.backends.streams import sent_up
 from lightning_shard.data_parallel.equal_weights import EqualWeights
 from lightning_shard.data_parallel.flat_gradients import FlatGradients
 from lightning_shard.data_parallel.unshard_record import UnshardRecord
@@ -66,7 +67,7 @@ class UsageAgreement:
         """
         there = [int(is_there) for one in self._gradients for is_there in one.which_are_there]
         message = bytes(there) + bytes(1 - is_there for is_there in there)
-        flags = _as_tensor(message).to(self._device)
+        flags = sent_up(_as_tensor(message), self._device)
         self._collectives.all_reduce(flags, "max").wait()
         some, none = flags.view(2, -1).tolist()
         names = [one.own.name(i) for one in self._gradients for i in range(len(one.states))]
@@ -87,7 +88,8 @@ class UsageAgreement:
             self._digest = self._unshards.digest()
         moved = bytes([self._weights.have_moved]) if self._weights is not None else b""
         whole = bytes([not self._has_failed])
-        self._flags = _as_tensor(used + whole + moved + self._digest).to(self._device)
+        message = _as_tensor(used + whole + moved + self._digest)
+        self._flags = sent_up(message, self._device)
         self._pending = self._collectives.all_reduce(self._flags, "max", async_op=True)
 
     def finish(self) -> None:

@@ -28,6 +28,7 @@ from lightning_shard.fabric.sharded_module import HeldModule, ShardedModule, Use
 from lightning_shard.optim.clipping import clip_grad_norm, clip_grad_value
 from lightning_shard.optim.host_step import warn_of_cpu_ranks
 from lightning_shard.precision.policy import dtype_policy
+from lightning_shard.precision.scaler import device_scale
 from lightning_shard.strategies.configs import DataParallelConfig, RanksConfig
 from lightning_shard.strategies.flat_options import part, takes
 from lightning_shard.strategies.names import strategy_name
@@ -157,7 +158,7 @@ class FabricStrategy(RankedStrategy):
         scaler: Any = getattr(self.precision, "scaler", None)
         if scaler is not None:
             for exchange in engine.exchanges:
-                exchange.loss_scale = scaler.get_scale
+                exchange.loss_scale = partial(device_scale, scaler)
         return engine
 
     @override

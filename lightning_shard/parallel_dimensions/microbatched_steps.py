@@ -84,11 +84,11 @@ class MicrobatchedSteps(StepRunner):
         microbatches = self._microbatches(args[0])
         self._num_in_step = len(microbatches)
         self._on_training(self._num_in_step)
-        recorded, seed = self._recorded(step, args, kwargs), self._run.loss_scale()
+        recorded, scale = self._recorded(step, args, kwargs), self._run.loss_scale()
         with self._engine.step(), isolate_rng():
             try:
                 results, stash = self._pipeline.train(
-                    "training", microbatches, recorded, _loss, seed
+                    "training", microbatches, recorded, _loss, scale
                 )
             finally:
                 self._num_in_step = 1
@@ -97,7 +97,7 @@ class MicrobatchedSteps(StepRunner):
         outputs, weight = self._shared(results, taken)
         if outputs is None:  # which Lightning allows on one device only
             return self._without_gradients(stash)
-        stash.seed *= weight  # the mean is over the samples that have a loss
+        stash.seed = stash.seed * weight  # the mean is over the samples that have a loss
         return self._with_gradients(outputs, stash)
 
     def _evaluate(

@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.layer_sync import LayerSync
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.mesh import Axis, ParallelMesh
@@ -31,7 +31,7 @@ class RunView:
         groups: This rank's group along each axis of a dimension; there once groups are made.
         drawn_for_own_data: Inside, ranks that are given different samples draw random numbers of
             their own.
-        loss_scale: What a loss scaler multiplies losses with.
+        loss_scale: Returns what a loss scaler multiplies losses with, shape () if a tensor.
         completed: Makes what a step has returned what any code can take: that of all dimensions.
         forget_activations: Lets go of activations that the layers of any dimension keep.
         start: Knows the values of parameters on meta; None where there are none.
@@ -47,7 +47,7 @@ class RunView:
     matches_tags: bool
     groups: Mapping[Axis, Collectives] = field(default_factory=dict)
     drawn_for_own_data: Callable[[], AbstractContextManager[None]] = nullcontext
-    loss_scale: Callable[[], float]
+    loss_scale: Callable[[], Tensor | float]
     completed: Callable[[Any], Any]
     forget_activations: Callable[[], None]
     start: MetaStart | None = None

@@ -30,10 +30,10 @@ class GradientStash:
 
     Args:
         params: Parameters that require gradients.
-        seed: Factor by which a loss scaler has made the gradients too large.
+        seed: Factor by which a loss scaler has made the gradients too large, shape () if a tensor.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], seed: float) -> None:
+    def __init__(self, params: Sequence[nn.Parameter], seed: Tensor | float) -> None:
         self.params = list(params)
         self.seed = seed
         self._sums: dict[nn.Parameter, Tensor] = {}

@@ -174,7 +174,7 @@ class Pipeline:
         microbatches: Sequence[Microbatch],
         step: Step,
         loss_of: LossOf,
-        seed: float = 1.0,
+        seed: Tensor | float = 1.0,
     ) -> tuple[dict[int, Any], GradientStash]:
         """Run forwards and backwards of one batch; each rank must call.
 

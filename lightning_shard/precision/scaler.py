@@ -15,6 +15,21 @@ from torch.optim import Optimizer
 from lightning_shard.backends.collectives import Collectives
 
 
+def device_scale(scaler: torch.amp.GradScaler) -> Tensor | None:
+    """Return what a scaler multiplies losses with, and leave it on the device.
+
+    `get_scale` would have the host wait until the device has done all that is queued.
+
+    Returns:
+        A tensor of shape () that later steps do not change; None where nothing is scaled.
+    """
+    if not scaler.is_enabled():
+        return None
+    if scaler._scale is None:  # it has scaled nothing yet
+        return torch.full((), scaler.get_scale(), device=scaler._device)
+    return scaler._scale.clone()
+
+
 class ShardedGradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` for gradients that lie in shards on the ranks.
 

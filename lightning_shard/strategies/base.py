@@ -53,6 +53,7 @@ from lightning_shard.trainer._lightning import (
     before_training_ends,
     layer_sync,
     share_class_wrapping,
+    without_sigterm_broadcast,
 )
 from lightning_shard.trainer.batch_samplers import assigns_batch_samplers
 from lightning_shard.trainer.gathered_tensors import gathered
@@ -263,6 +264,8 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
             )
         )
 
+        if self.agrees_on_shutdown:
+            self._in_run.enter_context(without_sigterm_broadcast(trainer))
         self._in_run.enter_context(before_batches(trainer, lambda: self.begin_step()))
         self._in_run.enter_context(before_training_ends(trainer, lambda: self._end_steps()))
 

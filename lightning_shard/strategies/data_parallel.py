@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, Unpack
 from weakref import WeakSet
 
@@ -40,6 +41,7 @@ from lightning_shard.parallel_dimensions.step_runner import (
 )
 from lightning_shard.precision.plugins import ShardedMixedPrecision, ShardedPrecision
 from lightning_shard.precision.policy import dtype_policy
+from lightning_shard.precision.scaler import device_scale
 from lightning_shard.strategies import dry_runs
 from lightning_shard.strategies.configs import DataParallelConfig, FitEndConfig, RunConfig
 from lightning_shard.strategies.fit_ends import EndingStrategy
@@ -258,9 +260,10 @@ class DataParallelStrategy(EndingStrategy):
             start=self._start,
         )
 
-    def _loss_scale(self) -> float:
+    def _loss_scale(self) -> Tensor | float:
         scaler = getattr(self.precision_plugin, "scaler", None)
-        return 1.0 if scaler is None else float(scaler.get_scale())
+        scale = None if scaler is None else device_scale(scaler)
+        return 1.0 if scale is None else scale
 
     def _completed(self, result: Any) -> Any:
         """Return what a step has returned as code that runs on one rank only can take it."""
@@ -311,7 +314,7 @@ class DataParallelStrategy(EndingStrategy):
         plugin.attach(engine)
         if isinstance(plugin, ShardedMixedPrecision) and plugin.scaler is not None:
             for exchange in engine.exchanges:
-                exchange.loss_scale = plugin.scaler.get_scale
+                exchange.loss_scale = partial(device_scale, plugin.scaler)
         for one in self.dimensions:
             one.attach(engine)
         shapes = {param: engine.full_shape(param) for param in self.model.parameters()}

@@ -178,7 +178,10 @@ def share_class_wrapping() -> None:
 
 @contextmanager
 def without_sigterm_broadcast(trainer: "pl.Trainer") -> Iterator[None]:
-    """Keep a fit's ranks inside from asking rank 0 before each batch whether it got SIGTERM."""
+    """Keep a fit's ranks inside from asking rank 0 before each batch whether it got SIGTERM.
+
+    They would wait for their devices, too, to read its answer.
+    """
     loop = trainer.fit_loop.epoch_loop
     with patch.object(loop, "_broadcast_sigterm_tensor", lambda: None):
         yield

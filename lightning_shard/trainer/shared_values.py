@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.backends.streams import sent_up
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.microbatches import held_values, with_values
 from lightning_shard.placeholders import Placeholder
@@ -219,7 +220,7 @@ def _packed(value: Any) -> _Packed:
 
 
 def _joined(packed: _Packed, device: torch.device) -> Tensor:
-    scalars = torch.tensor(packed.scalars, dtype=torch.float64, device=device)
+    scalars = sent_up(torch.tensor(packed.scalars, dtype=torch.float64), device)
     return torch.cat([scalars, *(one.to(device, torch.float64) for one in packed.small_tensors)])
 
 

@@ -119,6 +119,11 @@ class CoordinatedShutdown(ParallelStrategy):
         )
 
     @property
+    def agrees_on_shutdown(self) -> bool:
+        """Whether ranks learn of a signal to any of them beside the data, at no cost for a step."""
+        return self._lifeline is not None
+
+    @property
     def has_shut_down_together(self) -> bool:
         """Whether all ranks have stopped at the same place of the run, by agreement."""
         return self._lifeline is not None and self._lifeline.stops

@@ -5,9 +5,11 @@ import os
 import signal
 import subprocess
 import sys
+from typing import Any
 from unittest.mock import patch
 
 import pytest
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.trainer.trainer import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -16,6 +18,8 @@ from lightning_shard.backends.liveness import TERMINATED_STATUS, Lifeline, termi
 from lightning_shard.backends.liveness.termination import TOGETHER_SECONDS
 from lightning_shard.trainer.termination import RequeueHandler, TerminationHandler
 from tests.processes import REPOSITORY
+from tests.strategies.models import ExampleGPT
+from tests.strategies.parity import UPSTREAM_WARNINGS, GlobalBatches, quiet_trainer
 
 
 class Announcements(Lifeline):
@@ -112,3 +116,17 @@ def test_the_schedulers_signal_and_the_launchers_left_no_time_to_save() -> None:
 @pytest.mark.slow
 def test_a_forked_child_ends_as_any_process_does() -> None:
     assert outcome("receive_in_a_child") == 0
+
+
+@pytest.mark.filterwarnings(*(f"ignore:{one}" for one in UPSTREAM_WARNINGS))
+def test_ranks_with_a_lifeline_ask_nobody_before_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning has each rank wait for its device before every batch, to read rank 0's answer."""
+
+    def asks(self: Any) -> None:
+        raise AssertionError("Rank 0 was asked whether it got SIGTERM.")
+
+    monkeypatch.setattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor", asks)
+    model = ExampleGPT()
+    trainer = quiet_trainer(strategy="zero1_in_process", devices=2, max_steps=2)
+    trainer.fit(model, datamodule=GlobalBatches(model, num_steps=2))
+    assert trainer.global_step > 0

@@ -17,6 +17,7 @@ from enum import IntEnum, auto
 import torch
 from torch import Tensor
 
+from lightning_shard.backends.streams import sent_up
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
 
 _WORD = 8
@@ -138,7 +139,8 @@ class Wire:
     def own_gradient(self, message: Message, rank: int) -> list[Tensor | None]:
         """Return the gradient in a message by parameter; None where it has no part here."""
         shards = [
-            shard.to(f.full.device) for shard, f in zip(message.shards, self.flats, strict=True)
+            sent_up(shard, flat.full.device)
+            for shard, flat in zip(message.shards, self.flats, strict=True)
         ]
         return [
             shards[home][shard_slice.shard_offset : shard_slice.shard_stop]

@@ -91,6 +91,16 @@ def if_sound(sound: Tensor, values: Tensor, otherwise: Tensor | None = None) -> 
     return torch.zeros_like(values) if otherwise is None else otherwise
 
 
+def scale_up(values: Tensor, scale: Tensor | None) -> None:
+    """Multiply values with a loss scale, in place; a scale greater than float16 has is kept."""
+    if scale is None:
+        return
+    if values.itemsize < scale.itemsize:  # a GPU would make the scale as narrow as the values
+        values.copy_(values.to(scale.dtype).mul_(scale))
+    else:
+        values.mul_(scale)
+
+
 class Exchange(ABC):
     """Averages one buffer again and again, with loss.
 
@@ -98,8 +108,9 @@ class Exchange(ABC):
         buffer: The buffer that is averaged.
         step: Number of times that the buffer has been averaged.
         tally: Bytes that this rank has sent, and would have sent uncompressed.
-        loss_scale: Returns at each `begin` the loss scale that is in the values. State is kept
-            without it from step to step, so that it may change.
+        loss_scale: Returns at each `begin` the loss scale that is in the values, a tensor of
+            shape () on the buffer's device, or None. State is kept without it from step to step,
+            so that it may change.
         keeps_momentum: Whether the sent values are summed over steps, so that micro-batches must
             be added up before.
         freezes_variance: Whether Adam's second moment is frozen once a warm-up is over.
@@ -126,7 +137,7 @@ class Exchange(ABC):
         self.step = 0
         self.tally = Tally()
         self.momentum_factors = [0.0] * len(buffer.layout.slots)
-        self.loss_scale: Callable[[], float] = lambda: 1.0
+        self.loss_scale: Callable[[], Tensor | None] = lambda: None
 
     def passes(self, values: Tensor, used: Sequence[bool] | None = None) -> bool:
         """Whether the caller has to average `values` itself, uncompressed, as in a warm-up.

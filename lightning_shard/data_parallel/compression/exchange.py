@@ -20,10 +20,17 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_shard.backends.pending import Pending
+from lightning_shard.backends.streams import sent_up
 from lightning_shard.backends.traffic import ring_share
 from lightning_shard.data_parallel.compression import wire
 from lightning_shard.data_parallel.compression.buffer import FlatBuffer
-from lightning_shard.data_parallel.compression.compressor import Exchange, State, Turn, if_sound
+from lightning_shard.data_parallel.compression.compressor import (
+    Exchange,
+    State,
+    Turn,
+    if_sound,
+    scale_up,
+)
 from lightning_shard.data_parallel.compression.error_feedback import (
     ErrorFeedback,
     ErrorFeedbackRules,
@@ -58,7 +65,7 @@ class _Travel:
 
     Attributes:
         out: Tensor for the average.
-        scale: The loss scale that was in the values.
+        scale: The loss scale that was in the values, if there was one.
         gradient: This rank's values, shape (W, segment); None where nothing of them is kept.
         sent: The encoded values, shape (W, num_bytes), one row for each rank.
         sent_form: Form of the rows of `sent`.
@@ -70,7 +77,7 @@ class _Travel:
     """
 
     out: Tensor
-    scale: float
+    scale: Tensor | None
     gradient: Tensor | None
     sent: Tensor
     sent_form: wire.Form
@@ -156,10 +163,10 @@ class CodecExchange(Exchange):
 
     def _note_used(self, used: Sequence[bool] | None) -> None:
         self._used_all = used is None or all(used)
-        if used is None:
+        if used is None or self._used_all:
             self._used.fill_(1)
         else:
-            self._used.copy_(torch.tensor(used, dtype=torch.uint8))
+            self._used = sent_up(torch.tensor(used, dtype=torch.uint8), self._used.device)
 
     def _taken(self, values: Tensor) -> Tensor:
         """Return the values as segments, without the loss scale."""
@@ -167,7 +174,7 @@ class CodecExchange(Exchange):
         taken = torch.empty(padded, dtype=torch.float32, device=self.buffer.device)
         taken[:numel].copy_(values)
         taken[numel:].zero_()
-        if (scale := self.loss_scale()) != 1.0:
+        if (scale := self.loss_scale()) is not None:
             taken.div_(scale)
         for gap in self.buffer.gaps:  # what decoding has made of them must not come back
             taken[gap] = 0.0
@@ -273,8 +280,7 @@ class CodecExchange(Exchange):
             average, sound = self._mean(travel)
             self._take_up(travel, wire.all_sound(travel.rows))
             travel.out.copy_(average)
-        if travel.scale != 1.0:
-            travel.out.mul_(travel.scale)
+        scale_up(travel.out, travel.scale)
         travel.out.masked_fill_(~sound, torch.nan)
         self.step += 1
 

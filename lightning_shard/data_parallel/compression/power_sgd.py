@@ -22,12 +22,14 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_shard.backends.streams import sent_up
 from lightning_shard.data_parallel.compression.buffer import FlatBuffer
 from lightning_shard.data_parallel.compression.compressor import (
     Compressor,
     Exchange,
     State,
     if_sound,
+    scale_up,
 )
 from lightning_shard.data_parallel.compression.factors import (
     Factors,
@@ -117,7 +119,7 @@ class LowRankExchange(Exchange):
         self._factors: list[Factors] = []
         self._work: Tensor | None = None  # M of this rank, then the average
         self._out: Tensor | None = None
-        self._scale = 1.0
+        self._scale: Tensor | None = None
         self._sound: Tensor | None = None
         self._has_proceeded = False
 
@@ -165,7 +167,9 @@ class LowRankExchange(Exchange):
         self._allocate()
         assert self._first is not None
         self._out, self._scale, self._has_proceeded = out, self.loss_scale(), False
-        self._work = work = values.to(torch.float32, copy=True).div_(self._scale)
+        self._work = work = values.to(torch.float32, copy=True)
+        if self._scale is not None:
+            work.div_(self._scale)
         self.froze_variance = self.freezes_variance
         self._mark_used(work, used)
         for one in self._factors:
@@ -182,7 +186,7 @@ class LowRankExchange(Exchange):
         self._used.fill_(1.0)
         if used is None or all(used):
             return
-        self._used.copy_(torch.tensor(used, dtype=torch.float32))
+        self._used.copy_(sent_up(torch.tensor(used, dtype=torch.float32), self._used.device))
         for slot, is_used in zip(self.buffer.layout.slots, used, strict=True):
             if not is_used:
                 work[slot.offset : slot.stop] = 0.0
@@ -239,7 +243,9 @@ class LowRankExchange(Exchange):
             torch.mul(mean, used[slot.name], out=average[slot.offset : slot.stop])
         if not self.buffer.keeps_all:
             average = average.view(self.buffer.ranks.size, -1)[self.buffer.ranks.rank]
-        self._out.copy_(average).mul_(self._scale).masked_fill_(~sound, torch.nan)
+        self._out.copy_(average)
+        scale_up(self._out, self._scale)
+        self._out.masked_fill_(~sound, torch.nan)
         self._work = self._out = self._sound = None
         self.step += 1
 

@@ -3,7 +3,7 @@
     down    device ──> host    reduced gradients; parameters that user code has changed
     up      host ──> device    updated shards
 
-On CUDA a stream of its own copies, beside what computes, from and to pinned memory. On CPU ranks
+On a GPU a stream of its own copies, beside what computes, from and to pinned memory. On CPU ranks
 the same calls copy between two buffers, one of which stands for the device: nothing is saved, and
 what is copied, when and how much is the same.
 """
@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from lightning_shard.backends.streams import streams_of
 from lightning_shard.backends.traffic import Traffic
 
 
@@ -30,24 +31,24 @@ class HostCopier:
     def __init__(self, device: torch.device) -> None:
         self.traffic = Traffic()
         self._device = device
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._streams = streams_of(device)
+        self._stream = None if self._streams is None else self._streams.make(device)
         self._is_busy = False
 
     def empty(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return host memory of the shape of `like`, pinned where the device is a GPU."""
-        pinned = self._stream is not None
+        pinned = self._streams is not None
         return torch.empty(like.shape, dtype=dtype or like.dtype, device="cpu", pin_memory=pinned)
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Queue what is started inside beside the current stream, after what is queued there."""
-        if self._stream is None:
+        if self._streams is None:
             yield
             return
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+        before = self._streams.mark(self._streams.current(self._device))
+        with self._streams.use(self._stream):
+            self._streams.follow(before)
             yield
 
     def down(self, source: Tensor, target: Tensor) -> None:
@@ -60,8 +61,8 @@ class HostCopier:
         self.traffic.count("down", source.numel(), source.itemsize)
         with self.running():
             target.copy_(source, non_blocking=True)
-        if self._stream is not None:
-            source.record_stream(self._stream)
+        if self._streams is not None:
+            self._streams.keep(source, self._stream)
         self._is_busy = True
 
     def up(self, source: Tensor, target: Tensor) -> None:
@@ -87,11 +88,11 @@ class HostCopier:
 
     def join(self) -> None:
         """Let what the current stream does next see what has been copied up."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        if self._streams is not None:
+            self._streams.follow(self._streams.mark(self._stream))
 
     def finish(self) -> None:
         """Return once all copies that have been started are done."""
-        if self._stream is not None and self._is_busy:
-            self._stream.synchronize()
+        if self._streams is not None and self._is_busy:
+            self._streams.finish(self._streams.mark(self._stream))
         self._is_busy = False

@@ -1,6 +1,7 @@
 """The average through a codec: exact where it is, and elsewhere nothing is lost for good."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from lightning_shard.data_parallel.compression import (
     TopK,
     Turn,
 )
+from lightning_shard.data_parallel.compression.compressor import scale_up
 from lightning_shard.errors import ConfigError
 from lightning_shard.testing import run_ranks
 from tests.data_parallel.compression.buffers import (
@@ -141,12 +143,20 @@ def test_a_change_of_the_loss_scale_changes_nothing_but_the_scale(name: str) -> 
     def fn(rank: int) -> None:
         plain, scaled = (make_exchange(LOSSY[name], keeps_all=True) for _ in range(2))
         for step, scale in enumerate([1.0, 1024.0, 2.0]):
-            scaled.loss_scale = lambda scale=scale: scale
+            scaled.loss_scale = partial(torch.tensor, scale)
             values = gradient(plain.buffer, rank, step)
             got = average(scaled, values * scale)
             torch.testing.assert_close(got, average(plain, values) * scale)
 
     run_ranks(fn, 2)
+
+
+def test_a_scale_that_the_format_does_not_have_multiplies_values_that_fit() -> None:
+    values = torch.full((3,), 2.0**-8, dtype=torch.float16)
+    scale_up(values, torch.tensor(2.0**17))  # float16 ends at 65504
+    assert values.tolist() == [512.0] * 3
+    scale_up(values, None)
+    assert values.tolist() == [512.0] * 3
 
 
 def test_gaps_stay_out_of_it() -> None:

@@ -1,0 +1,120 @@
+"""The waits that steps have, each with its reason and how often; all others are failures."""
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple
+
+Found = tuple[str, str, str, int]
+"""A wait as `fits.Seen` has it: what for, where, from where, how often."""
+
+
+class Reason(NamedTuple):
+    """Why a wait is there.
+
+    Attributes:
+        place: What its line begins with: file and function.
+        upstream: What the other package's line begins with, for a wait that it asks for.
+        what: What the host waits for.
+        most: How often at most within a step of the model.
+        why: The reason, in words.
+    """
+
+    place: str
+    upstream: str
+    what: str
+    most: int
+    why: str
+
+
+REASONS = (
+    Reason(
+        "lightning_shard/strategies/data_parallel.py optimizer_step",
+        "amp/grad_scaler.py",
+        "item",
+        1,
+        "torch's GradScaler asks whether a gradient overflowed before it calls the optimizer.",
+    ),
+    Reason(
+        "lightning_shard/data_parallel/usage.py finish",
+        "",
+        "tolist",
+        1,
+        "A parameter had no gradient on this rank, which asks whether it has one on another.",
+    ),
+    Reason(
+        "lightning_shard/data_parallel/offload/copier.py finish",
+        "",
+        "stream or event",
+        2,
+        "The optimizer on the host reads gradients that have come down: that is what it is for.",
+    ),
+    Reason(
+        "lightning_shard/data_parallel/offload/host_shard.py take_in",
+        "",
+        "item",
+        18,
+        "The host compares whether user code has changed parameters, once for each buffer; it has "
+        "waited for their gradients by then, or comes from an update of its own.",
+    ),
+    Reason(
+        "lightning_shard/data_parallel/async_sgd/wire.py gradient",
+        "",
+        "copy to the host",
+        32,
+        "Asynchronous ranks send messages from host memory: each parameter's gradient goes down.",
+    ),
+    Reason(
+        "lightning_shard/data_parallel/async_sgd/wire.py shard",
+        "",
+        "copy to the host",
+        5,
+        "Asynchronous ranks send messages from host memory: the shard of each buffer goes down.",
+    ),
+    Reason(
+        "lightning_shard/data_parallel/edit_marks.py equal",
+        "",
+        "equal",
+        1,
+        "A stage of a pipeline runs the user's step for each microbatch, and looks once a batch "
+        "whether it has edited parameters.",
+    ),
+    Reason(
+        "lightning_shard/data_parallel/gradient_shards.py agree",
+        "",
+        "tolist",
+        1,
+        "Stages agree which parameters have gradients: where `.grad` is None, it is on all.",
+    ),
+    Reason(
+        "lightning_shard/trainer/shared_values.py _receive",
+        "",
+        "tolist",
+        1,
+        "What a pipeline's step returns and logs on the last stage, other ranks get as numbers.",
+    ),
+)
+
+
+def reason_for(wait: Found) -> Reason | None:
+    """Return why a wait is there; None where nobody knows."""
+    what, place, upstream, _ = wait
+    innermost = place.split(" < ")[0]
+    file, _, rest = innermost.partition(":")
+    function = rest.partition(" ")[2]
+    for reason in REASONS:
+        is_it = reason.place == f"{file} {function}" and reason.what == what
+        if is_it and upstream.startswith(reason.upstream):
+            return reason
+    return None
+
+
+def unexplained(waits: Iterable[Found], num_steps: int) -> list[Found]:
+    """Return the waits that nobody knows the reason of, or that come more often than it says."""
+    waits, times = list(waits), Counter[Reason | None]()
+    for wait in waits:
+        times[reason_for(wait)] += wait[-1]
+    return [
+        wait
+        for wait in waits
+        if (reason := reason_for(wait)) is None or times[reason] > reason.most * num_steps
+    ]
