@@ -16,7 +16,7 @@ from lightning_shard.schemes import named_schemes, names_of
 _ACCELERATORS = ("auto", "cpu", "gpu")
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true")
 _PATHS = ("--config", "--ckpt_path", "--yaml", "--picture", "--measure", "--tensor-plan")
-_PATH_NAMES = ("source", "output", "path")
+_PATH_NAMES = ("source", "output", "path", "folder")
 _COMMON = {
     "--config": None,
     "--ckpt_path": None,
@@ -29,7 +29,11 @@ _COMMON = {
     "--trainer.max_steps": None,
     "--trainer.max_epochs": None,
 }
-_OF_PROVE = ("--ranks", "--steps", "--precision", "--shrink")
+_OWN = {
+    "prove": (("--ranks", "--steps", "--precision", "--shrink"), ("--no-dropout", "--json")),
+    "replay": ((), ("--trust", "--pdb", "--json")),
+}
+"""Of the subcommands that read a fit's configuration, the options with a value, and flags."""
 
 
 def run(subcommand: str, given: Namespace) -> int:
@@ -74,11 +78,13 @@ def _add_trainer(parser: ArgumentParser, name: str) -> None:
         parser.add_argument(option, choices=choices)
     names = [full for one in named_schemes() for full, _ in names_of(one.name)]
     parser.add_argument("--trainer.strategy", choices=names)
-    if name == "prove":
-        for option in _OF_PROVE:
-            parser.add_argument(option)
-        parser.add_argument("--no-dropout", action="store_true")
-        parser.add_argument("--json", action="store_true")
+    options, flags = _OWN.get(name, ((), ()))
+    for option in options:
+        parser.add_argument(option)
+    for flag in flags:
+        parser.add_argument(flag, action="store_true")
+    if name == "replay":
+        parser.add_argument("folder")
     parser.add_argument("--debug", action="store_true")
 
 

@@ -14,8 +14,12 @@ _SUBCOMMANDS = {
     "test": "Run the test epoch once.",
     "predict": "Predict with a trained model.",
 }
-_PROVE = {"prove": "Say whether a model trains on ranks as on one device, and if not, why."}
-LIGHTNINGS = {**_SUBCOMMANDS, **_PROVE}
+_CONFIGURED = {
+    "prove": "Say whether a model trains on ranks as on one device, and if not, why.",
+    "replay": "Take a recorded step of many ranks again in one process, under a debugger.",
+}
+_HOMES = {"prove": "proving", "replay": "replaying"}
+LIGHTNINGS = {**_SUBCOMMANDS, **_CONFIGURED}
 """By subcommand of Lightning's command line what it does."""
 _EPILOG = """\
 The first four are Lightning's own, with the strategies of this package:
@@ -39,6 +43,7 @@ What there is, and what this machine has:
 During a run, and after it:
 
     lightning-shard report runs/1
+    lightning-shard replay runs/1/steps/step-00000012 --config configs/gpt_zero3.yaml
 
 The others read checkpoints:
 
@@ -57,8 +62,8 @@ def main() -> int:
         parsed = parser_of(arguments[0]).parse_args(arguments[1:])  # which may exit
         home = import_module(f"lightning_shard.cli.{HOMES[arguments[0]]}")
         return int(home.run(arguments[0], parsed))
-    if arguments and arguments[0] in _PROVE:
-        return int(import_module("lightning_shard.cli.proving").run())
+    if arguments and arguments[0] in _CONFIGURED:
+        return int(import_module(f"lightning_shard.cli.{_HOMES[arguments[0]]}").run())
     if _is_for_a_subcommand(arguments):
         return int(import_module("lightning_shard.cli.shard_cli").run())
     _parser().parse_args(arguments)  # which exits

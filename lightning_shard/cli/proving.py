@@ -8,27 +8,20 @@ devices, loggers, checkpoints and validations do not matter here. The exit code 
 for different, and 2 where nothing could be compared.
 """
 
-import sys
-import traceback
 from typing import Any
-from unittest.mock import patch
 
-from lightning.pytorch import callbacks as lightning_callbacks
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningArgumentParser
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from typing_extensions import override
 
-from lightning_shard.cli.shard_cli import DEBUG_FLAG, ShardCLI, find_classes_here
-from lightning_shard.errors import ShardError
+from lightning_shard.cli.without_trainer import CLIWithoutTrainer, run_told
 from lightning_shard.proving.prove import prove
 from lightning_shard.proving.verdict import Verdict
 
 _DESCRIPTION = "Run a model on one device and on ranks inside this process, and compare the two."
 _MOST_RANKS = 8  # of those that a configuration asks for; more take --ranks
-_UNCOMPARED = 2
 _COLOURS = {"equal": "green", "different": "red", "refused": "yellow", "failed": "yellow"}
 _OPTIONS = (
     "accumulate_grad_batches",
@@ -39,25 +32,13 @@ _OPTIONS = (
     "inference_mode",
     "detect_anomaly",
 )
-# Lightning's own callbacks look on, but for these.
-_TRAINING = (
-    lightning_callbacks.BaseFinetuning,
-    lightning_callbacks.GradientAccumulationScheduler,
-    lightning_callbacks.StochasticWeightAveraging,
-    lightning_callbacks.WeightAveraging,
-)
 
 
-class ProveCLI(ShardCLI):
+class ProveCLI(CLIWithoutTrainer):
     """Reads the configuration of a fit, and makes everything in it but the Trainer."""
 
     def __init__(self) -> None:
-        with patch.object(sys, "argv", [sys.argv[0], *sys.argv[2:]]):
-            super().__init__(
-                run=False,
-                save_config_callback=None,
-                parser_kwargs={"prog": "lightning-shard prove", "description": _DESCRIPTION},
-            )
+        super().__init__("prove", _DESCRIPTION)
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -69,18 +50,10 @@ class ProveCLI(ShardCLI):
         add("--shrink", type=int | None, default=None, help="Blocks to keep of each list.")
         add("--no-dropout", action="store_true", help="Compare with dropout off.")
         add("--json", action="store_true", help="Print JSON, for scripts.")
-        # saved configurations of `fit` have these
-        add("--ckpt_path", type=str | None, default=None, help="Not used.")
-        add("--weights_only", type=bool | None, default=None, help="Not used.")
-
-    @override
-    def instantiate_trainer(self, **kwargs: Any) -> Any:
-        """Return nothing: each run of the proof makes a Trainer of its own."""
-        return None
 
     def prove(self) -> Verdict:
         """Prove what the configuration says."""
-        given: dict[str, Any] = dict(self._get(self.config_init, "trainer", default={}))
+        given = self.given_trainer
         options = {name: given[name] for name in _OPTIONS if given.get(name) is not None}
         return prove(
             self.model,
@@ -91,7 +64,7 @@ class ProveCLI(ShardCLI):
             precision=self.config.precision,
             dropout=not self.config.no_dropout,
             shrink=self.config.shrink,
-            trainer_options={**options, "callbacks": _callbacks(given.get("callbacks"))},
+            trainer_options={**options, "callbacks": self.training_callbacks},
         )
 
 
@@ -109,29 +82,14 @@ def _num_ranks(given: dict[str, Any]) -> int:
     return min(max(number, 2), _MOST_RANKS)
 
 
-def _callbacks(given: Any) -> list[Callback]:
-    """Return the callbacks that may change what is trained."""
-    listed = given if isinstance(given, list) else [given] if given is not None else []
-    watching = ("lightning.pytorch.", "pytorch_lightning.", "lightning_shard.profiling.")
-    return [
-        one
-        for one in listed
-        if isinstance(one, _TRAINING) or not f"{type(one).__module__}.".startswith(watching)
-    ]
-
-
 def run() -> int:
     """Run the subcommand in `sys.argv` and return the process's exit code."""
-    find_classes_here()
-    try:
-        cli = ProveCLI()
-        verdict = cli.prove()
-    except ShardError as error:
-        if DEBUG_FLAG in sys.argv:
-            traceback.print_exc()
-        else:
-            print(f"lightning-shard: {type(error).__name__}: {error}", file=sys.stderr)
-        return _UNCOMPARED
+    return run_told(_run)
+
+
+def _run() -> int:
+    cli = ProveCLI()
+    verdict = cli.prove()
     if cli.config.json:
         print(verdict.as_json())
     else:

@@ -14,7 +14,6 @@ One tensor entry is on its way at a time, so that no rank holds more than its sh
 """
 
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -23,19 +22,21 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.checkpoint.optimizer_state import params_of
 from lightning_shard.checkpoint.rank_snapshot import (
     PARAMETERS,
     Snapshot,
     SnapshotMetadata,
     TensorKey,
 )
-from lightning_shard.checkpoint.state_entries import ShardMark, merge, rebuild
+from lightning_shard.checkpoint.snapshot_loading import (
+    check_fits,
+    forget_state,
+    rebuild_optimizers,
+)
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.elastic.moving import move_entry
 from lightning_shard.elastic.resharding import Move, plan_moves
-from lightning_shard.errors import CheckpointError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,10 +124,8 @@ def restore(
     mine = {one.metadata.shard: one for one in held if plan.has(one)}
     own = [one for one in held if plan.has(one) and me and one.metadata.owner == me]
     all_metadata, shard_indices = _share(collectives, plan, mine, engine)
-    _check(all_metadata[0], engine, optimizers)
-    for optimizer in optimizers:
-        for param in params_of(optimizer):
-            optimizer.state.pop(param, None)
+    check_fits(all_metadata[0], engine, optimizers)
+    forget_state(optimizers)
     shards: dict[TensorKey, list[Tensor]] = {}
     keys = {key for metadata in all_metadata for key in metadata.tensor_entries}
     for key in sorted(keys, key=lambda key: key.order):
@@ -137,9 +136,7 @@ def restore(
             shards[key] = flat.shard_views(target)
         moves = _plan_entry(plan, all_metadata, key, flat, shard_indices)
         move_entry(collectives, key, mine, moves, target, flat)
-    numbers = {flat: number for number, flat in enumerate(engine.flats)}
-    for number, optimizer in enumerate(optimizers):
-        _rebuild(number, optimizer, all_metadata, engine, numbers, shards)
+    rebuild_optimizers(optimizers, all_metadata, engine, shards)
     engine.publish_shards()
     return Restored(all_metadata[0].extra, own[0].metadata.extra if own else None)
 
@@ -166,29 +163,6 @@ def _share(
     ]
 
 
-def _check(
-    saved: SnapshotMetadata, engine: DataParallelEngine, optimizers: Sequence[Optimizer]
-) -> None:
-    ends = tuple(flat.layout.slots[-1].stop for flat in engine.flats)
-    if saved.ends != ends:
-        raise CheckpointError(
-            f"Rank {engine.collectives.rank}: the snapshot of step {saved.step} is of a model with "
-            f"flat buffers of {saved.ends} elements, this one has {ends}. All ranks need the same "
-            f"model, units, bucket_mb and precision."
-        )
-    got = [[len(group["params"]) for group in one.param_groups] for one in optimizers]
-    expected = [len(states) for states in saved.states]
-    if [sum(sizes) for sizes in got] != expected or list(map(len, got)) != list(
-        map(len, saved.groups)
-    ):
-        raise CheckpointError(
-            f"Rank {engine.collectives.rank}: the snapshot of step {saved.step} is of optimizers "
-            f"of {expected} parameters in {list(map(len, saved.groups))} groups, got groups of "
-            f"{got}. Make configure_optimizers return the same on every rank; a group that is "
-            f"added later must be there on new ranks, too."
-        )
-
-
 def _plan_entry(
     plan: RecoveryPlan,
     all_metadata: Sequence[SnapshotMetadata],
@@ -206,29 +180,3 @@ def _plan_entry(
     }
     new = [flat.layout.shard_bounds(index) for index in shard_indices]
     return plan_moves(dict(enumerate(plan.holders)), old, new)
-
-
-def _rebuild(
-    number: int,
-    optimizer: Optimizer,
-    all_metadata: Sequence[SnapshotMetadata],
-    engine: DataParallelEngine,
-    numbers: Mapping[FlatParameters, int],
-    shards: Mapping[TensorKey, list[Tensor]],
-) -> None:
-    """Give an optimizer its state and the options of its groups."""
-    merged = merge([metadata.states[number] for metadata in all_metadata])
-    for param, entries in zip(params_of(optimizer), merged, strict=True):
-        flat, index = engine.owner(param)
-        for name, entry in entries or ():
-            if isinstance(entry, ShardMark):
-                key = TensorKey(flat=numbers[flat], optimizer=number, name=name, dtype=entry.dtype)
-                optimizer.state[param][name] = shards[key][index]
-            else:
-                optimizer.state[param][name] = rebuild(entry, param)
-    for group, saved in zip(optimizer.param_groups, all_metadata[0].groups[number], strict=True):
-        for option, value in saved.items():
-            if isinstance(value, Tensor) and isinstance(group.get(option), Tensor):
-                group[option].copy_(value)  # schedulers and compiled steps hold the tensor
-            else:
-                group[option] = deepcopy(value)

@@ -36,6 +36,7 @@ BUILT_ON_LIGHTNING = (
     "profiling",
     "proving",
     "ray",
+    "replay",
     "strategies",
     "trainer",
 )

@@ -23,8 +23,15 @@ _WHOLE_STATE = {"checkpoint_format": "full", "save_trainable_only": False, "asyn
 _BY_STAGE = ("shard_ddp", "zero1", "zero2", "zero3")
 
 
-def strategy_in_process(given: StrategyLike, num_ranks: int) -> ShardStrategy:
+def strategy_in_process(
+    given: StrategyLike, num_ranks: int, *, asked_by: str = "prove"
+) -> ShardStrategy:
     """Return a new strategy of the same options whose ranks run inside this process.
+
+    Args:
+        given: The strategy's name, itself, or what makes it.
+        num_ranks: Ranks inside this process.
+        asked_by: Who asks, for the message.
 
     Raises:
         ConfigError: The strategy is not one of this package.
@@ -32,9 +39,9 @@ def strategy_in_process(given: StrategyLike, num_ranks: int) -> ShardStrategy:
     made = _made(given)
     if not isinstance(made, ShardStrategy):
         raise ConfigError(
-            f"prove got the strategy {given!r}, expected one of this package, whose ranks can run "
-            f"inside this process: {', '.join(SCHEMES)}. In the place of Lightning's 'ddp' take "
-            f"'shard_ddp', in that of 'fsdp' or 'deepspeed' take 'zero3'."
+            f"{asked_by} got the strategy {given!r}, expected one of this package, whose ranks can "
+            f"run inside this process: {', '.join(SCHEMES)}. In the place of Lightning's 'ddp' "
+            f"take 'shard_ddp', in that of 'fsdp' or 'deepspeed' take 'zero3'."
         )
     return made.in_process(num_ranks, **_WHOLE_STATE)
 

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from lightning_shard.cli.entry import _PROVE, _SUBCOMMANDS
+from lightning_shard.cli.entry import _CONFIGURED, _SUBCOMMANDS
 from lightning_shard.cli.parsers import TEXTS
 from tests.docs.pages import NAMES, ROOT, blocks, prose, quotes
 
@@ -27,7 +27,7 @@ def missing(command: str) -> Iterator[str]:
         if find_spec(module) is None:
             yield module
     for subcommands in re.findall(r"lightning-shard (\w+(?: \| \w+)*)", command):
-        yield from set(subcommands.split(" | ")) - {*_SUBCOMMANDS, *_PROVE, *TEXTS}
+        yield from set(subcommands.split(" | ")) - {*_SUBCOMMANDS, *_CONFIGURED, *TEXTS}
     for path in re.findall(r"(?:examples|configs|tests)/[\w./-]+", command):
         if not (ROOT / path).exists():
             yield path

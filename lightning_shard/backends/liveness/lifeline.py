@@ -10,6 +10,7 @@ Asking costs an attribute read for as long as nobody has failed.
 
 import contextlib
 import sys
+from collections import deque
 from collections.abc import Callable
 from threading import Condition
 from time import monotonic
@@ -23,6 +24,7 @@ from lightning_shard.backends.liveness.report import (
     failure_message,
     late_message,
 )
+from lightning_shard.backends.liveness.stacks import KEPT, write_stacks
 from lightning_shard.errors import RankFailedError
 
 _LONGEST_EVENT = 500
@@ -71,6 +73,8 @@ class Lifeline:
         self._send = send
         self._interrupt = interrupt
         self._activity = Activity("meeting anew" if met_anew else "", since=now)
+        self._recent: deque[Activity] = deque(maxlen=KEPT)
+        self._stacks = ""  # the file in which they stand, from a time-out on
         self._verdict: Verdict | None = None
         self._table: Table = {}
         self._all_have_come = False
@@ -107,6 +111,7 @@ class Lifeline:
         if self._verdict is not None:
             self.check(operation)
         self._activity = Activity(operation, self._activity.number + 1, True, monotonic())
+        self._recent.append(self._activity)
         if self._failing is not None:
             self._tell_if_past()
 
@@ -114,6 +119,7 @@ class Lifeline:
         """Note that this rank is back from its operation."""
         last = self._activity
         self._activity = Activity(last.operation, last.number, False, monotonic())
+        self._recent.append(self._activity)
 
     def check(self, operation: str) -> None:
         """Return unless a rank has failed; cheap enough to poll.
@@ -123,7 +129,7 @@ class Lifeline:
         """
         verdict = self._verdict
         if verdict is not None:
-            raise RankFailedError(failure_message(self.rank, self.world_size, operation, verdict))
+            raise RankFailedError(self._message(operation, verdict))
 
     def explain(self, operation: str, wait_seconds: float = 1.0) -> RankFailedError:
         """Return the error for an operation that the transport says has failed.
@@ -136,16 +142,30 @@ class Lifeline:
             An error that names the rank that failed; where none is known to have failed, one
             that tells what each rank was last doing.
         """
-        place = (self.rank, self.world_size, operation)
         if self._verdict is None and not self._hub_has_left:
             self._send({"kind": "ask"})
         with self._news:
             self._news.wait_for(lambda: self._verdict or self._hub_has_left, wait_seconds)
             if self._verdict is not None:
-                return RankFailedError(failure_message(*place, self._verdict))
+                return RankFailedError(self._message(operation, self._verdict))
             if self._hub_has_left:
                 self._table.setdefault(0, "has left in order")
-            return RankFailedError(late_message(*place, self._table))
+            self._write_stacks(f"{operation} was not finished in time")
+            message = late_message(self.rank, self.world_size, operation, self._table)
+            return RankFailedError(message + self._where)
+
+    def _message(self, operation: str, verdict: Verdict) -> str:
+        return failure_message(self.rank, self.world_size, operation, verdict) + self._where
+
+    @property
+    def _where(self) -> str:
+        """The sentence that names the file with the stacks; "" where there is none."""
+        return f" Where rank {self.rank} was stands in {self._stacks}." if self._stacks else ""
+
+    def _write_stacks(self, reason: str) -> None:
+        if not self._stacks:
+            place = self.rank, self.world_size
+            self._stacks = write_stacks(*place, reason, list(self._recent), monotonic())
 
     def fail(self, error: BaseException, place: Any) -> bool:
         """Tell that this rank has raised, and wait for what becomes of the others.
@@ -320,12 +340,14 @@ class Lifeline:
             self._judge(Verdict(rank=0, event=event, doing=doing))
 
     def _judge(self, verdict: Verdict) -> None:
+        if self._verdict is None and verdict.is_timeout:  # before a thread goes on with it
+            self._write_stacks(str(verdict))
         with self._news:
             is_first, self._verdict = self._verdict is None, self._verdict or verdict
             self._news.notify_all()
         if is_first:
             # At once: a launcher may end this process before its main thread can raise.
-            self._print(str(verdict))
+            self._print(f"{verdict}.{self._where}" if self._stacks else str(verdict))
             self._interrupt()
 
     def _print(self, news: str) -> None:

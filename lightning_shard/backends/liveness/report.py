@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from lightning_shard.errors import RankFailedError
+
 Table = dict[int, str]
 """By rank, its last activity as the hub knows it: `{1: "was computing for 2.0 s, ..."}`."""
 
@@ -59,6 +61,11 @@ class Verdict:
 
     def __str__(self) -> str:
         return f"rank {self.rank} {self.event}; {self.doing}"
+
+    @property
+    def is_timeout(self) -> bool:
+        """Whether somebody was waited for in vain: why, only that rank's own stacks tell."""
+        return self.event.startswith(("fell silent", f"raised {RankFailedError.__name__}"))
 
     @property
     def advice(self) -> str:

@@ -1,0 +1,304 @@
+"""The callback that records steps on real ranks: `RecordSteps`.
+
+batch fetched ── a boundary? ──> copy this rank's state       (in host memory)
+     │                           and forget the batches before it
+     ├─ keep the batch and the random streams
+     v
+step ── an error? a loss that is not finite? a step that was asked for? ──> this rank's file
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from inspect import signature
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+from typing_extensions import override
+
+from lightning_shard.checkpoint.host_buffers import HostBuffers
+from lightning_shard.checkpoint.random_state import random_state
+from lightning_shard.checkpoint.rank_snapshot import take
+from lightning_shard.data_parallel.host_copies import host_copy
+from lightning_shard.errors import CheckpointError, ConfigError
+from lightning_shard.option_checks import checked_options
+from lightning_shard.replay.place import take_buffers, take_place
+from lightning_shard.replay.rank_record import (
+    Given,
+    RankRecord,
+    own_error,
+    state_digest,
+    versions,
+)
+from lightning_shard.strategies.data_parallel import DataParallelStrategy
+from lightning_shard.strategies.names import strategy_name
+from lightning_shard.trainer._lightning import layer_sync
+from lightning_shard.trainer.hook_advice import OnlyLooks
+
+RECORDED = ("shard_ddp", "zero1", "zero2", "zero3")
+"""The strategies whose steps are recorded."""
+
+
+class RecordSteps(OnlyLooks, Callback):
+    """Record a step on every rank when it fails, has a loss that is not finite, or is asked for.
+
+    `lightning-shard replay` takes the step again in one process. What a step begins from must be
+    kept before it is known how it ends: with `failures`, each rank copies its shard of parameters
+    and optimizer state into host memory every `snapshot_every` steps, and keeps the batches since;
+    a step in between is taken again from there, with those before it. Files are written only for
+    the steps that are recorded. Each batch takes a collective of one number, so that all ranks
+    record a loss that is not finite on one of them.
+
+    Args:
+        folder: Gets a folder of each recorded step, `step-00000012`; ranks of several hosts need a
+            common one, or their files copied into one.
+        steps: Numbers of steps that are recorded whatever comes of them, counted from 0.
+        failures: Whether a step is recorded that raises an error, and the first whose loss is not
+            finite.
+        snapshot_every: Steps from one copy of the state to the next.
+
+    Raises:
+        ConfigError: A number below its least value, or nothing is asked for; when a fit begins,
+            another strategy than `shard_ddp`, `zero1`, `zero2` and `zero3`, or one that compresses.
+        CheckpointError: A file cannot be written.
+    """
+
+    @checked_options
+    def __init__(
+        self,
+        folder: str | Path,
+        steps: Sequence[int] = (),
+        failures: bool = True,
+        snapshot_every: int = 1,
+    ) -> None:
+        if snapshot_every < 1 or any(step < 0 for step in steps):
+            raise ConfigError(
+                f"RecordSteps got snapshot_every={snapshot_every} and steps={list(steps)}, "
+                f"expected 1 or more, and steps from 0."
+            )
+        if not steps and not failures:
+            raise ConfigError(
+                "RecordSteps got no steps and failures=False, so that it would record nothing. "
+                "Pass steps=[12], say, or leave failures as it is."
+            )
+        self._folder, self._steps, self._failures = Path(folder), frozenset(steps), failures
+        self._snapshot_every = snapshot_every
+        self._buffers = HostBuffers()
+        self._in_fit = ExitStack()
+        self._record: RankRecord | None = None
+        self._begun_at = -1  # number of the step that the last batch was of
+        self._must_begin = True
+        self._has_told_loss = False
+        self._num_losses = 0  # when the present batch began
+
+    @override
+    def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        _check(trainer)
+        self._close()
+        self._in_fit.enter_context(self._noting_batches(trainer))
+
+    @contextmanager
+    def _noting_batches(self, trainer: "pl.Trainer") -> Iterator[None]:
+        """The precision plugin is the first that is given a batch, before hooks change it."""
+        plugin = trainer.precision_plugin
+        convert = plugin.convert_input
+
+        def noted(batch: Any) -> Any:
+            if trainer.training:
+                self._note(trainer, batch)
+            return convert(batch)
+
+        with patch.object(plugin, "convert_input", noted):
+            yield
+
+    def _note(self, trainer: "pl.Trainer", batch: Any) -> None:
+        step = trainer.global_step
+        if step != self._begun_at:  # else gradients of this step are there
+            self._begun_at = step
+            if self._begins(step):
+                self._begin(trainer, step)
+        if self._record is None:
+            return
+        self._record.step = step
+        self._num_losses = len(self._record.losses)
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        self._record.given.append(
+            Given(
+                batch=tree_map_only(Tensor, host_copy, batch),
+                random=random_state(trainer.strategy.root_device),
+                is_last=progress.is_last_batch,
+            )
+        )
+
+    def _begins(self, step: int) -> bool:
+        """Whether the record begins anew with a step."""
+        if self._record is None or not self._failures:
+            return self._failures or step in self._steps
+        since = step - self._record.start
+        return self._must_begin or step in self._steps or since >= self._snapshot_every
+
+    def _begin(self, trainer: "pl.Trainer", step: int) -> None:
+        if self._record is not None:
+            self._buffers.give_back(self._record.snapshot.data)
+        strategy = trainer.strategy
+        assert isinstance(strategy, DataParallelStrategy)
+        self._must_begin, self._num_losses = False, 0
+        self._record = RankRecord(
+            rank=trainer.global_rank,
+            num_ranks=trainer.world_size,
+            start=step,
+            step=step,
+            reason="",
+            setup=_setup(trainer, strategy),
+            place=take_place(trainer),
+            buffers=take_buffers(trainer.lightning_module),
+            snapshot=take(strategy.engine, strategy.optimizers, step=step, buffers=self._buffers),
+        )
+
+    @override
+    def on_before_backward(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: Tensor
+    ) -> None:
+        if self._record is not None:
+            self._record.losses.append(loss.detach().clone())
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: "pl.Trainer",
+        pl_module: "pl.LightningModule",
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        if self._failures and not self._has_told_loss:
+            self._look_at_losses(trainer)
+        record = self._record
+        if record is not None and record.step in self._steps and trainer.global_step > record.step:
+            if record.start == record.step:  # else it was recorded for another reason
+                self._write(trainer, "asked")
+            if not self._failures:
+                self._drop()
+
+    def _look_at_losses(self, trainer: "pl.Trainer") -> None:
+        losses = self._record.losses[self._num_losses :] if self._record is not None else []
+        mine = any(not torch.isfinite(one).all() for one in losses)
+        if trainer.strategy.reduce_boolean_decision(mine, all=False):
+            self._has_told_loss = True
+            if self._record is not None:
+                self._write(trainer, "loss")
+
+    @override
+    def on_validation_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        self._must_begin = True  # schedulers and callbacks may act on what was validated
+
+    @override
+    def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        self._must_begin = True
+
+    @override
+    def on_exception(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException
+    ) -> None:
+        if self._failures and self._record is not None and isinstance(exception, Exception):
+            self._record.error = own_error(exception)
+            try:
+                path = self._write(trainer, "failure")
+            except CheckpointError as error:  # what has failed is what counts
+                _note(exception, f"The step was not recorded: {error}")
+            else:
+                _note(exception, f"The step is recorded: lightning-shard replay {path.parent}")
+        self._close()
+
+    @override
+    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        self._close()
+
+    def _write(self, trainer: "pl.Trainer", reason: str) -> Path:
+        record, strategy = self._record, trainer.strategy
+        assert record is not None
+        assert isinstance(strategy, DataParallelStrategy)
+        record.reason = reason
+        record.losses = [host_copy(one) for one in record.losses]
+        buffers = trainer.lightning_module.buffers()
+        record.state = state_digest(strategy.engine, strategy.optimizers, buffers)
+        return record.save(self._folder / f"step-{record.step:08d}")
+
+    def _drop(self) -> None:
+        if self._record is not None:
+            self._buffers.give_back(self._record.snapshot.data)
+        self._record, self._must_begin = None, True
+
+    def _close(self) -> None:
+        self._in_fit.close()
+        self._record, self._must_begin, self._begun_at = None, True, -1
+        self._has_told_loss, self._buffers = False, HostBuffers()
+
+
+def _note(exception: BaseException, text: str) -> None:
+    """Add a note, once: ranks of one process may be raised the same exception."""
+    if text not in getattr(exception, "__notes__", ()):
+        exception.add_note(text)
+
+
+def _check(trainer: "pl.Trainer") -> None:
+    """Raise if the steps of this fit cannot be taken again.
+
+    Raises:
+        ConfigError: Naming what can be.
+    """
+    strategy = trainer.strategy
+    name = strategy_name(strategy)
+    if name not in RECORDED or not isinstance(strategy, DataParallelStrategy):
+        raise ConfigError(
+            f"RecordSteps got the strategy {name!r}, expected one of {', '.join(RECORDED)}: of "
+            f"others a step depends on more than a rank's shards and its batch. Leave the callback "
+            f"out, or record the fit under one of these."
+        )
+    if strategy.compression is not None:
+        raise ConfigError(
+            f"RecordSteps got a strategy that compresses ({type(strategy.compression).__name__}), "
+            f"whose residuals it does not record; expected compression=None. Leave one of the two "
+            f"out."
+        )
+    if strategy.offload is not None:
+        raise ConfigError(
+            f"RecordSteps got {name!r} with offload={strategy.offload!r}, which replay does not "
+            f"take; expected offload=None. Leave one of the two out."
+        )
+    if "dataloader_iter" in signature(trainer.lightning_module.training_step).parameters:
+        raise ConfigError(
+            f"{type(trainer.lightning_module).__name__}.training_step takes dataloader_iter and "
+            f"fetches its batches itself, which RecordSteps does not see; expected a batch. Take "
+            f"batch and batch_idx, or leave the callback out."
+        )
+
+
+def _setup(trainer: "pl.Trainer", strategy: DataParallelStrategy) -> dict[str, Any]:
+    """Return the options that change what is computed, and the versions that compute it."""
+    algorithm = trainer.gradient_clip_algorithm
+    return {
+        "strategy": strategy_name(strategy),
+        "backend": strategy.backend.name,
+        "device": strategy.root_device.type,
+        "threads": torch.get_num_threads(),
+        "num_batches": trainer.num_training_batches,
+        "module": f"{type(trainer.lightning_module).__module__}."
+        f"{type(trainer.lightning_module).__qualname__}",
+        "options": {
+            "precision": str(trainer.precision),
+            "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "gradient_clip_val": trainer.gradient_clip_val,
+            "gradient_clip_algorithm": None if algorithm is None else str(algorithm.value),
+            "max_epochs": trainer.max_epochs,
+            "max_steps": trainer.max_steps,
+            "detect_anomaly": torch.is_anomaly_enabled(),
+            "sync_batchnorm": layer_sync(strategy) is not None,
+        },
+        "versions": versions(pl),
+    }

@@ -1,0 +1,135 @@
+"""Takes a recorded step again, with all its ranks as threads of this process."""
+
+import copy
+import random
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from lightning_shard.errors import CheckpointError, ConfigError
+from lightning_shard.proving.quiet import quiet
+from lightning_shard.proving.strategies import StrategyLike, name_of, strategy_in_process
+from lightning_shard.replay.rank_record import RankRecord, read_records, versions
+from lightning_shard.replay.replayer import RecordedData, Replayer, Shelf
+from lightning_shard.replay.verdict import Replayed, judge
+
+_OURS: dict[str, Any] = {
+    "accelerator": "cpu",
+    "limit_val_batches": 0,
+    "num_sanity_val_steps": 0,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+def replay(
+    folder: str | Path,
+    module: "pl.LightningModule",
+    *,
+    strategy: StrategyLike | None = None,
+    callbacks: Sequence[Callback] = (),
+    trust: bool = False,
+) -> Replayed:
+    """Take a step again that `RecordSteps` has recorded, with all ranks in this process.
+
+    Every rank gets its shards, optimizer state, buffers, batches and random streams of then, and is
+    a thread of this process; one runs at a time, in the same order every time, so that a debugger
+    works in user code.
+
+    Args:
+        folder: The step's folder, with a file of each rank.
+        module: The user's module, made as in the recorded run; it is left as the step leaves it.
+        strategy: The recorded run's strategy, if it had options of its own (units, bucket_mb ...);
+            its backend does not matter. None takes the recorded name.
+        callbacks: The user's callbacks that change what is computed.
+        trust: Whether classes of user code in the files may be made, which can run any code that
+            their writer has put there.
+
+    Returns:
+        Whether the failure came again, and whether losses and state have the same bits.
+
+    Raises:
+        CheckpointError: A file is missing, damaged, needs trust, or does not fit the module.
+        ConfigError: The strategy is not the recorded one.
+    """
+    records = read_records(Path(folder), trust=trust)
+    first = records[0]
+    made = strategy_in_process(
+        strategy or first.setup["strategy"], first.num_ranks, asked_by="replay"
+    )
+    if name_of(made) != first.setup["strategy"]:
+        raise ConfigError(
+            f"replay got the strategy {name_of(made)!r}, expected {first.setup['strategy']!r}, "
+            f"under which {folder} was recorded. Leave strategy out, or pass that one."
+        )
+    shelf = Shelf(records)
+    error: BaseException | None = None
+    with quiet(), _as_recorded(first):
+        trainer = pl.Trainer(
+            **_OURS,
+            **first.setup["options"],
+            strategy=made,
+            devices=first.num_ranks,
+            callbacks=[*copy.deepcopy(list(callbacks)), Replayer(shelf)],
+        )
+        try:
+            trainer.fit(module, datamodule=RecordedData(shelf))
+        except Exception as raised:
+            if not any(one.losses or one.state for one in shelf.outcomes):
+                _check_begun(raised)
+            error = raised
+    return judge(str(folder), records, shelf.outcomes, error, _notes(first))
+
+
+def _check_begun(error: Exception) -> None:
+    """Raise what has kept the step from beginning at all.
+
+    Raises:
+        CheckpointError: The records do not fit the module.
+        ConfigError: The module cannot be trained by the strategy.
+    """
+    if isinstance(error, CheckpointError | ConfigError):
+        raise error
+
+
+@contextmanager
+def _as_recorded(record: RankRecord) -> Iterator[None]:
+    """As many threads as a rank had, on which sums depend; then the caller's random streams."""
+    before = torch.get_rng_state(), random.getstate(), torch.get_num_threads()
+    torch.set_num_threads(record.setup["threads"])
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.set_num_threads(before[2])
+        torch.set_rng_state(before[0])
+        random.setstate(before[1])
+
+
+def _notes(record: RankRecord) -> list[str]:
+    """Say what differs between the recorded run and this one, for which values may differ."""
+    notes = [
+        f"{name} was {then}, and is {now} here: values may differ by rounding."
+        for name, now in versions(pl).items()
+        if (then := record.setup["versions"].get(name)) != now
+    ]
+    if record.setup["device"] != "cpu":
+        notes.append(
+            f"it was recorded on {record.setup['device']} and replayed on the CPU: values differ "
+            f"by rounding, and random numbers that were drawn on the device are others."
+        )
+    if record.start != record.step:
+        notes.append(
+            f"the replay began at step {record.start}, of which the state was kept, and took the "
+            f"steps from there."
+        )
+    return notes
