@@ -165,7 +165,7 @@ def test_it_plans_for_the_memory_that_is_there(
     assert prediction["recommendation"]["memory"]["peak"] <= prediction["device_memory"] == 2**20
     rows = prediction["candidates"]
     assert any(not one["fits"] for one in rows)
-    assert json.loads((tmp_path / "shard_auto.json").read_text()) == prediction
+    assert json.loads((tmp_path / "plan.json").read_text()) == prediction
     assert_same_as_given_directly(tmp_path, weights, devices=2)
 
 
