@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import default_collate
 
 import lightning_shard
 from lightning_shard import AutoStrategy, ConfigError
@@ -15,7 +16,7 @@ from lightning_shard.reporting.page import page_of
 from lightning_shard.reporting.records import read_run
 from tests.elastic.runs import fit as fit_elastic
 from tests.profiling.monitored import fit, monitors
-from tests.strategies.parity import UPSTREAM_WARNINGS, build, make_batches
+from tests.strategies.parity import GLOBAL_BATCH, UPSTREAM_WARNINGS, build
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
 
@@ -51,24 +52,25 @@ def test_shard_auto_is_held_to_account(tmp_path: Path, caplog: pytest.LogCapture
     assert "optimizer state" in page_of(read_run(tmp_path)).split('id="plan"')[1]
 
 
-@pytest.mark.parametrize("as_file", [False, True])
+@pytest.mark.parametrize("as_file", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_plan_of_the_users_is_held_to_account(as_file: bool, tmp_path: Path) -> None:
     model = build("gpt")
-    batch = make_batches(model, 1)[0]
-    given: Any = plan(model, batch, devices=2, device_memory=2**34, machine="cpu")
+    batch = default_collate([model.data(2)[n] for n in range(2)])
+    sizes = {"devices": 2, "global_batch": GLOBAL_BATCH, "batch_size": GLOBAL_BATCH // 2}
+    given: Any = plan(model, batch, **sizes, machine="cpu", precision="32-true")
     if as_file:
         (tmp_path / "given.json").write_text(given.to_json())
         given = tmp_path / "given.json"
     chosen = json.loads(given.read_text()) if as_file else given.to_dict()
     row = chosen["recommendation"]
-    made = {"shard_ddp": "DDPStrategy"}.get(row["strategy"])
-    kind = getattr(lightning_shard, made or f"ZeRO{row['zero_stage']}Strategy")
-    strategy = kind(backend="in_process", **row["options"])
+    assert row["strategy"] == "zero1"
+    strategy = lightning_shard.ZeRO1Strategy(backend="in_process", **row["options"])
     fit("gpt", watched(tmp_path / "run", given), strategy=strategy, devices=2)
     assert json.loads((tmp_path / "run" / "plan.json").read_text()) == chosen
-    assert rows_of(tmp_path / "run").keys() >= {"parameters", "sent along dp", "a step"}
+    is_held(rows_of(tmp_path / "run"))
 
 
+@pytest.mark.slow
 def test_it_changes_no_bit(tmp_path: Path) -> None:
     runs = []
     for callbacks in ([], watched(tmp_path)):
