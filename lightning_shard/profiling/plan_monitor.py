@@ -109,6 +109,12 @@ def _read(plan: Plan | str | Path) -> Mapping[str, Any]:
     found: Any = None
     if isinstance(plan, Plan):
         found = plan.to_dict()
+    elif not isinstance(plan, str | Path):
+        raise ConfigError(
+            f"PlanMonitor(plan={plan!r}) is {type(plan).__name__}, expected a Plan or the path of "
+            f"a file. Pass what lightning_shard.plan returns or `lightning-shard plan --json` "
+            f"prints."
+        )
     else:
         try:
             found = json.loads(Path(plan).read_text(encoding="utf-8"))
