@@ -33,6 +33,7 @@ from lightning_shard.option_checks import checked_options
 from lightning_shard.profiling.compression_ratio import CompressionRatio
 from lightning_shard.profiling.memory_monitor import MemoryMonitor
 from lightning_shard.profiling.pipeline_timeline import PipelineTimeline
+from lightning_shard.profiling.plan_monitor import PlanMonitor
 from lightning_shard.profiling.step_monitor import StepMonitor
 from lightning_shard.profiling.traffic_monitor import TrafficMonitor
 
@@ -184,6 +185,7 @@ TABLE: dict[Any, dict[str, list[Any]]] = {
         "every_n_steps": [*NOT_WHOLE, *BELOW_ONE],
         "dry_run": NOT_FLAG,
     },
+    PlanMonitor: {"plan": [1, True, 2.5], "folder": [1, True, 2.5]},
     MemoryMonitor: {"folder": [1, True, 2.5], "every_n_steps": [*NOT_WHOLE, *BELOW_ONE]},
 }
 OF_LIGHTNING = {

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 from lightning_shard.data_parallel.torch_private import TorchDispatchMode, storage_key
 
@@ -24,8 +25,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         alive: Bytes of such storages now.
         most: The most that were alive at one time.
-        moved: Bytes of arguments and results of all operations that compute, each once an
-            operation: what has gone through memory where nothing is fused.
+        moved: Bytes of arguments and results of operations that compute, each once an operation:
+            what has gone through memory where nothing is fused. Matrix products, attention and
+            convolutions do not count: their time is that of their arithmetic.
     """
 
     def __init__(self) -> None:
@@ -48,7 +50,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for one in results:
             if self._key(one) not in keys:  # else a view, or written in place
                 self._note(one)
-        if any(self._key(one) not in keys for one in results):
+        is_arithmetic = getattr(func, "overloadpacket", None) in flop_registry
+        if not is_arithmetic and any(self._key(one) not in keys for one in results):
             self.moved += sum(map(_num_bytes, [*given, *results]))
         return result
 

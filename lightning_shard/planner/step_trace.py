@@ -31,7 +31,8 @@ class StepTrace:
         most: The most bytes that are alive at one time, of what the step makes itself: activations,
             what is computed again, and what lives for a moment. Not parameters, nor gradients of
             parameters.
-        moved: Bytes that operations of forward and backward read and write, unfused.
+        moved: Bytes that operations of forward and backward read and write, unfused, but for
+            matrix products, attention and convolutions.
         sent: Bytes that this rank sends its tensor-parallel peers.
     """
 

@@ -9,6 +9,7 @@ run have given it stays. From there on it is the chosen strategy, not something 
 trains, saves and is asked for its name is exactly what `Trainer(strategy=...)` makes of the choice.
 """
 
+import json
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
@@ -26,6 +27,7 @@ from lightning_shard.pipeline_parallel.microbatches import batch_size_of
 from lightning_shard.planning.machine import MachineProfile, machine_profile, published
 from lightning_shard.planning.plan import Plan
 from lightning_shard.planning.search import plan
+from lightning_shard.reporting.records import PLAN
 from lightning_shard.strategies.configs import AutoConfig, FitEndConfig, RunConfig
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from lightning_shard.strategies.flat_options import part, takes
@@ -116,6 +118,8 @@ class AutoStrategy(DataParallelStrategy):
             path = Path(folder, self._auto.choice_file)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(choice.config, encoding="utf-8")
+            prediction = json.dumps(choice.prediction, indent=2)
+            path.with_name(PLAN).write_text(prediction, encoding="utf-8")
             rank_zero_info(f"shard_auto: {path} fixes this choice, as a config of `fit`.")
         trainer.accumulate_grad_batches = choice.accumulated
         kind = getattr(import_module(_package()), choice.class_name)

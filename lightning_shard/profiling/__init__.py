@@ -4,6 +4,7 @@ from lightning_shard.profiling.compression_ratio import CompressionRatio
 from lightning_shard.profiling.held_bytes import HeldBytesTable
 from lightning_shard.profiling.memory_monitor import MemoryMonitor
 from lightning_shard.profiling.pipeline_timeline import PipelineTimeline
+from lightning_shard.profiling.plan_monitor import PlanMonitor
 from lightning_shard.profiling.step_monitor import StepMonitor
 from lightning_shard.profiling.traffic_monitor import TrafficMonitor
 
@@ -12,6 +13,7 @@ __all__ = [
     "HeldBytesTable",
     "MemoryMonitor",
     "PipelineTimeline",
+    "PlanMonitor",
     "StepMonitor",
     "TrafficMonitor",
 ]

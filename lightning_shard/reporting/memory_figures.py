@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_shard.reporting.figures_of_run import expected_of, last_of_ranks
-from lightning_shard.reporting.records import RunRecords
+from lightning_shard.reporting.records import Record, RunRecords
 
 KINDS = {
     "parameters": ("parameters",),
@@ -43,6 +43,10 @@ class RankMemory:
     offloaded: float
     peak: float | None
 
+    def of(self, kind: str) -> float:
+        """Return the bytes of a kind."""
+        return self.held.get(kind, 0.0)
+
 
 def by_kind(memory: Mapping[str, Any]) -> dict[str, float]:
     """Return bytes by the names of `KINDS`; kinds of which there is nothing are left out."""
@@ -71,7 +75,11 @@ def memory_of_ranks(run: RunRecords) -> list[RankMemory]:
 
 def planned(run: RunRecords) -> dict[str, float] | None:
     """Return the bytes by kind of the fullest rank that a stored plan says; None without one."""
-    plan = run.plan or {}
-    chosen = plan.get("recommendation") or plan
-    memory = chosen.get("memory") if isinstance(chosen, dict) else None
-    return by_kind(memory) if isinstance(memory, dict) else None
+    chosen = chosen_of(run.plan)
+    return None if chosen is None else by_kind(chosen["memory"])
+
+
+def chosen_of(plan: Record | None) -> Record | None:
+    """Return the figures of what a plan recommends; None where there are none."""
+    chosen = (plan or {}).get("recommendation") or plan
+    return chosen if isinstance(chosen, dict) and isinstance(chosen.get("memory"), dict) else None

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lightning_shard.reporting import sections
+from lightning_shard.reporting.plan_section import plan
 from lightning_shard.reporting.records import RunRecords, read_run
 from lightning_shard.reporting.style import STYLE
 from lightning_shard.reporting.texts import escape
@@ -20,6 +21,7 @@ SECTIONS: dict[str, tuple[str, Callable[[RunRecords], str]]] = {
     "memory": ("Memory", sections.memory),
     "traffic": ("Traffic", sections.traffic),
     "pipeline": ("Pipeline", sections.pipeline),
+    "plan": ("Plan and run", plan),
     "events": ("Events", sections.events),
 }
 """By its id each section's heading, and what makes it."""

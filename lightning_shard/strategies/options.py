@@ -268,7 +268,7 @@ class AutoOptions(RunOptions, FitEndOptions, total=False):
         tensor_plan: Layers that tensor parallel may split, as the option `plan` of
             `tensor_parallel` has them; by default they are found.
         choice_file: File in the run's log folder to which the choice is written, as a config; None
-            writes none.
+            writes none. What was predicted is written beside it, as `plan.json`.
     """
 
     machine: str

@@ -1,5 +1,6 @@
 """`strategy="shard_auto"`: what it chooses trains as if it had been given by its name."""
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,7 @@ def test_it_plans_for_the_memory_that_is_there(
     assert prediction["recommendation"]["memory"]["peak"] <= prediction["device_memory"] == 2**20
     rows = prediction["candidates"]
     assert any(not one["fits"] for one in rows)
+    assert json.loads((tmp_path / "plan.json").read_text()) == prediction
     assert_same_as_given_directly(tmp_path, weights, devices=2)
 
 
