@@ -231,6 +231,8 @@ class DataParallelEngine:
     def _running_user_code(self) -> Iterator[None]:
         with explaining_shards(self._homes), self.user_code.running():
             yield
+        if self._unsharder is not None:
+            self._unsharder.note_user_code()
 
     @contextmanager
     def backward(self, is_used: Callable[[], bool] = always) -> Iterator[None]:
