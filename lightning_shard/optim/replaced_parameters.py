@@ -4,19 +4,25 @@
     optimizer given the new one         one device: it is trained, with state of its own
 
 The engine puts its own parameter back, with the new value. An optimizer that was given the new one
-goes on with the engine's, and with new state; one that has lost the parameter would train it, which
-a single device does not: that is refused before its next step.
+goes on with the engine's, and with new state. One that was not would train it, which one device
+does not: the parameter is frozen, and a step that would move it all the same is refused.
 """
 
 from collections.abc import Collection
 from itertools import chain
 
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_shard.data_parallel.assigned import ReplacedParameter
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.errors import ConfigError
+
+_ADVICE = (
+    "To train it, write the value into the parameter that was there, with torch.no_grad(): "
+    "param.copy_(value), or put the new one into the optimizer's param_groups in the same hook."
+)
 
 
 class ReplacedParameters:
@@ -52,7 +58,18 @@ class ReplacedParameters:
             self._lost.pop(one.param, None)
             one.param.grad = one.newcomer.grad
         elif one.param in listed and one.newcomer.requires_grad:
-            self._lost[one.param] = one.name
+            self._lose(one)
+
+    def _lose(self, one: ReplacedParameter) -> None:
+        self._lost[one.param] = one.name
+        if len(self._engine.adoption.on_replaced) > 1:  # another optimizer may have been given it
+            return
+        one.param.requires_grad = False
+        rank_zero_warn(
+            f"{one.name!r} was replaced by another parameter, which "
+            f"{type(self._optimizer).__name__} was not given. It is frozen, since one device would "
+            f"train it no longer. {_ADVICE}"
+        )
 
     def check(self) -> None:
         """Check the param groups before a step.
@@ -90,12 +107,15 @@ class ReplacedParameters:
             )
 
     def _refuse_lost(self, listed: Collection[nn.Parameter]) -> None:
-        names = [name for param, name in self._lost.items() if param in listed]
+        names = [
+            name
+            for param, name in self._lost.items()
+            if param in listed and (param.requires_grad or param.grad is not None)
+        ]
         if names:
             raise ConfigError(
                 f"Rank {self._engine.collectives.rank}: {', '.join(map(repr, names))} was replaced "
                 f"by another parameter, which {type(self._optimizer).__name__} was not given and "
-                f"would train no longer on one device; expected the parameter that it has. Write "
-                f"the value into it, with torch.no_grad(): param.copy_(value), or put the new "
-                f"parameter into the optimizer's param_groups in the same hook."
+                f"would train no longer on one device, but has a gradient for; expected the "
+                f"parameter that it has. {_ADVICE}"
             )

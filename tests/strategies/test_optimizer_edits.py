@@ -223,11 +223,41 @@ def test_an_edit_inside_a_step_was_lost_or_raised(strategy: str) -> None:
     assert_as_alone(strategy, nothing, base=ByHand)
 
 
-@pytest.mark.few_cases(3)
-@pytest.mark.parametrize("strategy", ALL)
+LOST = r"'head\.weight' was replaced by another parameter"
+
+
+@pytest.mark.parametrize("strategy", ["shard_ddp", "zero1", "zero3", "tensor_zero3"])
 def test_a_parameter_that_the_optimizer_has_lost_was_trained_on(strategy: str) -> None:
-    with pytest.raises(ConfigError, match=r"'head\.weight' was replaced by another parameter"):
-        fit_on_ranks(strategy, replace)
+    with pytest.warns(UserWarning, match=LOST):
+        assert_as_alone(strategy, replace)
+
+
+@pytest.mark.parametrize("strategy", ["shard_ddp", "zero1", "zero3", "tensor_zero3"])
+def test_a_lost_parameter_took_the_step_of_its_gradient(strategy: str) -> None:
+    with pytest.warns(UserWarning, match=LOST):
+        assert_as_alone(strategy, nothing, replace)
+
+
+@pytest.mark.filterwarnings(f"ignore:{LOST}")
+@pytest.mark.parametrize(
+    ("strategy", "hook"), [(one, hook) for one in ("tensor", "pipeline") for hook in (0, 1)]
+)
+def test_a_lost_parameter_that_has_a_gradient_was_trained_on(strategy: str, hook: int) -> None:
+    edits: list[Edit] = [nothing, nothing]
+    edits[hook] = replace
+    with pytest.raises(ConfigError, match=LOST):
+        fit_on_ranks(strategy, *edits)
+
+
+@pytest.mark.filterwarnings(f"ignore:{LOST}")
+def test_a_lost_parameter_that_was_unfrozen_was_trained_on() -> None:
+    def unfreeze(module: Any) -> None:
+        replace(module)
+        if module.global_step > ROW:
+            module.requires_grad_(requires_grad=True)
+
+    with pytest.raises(ConfigError, match=LOST):
+        fit_on_ranks("zero2", unfreeze)
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
