@@ -26,7 +26,7 @@ class Adoption:
     """Takes over what user code has assigned to the parameters of a model.
 
     Args:
-        model: The model.
+        model: The model, whose modules hold the parameters.
         flats: The buffers of the parameters, which ask for it when they notice one.
         homes: Buffer of each parameter, and its index there.
         split: How the model is split over other ranks.

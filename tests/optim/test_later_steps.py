@@ -148,16 +148,17 @@ def test_an_optimizer_that_cannot_be_tried_beside_the_run_goes_on_with_a_warning
 def test_an_optimizer_with_an_attribute_could_not_be_tried_once_it_had_loaded_a_state() -> None:
     """Loading adds `differentiable` to the defaults, which its constructor does not take."""
 
-    class HasAttribute(optim.SGD):
-        def __init__(self, params: Any, lr: float = 0.1, sign: float = 1.0) -> None:
-            super().__init__(params, lr=lr)
-            self.sign, self.defaults = sign, {}
+    class Signed(Optimizer):
+        def __init__(self, params: Any, sign: float = 1.0) -> None:
+            super().__init__(params, {})
+            self.sign = sign
 
-        def step(self, closure: Any = None) -> Any:
-            assert self.sign == 1.0
-            return super().step(closure)
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for param in self.param_groups[0]["params"]:
+                param.sub_(self.sign * param.grad)
 
-    optimizer = HasAttribute([nn.Parameter(torch.ones(3))])
+    optimizer = Signed([nn.Parameter(torch.ones(3))])
     optimizer.load_state_dict(optimizer.state_dict())
     assert optimizer.defaults == {"differentiable": False}
     assert why_not_elementwise(optimizer) is None
