@@ -36,12 +36,16 @@ class ReplacedParameters:
     def __init__(self, optimizer: Optimizer, engine: DataParallelEngine) -> None:
         self._optimizer, self._engine = optimizer, engine
         self._lost: dict[nn.Parameter, str] = {}
+        self._frozen: dict[nn.Parameter, str] = {}
+        self._has_told = False
         self._checked: list[int] = []
         engine.adoption.on_replaced.append(self._follow)
         engine.adopt_assigned()  # this optimizer may be given what was replaced just now
 
     def detach(self) -> None:
-        """Follow no longer."""
+        """Follow no longer; what was frozen here is as user code left it."""
+        for param in self._frozen:
+            param.requires_grad = True
         if self._follow in self._engine.adoption.on_replaced:
             self._engine.adoption.on_replaced.remove(self._follow)
 
@@ -56,6 +60,7 @@ class ReplacedParameters:
             if one.newcomer in state:
                 state[one.param] = state.pop(one.newcomer)
             self._lost.pop(one.param, None)
+            self._frozen.pop(one.param, None)
             one.param.grad = one.newcomer.grad
         elif one.param in listed and one.newcomer.requires_grad:
             self._lose(one)
@@ -65,11 +70,17 @@ class ReplacedParameters:
         if len(self._engine.adoption.on_replaced) > 1:  # another optimizer may have been given it
             return
         one.param.requires_grad = False
-        rank_zero_warn(
-            f"{one.name!r} was replaced by another parameter, which "
-            f"{type(self._optimizer).__name__} was not given. It is frozen, since one device would "
-            f"train it no longer. {_ADVICE}"
-        )
+        self._frozen[one.param] = one.name
+
+    def _tell(self) -> None:
+        """Warn of what has been frozen, before the first step that leaves it out."""
+        for name in self._frozen.values() if not self._has_told else ():
+            rank_zero_warn(
+                f"{name!r} was replaced by another parameter, which "
+                f"{type(self._optimizer).__name__} was not given. It is frozen, since one device "
+                f"would train it no longer. {_ADVICE}"
+            )
+        self._has_told = bool(self._frozen)
 
     def check(self) -> None:
         """Check the param groups before a step.
@@ -87,6 +98,7 @@ class ReplacedParameters:
             self._checked = [*map(id, listed)]
         if self._lost:
             self._refuse_lost(set(listed))
+            self._tell()
 
     def _listed(self) -> list[nn.Parameter]:
         groups = self._optimizer.param_groups
