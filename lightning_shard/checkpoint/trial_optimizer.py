@@ -2,18 +2,22 @@
 
 import copy
 from collections import defaultdict
+from contextlib import suppress
 from typing import Any
 
 from torch.optim import Optimizer
 
+_ADDED = "differentiable"  # torch adds it to the defaults of each optimizer that loads a state
+
 
 def trial_optimizer(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
     """Return an optimizer of the same class on one group, with state of its own."""
-    try:  # some make their state in the constructor
-        return type(optimizer)([group], **optimizer.defaults)
-    except TypeError:  # its defaults are not its constructor's arguments
-        trial = copy.copy(optimizer)
-        trial.state = defaultdict(dict)
-        trial.param_groups = []
-        trial.add_param_group(group)
-        return trial
+    own = {key: value for key, value in optimizer.defaults.items() if key != _ADDED}
+    for options in (optimizer.defaults, own):
+        with suppress(TypeError):  # its defaults are not its constructor's arguments
+            return type(optimizer)([group], **options)  # some make their state in the constructor
+    trial = copy.copy(optimizer)
+    trial.state = defaultdict(dict)
+    trial.param_groups = []
+    trial.add_param_group(group)
+    return trial

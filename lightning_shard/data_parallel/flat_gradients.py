@@ -164,8 +164,11 @@ class FlatGradients:
         Raises:
             ConfigError: The gradient came twice in one backward, after the first was reduced.
         """
+        param = self.flat.params[index]
+        if not param.requires_grad:  # frozen since its forward: autograd drops what has come
+            return
         self._expect(index)
-        grad = self.flat.params[index].grad
+        grad = param.grad
         assert grad is not None
         if grad is self.buffer.views[index]:
             self.states.arrive(index)

@@ -30,6 +30,7 @@ class Unit:
             do not see may need it.
         brought: Whether the unit was unsharded for user code, which may change it until it is
             resharded.
+        was_met: Whether user code has run while the unit was unsharded, and may have changed it.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class Unit:
         self.flats = tuple(flats)
         self.open_calls = 0
         self.open_backwards = 0
-        self.kept = self.brought = False
+        self.kept = self.brought = self.was_met = False
         self._forwarded: set[nn.Module] = set()
         self._pending: list[Pending | Uploaded] | None = None
         self.is_full = True
@@ -98,13 +99,14 @@ class Unit:
         """
         for handle in self._pending or ():
             handle.wait()
-        if (edited or self.brought) and self.is_full:
+        if (edited or self.brought or self.was_met) and self.is_full:
             for flat in self.flats:
                 flat.take_in_edits()
         if self.is_full or self._pending is not None:
             for flat in self.flats:
                 flat.reshard()
-        self._pending, self.is_full, self.brought = None, False, False
+        self._pending, self.is_full = None, False
+        self.brought = self.was_met = False
         self._forwarded.clear()
 
     def leave_as_is(self) -> None:

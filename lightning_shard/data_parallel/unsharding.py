@@ -254,6 +254,11 @@ class Unsharder:
             unit.kept = unit.brought = True
         return self._in_step or anywhere
 
+    def note_user_code(self) -> None:
+        """Note that a hook or a step of the user's has run, which may have edited full units."""
+        for unit in self._units:
+            unit.was_met |= unit.is_full
+
     def unshard_root_units(self) -> None:
         """Unshard the root units, which any module may use at any time, all at once."""
         for unit in self._root_units:

@@ -72,6 +72,7 @@ def train(edit: Edit, **options: object) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
+@pytest.mark.filterwarnings("ignore:'net.head.weight' was replaced by another parameter")
 @pytest.mark.parametrize("edit", [drawn, assigned, replaced, on_one_rank])
 def test_edits_of_a_ranks_own_parted_the_weights_without_a_word(edit: Edit) -> None:
     with pytest.raises(ConfigError, match=r"ranks have different values of 'net\.head\.weight'"):

@@ -21,6 +21,7 @@ from tests.strategies.parity import UPSTREAM_WARNINGS
 pytestmark = [
     *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
     pytest.mark.filterwarnings("ignore:.*this fit will run with no optimizer"),
+    pytest.mark.filterwarnings("ignore:'neck.weight' was replaced by another parameter"),
 ]
 
 
