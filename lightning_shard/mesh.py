@@ -26,10 +26,10 @@ from lightning_shard.mesh_picture import abbreviated, draw_mesh, save_mesh_png
 from lightning_shard.option_checks import check_fields, checked_options
 from lightning_shard.rank_grid import RankGrid, sizes_of
 
-Axis = Literal["pp", "dp", "cp", "tp"]
+Axis = Literal["pp", "dp", "ep", "cp", "tp"]
 ALL_AXES: tuple[Axis, ...] = get_args(Axis)
-AXES: tuple[Axis, ...] = ("pp", "dp", "tp")  # of every mesh; cp is an axis where it has ranks
-_BY_TRAFFIC: tuple[Axis, ...] = ("tp", "cp", "pp", "dp")  # of equals, the one that keeps tp
+AXES: tuple[Axis, ...] = ("pp", "dp", "tp")  # of every mesh; others are axes where they have ranks
+_BY_TRAFFIC: tuple[Axis, ...] = ("tp", "cp", "ep", "pp", "dp")  # of equals, the one that keeps tp
 _NUM_PROPOSALS = 3
 
 
@@ -66,8 +66,9 @@ class ParallelMesh:
         dp: Number of groups that train on different batches.
         tp: Number of ranks that share every wide layer.
         cp: Number of ranks that share every sequence.
-        axis_order: The axes from the slowest to the fastest; cp of more than one rank, where it is
-            not named, is the one before tp.
+        ep: Number of ranks that share the experts of every mixture, and train on different batches.
+        axis_order: The axes from the slowest to the fastest; of more than one rank, where they are
+            not named, ep is the one after dp, and cp the one before tp.
         shard: Number of neighbouring `dp` groups that shard one copy of the state; None: all.
 
     Raises:
@@ -81,11 +82,12 @@ class ParallelMesh:
     axis_order: tuple[Axis, ...] = AXES
     shard: int | None = None
     cp: int = 1
+    ep: int = 1
 
     def __post_init__(self) -> None:
         """Refuse sizes and orders that make no grid."""
         check_fields(self)
-        object.__setattr__(self, "axis_order", _order_with_cp(self.axis_order, self.cp))
+        object.__setattr__(self, "axis_order", _with_optional(self.axis_order, self.axes))
         if sorted(self.axis_order) != sorted(self.axes):
             raise ConfigError(
                 f"axis_order must name each of {', '.join(self.axes)} once, got {self.axis_order}."
@@ -106,6 +108,7 @@ class ParallelMesh:
         tp: int = 1,
         dp: int = -1,
         cp: int = 1,
+        ep: int = 1,
         axis_order: Sequence[Axis] = AXES,
     ) -> "ParallelMesh":
         """Make the mesh of all of `world_size` ranks; an axis of -1 takes what the others leave.
@@ -114,9 +117,8 @@ class ParallelMesh:
             ConfigError: A size is neither -1 nor at least 1, two are -1, or they do not multiply
                 to the world's; with the nearest sizes that do.
         """
-        sizes: dict[Axis, int] = {"pp": pp, "dp": dp, "tp": tp}
-        if cp != 1:
-            sizes = {"pp": pp, "dp": dp, "cp": cp, "tp": tp}
+        of_all: dict[Axis, int] = {"pp": pp, "dp": dp, "ep": ep, "cp": cp, "tp": tp}
+        sizes = {axis: size for axis, size in of_all.items() if axis in AXES or size != 1}
         asked = {axis: size for axis, size in sizes.items() if size > 0}
         rest = [axis for axis, size in sizes.items() if size == -1]
         num_asked = prod(asked.values())
@@ -141,7 +143,7 @@ class ParallelMesh:
     @property
     def axes(self) -> tuple[Axis, ...]:
         """The axes of this mesh."""
-        return AXES if self.cp == 1 else ALL_AXES
+        return tuple(axis for axis in ALL_AXES if axis in AXES or self.size(axis) != 1)
 
     @property
     def grid(self) -> RankGrid[Axis]:
@@ -197,9 +199,9 @@ class ParallelMesh:
         return self.grid.groups(self._present(axis))
 
     def _present(self, axes: Axis | Sequence[Axis]) -> Sequence[Axis]:
-        """Return axes without cp where each sequence is on one rank, which has no such axis."""
+        """Return axes without those that are no axis of this mesh, where they have one rank."""
         along: Sequence[Axis] = [axes] if isinstance(axes, str) else axes
-        return along if self.cp > 1 else [axis for axis in along if axis != "cp"]
+        return [axis for axis in along if axis not in ALL_AXES or axis in self.axes]
 
     def placement(self, ranks_per_node: int) -> NodePlacement:
         """Return which axes reach over nodes of `ranks_per_node` neighbouring ranks each.
@@ -263,23 +265,24 @@ class ParallelMesh:
         Raises:
             ConfigError: matplotlib is not installed.
         """
-        save_mesh_png(self._stages(), path, ranks_per_node=ranks_per_node, cp=self.cp)
+        save_mesh_png(self._stages(), path, ranks_per_node=ranks_per_node, cp=self.cp, ep=self.ep)
 
     def _stages(self) -> list[list[tuple[int, ...]]]:
         return [
             [
                 tuple(
-                    self.rank_at({"pp": pp, "dp": dp, "cp": cp, "tp": tp})
+                    self.rank_at({"pp": pp, "dp": dp, "ep": ep, "cp": cp, "tp": tp})
                     for cp in range(self.cp)
                     for tp in range(self.tp)
                 )
                 for dp in range(self.dp)
+                for ep in range(self.ep)
             ]
             for pp in range(self.pp)
         ]
 
     def __str__(self) -> str:
-        return draw_mesh(self._stages(), shard=self.shard, cp=self.cp)
+        return draw_mesh(self._stages(), shard=self.shard, cp=self.cp, ep=self.ep)
 
     def __repr__(self) -> str:
         order = "" if self.axis_order == self.axes else f", axis_order={self.axis_order}"
@@ -289,14 +292,17 @@ class ParallelMesh:
         )
 
 
-def _order_with_cp(order: Sequence[Axis], cp: int) -> tuple[Axis, ...]:
-    """Return an order that names cp where it is an axis of the mesh, and only there."""
-    if cp == 1:
-        return tuple(axis for axis in order if axis != "cp")
-    if "cp" in order or "tp" not in order:
-        return tuple(order)
-    place = order.index("tp")
-    return (*order[:place], "cp", *order[place:])
+def _with_optional(order: Sequence[Axis], axes: Sequence[Axis]) -> tuple[Axis, ...]:
+    """Return an order that names the optional of `axes`, and those alone."""
+    named = [axis for axis in order if axis in AXES or axis in axes]
+    for axis in axes:
+        if axis in AXES or axis in named or "tp" not in named or "dp" not in named:
+            continue
+        if axis == "ep":
+            named.insert(named.index("dp") + 1, axis)
+        else:
+            named.insert(named.index("tp"), axis)
+    return tuple(named)
 
 
 def _nodes(ranks: Sequence[int], ranks_per_node: int) -> set[int]:
@@ -311,7 +317,7 @@ def _nearest_sizes(
     world_size: int, asked: Mapping[Axis, int], allows_tp: Callable[[int], bool] = lambda _: True
 ) -> str:
     """Name the sizes that multiply to the world's and differ least, as factors, from `asked`."""
-    axes = AXES if asked.get("cp", 1) == 1 else ALL_AXES
+    axes = [axis for axis in ALL_AXES if axis in AXES or asked.get(axis, 1) != 1]
     by_traffic = [axis for axis in _BY_TRAFFIC if axis in axes]
     fitting = [one for one in sizes_of(world_size, by_traffic) if allows_tp(one["tp"])]
 

@@ -31,20 +31,21 @@ _MOST_LABELS = 1024  # ranks; more would not be legible
 _MOST_TICKS = 32
 
 
-def draw_mesh(stages: Stages, *, shard: int | None = None, cp: int = 1) -> str:
+def draw_mesh(stages: Stages, *, shard: int | None = None, cp: int = 1, ep: int = 1) -> str:
     """Draw the grid and list its groups, at most 100 columns wide.
 
     Args:
         stages: Ranks by stage, replica and place in the tensor-parallel group; those of one
-            sequence's parts one after the other.
+            sequence's parts one after the other, replicas that share experts as well.
         shard: Number of replicas that shard one copy of the state; None: all.
         cp: Number of parts of each sequence.
+        ep: Number of replicas that share the experts.
     """
     most_stages, most_ranks = (
         min(size, _MOST_COLUMNS) for size in (len(stages), len(stages[0][0]))
     )
     while True:
-        lines = _draw_boxes(stages, most_stages, most_ranks)
+        lines = _draw_boxes(stages, most_stages, most_ranks, ep)
         if len(lines[1]) <= _WIDTH or max(most_stages, most_ranks) <= _FEWEST:
             break
         if most_stages > most_ranks:
@@ -52,7 +53,7 @@ def draw_mesh(stages: Stages, *, shard: int | None = None, cp: int = 1) -> str:
         else:
             most_ranks -= 1
     return "\n".join(
-        [_summary(stages, cp), "", *lines, "", *_group_lines(stages, shard, cp)]
+        [_summary(stages, cp, ep), "", *lines, "", *_group_lines(stages, shard, cp, ep)]
     ).rstrip()
 
 
@@ -62,7 +63,12 @@ def abbreviated(items: Sequence[object], most: int) -> list[str]:
 
 
 def save_mesh_png(
-    stages: Stages, path: str | Path, *, ranks_per_node: int | None = None, cp: int = 1
+    stages: Stages,
+    path: str | Path,
+    *,
+    ranks_per_node: int | None = None,
+    cp: int = 1,
+    ep: int = 1,
 ) -> None:
     """Draw the grid into a PNG file, a colour per stage, or per node where its size is given.
 
@@ -78,17 +84,21 @@ def save_mesh_png(
     _draw_cells(axes, stages, ranks_per_node)
     if pp * dp * tp <= _MOST_LABELS:
         _label_ranks(axes, stages, min(9.0, 30 * width / (pp * step)))
-    indices, names = _ticks("stage", pp)
-    axes.set_xticks([index * step + tp / 2 for index in indices], names)
-    indices, names = _ticks("dp", dp)
-    axes.set_yticks([index + 0.5 for index in indices], names)
+    stages_shown, rows_shown = _ticks(pp), _ticks(dp)
+    axes.set_xticks(
+        [index * step + tp / 2 for index in stages_shown],
+        [f"stage {index}" for index in stages_shown],
+    )
+    axes.set_yticks(
+        [index + 0.5 for index in rows_shown], [_row(index, ep) for index in rows_shown]
+    )
     axes.tick_params(length=0, labelsize=8)
     axes.invert_yaxis()
     axes.set_frame_on(False)
     colours = (
         f"a colour per node of {ranks_per_node} ranks" if ranks_per_node else "a colour per stage"
     )
-    axes.set_title(f"{_summary(stages, cp)}\n{colours}", fontsize=8)
+    axes.set_title(f"{_summary(stages, cp, ep)}\n{colours}", fontsize=8)
     figure.savefig(path, format="png", dpi=150)
 
 
@@ -96,9 +106,10 @@ def _sizes(stages: Stages) -> tuple[int, int, int]:
     return len(stages), len(stages[0]), len(stages[0][0])
 
 
-def _summary(stages: Stages, cp: int) -> str:
+def _summary(stages: Stages, cp: int, ep: int) -> str:
     pp, dp, ranks = _sizes(stages)
-    axes = [(pp, "stage", "(pp)"), (dp, "replica", "(dp)")]
+    axes = [(pp, "stage", "(pp)"), (dp // ep, "replica", "(dp)")]
+    axes += [(ep, "part", "of the experts (ep)")] if ep > 1 else []
     axes += [(cp, "part", "of a sequence (cp)")] if cp > 1 else []
     axes += [(ranks // cp, "rank", "to a layer (tp)")]
     counts = " x ".join(f"{_count(size, name)} {axis}" for size, name, axis in axes)
@@ -114,10 +125,15 @@ def _shown(size: int, most: int) -> list[int | None]:
     return list(range(size)) if size <= most else [*range(most - 2), None, size - 1]
 
 
-def _draw_boxes(stages: Stages, most_stages: int, most_ranks: int) -> list[str]:
+def _row(index: int, ep: int) -> str:
+    """Return the name of a row: of a replica, or of the part of the experts that it has."""
+    return f"dp {index}" if ep == 1 else f"dp {index // ep} ep {index % ep}"
+
+
+def _draw_boxes(stages: Stages, most_stages: int, most_ranks: int, ep: int) -> list[str]:
     pp, dp, tp = _sizes(stages)
     rows = _shown(dp, _MOST_ROWS)
-    labels = ["..." if row is None else f"dp {row}" for row in rows]
+    labels = ["..." if row is None else _row(row, ep) for row in rows]
     blocks = [["", "", *labels, ""]]
     is_abbreviated = None in rows or tp > most_ranks
     width = max(len(str(pp * dp * tp - 1)), 3 if is_abbreviated else 1)
@@ -145,7 +161,7 @@ def _box(title: str, lines: list[str]) -> list[str]:
     return [f" {title}", border, *(f"| {line.center(width)} |" for line in lines), border]
 
 
-def _group_lines(stages: Stages, shard: int | None, cp: int) -> list[str]:
+def _group_lines(stages: Stages, shard: int | None, cp: int, ep: int) -> list[str]:
     """Return a line for each axis of more than one rank: the groups along it, and within dp."""
     replicas = [group for stage in stages for group in zip(*stage, strict=True)]
     size = len(replicas[0])
@@ -161,6 +177,12 @@ def _group_lines(stages: Stages, shard: int | None, cp: int) -> list[str]:
         ],
         "  equal shards of the copies:   ": [
             group[first::shard] for group in replicas for first in range(shard if parts else 0)
+        ],
+        "ep groups, sharing experts:     ": [
+            group[first : first + ep] for group in replicas for first in range(0, size, ep)
+        ],
+        "  of equal experts:             ": [
+            group[part::ep] for group in replicas for part in range(ep if ep > 1 else 0)
         ],
         "cp groups, of a sequence each:  ": [
             tuple(ranks[place :: len(ranks) // cp])
@@ -211,6 +233,5 @@ def _label_ranks(axes: Any, stages: Stages, font_size: float) -> None:
                 )
 
 
-def _ticks(name: str, size: int) -> tuple[range, list[str]]:
-    indices = range(0, size, -(-size // _MOST_TICKS))
-    return indices, [f"{name} {index}" for index in indices]
+def _ticks(size: int) -> range:
+    return range(0, size, -(-size // _MOST_TICKS))

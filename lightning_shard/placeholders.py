@@ -25,7 +25,23 @@ from lightning_shard.errors import ConfigError
 
 _UPDATES_STATISTICS = ("batch_norm",)  # of another stage: they are its own to keep
 _written_to: ContextVar[dict[str, None] | None] = ContextVar("written_to", default=None)
+_is_alone: ContextVar[bool] = ContextVar("is_alone", default=False)
 _born: ContextVar[list["weakref.ref[Placeholder]"] | None] = ContextVar("born", default=None)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Call a block inside to see the shapes of what it returns, where peers call nothing."""
+    token = _is_alone.set(True)
+    try:
+        yield
+    finally:
+        _is_alone.reset(token)
+
+
+def is_alone() -> bool:
+    """Whether a call may exchange nothing with peers, since only its result's shapes count."""
+    return _is_alone.get()
 
 
 class OtherStageError(ConfigError):

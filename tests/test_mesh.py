@@ -56,7 +56,7 @@ def test_groups_along_two_axes_in_another_order() -> None:
     assert mesh.groups(("dp", "tp")) == [(0, 1, 4, 5, 8, 9), (2, 3, 6, 7, 10, 11)]
 
 
-@pytest.mark.parametrize("axis", ["ep", ("pp", "ep"), "pptp"])
+@pytest.mark.parametrize("axis", ["xp", ("pp", "xp"), "pptp"])
 def test_an_unknown_axis_is_refused(axis: Axis) -> None:
     for ask in (EIGHT.groups, lambda axis: EIGHT.peers(axis, 0)):
         with pytest.raises(
@@ -321,6 +321,23 @@ def test_a_mesh_with_parts_of_sequences_has_an_axis_more_and_others_do_not() -> 
     assert alone == ParallelMesh(dp=2, tp=2)
     assert alone.peers("cp", 3) == (3,)
     assert alone.peers(("dp", "cp"), 3) == (1, 3)
+
+
+def test_experts_are_shared_by_neighbours_beside_other_axes() -> None:
+    mesh = ParallelMesh(dp=2, ep=2, tp=2)
+    assert mesh.axis_order == ("pp", "dp", "ep", "tp")
+    assert mesh.groups("ep") == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert mesh.groups("dp") == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert mesh.peers(("dp", "ep"), 5) == (1, 3, 5, 7)
+    assert repr(mesh) == "ParallelMesh(pp=1, dp=2, ep=2, tp=2)"
+    assert ParallelMesh.of_world(8, ep=2, tp=2) == mesh
+    both = ParallelMesh(dp=2, ep=2, cp=2, tp=2)
+    assert both.axis_order == ("pp", "dp", "ep", "cp", "tp")
+    first = ParallelMesh(ep=2, tp=2, axis_order=("ep", "pp", "dp", "tp"))
+    assert first.groups("ep") == [(0, 2), (1, 3)]
+    assert ParallelMesh(dp=2, tp=2, axis_order=("ep", "pp", "dp", "tp")).axes == AXES
+    with pytest.raises(ConfigError, match=r"ep=4 times tp=1"):
+        ParallelMesh.of_world(6, ep=4)
 
 
 def test_a_mesh_that_does_not_hold_the_parts_of_sequences_is_refused_with_sizes_that_do() -> None:

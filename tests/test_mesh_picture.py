@@ -55,6 +55,28 @@ tp groups, sharing each layer:  0 2 4 | 1 3 5
     )
 
 
+def test_parts_of_the_experts_are_rows() -> None:
+    assert (
+        drawing(ParallelMesh(dp=2, ep=2, tp=2))
+        == """
+8 ranks: 1 stage (pp) x 2 replicas (dp) x 2 parts of the experts (ep) x 2 ranks to a layer (tp)
+
+            stage 0
+           +-------+
+dp 0 ep 0  |  0 1  |
+dp 0 ep 1  |  2 3  |
+dp 1 ep 0  |  4 5  |
+dp 1 ep 1  |  6 7  |
+           +-------+
+
+dp groups, of equal parameters: 0 2 4 6 | 1 3 5 7
+ep groups, sharing experts:     0 2 | 1 3 | 4 6 | 5 7
+  of equal experts:             0 4 | 1 5 | 2 6 | 3 7
+tp groups, sharing each layer:  0 1 | 2 3 | 4 5 | 6 7
+"""
+    )
+
+
 def test_copies_of_the_state_could_not_be_seen() -> None:
     assert (
         drawing(ParallelMesh(dp=4, tp=2, shard=2))

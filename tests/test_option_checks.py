@@ -31,6 +31,7 @@ from lightning_shard.data_parallel.compression import COMPRESSORS, Int8, OneBit,
 from lightning_shard.errors import ConfigError
 from lightning_shard.option_checks import checked_options
 from lightning_shard.profiling.compression_ratio import CompressionRatio
+from lightning_shard.profiling.expert_balance import ExpertBalance
 from lightning_shard.profiling.memory_monitor import MemoryMonitor
 from lightning_shard.profiling.pipeline_timeline import PipelineTimeline
 from lightning_shard.profiling.plan_monitor import PlanMonitor
@@ -105,6 +106,7 @@ TABLE: dict[Any, dict[str, list[Any]]] = {
     | {
         "tensor_parallel_size": NOT_WHOLE,
         "context_parallel_size": NOT_WHOLE,
+        "expert_parallel_size": NOT_WHOLE,
         "data_parallel_size": [True, 2.5, "2", (1, True), (1.5, 2), (1, 2, 3), [0, 1]],
         "zero_stage": [*NOT_WHOLE, 4, -1],
         "axis_order": [1, "ppdptp", ["pp", 1, "tp"], ["pp"], ["pp", "dp", "dp"]],
@@ -169,11 +171,12 @@ TABLE: dict[Any, dict[str, list[Any]]] = {
         "update_limit": [*optional(NOT_REAL), 0, -1.0],
     },
     ParallelMesh: {
-        **{axis: [*NOT_WHOLE, *BELOW_ONE] for axis in ("pp", "dp", "cp", "tp")},
+        **{axis: [*NOT_WHOLE, *BELOW_ONE] for axis in ("pp", "dp", "ep", "cp", "tp")},
         "axis_order": [1, "ppdptp", ["pp", 1, "tp"], ["pp"]],
         "shard": [*optional(NOT_WHOLE), *BELOW_ONE],
     },
     CompressionRatio: {"name": NOT_TEXT},
+    ExpertBalance: {"name": NOT_TEXT, "every_n_steps": [*NOT_WHOLE, *BELOW_ONE]},
     PipelineTimeline: {
         "folder": [1, True, 2.5],
         "every_n_steps": [*NOT_WHOLE, *BELOW_ONE],

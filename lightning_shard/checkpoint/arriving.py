@@ -11,7 +11,9 @@ unit, and the other ranks two of their own.
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from math import prod
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -106,6 +108,31 @@ def arriving(
         yield from _received(tensors, group, device)
     else:
         yield from _sent(tensors, group, device)
+
+
+def arriving_in_runs(
+    tensors: Sequence[tuple[Collectives, SlicedTensor | None]], device: torch.device
+) -> Iterator[ArrivingTensor | None]:
+    """Bring tensors to rank 0 of each one's group; each rank must run through it.
+
+    What is packed into one message is of one run of neighbours with the same group: a rank may have
+    to exchange one tensor with ranks of its group before it comes to the next of another group.
+
+    Args:
+        tensors: Each with the group of the ranks that have slices; None where they have none. The
+            groups come in the same order on all ranks.
+        device: Device over which slices travel.
+
+    Yields:
+        Each tensor, as `arriving` does; None where there is none.
+    """
+    for group, run in groupby(tensors, key=itemgetter(0)):
+        ones = [one for _, one in run]
+        coming = arriving([one for one in ones if one is not None], group, device)
+        for one in ones:
+            yield None if one is None else next(coming)
+        for _ in coming:  # to its end
+            pass
 
 
 def _received(

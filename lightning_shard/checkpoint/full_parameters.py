@@ -6,9 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.checkpoint.arriving import ArrivingTensor, SlicedTensor, arriving
+from lightning_shard.checkpoint.arriving import ArrivingTensor, SlicedTensor, arriving_in_runs
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
+from lightning_shard.data_parallel.model_split import ranks_of
 
 
 def full_parameters(
@@ -30,16 +31,16 @@ def full_parameters(
     params = [param for param in engine.model.parameters() if param not in without]
     held = {param for flat in engine.flats for param in flat.params}
     _take_in_edits(engine)
-    sliced = [_sliced(param, engine) for param in params if param in held]
-    coming = arriving(sliced, engine.groups.shard, engine.device)
-    for param in params:
-        full = next(coming) if param in held else ArrivingTensor.here(param.data)
-        if engine.collectives.rank == 0:
+    ranks = [ranks_of(param, engine.groups, engine.split) for param in params]
+    slices = [_sliced(param, engine) if param in held else None for param in params]
+    having = [one.shard for one in ranks]
+    arrived = arriving_in_runs(list(zip(having, slices, strict=True)), engine.device)
+    for param, own, full in zip(params, ranks, arrived, strict=True):
+        full = ArrivingTensor.here(param.data) if full is None else full
+        if own.dp.rank == 0:
             full = of_split(param, full, engine)
         if engine.is_first:
             yield param, full
-    for _ in coming:  # to its end
-        pass
 
 
 def _take_in_edits(engine: DataParallelEngine) -> None:
@@ -52,7 +53,7 @@ def _take_in_edits(engine: DataParallelEngine) -> None:
 
 def _sliced(param: nn.Parameter, engine: DataParallelEngine) -> SlicedTensor:
     flat, index = engine.owner(param)
-    ranks = engine.groups.shard
+    ranks = flat.groups.shard
     if flat.reshards or flat.full.dtype != flat.master_dtype:
         return slices_of(flat, index, flat.master_views[index], flat.master_dtype, ranks)
     full = flat.full_views[index]  # here anyway

@@ -13,11 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_shard.checkpoint.arriving import ArrivingTensor, SlicedTensor, arriving
+from lightning_shard.checkpoint.arriving import (
+    ArrivingTensor,
+    SlicedTensor,
+    arriving,
+    arriving_in_runs,
+)
 from lightning_shard.checkpoint.full_parameters import of_split, slices_of
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.host_copies import host_copy
+from lightning_shard.data_parallel.model_split import ranks_of
 from lightning_shard.errors import CheckpointError
 
 
@@ -144,23 +150,11 @@ class FullOptimizerState:
         engine = self._engine
         if not self._packed or not self._params:
             return
-        entries = self._entries()
         owned = [(index, key) for index, keys in sorted(self._owned.items()) for key in keys]
-        here = [one for one in entries if engine.split.is_here(self._params[one[0]])]
+        yield from self._of_shards(self._entries())
+        owned = [(index, key) for index, keys in sorted(self._owned.items()) for key in keys]
         ours = [one for one in owned if self._owned[one[0]][one[1]].model_ranks == _ranks(engine)]
-        sliced = [*map(self._sliced, here), *map(self._on_owner, ours)]
-        coming = arriving(sliced, engine.groups.shard, engine.device)
-        for index, key in entries:
-            param = self._params[index]
-            if engine.split.is_here(param):
-                full = next(coming)
-            else:
-                nothing = param.detach().new_empty(0, dtype=self._slices[index][key])
-                full = ArrivingTensor.here(nothing)
-            if engine.collectives.rank == 0:
-                full = of_split(param, full, engine)
-            if engine.is_first:
-                yield (index, key), full
+        coming = arriving([self._on_owner(one) for one in ours], engine.groups.shard, engine.device)
         for index, key in owned:
             one = self._owned[index][key]
             arrived = next(coming) if one.model_ranks == _ranks(engine) else None
@@ -171,6 +165,29 @@ class FullOptimizerState:
                 yield (index, key), arrived
         for _ in coming:  # to its end
             pass
+
+    def _of_shards(
+        self, entries: Sequence[tuple[int, str]]
+    ) -> Iterator[tuple[tuple[int, str], ArrivingTensor]]:
+        """Bring entries together that lie in shards."""
+        engine = self._engine
+        params = [self._params[index] for index, _ in entries]
+        ranks = [ranks_of(param, engine.groups, engine.split) for param in params]
+        slices = [
+            self._sliced(entry) if engine.split.is_here(param) else None
+            for entry, param in zip(entries, params, strict=True)
+        ]
+        having = [one.shard for one in ranks]
+        arrived = arriving_in_runs(list(zip(having, slices, strict=True)), engine.device)
+        for (index, key), own, full in zip(entries, ranks, arrived, strict=True):
+            param = self._params[index]
+            if full is None:
+                nothing = param.detach().new_empty(0, dtype=self._slices[index][key])
+                full = ArrivingTensor.here(nothing)
+            if own.dp.rank == 0:
+                full = of_split(param, full, engine)
+            if engine.is_first:
+                yield (index, key), full
 
     def _entries(self) -> list[tuple[int, str]]:
         """Return the entries that lie in shards, in the order in which they come."""
@@ -184,7 +201,7 @@ class FullOptimizerState:
         flat, place = self._engine.owner(param)
         value = self._packed["state"].get(index, {}).get(key)
         own = value if is_shard(value, flat, place) else None
-        return slices_of(flat, place, own, self._slices[index][key], self._engine.groups.shard)
+        return slices_of(flat, place, own, self._slices[index][key], flat.groups.shard)
 
     def _on_owner(self, entry: tuple[int, str]) -> SlicedTensor:
         """Return a tensor that one rank has, whatever its shape."""

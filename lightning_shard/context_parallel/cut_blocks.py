@@ -21,12 +21,13 @@ from torch.utils.hooks import RemovableHandle
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.context_parallel.crossings import cut_sequence
 from lightning_shard.context_parallel.sequence_part import SequencePart
-from lightning_shard.context_parallel.trial import Arguments, try_block
+from lightning_shard.context_parallel.trial import try_block
 from lightning_shard.context_parallel.whole_sequences import WholeSequences
 from lightning_shard.data_parallel.torch_private import COMPILED_MODULE, has_compiled_call
 from lightning_shard.data_parallel.units import named_blocks
 from lightning_shard.errors import ConfigError
 from lightning_shard.placeholders import Placeholder
+from lightning_shard.tensor_parallel.compared_calls import Arguments
 from lightning_shard.tensor_parallel.dim_sharded_tensor import (
     DimShardedTensor,
     full_tensor,

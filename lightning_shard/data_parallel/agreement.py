@@ -1,8 +1,9 @@
 """Checks before training: there is something to train, and all ranks hold the same of it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
@@ -12,8 +13,17 @@ from lightning_shard.data_parallel.shared_memory import refuse_shared_memory
 from lightning_shard.errors import ConfigError
 
 
-def check_same_model(model: nn.Module, collectives: Collectives) -> None:
+def check_same_model(
+    model: nn.Module,
+    collectives: Collectives,
+    full_shapes: Mapping[nn.Parameter, torch.Size] | None = None,
+) -> None:
     """Compare parameters and buffers over the ranks by name, shape and format; each must call.
+
+    Args:
+        model: Module whose parameters and buffers are compared.
+        collectives: Group of the ranks.
+        full_shapes: Full shapes of parameters of which this rank has a part, or nothing.
 
     Raises:
         ConfigError: The ranks' models differ; raised on every rank, with the first difference. Or
@@ -21,12 +31,12 @@ def check_same_model(model: nn.Module, collectives: Collectives) -> None:
     """
     refuse_shared_memory(model, collectives.rank)
     advice = "Build the model from the same arguments on every rank."
-    _compare(_signatures(model), collectives, "models", advice)
+    _compare(_signatures(model, full_shapes or {}), collectives, "models", advice)
 
 
 def strangers(model: nn.Module, collectives: Collectives) -> list[int]:
     """Return the ranks whose model differs from rank 0's; each rank must call."""
-    of_all_ranks = collectives.all_gather_object(_signatures(model))
+    of_all_ranks = collectives.all_gather_object(_signatures(model, {}))
     return [rank for rank, theirs in enumerate(of_all_ranks) if theirs != of_all_ranks[0]]
 
 
@@ -51,18 +61,21 @@ def check_same_optimizers(
     )
 
 
-def _signatures(model: nn.Module) -> list[str]:
-    mine = [_signature(name, param) for name, param in model.named_parameters()]
+def _signatures(model: nn.Module, full_shapes: Mapping[nn.Parameter, torch.Size]) -> list[str]:
+    mine = [
+        _signature(name, param, full_shapes.get(param)) for name, param in model.named_parameters()
+    ]
     return mine + [_signature(name, buffer) for name, buffer in model.named_buffers()]
 
 
-def _signature(name: str, tensor: Tensor) -> str:
+def _signature(name: str, tensor: Tensor, full_shape: torch.Size | None = None) -> str:
     if isinstance(tensor, UninitializedParameter):
         raise ConfigError(
             f"The parameter {name!r} is lazy and has no shape yet, expected a materialised one. "
             f"Run one batch through the model before training."
         )
-    return f"{name} {tuple(tensor.shape)} {tensor.dtype} requires_grad={tensor.requires_grad}"
+    shape = tuple(full_shape or tensor.shape)
+    return f"{name} {shape} {tensor.dtype} requires_grad={tensor.requires_grad}"
 
 
 def _compare(mine: list[str], collectives: Collectives, what: str, advice: str) -> None:

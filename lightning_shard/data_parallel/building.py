@@ -17,7 +17,7 @@ from lightning_shard.data_parallel.compression.compressor import Exchange
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.flat_gradients import FlatGradients
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
-from lightning_shard.data_parallel.model_split import ModelSplit
+from lightning_shard.data_parallel.model_split import ModelSplit, is_shared_out, ranks_of
 from lightning_shard.data_parallel.offload.copier import HostCopier
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.data_parallel.unit import Unit
@@ -45,8 +45,13 @@ def build_units(
         owners: Rank of the shard group that has a parameter full; none for those in shards.
         copier: Copies to host memory, under offload.
     """
+    shared = split.shared_out
     specs = find_units(
-        model, classes=options.units, bucket_mb=options.unit_mb, is_here=split.is_here
+        model,
+        classes=options.units,
+        bucket_mb=options.unit_mb,
+        is_here=split.is_here,
+        undivided=() if shared is None else shared.lists,
     )
     return [_build_unit(spec, groups, options, split, owners, copier) for spec in specs]
 
@@ -62,17 +67,18 @@ def _build_unit(
     policy = options.dtypes
     keeps_shard = options.offload == "optimizer"
 
-    def kind(item: tuple[str, nn.Parameter]) -> tuple[str, str, tuple[bool, ...], bool]:
+    def kind(item: tuple[str, nn.Parameter]) -> tuple[str, str, tuple[bool, ...], bool, bool]:
         param = item[1]
-        compute_dtype = str(policy.compute_dtype(param))
-        return str(param.dtype), compute_dtype, spec.matching.flags_of(param), param in owners
+        formats = str(param.dtype), str(policy.compute_dtype(param))
+        is_apart = is_shared_out(param, split)
+        return *formats, spec.matching.flags_of(param), param in owners, is_apart
 
     ordered = sorted(spec.params, key=lambda item: (kind(item), owners.get(item[1], 0)))
     alike = [list(group) for _, group in groupby(ordered, key=kind)]
     flats = [
         FlatParameters(
             named,
-            groups,
+            ranks_of(named[0][1], groups, split),
             stage=options.stage,
             compute_dtype=policy.compute_dtype(named[0][1]),
             is_split=bool(split.groups_of_layers)
@@ -109,7 +115,7 @@ def build_gradients(
     return [
         FlatGradients(
             flat,
-            reducing,
+            reducing_of(flat, reducing, split),
             options.dtypes.reduce,
             waits_for_end=unit.is_root and options.stage == 3,
             exchange=_exchange(flat, flats.index(flat), reducing, options, split),
@@ -118,6 +124,12 @@ def build_gradients(
         for flat in unit.flats
         if flat.full.is_floating_point() or flat.full.is_complex()
     ]
+
+
+def reducing_of(flat: FlatParameters, reducing: DataGroups, split: ModelSplit) -> DataGroups:
+    """Return the ranks over which a buffer's gradients are averaged."""
+    shared = split.shared_out
+    return shared.reducing if shared is not None and flat.groups is shared.data else reducing
 
 
 def _exchange(

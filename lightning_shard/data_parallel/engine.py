@@ -23,7 +23,7 @@ from lightning_shard.data_parallel.agreement import check_same_model
 from lightning_shard.data_parallel.arrival_hooks import ArrivalHooks
 from lightning_shard.data_parallel.blanks import blank
 from lightning_shard.data_parallel.buffers import BufferSync
-from lightning_shard.data_parallel.building import build_gradients, build_units, placed
+from lightning_shard.data_parallel.building import build_gradients, build_units, placed, reducing_of
 from lightning_shard.data_parallel.compression.compressor import Exchange
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.equal_weights import EqualWeights
@@ -31,7 +31,7 @@ from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.gradient_shards import AbsentGradients, GradientShards
 from lightning_shard.data_parallel.hand_edits import HandEdits
 from lightning_shard.data_parallel.leftovers import mark_leftover, refuse_leftover_shards
-from lightning_shard.data_parallel.model_split import ModelSplit, Unsplit
+from lightning_shard.data_parallel.model_split import ModelSplit, Unsplit, ranks_of
 from lightning_shard.data_parallel.offload.copier import HostCopier
 from lightning_shard.data_parallel.optimizer_view import OptimizerView
 from lightning_shard.data_parallel.options import EngineOptions
@@ -46,7 +46,7 @@ from lightning_shard.data_parallel.sharded_parameter import UserCode
 from lightning_shard.data_parallel.torch_private import gradient_hooks
 from lightning_shard.data_parallel.unit import Unit, of_one_unit
 from lightning_shard.data_parallel.unsharding import Unsharder
-from lightning_shard.data_parallel.usage import UsageAgreement
+from lightning_shard.data_parallel.usage import agreement
 
 
 class DataParallelEngine:
@@ -92,10 +92,10 @@ class DataParallelEngine:
         self.groups = DataGroups.of(groups)
         self.collectives = self.groups.dp
         refuse_quantised(model, self.collectives.rank, stage=options.stage)
-        check_same_model(model, self.collectives)
+        self.split: ModelSplit = Unsplit() if split is None else split
+        check_same_model(model, self.collectives, self.split.full_shapes)
         self.model = model
         self.options = options
-        self.split: ModelSplit = Unsplit() if split is None else split
         reducing = self.groups.duplicate() if reducing is None else DataGroups.of(reducing)
         first = next((param.device for param in model.parameters()), torch.device("cpu"))
         self.device = first if options.start is None else options.start.device
@@ -115,9 +115,11 @@ class DataParallelEngine:
         self._unsharder = (
             Unsharder(model, self.units, self._close, ahead) if options.stage == 3 else None
         )
-        self._weights = EqualWeights(self.flats, reducing.dp, self.device)
+        having = [(flat, reducing_of(flat, reducing, self.split).dp) for flat in self.flats]
+        self._weights = EqualWeights(having, reducing.dp, self.device)
         self.edits = HandEdits(self.gradients, self.device, self.collectives)
-        usage = self._usage(reducing.dp)
+        record = None if self._unsharder is None else self._unsharder.record
+        usage = agreement(self.gradients, reducing, self.split, self.device, record, self._weights)
         self.reducer = Reducer(self.gradients, reducing.dp, usage, lambda: self.edits.are_expected)
         self._arrivals = ArrivalHooks(self._positions, self._arrival)
         self._buffers = BufferSync(model, self.collectives)
@@ -156,10 +158,6 @@ class DataParallelEngine:
         for flat in (flat for unit in units if unit.is_resharded for flat in unit.flats):
             flat.present_shards(sharded=True)
         return user_code
-
-    def _usage(self, ranks: Collectives) -> UsageAgreement:
-        record = None if self._unsharder is None else self._unsharder.record
-        return UsageAgreement(self.gradients, ranks, self.device, record, self._weights)
 
     @property
     def is_first(self) -> bool:
@@ -419,8 +417,10 @@ class DataParallelEngine:
                     come = of_one_unit(come, flat, self.units)
                     come[flat] = flat.full_values()
                 value = come[flat][index]
+            if everywhere or ranks_of(param, self.groups, self.split).dp.rank == 0:
+                value = self.split.full(param, value.detach())
             if everywhere or self.collectives.rank == 0:
-                yield param, self.split.full(param, value.detach())
+                yield param, value
             del value  # its unit is let go of before the next one comes
 
     def numbered_shards(self) -> dict[tuple[int, int], int]:

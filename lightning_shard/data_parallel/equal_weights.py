@@ -26,8 +26,9 @@ class EqualWeights:
     """Compares the parameters of ranks that must have the same.
 
     Args:
-        flats: All buffers of an engine. Those of stage 0 are compared, if there are several ranks.
-        ranks: Group of the ranks that must have the same values.
+        buffers: All buffers of an engine, each with the group of the ranks that must have the same
+            values. Those of stage 0 are compared, where there are several ranks.
+        ranks: Group of all ranks that agree.
         device: Where the numbers that ranks exchange lie.
 
     Attributes:
@@ -35,10 +36,17 @@ class EqualWeights:
     """
 
     def __init__(
-        self, flats: Sequence[FlatParameters], ranks: Collectives, device: torch.device
+        self,
+        buffers: Sequence[tuple[FlatParameters, Collectives]],
+        ranks: Collectives,
+        device: torch.device,
     ) -> None:
         self._ranks, self._device = ranks, device
-        self._flats = [flat for flat in flats if flat.stage == 0 and ranks.size > 1]
+        compared = [one for one in buffers if one[0].stage == 0 and one[1].size > 1]
+        self._flats = [flat for flat, _ in compared]
+        self._of_ranks: dict[Collectives, list[FlatParameters]] = {}
+        for flat, having in compared:
+            self._of_ranks.setdefault(having, []).append(flat)
         self.compares = bool(self._flats)
         self._num_agreements = 0
         self._was_assigned = False
@@ -79,13 +87,12 @@ class EqualWeights:
 
     @torch.no_grad()
     def _compare(self) -> None:
-        number = contents([flat.full for flat in self._flats], self._device)
-        both = torch.stack([number, ~number])
-        self._ranks.all_reduce(both, "max").wait()
-        greatest, least = both.tolist()
-        if greatest == ~least:
-            return
-        names = self._differing()
+        names = [
+            name
+            for ranks, flats in self._of_ranks.items()
+            if self._differ(flats, ranks)
+            for name in self._differing(flats, ranks)
+        ]
         if names:
             raise ConfigError(
                 f"Rank {self._ranks.rank}: the ranks have different values of "
@@ -97,16 +104,23 @@ class EqualWeights:
                 f"param.data.copy_(self.trainer.strategy.broadcast(param.data))."
             )
 
-    def _differing(self) -> list[str]:
+    def _differ(self, flats: Sequence[FlatParameters], ranks: Collectives) -> bool:
+        number = contents([flat.full for flat in flats], self._device)
+        both = torch.stack([number, ~number])
+        ranks.all_reduce(both, "max").wait()
+        greatest, least = both.tolist()
+        return bool(greatest != ~least)
+
+    def _differing(self, flats: Sequence[FlatParameters], ranks: Collectives) -> list[str]:
         """Return the names of parameters whose values on some rank are not rank 0's."""
         names, differs = [], []
-        for flat in self._flats:
+        for flat in flats:
             first = flat.full.clone()
-            self._ranks.broadcast(first, src=0).wait()
+            ranks.broadcast(first, src=0).wait()
             for slot in flat.layout.slots:
                 own, its = (one[slot.offset : slot.stop] for one in (flat.full, first))
                 names.append(slot.name)
                 differs.append(not torch.allclose(own, its, _RELATIVE, _ABSOLUTE, equal_nan=True))
         flags = torch.tensor(differs, dtype=torch.uint8, device=self._device)
-        self._ranks.all_reduce(flags, "max").wait()
+        ranks.all_reduce(flags, "max").wait()
         return [name for name, differ in zip(names, flags.tolist(), strict=True) if differ]

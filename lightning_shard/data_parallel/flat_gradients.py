@@ -309,6 +309,13 @@ class FlatGradients:
         if self.buffer.is_plain and self.flat.params[index].grad is view:
             self._averages[index] = view.clone()
 
+    @property
+    def is_reduced_by_all(self) -> bool:
+        """Whether `finish_reduce` returns at once."""
+        return self._pending is None or (
+            isinstance(self._pending[0], Pending) and self._pending[0].is_ready()
+        )
+
     @unrecorded
     def finish_reduce(self) -> None:
         """Wait for the average and add it to the local gradients."""

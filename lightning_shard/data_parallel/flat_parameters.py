@@ -74,6 +74,7 @@ class FlatParameters:
         start: Knows the values of parameters on meta, which get memory here.
 
     Attributes:
+        groups: The data-parallel ranks.
         memory: Makes flat buffers where the ranks reach them best.
         stand_ins: What stands in `.grad` for averages that lie in shards.
         host: The optimizer's shard in host memory; None without offload.
@@ -99,7 +100,7 @@ class FlatParameters:
     ) -> None:
         self.params = [param for _, param in named_params]
         self.stage = stage
-        self._groups, self.memory = groups, FlatMemory(groups.shard)
+        self.groups, self.memory = groups, FlatMemory(groups.shard)
         self.master_dtype = master_dtype = self.params[0].dtype
         self.host: HostShard | None = None
         self.is_away = copier is not None and not keeps_shard
@@ -159,9 +160,9 @@ class FlatParameters:
         for view, param in zip(full_views(staging, self.layout), self.params, strict=True):
             if not param.is_meta:
                 view.copy_(param.data)
-            elif start is not None and self._groups.dp.rank == 0:
+            elif start is not None and self.groups.dp.rank == 0:
                 start.fill(param, view)
-        self._groups.dp.broadcast(staging, src=0).wait()
+        self.groups.dp.broadcast(staging, src=0).wait()
         own = self.own_part(staging)
         full = staging.to(compute) if stays or self.reshards else self.memory.copy(staging, compute)
         if copier is None:
@@ -256,7 +257,7 @@ class FlatParameters:
         """Raise ConfigError if user code has assigned a value, as between forward and backward."""
         if not self._shown.stand:
             names = [self.layout.slots[index].name for index in self._shown.assigned()]
-            raise refuse_moved(names, self._groups.dp.rank)
+            raise refuse_moved(names, self.groups.dp.rank)
 
     @as_they_are
     def assigned(self) -> dict[int, Tensor]:
@@ -272,7 +273,7 @@ class FlatParameters:
     def _copied(self, index: int) -> Tensor:
         value = self.params[index].data
         if value.numel() and not value.untyped_storage().nbytes():
-            raise refuse_resharded(self.layout.slots[index].name, self._groups.dp.rank)
+            raise refuse_resharded(self.layout.slots[index].name, self.groups.dp.rank)
         return value.to(self.full.device, copy=True)
 
     @as_they_are
@@ -291,7 +292,7 @@ class FlatParameters:
         for index, value in values.items():
             shown, slot = self._shown.are[index], self.layout.slots[index]
             if value.shape not in (shown.shape, slot.shape):
-                rank = self._groups.dp.rank
+                rank = self.groups.dp.rank
                 raise refuse_shape(slot.name, value.shape, shown.shape, slot.shape, rank)
             self._point(index, shown)
             if value.shape == slot.shape:
@@ -402,7 +403,7 @@ class FlatParameters:
         if self.layout.num_shards == 1:
             return None
         sizes = self.layout.shard_numels
-        return self._groups.shard.all_gather(self.full, own, sizes=sizes, async_op=True)
+        return self.groups.shard.all_gather(self.full, own, sizes=sizes, async_op=True)
 
     @unrecorded
     def take_in_edits(self) -> None:
@@ -489,5 +490,5 @@ class FlatParameters:
         if self.layout.num_shards == 1:
             return full_views(shard, self.layout)
         full = shard.new_empty(self.layout.full_numel)
-        self._groups.shard.all_gather(full, shard, sizes=self.layout.shard_numels).wait()
+        self.groups.shard.all_gather(full, shard, sizes=self.layout.shard_numels).wait()
         return full_views(full, self.layout)

@@ -22,7 +22,7 @@ from lightning_shard.data_parallel.averaged_gradient import AveragedGradient, Gr
 from lightning_shard.data_parallel.content import agreed
 from lightning_shard.data_parallel.flat_gradients import FlatGradients
 from lightning_shard.data_parallel.global_values import combine_norms, partial_norm
-from lightning_shard.data_parallel.model_split import ModelSplit
+from lightning_shard.data_parallel.model_split import ModelSplit, beyond_shards, shards_over
 from lightning_shard.data_parallel.sharded_parameter import as_they_are
 from lightning_shard.data_parallel.sharded_tensor import ShardedTensor
 from lightning_shard.errors import ConfigError
@@ -72,7 +72,9 @@ class ParameterSpread:
     def counts_once(self) -> bool:
         """Whether this rank's elements count in a sum over all ranks that share the model."""
         own = self.split.groups_of(self.param)
-        others = [group for group in self.split.groups if group not in own]
+        shard = () if self.bounds is None else self.shard_groups()
+        beyond = beyond_shards(shard, self.split)
+        others = [group for group in beyond if group not in own]
         return self.counts and all(group.rank == 0 for group in others)
 
     def cut(self, tensor: Tensor, local: Tensor) -> Tensor | None:
@@ -173,7 +175,7 @@ class GradientShards:
             shape=shape,
             param=param,
             split=self._split,
-            shard_groups=self._groups_now,
+            shard_groups=partial(self._groups_now, param),
             device=self._device,
             own_shape=own_shape,
             bounds=bounds,
@@ -206,8 +208,8 @@ class GradientShards:
         is_cut = bool(self._shard_groups()) and self._all_ranks.size > 1
         return self._all_ranks if is_cut else None
 
-    def _groups_now(self) -> Sequence[Collectives]:
-        """Return the groups over whose ranks the elements lie now.
+    def _groups_now(self, param: nn.Parameter) -> Sequence[Collectives]:
+        """Return the groups over whose ranks the elements of this rank's part lie now.
 
         Raises:
             ConfigError: The run has ended.
@@ -218,7 +220,7 @@ class GradientShards:
                 "ranks have the rest of it; expected full tensors. Take them in a hook of the run, "
                 "on_train_end say, with .full_tensor() on every rank."
             )
-        return self._shard_groups()
+        return shards_over(self._split.groups_of(param), self._shard_groups(), self._split)
 
     def absent(self) -> list[nn.Parameter]:
         """Return the parameters that only other ranks of the model have."""
@@ -259,7 +261,8 @@ class GradientShards:
         return partial_norm(source.local(), order).to(self._device)
 
     def _over_all(self, tensor: Tensor, op: ReduceOpName) -> Tensor:
-        for group in (*self._shard_groups(), *self._split.groups):
+        shard = self._shard_groups()
+        for group in (*shard, *beyond_shards(shard, self._split)):
             group.all_reduce(tensor, op).wait()
         return tensor
 

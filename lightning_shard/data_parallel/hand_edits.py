@@ -51,60 +51,68 @@ class HandEdits:
     @unrecorded
     def average(self) -> None:
         """Average all gradients that the optimizer is about to see; each rank must call."""
-        if not self._gradients or self._ranks.size == 1:
-            return
         if not (self.are_expected or any(one.own.are_edited for one in self._gradients)):
             return
+        of_ranks: dict[Collectives, list[FlatGradients]] = {}
         for gradients in self._gradients:
+            of_ranks.setdefault(self._ranks_of(gradients), []).append(gradients)
+        for ranks, some in of_ranks.items():
+            if ranks.size > 1:
+                self._average(some, ranks)
+
+    def _average(self, some: Sequence[FlatGradients], ranks: Collectives) -> None:
+        """Average gradients that the same ranks have."""
+        for gradients in some:
             if gradients.flat.stage == 0:
                 gradients.own.take_in()
-        if not self._any_differ():
+        if not self._any_differ(some, ranks):
             return
-        own, others = self._differences()
-        for gradients, kinds in zip(self._gradients, own, strict=True):
+        own, others = self._differences(some, ranks)
+        for gradients, kinds in zip(some, own, strict=True):
             if gradients.flat.stage > 0 and any(mine for mine, _ in kinds):
                 self._reduce(gradients, kinds)
-        for gradients, kinds, differs in zip(self._gradients, own, others, strict=True):
+        for gradients, kinds, differs in zip(some, own, others, strict=True):
             if gradients.flat.stage == 0 and differs:
                 gradients.own.average_again([any(kind) for kind in kinds])
 
-    @property
-    def _ranks(self) -> Collectives:
-        averaging = self._gradients[0].own.ranks
+    def _ranks_of(self, gradients: FlatGradients) -> Collectives:
+        averaging = gradients.own.ranks
         return self._collectives if averaging.size == self._collectives.size else averaging
 
-    def _any_differ(self) -> bool:
+    def _any_differ(self, some: Sequence[FlatGradients], ranks: Collectives) -> bool:
         """Ask all ranks, in a few bytes, whether gradients of any rank have to be averaged."""
-        own = any(one.own.are_there for one in self._gradients)
-        there = [grad for one in self._gradients for grad in one.own.which_are_there]
+        own = any(one.own.are_there for one in some)
+        there = [grad for one in some for grad in one.own.which_are_there]
         flags = torch.tensor(there, dtype=torch.int64, device=self._device)
-        hashes = torch.stack([flags.new_zeros(()), *map(self._content, self._gradients)])
+        hashes = torch.stack([flags.new_zeros(()), *map(self._content, some)])
         number = contents([flags, hashes], self._device)
         digest = number.view(1).view(torch.uint8)
         most = torch.cat([digest, 255 - digest, digest.new_tensor([own])])
-        self._ranks.all_reduce(most, "max").wait()
+        ranks.all_reduce(most, "max").wait()
         *both, own = most.tolist()
         greatest, complement = both[:8], both[8:]
         return bool(own) or greatest != [255 - byte for byte in complement]
 
-    def _differences(self) -> tuple[list[list[tuple[bool, bool]]], list[bool]]:
+    def _differences(
+        self, some: Sequence[FlatGradients], ranks: Collectives
+    ) -> tuple[list[list[tuple[bool, bool]]], list[bool]]:
         """Ask all ranks which tensors stand in `.grad`.
 
         Returns:
             For each parameter whether on any rank a tensor of the user's stands there, and whether
             one of the engine's does; for each buffer whether ranks have different gradients.
         """
-        kinds = [kind for one in self._gradients for kind in one.own.kinds()]
+        kinds = [kind for one in some for kind in one.own.kinds()]
         there = torch.tensor(kinds, dtype=torch.int64, device=self._device).view(-1)
-        hashes = torch.stack([self._content(one) for one in self._gradients])
+        hashes = torch.stack([self._content(one) for one in some])
         least = torch.cat([~there, ~hashes])
         most = torch.cat([there, hashes, least])
-        self._ranks.all_reduce(most, "max").wait()
+        ranks.all_reduce(most, "max").wait()
         greatest, least = most.chunk(2)
         anywhere = greatest[: len(there)].bool().view(-1, 2).tolist()
         unequal = (greatest != ~least).tolist()
         own, others, start = [], [], 0
-        for number, gradients in enumerate(self._gradients):
+        for number, gradients in enumerate(some):
             stop = start + gradients.own.num_params
             own.append([(bool(mine), bool(ours)) for mine, ours in anywhere[start:stop]])
             others.append(any(unequal[2 * start : 2 * stop]) or unequal[len(there) + number])
@@ -121,9 +129,9 @@ class HandEdits:
         for index, (is_mine, is_ours) in enumerate(kinds):
             if is_mine and is_ours:
                 raise ConfigError(
-                    f"Rank {self._ranks.rank}: .grad of {gradients.own.name(index)!r} was set by "
-                    f"hand on some ranks and comes from backward on others, expected the same on "
-                    f"all: the one is a rank's own and the other an average. Set it on every "
-                    f"rank, or call self.manual_backward(loss)."
+                    f"Rank {self._collectives.rank}: .grad of {gradients.own.name(index)!r} was "
+                    f"set by hand on some ranks and comes from backward on others, expected the "
+                    f"same on all: the one is a rank's own and the other an average. Set it on "
+                    f"every rank, or call self.manual_backward(loss)."
                 )
         gradients.reduce_given([is_mine for is_mine, _ in kinds])

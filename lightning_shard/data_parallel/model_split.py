@@ -5,13 +5,15 @@ parallelism a rank has some of the parameters only. The engine keeps what is her
 ranks that hold the same; saving, loading and the norm of the gradient ask the split for the rest.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.layout.boxes import PlacedBox, whole
 
 
@@ -37,6 +39,25 @@ class LayerParts(Protocol):
         """Return how each parameter is cut that is not full on all of the ranks."""
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SharedOut:
+    """Parameters of which ranks that average gradients have parts: experts, on their ranks.
+
+    Each such parameter is averaged over fewer ranks than the others are, those with equal parts.
+
+    Attributes:
+        group: The ranks that have different parts, which are given different samples.
+        data: Those that have equal parts.
+        reducing: Second groups of those, for gradients.
+        lists: Lists of modules of which ranks have some each; no unit is made of them.
+    """
+
+    group: Collectives
+    data: DataGroups
+    reducing: DataGroups
+    lists: Container[nn.Module] = field(default_factory=frozenset)
+
+
 class ModelSplit(Protocol):
     """The split of a model: how this rank's parameters make up full ones."""
 
@@ -51,6 +72,10 @@ class ModelSplit(Protocol):
     @property
     def parts(self) -> LayerParts | None:
         """Return the one group of ranks that have parts of the same layers; None for no one."""
+
+    @property
+    def shared_out(self) -> SharedOut | None:
+        """Return what ranks that average gradients have parts of; None for nothing."""
 
     @property
     def full_shapes(self) -> Mapping[nn.Parameter, torch.Size]:
@@ -110,6 +135,7 @@ class Unsplit:
     group_sets: Sequence[Sequence[Collectives]] = ((),)
     full_shapes: Mapping[nn.Parameter, torch.Size] = {}
     parts: LayerParts | None = None
+    shared_out: SharedOut | None = None
     is_first = True
 
     def groups_of(self, param: nn.Parameter) -> Sequence[Collectives]:
@@ -152,6 +178,45 @@ class Unsplit:
 def has_parts(split: ModelSplit | None) -> bool:
     """Whether ranks have parts of the same layers."""
     return split is not None and len(split.groups) > len(split.groups_of_layers)
+
+
+def is_shared_out(param: nn.Parameter, split: ModelSplit) -> bool:
+    """Whether ranks that average gradients have parts of a parameter."""
+    return split.shared_out is not None and split.shared_out.group in split.groups_of(param)
+
+
+def ranks_of(param: nn.Parameter, groups: DataGroups, split: ModelSplit) -> DataGroups:
+    """Return the data-parallel ranks of a parameter: those that have the same part of it.
+
+    Args:
+        param: A parameter of the model.
+        groups: Those of parameters that are not shared out.
+        split: How the model is split.
+    """
+    shared = split.shared_out
+    return shared.data if shared is not None and is_shared_out(param, split) else groups
+
+
+def shards_over(
+    groups: Sequence[Collectives], shard: Sequence[Collectives], split: ModelSplit
+) -> list[Collectives]:
+    """Return the groups over which shards of parameters lie that are split over `groups`.
+
+    Args:
+        groups: A value of `ModelSplit.groups_of`.
+        shard: The groups over which shards of others lie; none where each rank has all of them.
+        split: How the model is split.
+    """
+    shared = split.shared_out
+    if shard and shared is not None and shared.group in groups:
+        return [shared.data.shard]
+    return list(shard)
+
+
+def beyond_shards(shard: Sequence[Collectives], split: ModelSplit) -> list[Collectives]:
+    """Return the groups of a split over whose ranks elements lie that no group of shards spans."""
+    shared = split.shared_out
+    return [one for one in split.groups if not (shard and shared and one is shared.group)]
 
 
 def in_place(shape: Sequence[int]) -> PlacedBox:

@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.gradient_shards import GradientShards
-from lightning_shard.data_parallel.model_split import ModelSplit
+from lightning_shard.data_parallel.model_split import ModelSplit, is_shared_out
 from lightning_shard.data_parallel.sharded_parameter import ParameterHome, UserCode
 from lightning_shard.data_parallel.sharded_tensor import Spread
 from lightning_shard.data_parallel.unit import Unit
@@ -41,8 +41,10 @@ def look_full(
         def bring() -> bool:
             return unsharder is not None and unsharder.bring(unit, anywhere=user_code.is_a_loop)
 
-        spread: Spread = shards.spread_of(flat.params[index])
-        spread = _OfOneStage(spread) if split.groups_of_layers else spread
+        param = flat.params[index]
+        spread: Spread = shards.spread_of(param)
+        if any(group in split.groups_of_layers for group in split.groups_of(param)):
+            spread = _OfOneExpert(spread) if is_shared_out(param, split) else _OfOneStage(spread)
         return ParameterHome(
             spread, flat.stand_ins.note(index), user_code, bring, bool(split.groups)
         )
@@ -75,3 +77,17 @@ class _OfOneStage:
         """Refuse to bring shards together, as `groups` does."""
         assert self.groups
         return local
+
+
+class _OfOneExpert(_OfOneStage):
+    """The spread of a parameter of an expert, which other ranks have none of."""
+
+    @property
+    def groups(self) -> Sequence[Collectives]:
+        """Refuse to combine results of ranks of which some have no element."""
+        raise ConfigError(
+            f"Elements of {self._spread.name!r}, of an expert in a list, are read outside of "
+            f"autograd, but with zero_stage=3 they are in shards on the ranks that have the "
+            f"expert, which do not come here alone; expected zero_stage=2 or less, where hooks "
+            f"see all experts full. Or read them from a checkpoint."
+        )

@@ -23,7 +23,7 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.flat_gradients import FlatGradients
 from lightning_shard.data_parallel.sharded_parameter import as_they_are
 from lightning_shard.data_parallel.torch_private import queue_after_backward
-from lightning_shard.data_parallel.usage import UsageAgreement
+from lightning_shard.data_parallel.usage import UsageAgreement, UsageOfSeveral
 
 _MAX_IN_FLIGHT = 2  # bounds the memory of full gradients under stages 2 and 3
 
@@ -56,7 +56,7 @@ class Reducer:
         self,
         gradients: Sequence[FlatGradients],
         collectives: Collectives,
-        usage: UsageAgreement,
+        usage: UsageAgreement | UsageOfSeveral,
         is_met: Callable[[], bool] = never,
     ) -> None:
         self._gradients = gradients
@@ -155,13 +155,21 @@ class Reducer:
         return self._synchronize or not gradients.accumulates
 
     def _begin(self, gradients: FlatGradients) -> None:
-        while len(self._in_flight) >= _MAX_IN_FLIGHT:
+        while len(self._in_flight) >= _MAX_IN_FLIGHT and self._may_finish(self._in_flight[0]):
             self._in_flight.popleft().finish_reduce()
         if self._in_flight:
             self._in_flight[-1].continue_reduce()
         gradients.is_synchronised = self._synchronize
         gradients.begin_reduce()
         self._in_flight.append(gradients)
+
+    def _may_finish(self, gradients: FlatGradients) -> bool:
+        """Whether to wait for a reduction in the middle of a backward.
+
+        Where ranks exchange tokens there, too, one may wait for this rank's while this one waits
+        for its reduction of gradients that it has not used.
+        """
+        return not self.usage.may_differ_in_backward or gradients.is_reduced_by_all
 
     @as_they_are
     def flush(self) -> None:

@@ -3,8 +3,8 @@
 `tests/data_parallel/test_torch_private.py` fails when upstream changes them.
 """
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Variable
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.checkpoint import _checkpoint_hook, _recomputation_hook
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "sees_subclasses",
     "storage_key",
     "storage_uses",
+    "unobserved",
     "untraced",
     "untraced_alone",
     "with_buffers",
@@ -116,6 +118,17 @@ def is_checkpointing(hook: Callable[..., object] | None) -> bool:
     """Whether a hook from `saving_hook` is a checkpoint's, or that of its recomputation."""
     name = getattr(hook, "__qualname__", "")
     return name.startswith((_checkpoint_hook.__name__, _recomputation_hook.__name__))
+
+
+@contextmanager
+def unobserved() -> Iterator[None]:
+    """Let no checkpoint of activations see the operations inside, nor what autograd saves there."""
+    with saved_tensors_hooks(_same, _same), _disable_current_modes():
+        yield
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def queue_after_backward(callback: Callable[[], None]) -> None:

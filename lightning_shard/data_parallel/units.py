@@ -16,7 +16,7 @@ unit. No unit reaches across the border of a part that has a match: see `matchin
 
 import difflib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -56,6 +56,7 @@ def find_units(
     classes: Sequence[str] | None,
     bucket_mb: float,
     is_here: Callable[[nn.Parameter], bool] = lambda param: True,
+    undivided: Container[nn.Module] = (),
 ) -> list[UnitSpec]:
     """Split the model's parameters into units, in registration order.
 
@@ -64,11 +65,12 @@ def find_units(
         classes: Class names of the blocks; None takes the repeated children of lists.
         bucket_mb: Size in MB up to which neighbouring blocks are joined.
         is_here: Returns whether this rank has a parameter; others are in no unit.
+        undivided: Lists whose children are no blocks.
 
     Raises:
         ConfigError: `classes` names a class that the model does not contain.
     """
-    blocks = list(named_blocks(model, classes))
+    blocks = list(named_blocks(model, classes, undivided=undivided))
     owner = _owners(model, blocks)
     matching = find_matching_parts(model, [block for _, block in blocks])
     specs: list[UnitSpec] = []
@@ -98,7 +100,11 @@ def class_name(module: nn.Module) -> str:
 
 
 def named_blocks(
-    model: nn.Module, classes: Sequence[str] | None, *, option: str = "units"
+    model: nn.Module,
+    classes: Sequence[str] | None,
+    *,
+    option: str = "units",
+    undivided: Container[nn.Module] = (),
 ) -> Iterator[tuple[str, nn.Module]]:
     """Yield the outermost blocks by name: none lies inside another.
 
@@ -106,12 +112,13 @@ def named_blocks(
         model: Module in which blocks are looked for.
         classes: Class names of the blocks; None takes the repeated children of lists.
         option: Name of the option that has named them.
+        undivided: Lists in which no blocks are looked for.
 
     Raises:
         ConfigError: `classes` names a class that the model does not contain.
     """
     if classes is None:
-        yield from _repeated_children("", model)
+        yield from _repeated_children("", model, undivided)
         return
     present = {class_name(module) for module in model.modules()}
     for wanted in classes:
@@ -124,14 +131,18 @@ def named_blocks(
     yield from _instances("", model, frozenset(classes))
 
 
-def _repeated_children(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _repeated_children(
+    prefix: str, module: nn.Module, undivided: Container[nn.Module]
+) -> Iterator[tuple[str, nn.Module]]:
+    if module in undivided:
+        return
     children = [(f"{prefix}{n}", c) for n, c in module.named_children() if _has_params(c)]
     counts = Counter(type(child) for _, child in children)
     if isinstance(module, _CONTAINERS) and counts and counts.most_common(1)[0][1] > 1:
         yield from ((n, c) for n, c in children if not isinstance(c, _CONTAINERS))
         children = [(n, c) for n, c in children if isinstance(c, _CONTAINERS)]
     for name, child in children:
-        yield from _repeated_children(f"{name}.", child)
+        yield from _repeated_children(f"{name}.", child, undivided)
 
 
 def _instances(

@@ -20,8 +20,10 @@ import torch
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.pending import Pending
 from lightning_shard.backends.streams import sent_up
+from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.equal_weights import EqualWeights
 from lightning_shard.data_parallel.flat_gradients import FlatGradients
+from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.data_parallel.unshard_record import UnshardRecord
 from lightning_shard.errors import ConfigError
 
@@ -35,7 +37,13 @@ class UsageAgreement:
         device: Where the messages lie.
         unshards: Record of the unsharded units; None below stage 3.
         weights: Compares parameters where a rank's have moved; None where ranks train alone.
+
+    Attributes:
+        may_differ_in_backward: Whether ranks that wait for each other inside a backward may start
+            its reductions at other moments.
     """
+
+    may_differ_in_backward = False
 
     def __init__(
         self,
@@ -54,6 +62,11 @@ class UsageAgreement:
         self._has_failed = False
         self._pending: Pending | None = None
         self._flags = torch.empty(0)
+
+    @property
+    def unshards(self) -> bool:
+        """Whether units are unsharded, stage 3."""
+        return self._unshards is not None
 
     def note_failed_update(self) -> None:
         """Note that an optimizer's step has raised on this rank, in the middle of its update."""
@@ -137,6 +150,69 @@ class UsageAgreement:
                 f"stage 2."
             )
         self._known_digest = self._digest
+
+
+class UsageOfSeveral:
+    """Agreements of ranks that have different parameters besides those that all have.
+
+    Args:
+        first: That of the parameters that all data-parallel ranks have.
+        others: Those of parameters that fewer ranks have.
+
+    Attributes:
+        may_differ_in_backward: As of one: under stage 3 each unit is reduced where backward leaves
+            it, on all ranks alike.
+    """
+
+    def __init__(self, first: UsageAgreement, others: Sequence[UsageAgreement]) -> None:
+        self._first, self._all = first, (first, *others)
+        self.may_differ_in_backward = not first.unshards
+
+    def note_failed_update(self) -> None:
+        """Note that an optimizer's step has raised on this rank, in the middle of its update."""
+        self._first.note_failed_update()
+
+    def check_equal(self) -> None:
+        """Compare which gradients there are; see `UsageAgreement`."""
+        for one in self._all:
+            one.check_equal()
+
+    def begin(self) -> None:
+        """Start the exchanges; each rank must call."""
+        for one in self._all:
+            one.begin()
+
+    def finish(self) -> None:
+        """Wait for the answers, and mark the gradients that are valid."""
+        for one in self._all:
+            one.finish()
+
+
+def agreement(
+    gradients: Sequence[FlatGradients],
+    reducing: DataGroups,
+    split: ModelSplit,
+    device: torch.device,
+    unshards: UnshardRecord | None,
+    weights: EqualWeights,
+) -> UsageAgreement | UsageOfSeveral:
+    """Return the agreement of an engine; see `UsageAgreement`.
+
+    Args:
+        gradients: The gradient buffers.
+        reducing: Groups of all data-parallel ranks, for gradients.
+        split: How the model is split: what ranks have parts of, those agree on that have the same.
+        device: Where the messages lie.
+        unshards: Record of the unsharded units; None below stage 3.
+        weights: Compares parameters where a rank's have moved.
+    """
+    shared = split.shared_out
+    apart = [one for one in gradients if shared is not None and one.flat.groups is shared.data]
+    common = [one for one in gradients if one not in apart]
+    first = UsageAgreement(common, reducing.dp, device, unshards, weights)
+    if shared is None:
+        return first
+    return UsageOfSeveral(first, [UsageAgreement(apart, shared.reducing.dp, device)])
 
 
 def _as_tensor(message: bytes) -> torch.Tensor:

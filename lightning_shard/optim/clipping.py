@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.data_parallel.model_split import shards_over
 
 
 @torch.no_grad()
@@ -59,7 +60,7 @@ def _norm_over(
     """The norm over parameters that are split alike, from the shards in the optimizer's view."""
     grads = [_wide(param.grad) for param in params if param.grad is not None]
     local = nn.utils.get_total_norm(grads, norm_type).to(engine.device, dtype)
-    for collectives in [*engine.groups_of_gradients, *groups]:
+    for collectives in [*shards_over(groups, engine.groups_of_gradients, engine.split), *groups]:
         if norm_type == float("inf"):
             collectives.all_reduce(local, "max").wait()
         else:

@@ -167,7 +167,9 @@ def _check_parts(optimizer: Optimizer, engine: DataParallelEngine) -> None:
         cut = f"ZeRO stage {engine.options.stage} gives each rank 1-D shards of the parameters"
         reason = why_not_as_they_lie(optimizer, engine)
     elif has_parts(engine.split):
-        cut = "tensor parallel gives each rank its part of every layer"
+        shares = engine.split.shared_out is not None
+        cut = "expert parallel gives each rank some of the experts in a tensor" if shares else ""
+        cut = cut or "tensor parallel gives each rank its part of every layer"
         reason = why_not_as_they_lie(optimizer, engine)
     elif engine.split.groups_of_layers:
         unit, cut = "parameter", "pipeline parallel gives each rank the parameters of its stages"

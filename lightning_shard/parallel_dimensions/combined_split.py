@@ -10,7 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.data_parallel.model_split import LayerParts, ModelSplit, has_parts
+from lightning_shard.data_parallel.model_split import (
+    LayerParts,
+    ModelSplit,
+    SharedOut,
+    has_parts,
+)
 from lightning_shard.layout.boxes import Box, PlacedBox, placed_in
 
 
@@ -52,6 +57,11 @@ class CombinedSplit:
         """Who has parts of the same layers, in one of both; None where both have, or none."""
         found = [one.parts for one in (self._inner, self._outer) if has_parts(one)]
         return found[0] if len(found) == 1 else None
+
+    @property
+    def shared_out(self) -> SharedOut | None:
+        """What ranks that average gradients have parts of, in one of both."""
+        return self._inner.shared_out or self._outer.shared_out
 
     @property
     def group_sets(self) -> Sequence[Sequence[Collectives]]:

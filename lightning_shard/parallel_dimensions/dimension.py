@@ -42,11 +42,14 @@ class ParallelDimension:
         averages_gradients: Whether its ranks have the same parameters and other parts of the
             samples, so that gradients are averaged over them, as over the ranks of other samples.
             Else each has parameters, or parts of them, that the others have not.
+        has_own_samples: Whether its ranks are given different samples, as data-parallel ranks are,
+            and average the gradients of what they all have; other parameters are shared out.
         num_parts: Number of parts that a batch is run in, while a run lasts.
     """
 
     axis: ClassVar[Axis]
     averages_gradients: ClassVar[bool] = False
+    has_own_samples: ClassVar[bool] = False
 
     def __init__(self, size: int | None = None) -> None:
         self.size = size

@@ -11,6 +11,7 @@ from lightning.pytorch.plugins.layer_sync import LayerSync
 from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.mesh import Axis, ParallelMesh
 from lightning_shard.meta_start.start import MetaStart
 
@@ -29,6 +30,9 @@ class RunView:
         layer_sync: How batch norms are to be synchronized, where the user asks for it.
         matches_tags: Whether the backend tells messages of one rank apart by their tags.
         groups: This rank's group along each axis of a dimension; there once groups are made.
+        of_parts: The ranks that have the same parts of what a dimension with samples of its own
+            shares out, and second groups of them for gradients; None without such a dimension.
+        with_shards: Inside, weights are the shards that are here, also within a hook.
         drawn_for_own_data: Inside, ranks that are given different samples draw random numbers of
             their own.
         loss_scale: Returns what a loss scaler multiplies losses with, shape () if a tensor.
@@ -46,6 +50,8 @@ class RunView:
     layer_sync: LayerSync | None
     matches_tags: bool
     groups: Mapping[Axis, Collectives] = field(default_factory=dict)
+    of_parts: tuple[DataGroups, DataGroups] | None = None
+    with_shards: Callable[[], AbstractContextManager[None]] = nullcontext
     drawn_for_own_data: Callable[[], AbstractContextManager[None]] = nullcontext
     loss_scale: Callable[[], Tensor | float]
     completed: Callable[[Any], Any]

@@ -28,7 +28,7 @@ from lightning_shard.data_parallel.recomputation import CACHES
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.leaves import signature, tensors_in
 from lightning_shard.pipeline_parallel.microbatches import held_values
-from lightning_shard.placeholders import Placeholder, births
+from lightning_shard.placeholders import Placeholder, alone, births
 
 _PLAIN = (type(None), bool, int, float, str)
 _ORIGIN = "a block of an earlier stage"
@@ -197,7 +197,12 @@ def template_of_call(
         forget: Lets go of activations that split layers, not the block, keep between calls.
     """
     leaves = tensors_in((args, kwargs))
-    with torch.inference_mode(mode=False), torch.enable_grad(), _ComputedTensors() as computed:
+    with (
+        torch.inference_mode(mode=False),
+        torch.enable_grad(),
+        _ComputedTensors() as computed,
+        alone(),
+    ):
         result = _on_copies(call, args, kwargs)
     template = Template.of(result, leaves)
     del result

@@ -40,6 +40,7 @@ class PipelineSplit:
 
     is_first: bool
     parts: None = None  # stages have layers, not parts of the same
+    shared_out: None = None
 
     def __init__(
         self,

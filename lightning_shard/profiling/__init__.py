@@ -1,6 +1,7 @@
 """Callbacks that show what a strategy does: bytes that ranks hold and send, and how time passes."""
 
 from lightning_shard.profiling.compression_ratio import CompressionRatio
+from lightning_shard.profiling.expert_balance import ExpertBalance
 from lightning_shard.profiling.held_bytes import HeldBytesTable
 from lightning_shard.profiling.memory_monitor import MemoryMonitor
 from lightning_shard.profiling.pipeline_timeline import PipelineTimeline
@@ -10,6 +11,7 @@ from lightning_shard.profiling.traffic_monitor import TrafficMonitor
 
 __all__ = [
     "CompressionRatio",
+    "ExpertBalance",
     "HeldBytesTable",
     "MemoryMonitor",
     "PipelineTimeline",

@@ -287,6 +287,7 @@ class HybridParallelConfig(OptionGroup):
     pipeline_parallel_size: int = 1
     tensor_parallel_size: int = 1
     context_parallel_size: int = 1
+    expert_parallel_size: int = 1
     data_parallel_size: DataParallelSize = -1
     zero_stage: int = 1
     axis_order: tuple[Axis, ...] = AXES
@@ -296,6 +297,12 @@ class HybridParallelConfig(OptionGroup):
         object.__setattr__(self, "data_parallel_size", checked_size(self.data_parallel_size))
         object.__setattr__(self, "axis_order", tuple(self.axis_order))
         ParallelMesh(axis_order=self.axis_order)
+        if self.expert_parallel_size != 1 and not isinstance(self.data_parallel_size, int):
+            raise ConfigError(
+                f"data_parallel_size={self.data_parallel_size} makes several copies of the state, "
+                f"but with expert_parallel_size={self.expert_parallel_size} experts and other "
+                f"parameters are on different ranks; expected a number. Leave the pair out."
+            )
         _check_stage(self.zero_stage)
 
 

@@ -341,7 +341,8 @@ class DataParallelStrategy(EndingStrategy):
         is_cut = gathers if has_parts(split) else self._options.stage > 0
         compresses = self._options.compression is not None
         updates = self._is_fitting() or self._states_in_shards is not None  # those of the fit
-        if not updates or not is_cut or compresses:
+        is_apart = split is not None and split.shared_out is not None
+        if not updates or not is_cut or compresses or is_apart:
             return frozenset()
         assert self.model is not None
         if not self.owns_matrices:

@@ -1,12 +1,15 @@
 """Data, tensor and pipeline parallelism together: 3D, on one mesh."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Unpack
 
 from typing_extensions import override
 
+from lightning_shard.expert_parallel.load import ExpertLoad
 from lightning_shard.mesh import NodePlacement, ParallelMesh
 from lightning_shard.parallel_dimensions.context import ContextDimension
+from lightning_shard.parallel_dimensions.experts import ExpertDimension
 from lightning_shard.pipeline_parallel.pipeline import Pipeline
 from lightning_shard.pipeline_parallel.schedules import Schedule
 from lightning_shard.strategies.configs import (
@@ -41,8 +44,9 @@ class HybridParallelStrategy(ModelParallelStrategy):
             recomputes=options.get("activation_checkpointing") is not None,
         )
         sequences = ContextDimension(grid.context_parallel_size)
+        self._experts = ExpertDimension(grid.expert_parallel_size)
         super().__init__(
-            [layers, sequences, self._stages],
+            [layers, self._experts, sequences, self._stages],
             zero_stage=grid.zero_stage,
             **part(SplitOptions, options),
         )
@@ -85,6 +89,13 @@ class HybridParallelStrategy(ModelParallelStrategy):
     def num_stages(self) -> int:
         """Stages over all ranks of the pipeline."""
         return self._stages.options.num_stages(self.mesh.pp)
+
+    def expert_load(self) -> Mapping[str, ExpertLoad]:
+        """Return by name how the tokens of each mixture were shared out in this fit, or the last.
+
+        Each rank must call while the fit runs.
+        """
+        return self._experts.load()
 
     def schedule(self, num_microbatches: int) -> Schedule:
         """Return what the ranks do with a batch of so many parts.

@@ -29,7 +29,11 @@ from lightning_shard.strategies.hybrid_sharding import replicate_ranks, shard_ra
 from lightning_shard.strategies.options import SplitOptions
 from lightning_shard.tensor_parallel.randomness import drawn_apart
 from lightning_shard.trainer._lightning import seed_workers
-from lightning_shard.trainer.batch_counts import check_same_lengths
+from lightning_shard.trainer.batch_counts import (
+    agree_on_batches,
+    check_same_lengths,
+    lengths_on_ranks,
+)
 from lightning_shard.trainer.hook_advice import hooks_inside
 from lightning_shard.trainer.metric_groups import MetricGroups
 from lightning_shard.trainer.same_batches import SameBatches
@@ -102,6 +106,11 @@ class ModelParallelStrategy(DataParallelStrategy):
         return ["dp", *(one.axis for one in self.dimensions if one.averages_gradients)]
 
     @property
+    def _sample_axes(self) -> list[Axis]:
+        """The axes whose ranks are given different samples."""
+        return ["dp", *(one.axis for one in self.dimensions if one.has_own_samples)]
+
+    @property
     @override
     def shard_size(self) -> int:
         """How many of the ranks that average gradients share out a copy of the state: here, all."""
@@ -119,7 +128,12 @@ class ModelParallelStrategy(DataParallelStrategy):
     @property
     def model_ranks(self) -> tuple[int, ...]:
         """The global ranks that share this rank's model, and are given the same samples."""
-        return self.mesh.peers(self._axes, self.global_rank)
+        return self.mesh.peers(self._model_axes, self.global_rank)
+
+    @property
+    def _model_axes(self) -> list[Axis]:
+        """The axes whose ranks are given the same samples."""
+        return [one.axis for one in self.dimensions if not one.has_own_samples]
 
     @override
     def _make_groups(self) -> None:
@@ -128,15 +142,27 @@ class ModelParallelStrategy(DataParallelStrategy):
             placement = self.placement(self.num_processes)
             tell_placement(self.mesh, placement, hosts, announces=self._announces)
         peers = partial(self.mesh.peers, rank=self.global_rank)
-        samples, averaging = self._group(peers("dp")), peers(self._gradient_axes)
+        samples, averaging = self._group(peers(self._sample_axes)), peers(self._gradient_axes)
         is_more = len(averaging) > samples.size
         self._made = RunGroups(
             samples=samples,
             gradients=self._sharing_out(self._group(averaging) if is_more else samples, averaging),
             model=self._group(self.model_ranks),
             along={axis: self._group(peers(axis)) for axis in self._axes},
+            of_parts=self._of_parts(peers),
         )
         super()._make_groups()
+
+    def _of_parts(
+        self, peers: Callable[[Sequence[Axis]], Sequence[int]]
+    ) -> tuple[DataGroups, DataGroups] | None:
+        """Return the ranks that have the same parts of what is shared out over averaging ranks."""
+        axes = [axis for axis in self._sample_axes if axis != "dp" and self.mesh.size(axis) > 1]
+        if not axes:
+            return None
+        same = [axis for axis in self._gradient_axes if axis not in axes]
+        ranks = DataGroups.of(self._group(peers(same)))
+        return ranks, ranks.duplicate(self._timeout)
 
     def _sharing_out(self, dp: Collectives, ranks: Sequence[int]) -> DataGroups:
         """Return the groups of ranks that average gradients, some of which share out the state."""
@@ -161,7 +187,9 @@ class ModelParallelStrategy(DataParallelStrategy):
     @property
     @override
     def _splits_model(self) -> bool:
-        splitting = [one.axis for one in self.dimensions if not one.averages_gradients]
+        splitting = [
+            one.axis for one in self.dimensions if one.has_own_samples or not one.averages_gradients
+        ]
         return any(self.mesh.size(axis) > 1 for axis in splitting)
 
     @override
@@ -183,6 +211,8 @@ class ModelParallelStrategy(DataParallelStrategy):
         return replace(
             super()._run_view(),
             groups=self._groups.along,
+            of_parts=self._groups.of_parts,
+            with_shards=self._hidden,
             drawn_for_own_data=self._drawn_for_own_data,
         )
 
@@ -278,6 +308,12 @@ class ModelParallelStrategy(DataParallelStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         if self._is_predicting:  # data-parallel ranks may have more batches than others
             check_same_lengths(dataloader, self.model_collectives)
+            for axis in self._sample_axes[1:]:  # what they have of the model is needed by all
+                group = self.along(axis)
+                lengths = lengths_on_ranks(dataloader, group)
+                dataloader = agree_on_batches(
+                    dataloader, lengths, group, self.root_device, may_be_empty=True
+                )
         seed_workers(dataloader, self.data_collectives.rank)  # alike on the ranks of one model
         return super().process_dataloader(dataloader)
 

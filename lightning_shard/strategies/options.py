@@ -240,18 +240,21 @@ class HybridParallelOptions(SplitOptions, PlanOptions, ScheduleOptions, total=Fa
         pipeline_parallel_size: Ranks of one pipeline.
         tensor_parallel_size: Ranks that share each layer of a stage.
         context_parallel_size: Ranks that share each sequence.
+        expert_parallel_size: Ranks that share the experts of every mixture, and train on different
+            batches.
         data_parallel_size: Models that train on different batches; -1 takes the remaining ranks. A
             pair (replicate, shard) is so many copies of the state, each in shards on so many
             neighbouring ranks; choose those of a node, and gathers stay inside it.
         zero_stage: How the data-parallel ranks keep their state, 0 to 3. Stage 3 gathers each layer
             for every microbatch's forward and backward, each half of it where those are apart.
-        axis_order: The axes "pp", "dp" and "tp" from the slowest to the fastest; "cp" comes before
-            "tp" where it is not named.
+        axis_order: The axes "pp", "dp" and "tp" from the slowest to the fastest; where they
+            are not named, "ep" comes after "dp" and "cp" before "tp".
     """
 
     pipeline_parallel_size: int
     tensor_parallel_size: int
     context_parallel_size: int
+    expert_parallel_size: int
     data_parallel_size: int | tuple[int, int]
     zero_stage: int
     axis_order: tuple[Axis, ...]

@@ -73,6 +73,8 @@ class SplitModel:
         ConfigError: A layer cannot be split over so many ranks.
     """
 
+    shared_out: None = None
+
     def __init__(
         self,
         model: nn.Module,

@@ -128,6 +128,7 @@ def test_schemes_choose_their_dimensions() -> None:
     hybrid = HybridParallelStrategy(backend="in_process", tensor_parallel_size=2)
     assert list(sizes(hybrid).items()) == [
         ("tp", 2),
+        ("ep", 1),
         ("cp", 1),
         ("pp", 1),
     ]  # in the order of splitting

@@ -1,0 +1,146 @@
+"""Which modules of a model are mixtures of experts, by the shapes of their parameters.
+
+batched   a module whose every parameter has the experts as its first dimension, such as those of
+          Hugging Face: weights of shape (E, out, in), biases of shape (E, out). It is called with
+          tokens, the experts of each, and their weights.
+listed    a `ModuleList` of E equal modules beside a router, a parameter of two dimensions one of
+          which is E. The module that has both calls the experts with the tokens of each.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from lightning_shard.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Mixture:
+    """Experts of a model.
+
+    Attributes:
+        name: Path of the experts in the model.
+        module: The module whose forward is given tokens: the experts', or that which has the list.
+        num_experts: Number of experts E.
+        experts: The listed experts; none where they are batched.
+    """
+
+    name: str
+    module: nn.Module
+    num_experts: int
+    experts: Sequence[nn.Module] = ()
+
+    @property
+    def is_batched(self) -> bool:
+        """Whether each parameter has all experts."""
+        return not self.experts
+
+
+def find_mixtures(model: nn.Module) -> list[Mixture]:
+    """Return the mixtures of a model, in the order of its modules."""
+    batched = [
+        Mixture(name=name, module=module, num_experts=num)
+        for name, module in model.named_modules()
+        if (num := _num_batched(module)) > 1
+    ]
+    known = {one.module for one in batched}
+    listed: list[Mixture] = []
+    modules = list(model.named_modules())
+    for name, module in reversed(modules):  # inner lists first: those with mixtures are blocks
+        if isinstance(module, nn.ModuleList) and not any(one in known for one in module.modules()):
+            parent = model.get_submodule(name.rpartition(".")[0])
+            if _are_equal(list(module)) and _has_router(parent, module):
+                num, experts = len(module), tuple(module)
+                listed.append(Mixture(name=name, module=parent, num_experts=num, experts=experts))
+                known.add(module)
+    return [*batched, *reversed(listed)]
+
+
+def check_mixtures(mixtures: Sequence[Mixture], model: nn.Module, num_ranks: int) -> None:
+    """Refuse what `num_ranks` ranks cannot share.
+
+    Raises:
+        ConfigError: There is no mixture, one whose experts cannot be shared out evenly, or one of
+            both kinds.
+    """
+    advice = "Leave expert_parallel_size out, and use zero_stage=3 to share out parameters."
+    if not mixtures:
+        raise ConfigError(
+            f"expert_parallel_size={num_ranks} shares out the experts of mixtures, but "
+            f"{type(model).__name__} has none: no module whose parameters all have the experts "
+            f"first, called with tokens, their experts and weights, and no ModuleList of equal "
+            f"modules beside a router with as many rows. {advice}"
+        )
+    for one in mixtures:
+        if one.num_experts % num_ranks:
+            fitting = [num for num in range(2, one.num_experts + 1) if one.num_experts % num == 0]
+            raise ConfigError(
+                f"{one.name!r} has {one.num_experts} experts, which {num_ranks} ranks cannot share "
+                f"out evenly; expected an expert_parallel_size of "
+                f"{', '.join(map(str, fitting))}. {advice}"
+            )
+        _check_buffers(one)
+    if len({one.is_batched for one in mixtures}) > 1:
+        first, other = (next(one for one in mixtures if one.is_batched is kind) for kind in (1, 0))
+        raise ConfigError(
+            f"{type(model).__name__} has experts in tensors ({first.name!r}) and in lists "
+            f"({other.name!r}), expected one kind. {advice}"
+        )
+    modules = [one.module for one in mixtures]
+    twice = next((one for one in mixtures if modules.count(one.module) > 1), None)
+    if twice is not None:
+        raise ConfigError(
+            f"{type(twice.module).__name__} has several lists of experts, such as {twice.name!r}, "
+            f"expected one in each module. {advice}"
+        )
+
+
+def _check_buffers(mixture: Mixture) -> None:
+    for number, expert in enumerate(mixture.experts):
+        for name, _ in expert.named_buffers():
+            raise ConfigError(
+                f"The expert {mixture.name}.{number} has the buffer {name!r}, which would only be "
+                f"kept up to date on the rank that has the expert; expected experts without "
+                f"buffers. Leave expert_parallel_size out, or exchange batch norms for layer norms."
+            )
+
+
+def _num_batched(module: nn.Module) -> int:
+    """Return the number of experts that a module has in its own parameters; 0 for none."""
+    params = list(module.parameters(recurse=False))
+    if not any(param.ndim == 3 for param in params) or (
+        list(module.children())
+        and any(True for child in module.children() for _ in child.parameters())
+    ):
+        return 0
+    sizes = {param.shape[0] if param.ndim > 1 else 0 for param in params}
+    if len(sizes) > 1 or not _counts_experts(module, next(iter(sizes))):
+        return 0
+    return next(iter(sizes))
+
+
+def _counts_experts(module: nn.Module, number: int) -> bool:
+    """Whether a module says itself that it has so many experts."""
+    return any("expert" in name and value == number for name, value in vars(module).items())
+
+
+def _are_equal(modules: Sequence[nn.Module]) -> bool:
+    """Whether modules are of one class, with parameters of the same shapes and formats."""
+    if len(modules) < 2 or len({id(one) for one in modules}) < len(modules):
+        return False
+    forms = [
+        (type(one), [(n, p.shape, p.dtype, p.requires_grad) for n, p in one.named_parameters()])
+        for one in modules
+    ]
+    return bool(forms[0][1]) and all(one == forms[0] for one in forms)
+
+
+def _has_router(parent: nn.Module, experts: nn.ModuleList) -> bool:
+    """Whether a module that has experts has a parameter that tells them apart."""
+    own = set(experts.parameters())
+    return any(
+        param.ndim == 2 and len(experts) in param.shape
+        for param in parent.parameters()
+        if param not in own
+    )

@@ -1,0 +1,378 @@
+"""Experts in a list: a module's forward runs twice, so that all tokens travel at once.
+
+    rehearsal   own forward ──> experts.3(rows) ──noted──> zeros
+                            ──> experts.7(rows) ──noted──> zeros
+    exchange    all rows ──> the experts' ranks ──own forwards──> results ──> back
+    forward     own forward ──> experts.3(rows) ──> its result
+                            ──> experts.7(rows) ──> its result
+
+A forward calls one expert after the other, skips those without tokens, and works with a result
+before it calls the next; to exchange at each call would let all ranks wait for one. The rehearsal
+is left without a trace: random numbers, attributes and buffers are what they were, and arguments
+that are changed in place are copies. What an expert is given must not depend on results of others.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.data_parallel.recomputed_state import Drawn, attributes_kept
+from lightning_shard.data_parallel.torch_private import in_backward, unobserved
+from lightning_shard.data_parallel.units import class_name
+from lightning_shard.errors import ConfigError
+from lightning_shard.expert_parallel.exchange import Routes
+from lightning_shard.expert_parallel.finding import Mixture
+from lightning_shard.expert_parallel.load import Load
+from lightning_shard.tensor_parallel.compared_calls import as_it_was
+
+Forward = Callable[..., Any]
+
+
+class _Call(NamedTuple):
+    """A call of an expert.
+
+    Attributes:
+        expert: Number of the expert.
+        tokens: What it was given.
+    """
+
+    expert: int
+    tokens: Tensor
+
+
+class ListedExperts:
+    """Calls of one module that has a list of experts.
+
+    Args:
+        mixture: The experts and their module.
+        group: The W ranks that share them.
+        in_pipeline: Whether backwards ask for the gradients of some tensors only.
+
+    Attributes:
+        load: What the experts got.
+        mixture: The experts and their module.
+        anchor: A leaf without elements of which each backward of an exchange has a gradient.
+    """
+
+    def __init__(self, mixture: Mixture, group: Collectives, *, in_pipeline: bool = False) -> None:
+        self.mixture, self._group, self._in_pipeline = mixture, group, in_pipeline
+        self.load = Load()
+        self.anchor = torch.zeros(0, 1, requires_grad=True)
+        self._num_here = mixture.num_experts // group.size
+        self._path = mixture.name.rpartition(".")[2]
+        self._noted: list[_Call] | None = None  # while a rehearsal runs
+        self._results: list[tuple[_Call, Tensor]] | None = None  # while a forward runs
+        self._is_plain = False  # while a module with all experts runs
+        self._widths: dict[tuple[int, torch.dtype, bool], tuple[int, torch.dtype]] = {}
+
+    def __deepcopy__(self, memo: Any) -> "ListedExperts":
+        return self
+
+    def experts_of(self, module: nn.Module) -> Sequence[nn.Module]:
+        """Return the experts of a module, or of a copy."""
+        found = module.get_submodule(self._path)
+        assert isinstance(found, nn.ModuleList)
+        return list(found)
+
+    def is_full(self, module: nn.Module) -> bool:
+        """Whether a module, a copy say, has all experts."""
+        return all(p.numel() for expert in self.experts_of(module) for p in expert.parameters())
+
+    def whole(self, module: nn.Module, own: Forward) -> Forward:
+        """Return the call of a module that has all experts."""
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            before, self._is_plain = self._is_plain, True
+            try:
+                return own(*args, **kwargs)
+            finally:
+                self._is_plain = before
+
+        return called
+
+    def call(self, module: nn.Module, own: Forward, args: Sequence[Any], kwargs: Any) -> Any:
+        """Call a module with this rank's tokens; each rank must call."""
+        drawn, random = Drawn(), _RandomState(module)
+        with drawn.noting(), _unchanged(module):
+            noted, _ = self._rehearsed(own, args, kwargs)
+        results, anchor = self._exchanged(module, noted, self._anchors(module, (args, kwargs)))
+        with drawn.again(), random.again():
+            result = self._performed(own, args, kwargs, noted, results)
+        return result if anchor is None else _attached(result, anchor)
+
+    def _anchors(self, module: nn.Module, arguments: Any) -> list[Tensor]:
+        """Return tensors through one of which the backward of an exchange goes on each rank.
+
+        A backward that asks for the gradients of some tensors only, as a pipeline's does, leaves
+        out what leads to none of them, and a rank may have no tokens that do.
+        """
+        if not torch.is_grad_enabled():
+            return [self.anchor.detach()]
+        given = [one for one in tree_leaves(arguments) if _is_float(one) and one.requires_grad]
+        if not given and self._in_pipeline:
+            experts = {p for expert in self.experts_of(module) for p in expert.parameters()}
+            given = [p for p in module.parameters() if p.requires_grad and p not in experts]
+        return [self.anchor, *given]
+
+    def alone(self, module: nn.Module, own: Forward, args: Sequence[Any], kwargs: Any) -> Any:
+        """Return a result of the right structure, shapes and formats; nothing is exchanged."""
+        return self._rehearsed(own, args, kwargs)[1]
+
+    def _rehearsed(self, own: Forward, args: Sequence[Any], kwargs: Any) -> tuple[list[_Call], Any]:
+        """Return the calls of experts, and what a forward makes of zeros as their results."""
+        copies = tree_map_only(Tensor, _copied, (tuple(args), kwargs))
+        self._noted = []
+        try:
+            result = own(*copies[0], **copies[1])
+            return self._noted, result
+        finally:
+            self._noted = None
+
+    def _performed(
+        self, own: Forward, args: Any, kwargs: Any, noted: list[_Call], results: list[Tensor]
+    ) -> Any:
+        self._results = list(zip(noted, results, strict=True))[::-1]
+        try:
+            result = own(*args, **kwargs)
+            if self._results:
+                raise self._differs(f"expert {self._results[-1][0].expert} was not called again")
+            return result
+        finally:
+            self._results = None
+
+    def expert_called(
+        self, number: int, expert: nn.Module, own: Forward, args: Sequence[Any], kwargs: Any
+    ) -> Any:
+        """Stand in for the forward of an expert."""
+        is_again = in_backward() and self._noted is None and self._results is None
+        if self._is_plain or is_again:  # what it was given is here, for a recomputation
+            return own(*args, **kwargs)
+        if self._noted is None and self._results is None:
+            raise ConfigError(
+                f"Rank {self._group.rank}: expert {number} of {self.mixture.name!r} was called "
+                f"outside of the forward of {class_name(self.mixture.module)}, "
+                f"expected calls there alone: ranks exchange the tokens of all experts at once. "
+                f"Leave expert_parallel_size out, and use zero_stage=3 to share out parameters."
+            )
+        tokens = self._tokens(number, args, kwargs)
+        if self._noted is not None:
+            self._noted.append(_Call(number, tokens))
+            return self._blank(tokens)
+        return self._result(number, tokens)
+
+    def _result(self, number: int, tokens: Tensor) -> Tensor:
+        assert self._results is not None
+        if not self._results:
+            raise self._differs(f"expert {number} was called once more")
+        call, result = self._results.pop()
+        if call.expert != number or call.tokens.shape != tokens.shape:
+            raise self._differs(
+                f"expert {number} was called with {tuple(tokens.shape)}, and expert "
+                f"{call.expert} with {tuple(call.tokens.shape)} before"
+            )
+        return result
+
+    def _differs(self, how: str) -> ConfigError:
+        return ConfigError(
+            f"Rank {self._group.rank}: {class_name(self.mixture.module)}, which has "
+            f"the experts {self.mixture.name!r}, ran twice with the same tokens and called other "
+            f"experts the second time ({how}); expected a forward in which no expert's tokens "
+            f"depend on another expert's results. Leave expert_parallel_size out, and use "
+            f"zero_stage=3 to share out parameters."
+        )
+
+    def _tokens(self, number: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+        given = [*args, *kwargs.values()]
+        if len(given) != 1 or not isinstance(given[0], Tensor) or given[0].ndim < 2:
+            told = ", ".join(
+                str(tuple(one.shape)) if isinstance(one, Tensor) else type(one).__name__
+                for one in given
+            )
+            raise ConfigError(
+                f"Rank {self._group.rank}: expert {number} of {self.mixture.name!r} is called "
+                f"with ({told}), expected one tensor of tokens, (..., H). Leave "
+                f"expert_parallel_size out, and use zero_stage=3 to share out parameters."
+            )
+        return given[0]
+
+    def _blank(self, tokens: Tensor) -> Tensor:
+        """Return zeros as an expert's result, which look computed."""
+        width, dtype = self._width(tokens)
+        zeros = torch.zeros((*tokens.shape[:-1], width), dtype=dtype, device=tokens.device)
+        return zeros + self.anchor.sum().to(zeros)
+
+    def _width(self, tokens: Tensor) -> tuple[int, torch.dtype]:
+        """Return the features and the format of results, as an expert of this rank gives them."""
+        mixed = torch.is_autocast_enabled(tokens.device.type)
+        kind = tokens.shape[-1], tokens.dtype, mixed
+        if kind not in self._widths:
+            experts = self.experts_of(self.mixture.module)
+            first = experts[self._group.rank * self._num_here]
+            with unobserved(), torch.no_grad(), as_it_was(first):
+                result = self.whole(first, first.forward)(tokens.new_zeros(1, tokens.shape[-1]))
+            if not isinstance(result, Tensor) or result.shape[:-1] != (1,):
+                raise ConfigError(
+                    f"Rank {self._group.rank}: the experts {self.mixture.name!r} return "
+                    f"{type(result).__name__}, expected a tensor with a row for each token. Leave "
+                    f"expert_parallel_size out, and use zero_stage=3 to share out parameters."
+                )
+            self._widths[kind] = result.shape[-1], result.dtype
+        return self._widths[kind]
+
+    def _exchanged(
+        self, module: nn.Module, noted: list[_Call], anchors: Sequence[Tensor]
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """Return the result of each call, and a tensor without elements that depends on all.
+
+        Nothing is exchanged where no rank has called an expert.
+        """
+        first = self._group.rank * self._num_here
+        own = self.experts_of(module)[first : first + self._num_here]
+        routes = Routes(self._counts(noted, next(module.parameters()).device), self._group)
+        about = routes.counts.flatten(0, 1).amax(0).tolist()[1:]
+        width, code, follows = about[1:]
+        if not width:
+            return [], None
+        if module.training and torch.is_grad_enabled() and not in_backward():
+            self.load.note(routes.sent, self._group.rank, routes.rows.sum(0))
+        order = sorted(range(len(noted)), key=lambda at: noted[at].expert)
+        flat = [noted[at].tokens.reshape(-1, width) for at in order]
+        # in the graph without a token, too, as ranks exchange gradients together
+        nothing = torch.zeros(0, width, dtype=_DTYPES[code], device=routes.counts.device)
+        for one in anchors if follows else ():
+            nothing = nothing + one.reshape(-1)[:0].sum().to(nothing)
+        (received,) = routes.to_experts(torch.cat([*flat, nothing]))
+        called = (routes.counts[..., 1].sum(0) > 0).tolist()
+        results = self._computed(own, routes, received, called)
+        (back,) = routes.to_tokens(results)
+        parts = torch.split(back[: sum(map(len, flat))], [len(one) for one in flat])
+        shaped = dict(zip(order, parts, strict=False))
+        return [
+            shaped[at].clone().view(*one.tokens.shape[:-1], back.shape[-1])
+            for at, one in enumerate(noted)
+        ], back[:0]
+
+    def _computed(
+        self, own: Sequence[nn.Module], routes: Routes, received: Tensor, called: Sequence[bool]
+    ) -> Tensor:
+        """Return the results of this rank's experts, in the order in which tokens came."""
+        width, dtype = self._width(received)
+        blank = received[:0].sum().to(dtype) + torch.zeros(
+            0, width, dtype=dtype, device=received.device
+        )
+        results = [
+            self.whole(expert, expert.forward)(tokens) if is_called else blank
+            for expert, tokens, is_called in zip(
+                own, routes.sorted_by_expert(received), called, strict=True
+            )
+        ]
+        return torch.cat([routes.as_received(results), blank])
+
+    def _counts(self, noted: list[_Call], device: torch.device) -> Tensor:
+        """Return of each expert its rows, whether it was called, and what all tokens are like.
+
+        Shape (E, 5); a rank that calls no expert learns from the others what tokens are like.
+        """
+        counts = torch.zeros(self.mixture.num_experts, 5, dtype=torch.int64)
+        for call in noted:
+            counts[call.expert, 0] += call.tokens.shape[:-1].numel()
+            counts[call.expert, 1] = 1
+        kinds = {(one.tokens.shape[-1], one.tokens.dtype) for one in noted}
+        if len(kinds) > 1 or any(dtype not in _DTYPES for _, dtype in kinds):
+            raise ConfigError(
+                f"Rank {self._group.rank}: experts of {self.mixture.name!r} are called with tokens "
+                f"of {', '.join(f'{width} features in {dtype}' for width, dtype in kinds)}, "
+                f"expected one kind of floating point. Leave expert_parallel_size out."
+            )
+        for width, dtype in kinds:
+            follows = self._follows(noted)
+            counts[:, 2:] = torch.tensor([width, _DTYPES.index(dtype), int(follows)])
+        return counts.to(device)
+
+    def _follows(self, noted: list[_Call]) -> bool:
+        """Whether gradients go through the exchange: of tokens, or of any expert."""
+        experts = self.experts_of(self.mixture.module)
+        params = [param for one in experts for param in one.parameters()]
+        leaves = [*(one.tokens for one in noted), *params]
+        return torch.is_grad_enabled() and any(one.requires_grad for one in leaves)
+
+
+class _RandomState:
+    """The state of torch's generators, which is there again inside `again`.
+
+    Args:
+        module: The module whose devices' generators are meant, besides the CPU's.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        params = list(module.parameters())
+        self._devices = sorted({param.device.index or 0 for param in params if param.is_cuda})
+        self._state = self._read()
+
+    def _read(self) -> list[Tensor]:
+        return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._devices)]
+
+    def _write(self, state: list[Tensor]) -> None:
+        torch.set_rng_state(state[0])
+        for device, one in zip(self._devices, state[1:], strict=True):
+            torch.cuda.set_rng_state(one, device)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Draw inside what was drawn from the state on, and go on behind with what came since."""
+        present = self._read()
+        self._write(self._state)
+        try:
+            yield
+        finally:
+            self._write(present)
+
+
+@contextmanager
+def _unchanged(module: nn.Module) -> Iterator[None]:
+    """Leave attributes and buffers of a module inside as they are."""
+    buffers = [(one, one.detach().clone()) for one in module.buffers()]
+    try:
+        with attributes_kept(module):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+
+def _copied(one: Tensor) -> Tensor:
+    """Return an argument that a rehearsal may change in place."""
+    return one.clone() if one.is_floating_point() else one
+
+
+def _attached(result: Any, anchor: Tensor) -> Any:
+    """Return a result whose backward goes through `anchor`, also where no expert was called."""
+    first = next((one for one in tree_leaves(result) if _is_float(one)), None)
+    if first is None or not anchor.requires_grad:
+        return result
+    tied = _Tied.apply(first, anchor)  # type: ignore[no-untyped-call]
+    return tree_map_only(Tensor, lambda one: tied if one is first else one, result)
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+class _Tied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, anchor: Tensor) -> Tensor:
+        ctx.save_for_backward(anchor)  # which a recomputation has to come to on each rank
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return grads[0], torch.zeros_like(ctx.saved_tensors[0])
+
+
+_DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]

@@ -1,0 +1,132 @@
+"""The mixtures of a model whose experts are on several ranks: their forwards, until `restore`.
+
+mixture(tokens) ──> own class with another forward ──> exchange, own forward of the experts here
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.data_parallel.torch_private import untraced
+from lightning_shard.expert_parallel.batched import BatchedExperts
+from lightning_shard.expert_parallel.finding import Mixture
+from lightning_shard.expert_parallel.listed import ListedExperts
+from lightning_shard.expert_parallel.load import ExpertLoad, loads_of_ranks
+from lightning_shard.expert_parallel.split import ExpertSplit
+from lightning_shard.expert_parallel.trial import try_mixture
+from lightning_shard.placeholders import Placeholder, is_alone
+
+_PLACE = "_lightning_shard_experts"
+
+
+class SharedExperts:
+    """Lets the mixtures of a model send tokens to the ranks of their experts.
+
+    Args:
+        mixtures: The mixtures, whose experts have been split.
+        split: How they are split.
+        with_shards: Makes a context inside which parameters are what this rank has of them.
+        in_pipeline: Whether the model is cut into stages.
+        tries: Whether the first call of each class of mixtures is tried before it is believed.
+    """
+
+    def __init__(
+        self,
+        mixtures: Sequence[Mixture],
+        split: ExpertSplit,
+        with_shards: Callable[[], AbstractContextManager[None]],
+        *,
+        in_pipeline: bool = False,
+        tries: bool = True,
+    ) -> None:
+        self._split, self._with_shards, self._tries = split, with_shards, tries
+        self._tried: set[tuple[type[nn.Module], bool]] = set()
+        self._calls: dict[str, BatchedExperts | ListedExperts] = {}
+        self._changed: list[nn.Module] = []
+        for one in mixtures:
+            calls: BatchedExperts | ListedExperts = (
+                BatchedExperts(one, split.group)
+                if one.is_batched
+                else ListedExperts(one, split.group, in_pipeline=in_pipeline)
+            )
+            self._calls[one.name] = calls
+            self._change(one.module, _Mixing, (self, calls))
+            for number, expert in enumerate(one.experts):
+                self._change(expert, _OneOfMany, (calls, number))
+
+    def __deepcopy__(self, memo: Any) -> "SharedExperts":
+        return self
+
+    def _change(self, module: nn.Module, mixin: type, place: tuple[Any, Any]) -> None:
+        vars(module)[_PLACE] = place
+        own: Any = type(module)
+        module.__class__ = _with(mixin, own)
+        self._changed.append(module)
+
+    @untraced
+    def run(
+        self,
+        calls: BatchedExperts | ListedExperts,
+        module: nn.Module,
+        own: Callable[..., Any],
+        arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    ) -> Any:
+        """Call a mixture; each rank that shares its experts must."""
+        if any(isinstance(one, Placeholder) for one in tree_leaves(arguments)):
+            return calls.whole(module, own)(*arguments[0], **arguments[1])
+        if is_alone():
+            return calls.alone(module, own, *arguments)
+        with self._with_shards():
+            if calls.is_full(module):  # a copy with full weights
+                return calls.whole(module, own)(*arguments[0], **arguments[1])
+            kind = type(module), torch.is_grad_enabled()
+            if self._tries and kind not in self._tried:
+                self._tried.add(kind)
+                try_mixture(calls, module, own, arguments, self._split)
+            return calls.call(module, own, *arguments)
+
+    def load(self, others: Sequence[Collectives]) -> Mapping[str, ExpertLoad]:
+        """Return by name how the tokens of each mixture were shared out; each rank must call.
+
+        Args:
+            others: Groups of further ranks that count: with the same experts, with other stages.
+        """
+        own = {name: (one.load, one.mixture.num_experts) for name, one in self._calls.items()}
+        return loads_of_ranks(own, self._split.group, others)
+
+    def restore(self) -> None:
+        """Give the mixtures their own forwards back."""
+        for module in self._changed:
+            del vars(module)[_PLACE]
+            module.__class__ = type(module).__mro__[2]
+        self._changed = []
+
+
+class _Mixing:
+    """A mixture whose experts are on several ranks."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        shared, calls = vars(self)[_PLACE]
+        own = super().forward  # type: ignore[misc]
+        return shared.run(calls, self, own, (args, kwargs))
+
+
+class _OneOfMany:
+    """An expert of a list."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        calls, number = vars(self)[_PLACE]
+        return calls.expert_called(number, self, super().forward, args, kwargs)  # type: ignore[misc]
+
+
+@cache
+def _with(mixin: type, own: type[nn.Module]) -> type[nn.Module]:
+    """Return a class with another forward, which stands for the model's own."""
+    name = str(vars(own).get("stands_for", own.__name__))
+    return type(f"Shared{own.__name__}", (mixin, own), {"stands_for": name})

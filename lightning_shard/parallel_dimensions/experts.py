@@ -1,0 +1,115 @@
+"""Expert parallel as a dimension: whole experts on each rank, ranks with samples of their own."""
+
+from collections.abc import Mapping
+
+import lightning.pytorch as pl
+from typing_extensions import override
+
+from lightning_shard.data_parallel.agreement import check_same_model
+from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.data_parallel.leftovers import refuse_leftover_shards
+from lightning_shard.data_parallel.model_split import ModelSplit
+from lightning_shard.data_parallel.quantised import refuse_quantised_parts
+from lightning_shard.data_parallel.torch_private import COMPILED_MODULE, has_compiled_call
+from lightning_shard.errors import ConfigError
+from lightning_shard.expert_parallel.finding import Mixture, check_mixtures, find_mixtures
+from lightning_shard.expert_parallel.load import ExpertLoad
+from lightning_shard.expert_parallel.shared_experts import SharedExperts
+from lightning_shard.expert_parallel.split import ExpertSplit
+from lightning_shard.parallel_dimensions.dimension import ParallelDimension
+from lightning_shard.parallel_dimensions.run_view import RunView
+from lightning_shard.planner.description import Description, Measure
+
+
+class ExpertDimension(ParallelDimension):
+    """Each rank has some of every mixture's experts, and all other parameters.
+
+    Args:
+        size: Ranks that share the experts.
+    """
+
+    axis = "ep"
+    averages_gradients = True
+    has_own_samples = True
+
+    def __init__(self, size: int | None = 1) -> None:
+        super().__init__(size)
+        self._run: RunView | None = None
+        self._mixtures: list[Mixture] = []
+        self._split: ExpertSplit | None = None
+        self._shared: SharedExperts | None = None
+        self._last_load: Mapping[str, ExpertLoad] = {}
+
+    @override
+    def check(self, run: RunView) -> None:
+        num_ranks = run.mesh.size(self.axis)
+        if num_ranks == 1:
+            return
+        if run.mesh.cp > 1:
+            raise ConfigError(
+                f"expert_parallel_size={num_ranks} and context_parallel_size={run.mesh.cp} were "
+                f"given together, but a part of a sequence is routed as a whole one; expected one "
+                f"of the two. Leave one out."
+            )
+        for name, module in run.model.named_modules():
+            if COMPILED_MODULE in module._modules or has_compiled_call(module):
+                raise ConfigError(
+                    f"{name or type(run.model).__name__} ({type(module).__name__}) is compiled, "
+                    f"and expert_parallel_size={num_ranks} exchanges tokens inside of mixtures; "
+                    f"expected a module that is not. Leave torch.compile out."
+                )
+        check_mixtures(find_mixtures(run.model), run.model, num_ranks)
+
+    @override
+    def split(self, run: RunView) -> ModelSplit | None:
+        group = run.groups[self.axis]
+        if group.size == 1:
+            return None
+        refuse_leftover_shards(run.model)
+        refuse_quantised_parts(run.model, run.rank, "expert parallel")
+        check_same_model(run.model, group)
+        assert run.of_parts is not None
+        self._run, self._mixtures = run, find_mixtures(run.model)
+        self._split = ExpertSplit(run.model, self._mixtures, group, *run.of_parts, run.start)
+        return self._split
+
+    @override
+    def attach(self, engine: DataParallelEngine) -> None:
+        if self._split is not None:
+            assert self._run is not None
+            self._shared = SharedExperts(
+                self._mixtures,
+                self._split,
+                self._run.with_shards,
+                in_pipeline=self._run.mesh.pp > 1,
+            )
+
+    @override
+    def described(
+        self, found: Description, module: "pl.LightningModule", measure: Measure
+    ) -> Description:
+        if self.size != 1:
+            raise ConfigError(
+                f"A dry run has no tokens, and with expert_parallel_size={self.size} what ranks "
+                f"send and compute depends on which experts the tokens go to; expected "
+                f"expert_parallel_size=1. Leave it out for a dry run, whose parameters, gradients "
+                f"and optimizer state are then those of ranks that have all experts."
+            )
+        return found
+
+    def load(self) -> Mapping[str, ExpertLoad]:
+        """Return by name how the tokens of each mixture were shared out; each rank must call."""
+        if self._shared is None or self._run is None or self._run.of_parts is None:
+            return self._last_load
+        others = [self._run.of_parts[0].dp, *filter(None, [self._run.groups.get("pp")])]
+        return self._shared.load([one for one in others if one.size > 1])
+
+    @override
+    def restore(self, *, full: bool) -> None:
+        if self._shared is not None:
+            self._last_load = self.load() if full else {}
+            self._shared.restore()
+        if self._split is not None:
+            self._split.restore(full=full)
+        self._split = self._shared = self._run = None
+        self._mixtures = []

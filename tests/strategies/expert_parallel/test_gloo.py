@@ -1,0 +1,37 @@
+"""On two processes over Gloo, ranks that share experts train as a single device does."""
+
+import pytest
+
+from tests.processes import run_processes
+from tests.strategies.expert_parallel.test_expert_parallel import sharing
+from tests.strategies.expert_parallel.test_parity import build, single_device
+from tests.strategies.parity import (
+    MANY_STEPS,
+    SMALL_BUCKET_MB,
+    UPSTREAM_WARNINGS,
+    Run,
+    assert_parity,
+    ignore_upstream_warnings,
+    train,
+)
+
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+
+
+def trained_by_processes() -> list[Run]:
+    ignore_upstream_warnings()
+    return [
+        train(
+            build(name),
+            strategy=sharing(backend="gloo", zero_stage=2, bucket_mb=SMALL_BUCKET_MB),
+            devices=2,
+            num_steps=MANY_STEPS,
+        )
+        for name in ("mixtral", "seldom")
+    ]
+
+
+def test_two_processes_over_gloo_equal_a_single_device() -> None:
+    runs = run_processes(trained_by_processes, 2, fresh=True)[0]
+    for name, run in zip(("mixtral", "seldom"), runs, strict=True):
+        assert_parity(run, single_device(name), num_steps=MANY_STEPS)

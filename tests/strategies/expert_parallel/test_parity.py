@@ -1,0 +1,77 @@
+"""Expert parallel training equals a single device's, with data parallel of any stage."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_shard import HybridParallelStrategy
+from tests.expert_parallel.models import EXPERT_MODELS
+from tests.strategies.parity import (
+    MANY_STEPS,
+    SMALL_BUCKET_MB,
+    UPSTREAM_WARNINGS,
+    Run,
+    assert_parity,
+    train,
+)
+
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks, and the strategy's options
+    **{f"ep2-stage{stage}": (2, {"zero_stage": stage}) for stage in range(4)},
+    **{f"ep2-dp2-stage{stage}": (4, {"zero_stage": stage}) for stage in range(4)},
+    **{
+        f"ep4-stage{stage}": (4, {"expert_parallel_size": 4, "zero_stage": stage})
+        for stage in range(4)
+    },
+    "ep-slowest": (4, {"axis_order": ("ep", "pp", "dp", "tp"), "zero_stage": 1}),
+    "ep2-tp2": (4, {"tensor_parallel_size": 2, "zero_stage": 1}),
+    "ep2-tp2-stage3": (4, {"tensor_parallel_size": 2, "zero_stage": 3}),
+    "ep2-pp2": (4, {"pipeline_parallel_size": 2, "num_microbatches": 2, "zero_stage": 1}),
+    "ep2-pp2-dp2-stage2": (
+        8,
+        {"pipeline_parallel_size": 2, "num_microbatches": 2, "zero_stage": 2},
+    ),
+}
+# Each model and each layout once; `make test-all` runs the others.
+QUICK = {
+    ("mixtral", "ep2-dp2-stage0"),
+    ("listed", "ep2-dp2-stage1"),
+    ("seldom", "ep4-stage2"),
+    ("deepseek_v3", "ep2-stage3"),
+}
+
+
+def build(name: str) -> Any:
+    """Return the model, with the same values every time."""
+    torch.manual_seed(7)
+    return EXPERT_MODELS[name]()
+
+
+@cache
+def single_device(model: str) -> Run:
+    """Return what a single device makes of it."""
+    return train(build(model), num_steps=MANY_STEPS)
+
+
+@pytest.mark.few_cases(4)
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        pytest.param(model, layout, marks=() if (model, layout) in QUICK else pytest.mark.slow)
+        for model in EXPERT_MODELS
+        for layout in LAYOUTS
+        if model != "seldom"
+        or "tp" not in layout  # of which tensor parallel finds nothing to split
+    ],
+)
+def test_equals_a_single_device(model: str, layout: str) -> None:
+    num_ranks, options = LAYOUTS[layout]
+    strategy = HybridParallelStrategy(
+        **({"expert_parallel_size": 2} | options), backend="in_process"
+    )
+    strategy._options.__dict__["bucket_mb"] = SMALL_BUCKET_MB
+    run = train(build(model), strategy=strategy, devices=num_ranks, num_steps=MANY_STEPS)
+    assert_parity(run, single_device(model), num_steps=MANY_STEPS)
