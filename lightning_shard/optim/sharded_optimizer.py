@@ -24,6 +24,7 @@ from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.model_split import has_parts
 from lightning_shard.errors import ConfigError
 from lightning_shard.optim.common_loss import looks_at_loss, mean_loss
+from lightning_shard.optim.edited_state import EditedState
 from lightning_shard.optim.elementwise import why_not_separate
 from lightning_shard.optim.failing_steps import FailingSteps
 from lightning_shard.optim.frozen_adam import FrozenAdam
@@ -59,6 +60,7 @@ class ShardedOptimizer:
         self._owned = OwnedParameters(optimizer, engine)
         self._on_host = StepOnHost(optimizer, engine)
         shard_state(optimizer, engine)
+        self._edited_state = EditedState(optimizer, engine)
         self._failing = FailingSteps(optimizer, self._end_failed, self._end_later)
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -75,6 +77,7 @@ class ShardedOptimizer:
         for handle in self._handles:
             handle.remove()
         self._failing.detach()
+        self._edited_state.detach()
         self._owned.detach()
 
     def _before_step(
@@ -131,6 +134,7 @@ class ShardedOptimizer:
             return
         self.engine.view.enter()
         self._in_view = True
+        self._edited_state.take_in()
         self._on_host.take()
         self._frozen_adam.take()
         self._owned.take()
@@ -143,6 +147,7 @@ class ShardedOptimizer:
         self._on_host.put_back()
         self.engine.send_up(self.params)
         self.engine.view.leave()
+        self._edited_state.look()
         self.engine.publish(self.params)
 
 
