@@ -3,10 +3,12 @@
     on_train_batch_end    optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)    looks full
     the next step         the rank's shard of it, as what the optimizer makes itself
 
-A rank that has no element of a parameter takes no step for it and makes no state. There a hook that
+Under tensor parallel a step sees tensors that show parameters, by which it finds their state. A
+rank that has no element of a parameter takes no step for it and makes no state. There a hook that
 reads an entry, to change it, finds one without elements.
 """
 
+from collections import defaultdict
 from itertools import chain
 from typing import Any, TypeGuard
 
@@ -22,8 +24,10 @@ from lightning_shard.checkpoint.optimizer_state import (
 )
 from lightning_shard.data_parallel.averaged_gradient import AveragedGradient
 from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.data_parallel.model_split import has_parts
 from lightning_shard.data_parallel.sharded_parameter import as_they_are
 from lightning_shard.data_parallel.sharded_tensor import ShardedTensor
+from lightning_shard.tensor_parallel.dim_sharded_tensor import DimShardedTensor, parameter_behind
 
 
 class EditedState:
@@ -39,6 +43,7 @@ class EditedState:
         self._is_cut = engine.options.stage > 0 or bool(engine.split.groups)
         self._seen: list[int] = []
         self._num_params, self._waiting = -1, list[nn.Parameter]()  # those that lie elsewhere
+        self._let_find()
         # what is put in after the last step is saved
         self._handle = optimizer.register_state_dict_pre_hook(lambda _: self.take_in())
 
@@ -46,11 +51,18 @@ class EditedState:
         """Watch the optimizer's state no longer."""
         self.take_in()
         self._handle.remove()
+        if isinstance(self._optimizer.state, _FoundState):
+            self._optimizer.state = defaultdict(dict, self._optimizer.state)
+
+    def _let_find(self) -> None:
+        if has_parts(self._engine.split) and type(self._optimizer.state) is defaultdict:
+            self._optimizer.state = _FoundState(dict, self._optimizer.state)
 
     @as_they_are
     def look(self) -> None:
         """Note the state that the optimizer leaves, after a step and outside of its view."""
         if self._is_cut:
+            self._let_find()  # loading a state makes a new one
             self._let_read()
             self._seen = self._entries()
 
@@ -103,6 +115,8 @@ class EditedState:
             if keeps and self._lies_alike(value, param):
                 return value.local.clone()
             value = value.full_tensor()
+        if isinstance(value, DimShardedTensor):
+            value = value.part.gather_detached()
         if not isinstance(value, Tensor) or not keeps or value.ndim == 0:
             return value
         if tuple(value.shape) != tuple(engine.full_shape(param)):
@@ -120,6 +134,23 @@ class EditedState:
             and value.local.shape == flat.master_views[index].shape
             and value.local.device == flat.master.device
         )
+
+
+class _FoundState(defaultdict[Any, Any]):
+    """State of an optimizer, found by what shows a parameter to user code as well."""
+
+    def __missing__(self, key: Any) -> Any:
+        param = parameter_behind(key)
+        return super().__missing__(key) if param is None else self[param]
+
+    def __contains__(self, key: object) -> bool:
+        param = parameter_behind(key)
+        return super().__contains__(key if param is None else param)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Return the state of a parameter, or a default."""
+        param = parameter_behind(key)
+        return super().get(key if param is None else param, default)
 
 
 class _ElsewhereState(dict[str, Any]):

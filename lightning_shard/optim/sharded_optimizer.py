@@ -30,6 +30,7 @@ from lightning_shard.optim.failing_steps import FailingSteps
 from lightning_shard.optim.frozen_adam import FrozenAdam
 from lightning_shard.optim.host_step import StepOnHost
 from lightning_shard.optim.owned_parameters import OwnedParameters, why_not_as_they_lie
+from lightning_shard.optim.replaced_parameters import ReplacedParameters
 
 _WORKS_WITH_OWNERS = (
     " zero1, zero2, zero3, tensor, pipeline and hybrid parallel take it without gradient "
@@ -50,6 +51,7 @@ class ShardedOptimizer:
     """
 
     def __init__(self, optimizer: Optimizer, engine: DataParallelEngine) -> None:
+        self._replaced = ReplacedParameters(optimizer, engine)
         _check_parts(optimizer, engine)
         _check_same_parameters(optimizer, engine)
         self.optimizer = optimizer
@@ -78,11 +80,13 @@ class ShardedOptimizer:
             handle.remove()
         self._failing.detach()
         self._edited_state.detach()
+        self._replaced.detach()
         self._owned.detach()
 
     def _before_step(
         self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self._replaced.refuse_lost()
         self.engine.view.end_interrupted()
         self._num_steps += 1
         # torch hands over the optimizer itself as args[0]
