@@ -29,6 +29,7 @@ from lightning_shard.optim.elementwise import why_not_separate
 from lightning_shard.optim.failing_steps import FailingSteps
 from lightning_shard.optim.frozen_adam import FrozenAdam
 from lightning_shard.optim.host_step import StepOnHost
+from lightning_shard.optim.later_steps import LaterSteps
 from lightning_shard.optim.owned_parameters import OwnedParameters, why_not_as_they_lie
 from lightning_shard.optim.replaced_parameters import ReplacedParameters
 
@@ -54,6 +55,7 @@ class ShardedOptimizer:
         self._replaced = ReplacedParameters(optimizer, engine)
         _check_parts(optimizer, engine)
         _check_same_parameters(optimizer, engine)
+        self._later = LaterSteps(optimizer, engine)
         self.optimizer = optimizer
         self.engine = engine
         self._in_view = False
@@ -88,6 +90,8 @@ class ShardedOptimizer:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self._replaced.refuse_lost()
         self.engine.view.end_interrupted()
+        if not self._num_steps:
+            self._later.try_next()
         self._num_steps += 1
         # torch hands over the optimizer itself as args[0]
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
