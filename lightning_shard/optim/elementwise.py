@@ -107,7 +107,7 @@ def _try_group(optimizer: Optimizer, group: dict[str, Any], parts: Parts) -> str
     values = torch.randn(3, *_SHAPE, generator=generator).to(device)  # a weight, two gradients
     runs = [[parts(value)[i] for value in values] for i in range(len(parts(values[0])))]
     raised: list[str] = []
-    losses = (None, _same_loss) if takes_closure(optimizer) else (None,)
+    losses = (None, _same_loss) if _takes_closure(optimizer) else (None,)
     for loss in losses:
         try:
             outcome = _outcome(optimizer, group, runs, loss)
@@ -222,7 +222,7 @@ def _closure(params: Sequence[Tensor], grads: Sequence[Tensor], loss: Loss) -> C
     return closure
 
 
-def takes_closure(optimizer: Optimizer) -> bool:
+def _takes_closure(optimizer: Optimizer) -> bool:
     """Whether the first argument of a step is a closure; whoever requires one means that."""
     _, *others = inspect.signature(type(optimizer).step).parameters.values()
     return bool(others) and (others[0].name == "closure" or others[0].default is others[0].empty)

@@ -26,7 +26,6 @@ from lightning_shard.optim.elementwise import (
     in_shards,
     is_of_torch,
     one_by_one,
-    takes_closure,
 )
 from lightning_shard.optim.owned_parameters import has_elements_only
 
@@ -48,8 +47,11 @@ class LaterSteps:
         is_cut = engine.options.stage > 0 or bool(engine.split.groups)
         self._trials = [] if is_of_torch(optimizer) or not is_cut else _trials(optimizer, engine)
 
-    def try_next(self) -> None:
+    def try_next(self, *, with_closure: bool) -> None:
         """Take one step of each trial.
+
+        Args:
+            with_closure: Whether the optimizer's own step is given a closure.
 
         Raises:
             ConfigError: The step does not update each element, or each parameter, by itself.
@@ -58,7 +60,7 @@ class LaterSteps:
             return
         with torch.random.fork_rng(devices=[]):
             try:
-                are_equal = all(list(map(_Trial.take_step, self._trials)))
+                are_equal = all([trial.take_step(with_closure) for trial in self._trials])  # noqa: C419
             except Exception as error:  # what the optimizer raises of itself, where it is no trial
                 self._end(error)
                 return
@@ -109,7 +111,7 @@ class _Trial:
         self._runs: list[Optimizer] = []
         self.num_steps = 0
 
-    def take_step(self) -> bool:
+    def take_step(self, with_closure: bool) -> bool:
         """Take the next step; return whether the parts came out as the whole."""
         device = next((p.device for p in self._group["params"] if not p.is_meta), None)
         values = torch.randn(2, *_SHAPE, generator=self._generator, dtype=torch.float64)
@@ -119,7 +121,7 @@ class _Trial:
         self._follow_options()
         grad = grad * _SCALES[self.num_steps % len(_SCALES)]
         for run, grads in zip(self._runs, self._parts(grad), strict=True):
-            _take(type(self._optimizer).step, run, grads)
+            _take(type(self._optimizer).step, run, grads, with_closure)
         self.num_steps += 1
         if self.num_steps == 1:  # its state is there now
             self._follow_counters()
@@ -161,7 +163,9 @@ def _is_count(value: Any) -> bool:
     return is_number and float(value).is_integer()
 
 
-def _take(step: Callable[..., Any], run: Optimizer, grads: Sequence[Tensor]) -> None:
+def _take(
+    step: Callable[..., Any], run: Optimizer, grads: Sequence[Tensor], with_closure: bool
+) -> None:
     params = run.param_groups[0]["params"]
 
     def closure() -> Tensor:
@@ -170,4 +174,4 @@ def _take(step: Callable[..., Any], run: Optimizer, grads: Sequence[Tensor]) -> 
         return torch.ones(())
 
     closure()
-    step(run, *([closure] if takes_closure(run) else []))
+    step(run, *([closure] if with_closure else []))

@@ -139,7 +139,6 @@ class OwnedParameters:
     def _check_added(self, group: dict[str, Any]) -> None:
         added = [param for param in group["params"] if param not in self._known]
         engine = self._engine
-        self._refuse_unknown(added)
         is_cut = engine.options.stage > 0 or has_parts(engine.split)
         others = [param for param in added if is_cut and param not in engine.options.owned]
         cut = [home for param in others if (home := self._home(param)) is not None]
@@ -153,21 +152,6 @@ class OwnedParameters:
                 f"configure_optimizers."
             )
         self._known.update(added)
-
-    def _refuse_unknown(self, added: Sequence[nn.Parameter]) -> None:
-        known = set(self._engine.model.parameters())
-        for param in added:
-            try:
-                self._home(param)
-            except KeyError:
-                of_model = "the model has got it since" if param in known else "the model lacks it"
-                raise ConfigError(
-                    f"Rank {self._engine.collectives.rank}: {type(self._optimizer).__name__} was "
-                    f"given a parameter of shape {tuple(param.shape)} in the middle of the fit "
-                    f"that the ranks do not share ({of_model}), expected one that the model has "
-                    f"had from the beginning. Register it in __init__ or configure_model; freeze "
-                    f"it there until it is to be trained."
-                ) from None
 
 
 @dataclass(frozen=True, kw_only=True)

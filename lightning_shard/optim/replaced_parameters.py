@@ -1,4 +1,4 @@
-"""Parameters that user code replaces in the middle of a run, as an optimizer sees them.
+"""Parameters that user code replaces or adds in the middle of a run, as an optimizer sees them.
 
     module.p = nn.Parameter(value)      one device: the module's new parameter is in no optimizer
     optimizer given the new one         one device: it is trained, with state of its own
@@ -7,6 +7,9 @@ The engine puts its own parameter back, with the new value. An optimizer that wa
 goes on with the engine's, and with new state; one that has lost the parameter would train it, which
 a single device does not: that is refused before its next step.
 """
+
+from collections.abc import Collection
+from itertools import chain
 
 from torch import nn
 from torch.optim import Optimizer
@@ -27,6 +30,7 @@ class ReplacedParameters:
     def __init__(self, optimizer: Optimizer, engine: DataParallelEngine) -> None:
         self._optimizer, self._engine = optimizer, engine
         self._lost: dict[nn.Parameter, str] = {}
+        self._checked: list[int] = []
         engine.adoption.on_replaced.append(self._follow)
         engine.adopt_assigned()  # this optimizer may be given what was replaced just now
 
@@ -36,8 +40,8 @@ class ReplacedParameters:
             self._engine.adoption.on_replaced.remove(self._follow)
 
     def _follow(self, one: ReplacedParameter) -> None:
+        listed = set(self._listed())
         groups, state = self._optimizer.param_groups, self._optimizer.state
-        listed = {param for group in groups for param in group["params"]}
         if one.newcomer in listed:
             for group in groups:
                 others = [param for param in group["params"] if param is not one.param]
@@ -49,11 +53,42 @@ class ReplacedParameters:
         elif one.param in listed and one.newcomer.requires_grad:
             self._lost[one.param] = one.name
 
-    def refuse_lost(self) -> None:
-        """Raise ConfigError if a parameter has been replaced that this optimizer still has."""
-        if not self._lost:
-            return
-        listed = {param for group in self._optimizer.param_groups for param in group["params"]}
+    def check(self) -> None:
+        """Check the param groups before a step.
+
+        Raises:
+            ConfigError: A parameter was replaced that this optimizer still has, or it was given
+                one that the ranks do not share.
+        """
+        listed = self._listed()
+        if [*map(id, listed)] != self._checked:
+            self._engine.adopt_assigned()  # what was replaced is in its place again
+            listed = self._listed()
+            for param in listed:
+                self._refuse_unknown(param)
+            self._checked = [*map(id, listed)]
+        if self._lost:
+            self._refuse_lost(set(listed))
+
+    def _listed(self) -> list[nn.Parameter]:
+        groups = self._optimizer.param_groups
+        return [*chain.from_iterable([group["params"] for group in groups])]
+
+    def _refuse_unknown(self, param: nn.Parameter) -> None:
+        try:
+            known = self._engine.split.is_here(param) is False or self._engine.owner(param)
+        except KeyError:
+            known = False
+        if not known:
+            raise ConfigError(
+                f"Rank {self._engine.collectives.rank}: {type(self._optimizer).__name__} was given "
+                f"a parameter of shape {tuple(param.shape)} in the middle of the fit that the "
+                f"ranks do not share, expected one that the model has had from the beginning. "
+                f"Register it in __init__ or configure_model, and freeze it there until it is to "
+                f"be trained."
+            )
+
+    def _refuse_lost(self, listed: Collection[nn.Parameter]) -> None:
         names = [name for param, name in self._lost.items() if param in listed]
         if names:
             raise ConfigError(

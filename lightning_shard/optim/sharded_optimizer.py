@@ -88,13 +88,13 @@ class ShardedOptimizer:
     def _before_step(
         self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        self._replaced.refuse_lost()
+        self._replaced.check()
         self.engine.view.end_interrupted()
-        if not self._num_steps:
-            self._later.try_next()
-        self._num_steps += 1
         # torch hands over the optimizer itself as args[0]
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not self._num_steps:
+            self._later.try_next(with_closure=closure is not None)
+        self._num_steps += 1
         if closure is None:
             self._enter()
             return args, kwargs

@@ -51,5 +51,6 @@ def test_one_parameter_in_two_places_is_taken() -> None:
 
 def test_parameters_without_memory_or_elements_are_taken() -> None:
     refuse_shared_memory(pair().to("meta"), rank=0)
-    refuse_shared_memory(nn.ModuleList([nn.Linear(0, 2), nn.Linear(0, 2)]), rank=0)
+    empty = torch.ones(0)
+    refuse_shared_memory(nn.ParameterList([nn.Parameter(empty), nn.Parameter(empty)]), rank=0)
     refuse_shared_memory(nn.LazyLinear(3), rank=0)

@@ -204,14 +204,16 @@ class ByHand(Edited):
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others}]
         return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         optimizer: Any = self.optimizers()
-        self.manual_backward(self.loss(batch) / 2)
+        loss = self.loss(batch) / 2
+        self.manual_backward(loss)
         if batch_idx % 2:
             optimizer.step()
             optimizer.zero_grad()
             for param in self.parameters():
                 optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
+        return loss
 
 
 @pytest.mark.few_cases(2)
