@@ -50,6 +50,7 @@ class ReplacedParameters:
             if one.newcomer in state:
                 state[one.param] = state.pop(one.newcomer)
             self._lost.pop(one.param, None)
+            one.param.grad = one.newcomer.grad
         elif one.param in listed and one.newcomer.requires_grad:
             self._lost[one.param] = one.name
 

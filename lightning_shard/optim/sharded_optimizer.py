@@ -140,6 +140,7 @@ class ShardedOptimizer:
     def _enter(self) -> None:
         if self._in_view:
             return
+        self._replaced.check()  # what a closure's hooks have done
         self.engine.view.enter()
         self._in_view = True
         self._edited_state.take_in()
