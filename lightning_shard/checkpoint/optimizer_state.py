@@ -29,7 +29,12 @@ def shard_state(optimizer: Optimizer, engine: DataParallelEngine) -> None:
             continue
         entries = optimizer.state.get(param, {})
         for key, value in entries.items():
-            entries[key] = _cut(key, _own_part(value, param, engine), *engine.owner(param))
+            entries[key] = own_state(key, value, param, engine)
+
+
+def own_state(key: str, value: Any, param: nn.Parameter, engine: DataParallelEngine) -> Any:
+    """Return what this rank keeps of an entry of a parameter's full state."""
+    return _cut(key, _own_part(value, param, engine), *engine.owner(param))
 
 
 def local_state_dict(
@@ -61,10 +66,7 @@ def local_state_dict(
 def _local_entries(
     entries: Mapping[str, Any], param: nn.Parameter, engine: DataParallelEngine
 ) -> dict[str, Any]:
-    return {
-        key: _cut(key, _own_part(value, param, engine), *engine.owner(param))
-        for key, value in entries.items()
-    }
+    return {key: own_state(key, value, param, engine) for key, value in entries.items()}
 
 
 def _check_groups(full: Mapping[str, Any], optimizer: Optimizer) -> None:
@@ -115,7 +117,7 @@ class FullOptimizerState:
         if not engine.groups.is_first_copy:
             return
         engine.adopt_assigned()  # a parameter that was replaced is in its place again
-        self._packed = optimizer.state_dict()
+        self._packed = _packed(optimizer)
         if not optimizer.param_groups:  # what stands for none at all
             return
         agreed = _agree_on_keys(self._packed["state"], self._params, engine)
@@ -303,6 +305,16 @@ def _told(value: Any, param: nn.Parameter, engine: DataParallelEngine) -> tuple[
         owner = engine.groups.shard.rank if flat.stage > 0 else 0
         return "owned", _Owned(value.shape, value.dtype, owner, _ranks(engine))
     return "common", host_copy(value)
+
+
+def _packed(optimizer: Optimizer) -> dict[str, Any]:
+    """Return its own `state_dict`, without state of parameters that a group has had before."""
+    listed = set(params_of(optimizer))
+    orphans = [one for one in optimizer.state if isinstance(one, Tensor) and one not in listed]
+    aside = {param: optimizer.state.pop(param) for param in orphans}
+    packed = optimizer.state_dict()
+    optimizer.state.update(aside)
+    return packed
 
 
 def params_of(optimizer: Optimizer) -> list[nn.Parameter]:

@@ -1,17 +1,23 @@
 """Takes values over that user code has assigned to parameters, before anything reads our buffers.
 
 flats ──assigned()──> values ──adopt──> buffers      and the weights are known to have changed
-places ──put_back──> replaced parameters ──┘
+places ──put_back──> replaced parameters ──┘   and optimizers hear of them
+
+An optimizer on one device goes on with the parameter that it has: what user code puts in its place
+is trained only if it gives it to the optimizer. `load_state_dict(assign=True)` loads values, which
+are trained on.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor, nn
 
-from lightning_shard.data_parallel.assigned import ParameterPlaces
+from lightning_shard.data_parallel.assigned import ParameterPlaces, ReplacedParameter
 from lightning_shard.data_parallel.equal_weights import EqualWeights
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
-from lightning_shard.data_parallel.model_split import ModelSplit
+from lightning_shard.data_parallel.model_split import ModelSplit, Unsplit
 from lightning_shard.data_parallel.parameter_shard import ParameterShard
 from lightning_shard.data_parallel.sharded_parameter import as_they_are
 
@@ -20,23 +26,38 @@ class Adoption:
     """Takes over what user code has assigned to the parameters of a model.
 
     Args:
+        model: The model.
         flats: The buffers of the parameters, which ask for it when they notice one.
         homes: Buffer of each parameter, and its index there.
-        places: Where in the model's modules the parameters stand.
         split: How the model is split over other ranks.
         weights: Is told that ranks may have other weights now.
+        rank: Global rank of this process, for error messages.
+
+    Attributes:
+        handles: Handles of hooks in the model, which whoever makes this removes.
+        on_replaced: Called with each parameter that was replaced, once it is in its place again.
     """
 
     def __init__(
         self,
+        model: nn.Module,
         flats: Sequence[FlatParameters],
         homes: Mapping[nn.Parameter, tuple[FlatParameters, int]],
-        places: ParameterPlaces,
         split: ModelSplit,
         weights: EqualWeights,
+        rank: int,
     ) -> None:
-        self._flats, self._homes, self._places = flats, homes, places
+        self._flats, self._homes = flats, homes
+        has_hooks = any(flat.reshards for flat in flats) or not isinstance(split, Unsplit)
+        self._places = ParameterPlaces(model, rank, fixed_modules=has_hooks)
         self._split, self._weights = split, weights
+        self._loaded = WeakSet[nn.Module]()
+        self.on_replaced: list[Callable[[ReplacedParameter], None]] = []
+        self.handles = [
+            module.register_load_state_dict_pre_hook(_AssigningLoads(self._loaded))  # type: ignore[no-untyped-call]
+            for module in model.modules()
+            if module._parameters
+        ]
         for flat in flats:
             flat.on_assigned = self._adopt_data
 
@@ -47,7 +68,10 @@ class Adoption:
             ConfigError: An assigned value cannot be the parameter's.
         """
         self._adopt_data()
-        self._places.put_back(self._adopt_replaced)
+        for one in self._places.put_back(self._adopt_replaced):
+            for hear in self.on_replaced if one.module not in self._loaded else ():
+                hear(one)
+        self._loaded.clear()
 
     @as_they_are
     def _adopt_data(self) -> None:
@@ -65,3 +89,27 @@ class Adoption:
             own = self._split.local(param, full)
             flat.adopt({index: own.to(flat.full.device, copy=True)})
             self._weights.note_assigned()
+
+
+class _AssigningLoads:
+    """Hook of a module that notes that `load_state_dict(assign=True)` exchanges its parameters.
+
+    Args:
+        noted: Modules where it has been called.
+    """
+
+    def __init__(self, noted: WeakSet[nn.Module]) -> None:
+        self._noted = noted
+
+    def __call__(
+        self, module: nn.Module, _: Any, __: str, metadata: Mapping[str, Any], *___: Any
+    ) -> None:
+        if metadata.get("assign_to_params_buffers"):
+            self._noted.add(module)
+
+    def __reduce__(self) -> str:
+        return "note_nothing"  # in copies of the module, pickled ones as well
+
+
+def note_nothing(*_: Any) -> None:
+    """Stand in for `_AssigningLoads` in copies of a module."""

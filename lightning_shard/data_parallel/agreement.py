@@ -8,6 +8,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.data_parallel.shared_memory import refuse_shared_memory
 from lightning_shard.errors import ConfigError
 
 
@@ -15,8 +16,10 @@ def check_same_model(model: nn.Module, collectives: Collectives) -> None:
     """Compare parameters and buffers over the ranks by name, shape and format; each must call.
 
     Raises:
-        ConfigError: The ranks' models differ; raised on every rank, with the first difference.
+        ConfigError: The ranks' models differ; raised on every rank, with the first difference. Or
+            parameters share memory without being one.
     """
+    refuse_shared_memory(model, collectives.rank)
     advice = "Build the model from the same arguments on every rank."
     _compare(_signatures(model), collectives, "models", advice)
 

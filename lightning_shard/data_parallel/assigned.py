@@ -87,6 +87,23 @@ class _ParameterPath:
         return f"{self.path}.{self.name}" if self.path else self.name
 
 
+@dataclass(frozen=True, eq=False)
+class ReplacedParameter:
+    """A parameter of the model that is in its place again, and what user code had put there.
+
+    Attributes:
+        name: Name of the place in the model.
+        module: The module that holds it.
+        newcomer: The parameter that user code had put there.
+        param: The model's own, which has the newcomer's value now.
+    """
+
+    name: str
+    module: nn.Module
+    newcomer: nn.Parameter
+    param: nn.Parameter
+
+
 class ParameterPlaces:
     """Watches which parameter objects a model holds, and puts them back after user code.
 
@@ -117,17 +134,23 @@ class ParameterPlaces:
     def _are_as_known(self) -> bool:
         return not [name for held, name, known in self._watched if held.get(name) is not known]
 
-    def put_back(self, take: Callable[[nn.Parameter, Tensor], None]) -> None:
+    def put_back(
+        self, take: Callable[[nn.Parameter, Tensor], None]
+    ) -> Sequence["ReplacedParameter"]:
         """Put back the parameters that user code has replaced by others, with the others' values.
 
         Args:
             take: Called with a parameter that was replaced and the value that it is to have.
 
+        Returns:
+            What stood in the place of which parameter.
+
         Raises:
             ConfigError: The values that stand for one parameter differ, or have another shape.
         """
         if self._are_as_known:
-            return
+            return ()
+        replaced = []
         modules = dict(self._model.named_modules(remove_duplicate=False))
         newcomers: dict[nn.Parameter, dict[_ParameterPath, nn.Parameter]] = {}
         for place in self._places:
@@ -141,9 +164,11 @@ class ParameterPlaces:
             new = next(iter(news.values()))
             take(param, new.detach())
             param.requires_grad_(new.requires_grad)
-            for place in news:
+            for place, one in news.items():
                 modules[place.path]._parameters[place.name] = param
+                replaced.append(ReplacedParameter(place.full_name, modules[place.path], one, param))
         self._look()
+        return replaced
 
     def _check(
         self,

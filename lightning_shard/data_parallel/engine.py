@@ -21,7 +21,6 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.adoption import Adoption
 from lightning_shard.data_parallel.agreement import check_same_model
 from lightning_shard.data_parallel.arrival_hooks import ArrivalHooks
-from lightning_shard.data_parallel.assigned import ParameterPlaces
 from lightning_shard.data_parallel.blanks import blank
 from lightning_shard.data_parallel.buffers import BufferSync
 from lightning_shard.data_parallel.building import build_gradients, build_units, placed
@@ -68,6 +67,7 @@ class DataParallelEngine:
         collectives: Group of all data-parallel ranks.
         shards: The gradients as user code sees them.
         absent: The gradients of parameters that only other ranks have.
+        adoption: Takes over what user code assigns.
         edits: Averages the gradients that user code has made or edited.
         owners: Who updates the parameters that an optimizer needs full.
         copier: Copies to and from host memory, and counts them; None without offload.
@@ -130,10 +130,8 @@ class DataParallelEngine:
             self.gradients, self.reducer, self._unsharder, self.absent, self.edits, self._weights
         )
         self._loading = cut_loaded(model, self._homes, self.split) if options.stage == 3 else []
-        places = ParameterPlaces(
-            model, self.collectives.rank, fixed_modules=options.stage == 3 or split is not None
-        )
-        self._adoption = Adoption(self.flats, self._homes, places, self.split, self._weights)
+        rank = self.collectives.rank
+        self.adoption = Adoption(model, self.flats, self._homes, self.split, self._weights, rank)
         self.user_code = self._look_full()
         self.around_step: Callable[[], AbstractContextManager[None]] = nullcontext
         self.around_backward: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -213,7 +211,7 @@ class DataParallelEngine:
             ConfigError: An assigned value cannot be the parameter's.
         """
         self.view.end_interrupted()
-        self._adoption.adopt()
+        self.adoption.adopt()
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -473,7 +471,7 @@ class DataParallelEngine:
         for flat in self.flats:
             flat.move_out()
         self._arrivals.remove()
-        for handle in self._loading:
+        for handle in (*self._loading, *self.adoption.handles):
             handle.remove()
         if self._unsharder is not None:
             self._unsharder.remove()

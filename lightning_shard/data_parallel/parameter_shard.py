@@ -155,6 +155,24 @@ class ShardView(Tensor):
 
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_TENSOR: Any = Tensor  # whose properties are descriptors, which type checkers do not know
+_OF_WRAPPER = frozenset(
+    {
+        Tensor.__hash__,
+        Tensor.dim,
+        Tensor.numel,
+        Tensor.requires_grad_,
+        Tensor.size,
+        _TENSOR.device.__get__,
+        _TENSOR.dtype.__get__,
+        _TENSOR.grad_fn.__get__,
+        _TENSOR.is_leaf.__get__,
+        _TENSOR.ndim.__get__,
+        _TENSOR.requires_grad.__get__,
+        _TENSOR.requires_grad.__set__,
+        _TENSOR.shape.__get__,
+    }
+)
 _AS_FULL = ("numpy", "__array__", "tolist", "__dlpack__")
 _PICKLING = ("__reduce_ex__", "__reduce__")
 
@@ -165,6 +183,8 @@ def computed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     Raises:
         ConfigError: A shard is to be pickled.
     """
+    if func in _OF_WRAPPER:
+        return func(*args, **kwargs)
     name = getattr(func, "__name__", "")
     gradients: dict[int, AveragedGradient] = {}
 

@@ -23,6 +23,8 @@ _SHAPE = (4, 6)
 _CUT = 10  # inside a row
 _LR = 1e-2
 
+DIFFERENCE = "in a trial, the parts of a whole came out differently from the whole"
+Parts = Callable[[Tensor], list[list[Tensor]]]
 Loss = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 
 
@@ -38,7 +40,7 @@ def why_not_elementwise(
     Returns:
         The result of the trial of the first param group that fails, in words; None when all pass.
     """
-    return _why_not(optimizer, groups, _in_shards)
+    return _why_not(optimizer, groups, in_shards)
 
 
 def why_not_separate(
@@ -48,7 +50,7 @@ def why_not_separate(
 
     Each parameter is full here; arguments and result are as `why_not_elementwise` has them.
     """
-    return _why_not(optimizer, groups, _one_by_one)
+    return _why_not(optimizer, groups, one_by_one)
 
 
 def needs_full_parameters(optimizer: Optimizer, group: dict[str, Any]) -> bool:
@@ -60,7 +62,7 @@ def needs_full_parameters(optimizer: Optimizer, group: dict[str, Any]) -> bool:
 def _why_not(
     optimizer: Optimizer,
     groups: Sequence[dict[str, Any]] | None,
-    parts: Callable[[Tensor], list[list[Tensor]]],
+    parts: Parts,
 ) -> str | None:
     if _sends_messages(optimizer):
         return (
@@ -73,12 +75,17 @@ def _why_not(
     return next((reason for reason in reasons if reason is not None), None)
 
 
+def is_of_torch(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is one of torch's own classes."""
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
 def _sends_messages(optimizer: Optimizer) -> bool:
     """Whether the step of an optimizer that is not torch's own names torch.distributed.
 
     A trial would wait for ranks that do something else.
     """
-    if type(optimizer).__module__.startswith("torch.optim."):
+    if is_of_torch(optimizer):
         return False
     step = inspect.unwrap(type(optimizer).step)
     found = getattr(step, "__globals__", {})
@@ -93,9 +100,7 @@ def _is_of_distributed(value: Any) -> bool:
     return str(name).startswith("torch.distributed")
 
 
-def _try_group(
-    optimizer: Optimizer, group: dict[str, Any], parts: Callable[[Tensor], list[list[Tensor]]]
-) -> str | None:
+def _try_group(optimizer: Optimizer, group: dict[str, Any], parts: Parts) -> str | None:
     """Try steps without a closure and with one, as a Trainer takes them; some need it."""
     device = next((p.device for p in group["params"] if not p.is_meta), torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
@@ -144,23 +149,26 @@ def why_different(trial: Callable[[], Sequence[Sequence[Tensor]]]) -> str | None
 
 
 def _difference(runs: Sequence[Sequence[Tensor]]) -> str | None:
+    return None if are_alike(runs) else DIFFERENCE
+
+
+def are_alike(runs: Sequence[Sequence[Tensor]]) -> bool:
+    """Whether the tensors of a whole and those of its parts are equal, but for rounding."""
     expected, got = (torch.cat([one.flatten() for one in run]) for run in runs)
-    if torch.allclose(got, expected, rtol=1e-5, atol=1e-7):
-        return None
-    return "in a trial, the parts of a whole came out differently from the whole"
+    return torch.allclose(got, expected, rtol=1e-5, atol=1e-7)
 
 
 def _raised(error: Exception) -> str:
     return f"a trial step raised {type(error).__name__}: {error}"
 
 
-def _in_shards(matrix: Tensor) -> list[list[Tensor]]:
+def in_shards(matrix: Tensor) -> list[list[Tensor]]:
     """Return the matrix and each of its shards as runs of their own: a rank has no other shard."""
     flat = matrix.flatten()
     return [[matrix], [flat[:_CUT]], [flat[_CUT:]]]
 
 
-def _one_by_one(matrix: Tensor) -> list[list[Tensor]]:
+def one_by_one(matrix: Tensor) -> list[list[Tensor]]:
     """Return two matrices in one run, and each in a run of its own."""
     upper, lower = matrix.tensor_split(2)
     return [[upper, lower], [upper], [lower]]

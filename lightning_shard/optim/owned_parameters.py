@@ -9,7 +9,7 @@
 so that the owner takes the step of a single device. State is full on the owner, and nowhere else.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
@@ -191,11 +191,18 @@ def why_not_as_they_lie(optimizer: Optimizer, engine: DataParallelEngine) -> str
             needs full ones, or with full ones that it does not update one by one; None when each
             group has what it needs.
     """
-    known, owned = set(engine.model.parameters()), engine.options.owned
     for group in optimizer.param_groups:
-        held = [param for param in group["params"] if param in known]
-        is_cut = any(param not in owned for param in held) or not held
+        is_cut = has_elements_only(group, engine)
         reason = (why_not_elementwise if is_cut else why_not_separate)(optimizer, [group])
         if reason is not None:
             return reason
     return None
+
+
+def has_elements_only(group: Mapping[str, Any], engine: DataParallelEngine) -> bool:
+    """Whether a rank may update single elements of a group's parameters, and no full ones."""
+    if engine.options.stage == 0 and not has_parts(engine.split):
+        return False
+    known, owned = set(engine.model.parameters()), engine.options.owned
+    held = [param for param in group["params"] if param in known]
+    return any(param not in owned for param in held) or not held

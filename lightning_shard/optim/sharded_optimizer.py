@@ -24,11 +24,14 @@ from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.model_split import has_parts
 from lightning_shard.errors import ConfigError
 from lightning_shard.optim.common_loss import looks_at_loss, mean_loss
+from lightning_shard.optim.edited_state import EditedState
 from lightning_shard.optim.elementwise import why_not_separate
 from lightning_shard.optim.failing_steps import FailingSteps
 from lightning_shard.optim.frozen_adam import FrozenAdam
 from lightning_shard.optim.host_step import StepOnHost
+from lightning_shard.optim.later_steps import LaterSteps
 from lightning_shard.optim.owned_parameters import OwnedParameters, why_not_as_they_lie
+from lightning_shard.optim.replaced_parameters import ReplacedParameters
 
 _WORKS_WITH_OWNERS = (
     " zero1, zero2, zero3, tensor, pipeline and hybrid parallel take it without gradient "
@@ -49,8 +52,10 @@ class ShardedOptimizer:
     """
 
     def __init__(self, optimizer: Optimizer, engine: DataParallelEngine) -> None:
+        self._replaced = ReplacedParameters(optimizer, engine)
         _check_parts(optimizer, engine)
         _check_same_parameters(optimizer, engine)
+        self._later = LaterSteps(optimizer, engine)
         self.optimizer = optimizer
         self.engine = engine
         self._in_view = False
@@ -59,6 +64,7 @@ class ShardedOptimizer:
         self._owned = OwnedParameters(optimizer, engine)
         self._on_host = StepOnHost(optimizer, engine)
         shard_state(optimizer, engine)
+        self._edited_state = EditedState(optimizer, engine)
         self._failing = FailingSteps(optimizer, self._end_failed, self._end_later)
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -75,15 +81,20 @@ class ShardedOptimizer:
         for handle in self._handles:
             handle.remove()
         self._failing.detach()
+        self._edited_state.detach()
+        self._replaced.detach()
         self._owned.detach()
 
     def _before_step(
         self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self._replaced.check()
         self.engine.view.end_interrupted()
-        self._num_steps += 1
         # torch hands over the optimizer itself as args[0]
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not self._num_steps:
+            self._later.try_next(with_closure=closure is not None)
+        self._num_steps += 1
         if closure is None:
             self._enter()
             return args, kwargs
@@ -129,8 +140,10 @@ class ShardedOptimizer:
     def _enter(self) -> None:
         if self._in_view:
             return
+        self._replaced.check()  # what a closure's hooks have done
         self.engine.view.enter()
         self._in_view = True
+        self._edited_state.take_in()
         self._on_host.take()
         self._frozen_adam.take()
         self._owned.take()
@@ -143,6 +156,7 @@ class ShardedOptimizer:
         self._on_host.put_back()
         self.engine.send_up(self.params)
         self.engine.view.leave()
+        self._edited_state.look()
         self.engine.publish(self.params)
 
 

@@ -219,12 +219,25 @@ class StagedModel:
             return []
         if stage not in self._absent:
             absent = self._absent_params(stage) | self._copied_buffers(stage)
+            places = [place for place in self._homes if place[2] in absent]
+            self._refuse_moved(places)
             self._absent[stage] = [
-                _StandIn(home, name, absent[tensor])
-                for home, name, tensor in self._homes
-                if tensor in absent
+                _StandIn(home, name, absent[tensor]) for home, name, tensor in places
             ]
+        self._refuse_moved([(one.home, one.name, one.place) for one in self._absent[stage]])
         return self._absent[stage]
+
+    def _refuse_moved(self, places: Iterable[tuple[Mapping[str, Any], str, Tensor]]) -> None:
+        """Raise if user code has taken a tensor of another stage out of its place."""
+        for home, name, tensor in places:
+            if name not in home:
+                name = self._names.get(tensor, name)  # type: ignore[call-overload]
+                raise ConfigError(
+                    f"Prune, or parametrize, the model before the fit, or after it, or use "
+                    f"strategy='zero2'. {name!r} was taken out of its module in the middle of a "
+                    f"run, as torch.nn.utils.prune does, but stages of the pipeline that do not "
+                    f"have it put a stand-in in its place; expected the names that the model had."
+                )
 
     def _absent_params(self, stage: int) -> dict[Tensor, Tensor]:
         return {

@@ -40,6 +40,8 @@ from lightning_shard.tensor_parallel.regions import (
     split_to_region,
 )
 
+_SHOWN = "_lightning_shard_shown"  # set on tensors that show a parameter to user code
+
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
@@ -290,6 +292,18 @@ class DimShardedTensor(Tensor):
             )
         args, kwargs = tree_map_only(DimShardedTensor, _gather_detached, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+def showing(seen: Tensor, param: Tensor) -> Tensor:
+    """Return what user code sees of a parameter of which this rank has a part, and note which."""
+    if seen is not param and isinstance(seen, DimShardedTensor):
+        vars(seen)[_SHOWN] = param
+    return seen
+
+
+def parameter_behind(key: object) -> Tensor | None:
+    """Return the parameter that a tensor shows to user code; None for another object."""
+    return vars(key).get(_SHOWN) if isinstance(key, DimShardedTensor) else None
 
 
 def _gather(sharded: DimShardedTensor) -> Tensor:

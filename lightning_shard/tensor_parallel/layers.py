@@ -27,6 +27,7 @@ from lightning_shard.backends.call_site import is_called_by_user
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.torch_private import is_traced
 from lightning_shard.tensor_parallel.attention import ParallelAttention
+from lightning_shard.tensor_parallel.dim_sharded_tensor import showing
 from lightning_shard.tensor_parallel.regions import copy_to_region
 from lightning_shard.tensor_parallel.sequence import saved_as_slice
 
@@ -63,11 +64,9 @@ class FullView:
 
     def of(self, name: str, tensor: Tensor) -> Tensor:
         """Return a parameter as the code that reads it now sees it."""
-        return (
-            tensor
-            if self.is_own or name not in self.names
-            else self.widen(self.names[name], tensor)
-        )
+        if self.is_own or name not in self.names:
+            return tensor
+        return showing(self.widen(self.names[name], tensor), tensor)
 
 
 @dataclass(frozen=True, kw_only=True)

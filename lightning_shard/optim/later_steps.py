@@ -1,0 +1,177 @@
+"""Later steps of an optimizer are tried before it takes them, for as long as it trains.
+
+The trial before a fit (`elementwise`) takes a few steps. An optimizer may do something else later:
+after a warm-up it divides by norms, say, and each rank would divide by its shard's. No number of
+steps tells that there is no such step after them. So for optimizers that are not torch's own, the
+trial goes on beside the run: one step on a small matrix and on the same matrix in parts, with the
+options and counters that the optimizer has by now, before each step of its own.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_shard.checkpoint.trial_optimizer import trial_optimizer
+from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.errors import ConfigError
+from lightning_shard.optim.elementwise import (
+    DIFFERENCE,
+    Parts,
+    are_alike,
+    in_shards,
+    is_of_torch,
+    one_by_one,
+)
+from lightning_shard.optim.owned_parameters import has_elements_only
+
+_SHAPE = (4, 6)
+_SCALES = (1.0, 1e-3, 1e3)  # what depends on the size of a gradient shows at some
+_OWN = ("params", "lr")  # a rate of zero would hide everything
+
+
+class LaterSteps:
+    """Tries the steps of one optimizer ahead of it.
+
+    Args:
+        optimizer: The user's optimizer, which has passed the trial before the fit.
+        engine: The engine that holds its parameters, in shards, in parts or by stages.
+    """
+
+    def __init__(self, optimizer: Optimizer, engine: DataParallelEngine) -> None:
+        self._optimizer, self._rank = optimizer, engine.collectives.rank
+        is_cut = engine.options.stage > 0 or bool(engine.split.groups)
+        self._trials = [] if is_of_torch(optimizer) or not is_cut else _trials(optimizer, engine)
+
+    def try_next(self, *, with_closure: bool) -> None:
+        """Take one step of each trial.
+
+        Args:
+            with_closure: Whether the optimizer's own step is given a closure.
+
+        Raises:
+            ConfigError: The step does not update each element, or each parameter, by itself.
+        """
+        if not self._trials:
+            return
+        with torch.random.fork_rng(devices=[]):
+            try:
+                are_equal = all([trial.take_step(with_closure) for trial in self._trials])  # noqa: C419
+            except Exception as error:  # what the optimizer raises of itself, where it is no trial
+                self._end(error)
+                return
+        if not are_equal:
+            raise ConfigError(
+                f"Rank {self._rank}: from its step {self._trials[0].num_steps} on, "
+                f"{type(self._optimizer).__name__} does not update each element or parameter by "
+                f"itself ({DIFFERENCE}), but this strategy gives it shards, parts or some of the "
+                f"parameters, which would make its updates wrong from now on; the first steps "
+                f"were right. Use strategy='shard_ddp'."
+            )
+
+    def _end(self, error: Exception) -> None:
+        self._trials = []
+        rank_zero_warn(
+            f"Later steps of {type(self._optimizer).__name__} cannot be tried on a small matrix "
+            f"beside the run ({type(error).__name__}: {error}). If they use norms of a parameter, "
+            f"or of several, they are wrong on shards: compare with strategy='shard_ddp'."
+        )
+
+
+def _trials(optimizer: Optimizer, engine: DataParallelEngine) -> list["_Trial"]:
+    found: dict[str, _Trial] = {}
+    for group in optimizer.param_groups:
+        parts = in_shards if has_elements_only(group, engine) else one_by_one
+        options = {key: value for key, value in group.items() if key not in _OWN}
+        key = f"{parts.__name__} {sorted(options.items(), key=str)}"
+        if key not in found:
+            found[key] = _Trial(optimizer, group, parts)
+    return [*found.values()]
+
+
+class _Trial:
+    """An optimizer's steps on a small matrix, and on the same matrix in parts.
+
+    Args:
+        optimizer: The user's optimizer; it is not changed.
+        group: The param group whose options it takes.
+        parts: Takes the matrix apart; the first of its runs has all.
+
+    Attributes:
+        num_steps: Steps that it has taken.
+    """
+
+    def __init__(self, optimizer: Optimizer, group: dict[str, Any], parts: Parts) -> None:
+        self._optimizer, self._group, self._parts = optimizer, group, parts
+        self._generator = torch.Generator().manual_seed(1)
+        self._runs: list[Optimizer] = []
+        self.num_steps = 0
+
+    def take_step(self, with_closure: bool) -> bool:
+        """Take the next step; return whether the parts came out as the whole."""
+        device = next((p.device for p in self._group["params"] if not p.is_meta), None)
+        values = torch.randn(2, *_SHAPE, generator=self._generator, dtype=torch.float64)
+        weight, grad = values.to("cpu" if device is None else device)
+        if not self._runs:
+            self._runs = [self._made(run) for run in self._parts(weight)]
+        self._follow_options()
+        grad = grad * _SCALES[self.num_steps % len(_SCALES)]
+        for run, grads in zip(self._runs, self._parts(grad), strict=True):
+            _take(type(self._optimizer).step, run, grads, with_closure)
+        self.num_steps += 1
+        if self.num_steps == 1:  # its state is there now
+            self._follow_counters()
+        full, *shards = [[p.detach() for p in one.param_groups[0]["params"]] for one in self._runs]
+        return are_alike([full, [part for shard in shards for part in shard]])
+
+    def _made(self, values: Sequence[Tensor]) -> Optimizer:
+        params = [torch.nn.Parameter(value.clone()) for value in values]
+        options = {key: copy.deepcopy(v) for key, v in self._group.items() if key not in _OWN}
+        if "lr" in self._group:
+            options["lr"] = 1e-2
+        return trial_optimizer(self._optimizer, {**options, "params": params})
+
+    def _follow_options(self) -> None:
+        """Take over numbers that schedulers, or steps themselves, have changed."""
+        for key, value in self._group.items():
+            if key not in _OWN and isinstance(value, (int, float, tuple)):
+                self._set([run.param_groups[0] for run in self._runs], key, value)
+
+    def _follow_counters(self) -> None:
+        """Count on from where a fit has been resumed."""
+        state = self._optimizer.state
+        known = next((state[param] for param in self._group["params"] if param in state), {})
+        for key, value in known.items():
+            states = [entries for run in self._runs for entries in run.state.values()]
+            if _is_count(value):
+                self._set(states, key, value)
+
+    def _set(self, places: Sequence[dict[str, Any]], key: str, value: Any) -> None:
+        """Set a value in each run, unless the runs have different ones: those are results."""
+        held = [place.get(key) for place in places]
+        if all(one is not None and bool(one == held[0]) for one in held):
+            for place in places:
+                place[key] = copy.deepcopy(value)
+
+
+def _is_count(value: Any) -> bool:
+    is_number = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.ndim == 0)
+    return is_number and float(value).is_integer()
+
+
+def _take(
+    step: Callable[..., Any], run: Optimizer, grads: Sequence[Tensor], with_closure: bool
+) -> None:
+    params = run.param_groups[0]["params"]
+
+    def closure() -> Tensor:
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad.clone()
+        return torch.ones(())
+
+    closure()
+    step(run, *([closure] if with_closure else []))

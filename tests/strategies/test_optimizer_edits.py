@@ -1,0 +1,274 @@
+"""What hooks and steps do to an optimizer's state and groups is a single device's, or refused."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import prune
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_shard import ConfigError, TensorParallelStrategy
+from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.stacks import BATCH, WIDTH, Fitted, Stack, fit, pipeline
+
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+
+Edit = Callable[[Any], object]
+ROW = 3  # the step after which groups and parameters are changed
+
+
+class Layers(nn.Module):
+    """A residual pair of layers, which tensor parallel splits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Edited(Stack):
+    """Edits after each batch, or before each update."""
+
+    block = Layers
+    after: Edit
+    before: Edit
+
+    def train_dataloader(self) -> Any:
+        ranks: Any = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None)
+        ranks = ranks or {"num_replicas": 1, "rank": 0}
+        data = self.dataset()
+        sampler: Any = DistributedSampler(data, shuffle=False, **ranks)
+        return DataLoader(data, batch_size=BATCH // ranks["num_replicas"], sampler=sampler)
+
+    def configure_optimizers(self) -> Any:
+        params = [*self.parameters()]
+        groups = [{"params": params[:-2]}, {"params": params[-2:], "lr": 0.05}]
+        return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        type(self).after(self)
+
+    def on_before_optimizer_step(self, _: Any) -> None:
+        type(self).before(self)
+
+
+def nothing(_: Any) -> None:
+    pass
+
+
+def style(after: Edit, before: Edit = nothing, base: type[Edited] = Edited) -> type[Edited]:
+    return type("Style", (base,), {"after": after, "before": before})
+
+
+@cache
+def alone(after: Edit, before: Edit = nothing, base: type[Edited] = Edited) -> Fitted:
+    return fit(style(after, before, base))
+
+
+def fit_on_ranks(
+    strategy: str, after: Edit, before: Edit = nothing, base: type[Edited] = Edited
+) -> Fitted:
+    made = style(after, before, base)
+    if strategy == "pipeline":
+        return fit(made, pipeline(2, "1f1b", num_microbatches=2))
+    if strategy.startswith("tensor"):
+        stage = 3 if strategy.endswith("zero3") else 0
+        return fit(
+            made,
+            TensorParallelStrategy(
+                backend="in_process",
+                num_ranks=4 if stage else 2,
+                tensor_parallel_size=2,
+                zero_stage=stage,
+            ),
+        )
+    return fit(made, f"{strategy}_in_process", devices=2)
+
+
+def assert_as_alone(
+    strategy: str, after: Edit, before: Edit = nothing, base: type[Edited] = Edited
+) -> None:
+    got, expected = fit_on_ranks(strategy, after, before, base), alone(after, before, base)
+    torch.testing.assert_close(got.weights, expected.weights, rtol=1e-5, atol=1e-5)
+
+
+def state_of(module: Any) -> Any:
+    return module.trainer.optimizers[0].state
+
+
+def resets(module: Any) -> None:
+    for param in module.parameters():
+        state_of(module)[param]["momentum_buffer"] = torch.zeros_like(param)
+
+
+def resets_where_there_is(module: Any) -> None:
+    for param in module.parameters():
+        if param in state_of(module):
+            state_of(module)[param]["momentum_buffer"] = torch.zeros_like(param)
+
+
+def halves(module: Any) -> None:
+    for param in module.parameters():
+        entries = state_of(module)[param]
+        entries["momentum_buffer"] = entries["momentum_buffer"] * 0.5
+
+
+def keeps_gradients(module: Any) -> None:
+    for param in module.parameters():
+        state_of(module)[param]["momentum_buffer"] = param.grad.clone()
+
+
+def pops_group(module: Any) -> None:
+    if module.global_step == ROW:
+        module.trainer.optimizers[0].param_groups.pop()
+
+
+def pops_parameter(module: Any) -> None:
+    if module.global_step == ROW:
+        module.trainer.optimizers[0].param_groups[0]["params"].pop(2)
+
+
+def replace(module: Any) -> None:
+    if module.global_step == ROW:
+        module.head.weight = nn.Parameter(module.head.weight.detach().clone() * 0.5)
+
+
+def replaces_and_gives(module: Any) -> None:
+    old = module.head.weight
+    replace(module)
+    for group in module.trainer.optimizers[0].param_groups:
+        group["params"] = [module.head.weight if p is old else p for p in group["params"]]
+
+
+def replaces_and_adds(module: Any) -> None:
+    replace(module)
+    if module.global_step == ROW:
+        added = {"params": [module.head.weight], "lr": 0.03}
+        module.trainer.optimizers[0].add_param_group(added)
+
+
+def replaces_and_makes_another(module: Any) -> None:
+    replace(module)
+    if module.global_step == ROW:
+        made = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+        module.trainer.strategy.optimizers = [made]
+
+
+def prunes(module: Any) -> None:
+    if module.global_step == ROW:
+        prune.l1_unstructured(module.blocks[1].up, "weight", 0.5)
+
+
+ALL = ["shard_ddp", "zero1", "zero3", "pipeline", "tensor", "tensor_zero3"]
+EDITS = [
+    resets,
+    resets_where_there_is,
+    halves,
+    pops_group,
+    pops_parameter,
+    replaces_and_gives,
+    replaces_and_adds,
+    replaces_and_makes_another,
+]
+
+
+@pytest.mark.few_cases(6)
+@pytest.mark.parametrize("strategy", ALL)
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edit_of_an_optimizer_raised_or_was_lost(edit: Edit, strategy: str) -> None:
+    assert_as_alone(strategy, edit)
+
+
+@pytest.mark.few_cases(3)
+@pytest.mark.parametrize("strategy", ALL)
+@pytest.mark.parametrize("edit", [resets_where_there_is, keeps_gradients])
+def test_an_edit_before_an_update_raised(edit: Edit, strategy: str) -> None:
+    assert_as_alone(strategy, nothing, edit)
+
+
+class ByHand(Edited):
+    """Accumulates by hand, decays some weights, and edits its optimizer's state in the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        matrices = [param for param in self.parameters() if param.ndim > 1]
+        others = [param for param in self.parameters() if param.ndim < 2]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others}]
+        return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        loss = self.loss(batch) / 2
+        self.manual_backward(loss)
+        if batch_idx % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+            for param in self.parameters():
+                optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
+        return loss
+
+
+@pytest.mark.few_cases(2)
+@pytest.mark.parametrize("strategy", ["zero1", "zero3", "tensor", "tensor_zero3"])
+def test_an_edit_inside_a_step_was_lost_or_raised(strategy: str) -> None:
+    """Under tensor parallel a step's parameters were not found in the state: no edit arrived."""
+    assert_as_alone(strategy, nothing, base=ByHand)
+
+
+@pytest.mark.few_cases(3)
+@pytest.mark.parametrize("strategy", ALL)
+def test_a_parameter_that_the_optimizer_has_lost_was_trained_on(strategy: str) -> None:
+    with pytest.raises(ConfigError, match=r"'head\.weight' was replaced by another parameter"):
+        fit_on_ranks(strategy, replace)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_loading_by_assigning_loses_no_parameter(strategy: str) -> None:
+    def load(module: Any) -> None:
+        if module.global_step == ROW:
+            values = {name: torch.ones_like(one) for name, one in module.head.state_dict().items()}
+            module.head.load_state_dict(values, assign=True)
+
+    head = fit_on_ranks(strategy, load).model.head
+    assert not torch.equal(head.weight, torch.ones_like(head.weight))
+
+
+def gives_a_stranger(module: Any) -> None:
+    if module.global_step == ROW:
+        added = nn.Parameter(torch.ones(3))
+        module.trainer.optimizers[0].add_param_group({"params": [added]})
+
+
+@pytest.mark.parametrize("strategy", ["shard_ddp", "zero2", "pipeline"])
+def test_a_parameter_of_no_model_was_a_key_error(strategy: str) -> None:
+    with pytest.raises(ConfigError, match=r"given a parameter of shape \(3,\) in the middle"):
+        fit_on_ranks(strategy, gives_a_stranger)
+
+
+def test_pruning_inside_a_pipeline_was_a_key_error() -> None:
+    with pytest.raises(ConfigError, match=r"'blocks\.1\.up\.weight' was taken out of its module"):
+        fit_on_ranks("pipeline", prunes)
+
+
+@pytest.mark.parametrize("strategy", ["shard_ddp", "zero2"])
+def test_pruning_in_a_hook_is_a_single_devices(strategy: str) -> None:
+    assert_as_alone(strategy, prunes)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3", "pipeline", "tensor"])
+def test_parameters_tied_by_their_data_came_apart(strategy: str) -> None:
+    class Tied(Edited):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks[2].up.weight.data = self.blocks[0].up.weight.data  # type: ignore[union-attr]
+
+    with pytest.raises(ConfigError, match="share memory without being one parameter"):
+        fit_on_ranks(strategy, nothing, base=Tied)
