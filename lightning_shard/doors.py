@@ -35,15 +35,7 @@ FABRIC = {
 
 _WITHOUT_TORCH = (
     *("after_import", "cli", "doctor", "doors", "errors", "exports", "on_pytorch_lightning"),
-    *("schemes", "settings"),
-    "after_import",
-    "cli",
-    "doors",
-    "errors",
-    "exports",
-    "on_pytorch_lightning",
-    "reporting",
-    "sizes",
+    *("reporting", "schemes", "settings", "sizes"),
 )
 
 

@@ -14,10 +14,8 @@
 
 The subcommands `fit`, `validate`, `test` and `predict` are in `shard_cli`, which imports torch and
 Lightning; `plan` is in `planning`, and so does it; `describe` and `consolidate` are in
-`checkpoints`, which imports torch. What needs neither is answered without them: see `entry`,
-`parsers`, `machine`, `completion`.
 `checkpoints`, which imports torch; `report` is in `reporting`, which imports neither. What needs
-neither is answered without them: see `entry`, `parsers`.
+neither is answered without them: see `entry`, `parsers`, `machine`, `completion`.
 """
 
 from lightning_shard.cli.entry import main

@@ -35,6 +35,7 @@ What there is, and what this machine has:
 
     lightning-shard strategies
     lightning-shard doctor
+
 During a run, and after it:
 
     lightning-shard report runs/1

@@ -20,15 +20,12 @@ HOMES = {
     "doctor": "machine",
     "strategies": "machine",
     "completion": "completion",
+    "report": "reporting",
 }
 """By subcommand the module of `lightning_shard.cli` that runs it."""
 
 SHELLS = ("bash", "zsh")
 """The shells that `completion` knows."""
-
-    "report": "reporting",
-}
-"""By subcommand the module of `lightning_shard.cli` that runs it."""
 
 _EXAMPLES = {
     "consolidate": """\
@@ -68,6 +65,7 @@ The exit code is 1 if something is there that training fails with.
     "completion": """\
     eval "$(lightning-shard completion bash)"    in ~/.bashrc
     lightning-shard completion zsh > "${fpath[1]}/_lightning-shard"
+""",
     "report": """\
     lightning-shard report runs/1
     lightning-shard report runs/1 --output report.html
@@ -200,6 +198,8 @@ def _add_strategies(parser: ArgumentParser) -> None:
 
 def _add_completion(parser: ArgumentParser) -> None:
     parser.add_argument("shell", choices=SHELLS, help="The shell.")
+
+
 def _add_report(parser: ArgumentParser) -> None:
     parser.add_argument("run_folder", metavar="RUN_DIR", help="Folder of the run.")
     parser.add_argument(

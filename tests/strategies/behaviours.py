@@ -1,6 +1,6 @@
 """What users do in hooks, drawn at random: fits with a few such deeds, on one device or on ranks.
 
-    seed ──> Deed(edit, hook, step), Deed ... ──> the same fit everywhere ──> weights and losses
+seed ──> Deed(edit, hook, step), Deed ... ──> the same fit everywhere ──> weights and losses
 """
 
 import random
