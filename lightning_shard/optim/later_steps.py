@@ -144,7 +144,9 @@ class _Trial:
     def _follow_counters(self) -> None:
         """Count on from where a fit has been resumed."""
         state = self._optimizer.state
-        known = next((state[param] for param in self._group["params"] if param in state), {})
+        known: dict[str, Any] = next(
+            (state[param] for param in self._group["params"] if param in state), {}
+        )
         for key, value in known.items():
             states = [entries for run in self._runs for entries in run.state.values()]
             if _is_count(value):

@@ -77,7 +77,7 @@ class ReplacedParameters:
 
     def _refuse_unknown(self, param: nn.Parameter) -> None:
         try:
-            known = self._engine.split.is_here(param) is False or self._engine.owner(param)
+            known = not self._engine.split.is_here(param) or bool(self._engine.owner(param))
         except KeyError:
             known = False
         if not known:
