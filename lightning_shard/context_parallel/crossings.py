@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.context_parallel.rank_subset import RankSubset
 from lightning_shard.data_parallel.torch_private import untraced
 from lightning_shard.tensor_parallel.regions import all_gathered, all_reduced, own_slice
 
@@ -45,20 +46,20 @@ def share_whole(tensor: Tensor, group: Collectives) -> Tensor:
 
 
 @untraced
-def exchange(tensor: Tensor, cut: int, join: int, group: Collectives) -> Tensor:
+def exchange(tensor: Tensor, cut: int, join: int, group: Collectives | RankSubset) -> Tensor:
     """Give each rank its part along one dimension of what the ranks have along another.
 
     Args:
         tensor: This rank's tensor, contiguous or not.
         cut: Dimension that is cut into W equal parts, part i for rank i.
         join: Another dimension, along which what the ranks send is joined in their order.
-        group: Group of the W ranks.
+        group: Group of the W ranks, or some of its ranks.
     """
     result: Tensor = _Exchange.apply(tensor, cut, join, group)  # type: ignore[no-untyped-call]
     return result
 
 
-def _exchanged(tensor: Tensor, cut: int, join: int, group: Collectives) -> Tensor:
+def _exchanged(tensor: Tensor, cut: int, join: int, group: Collectives | RankSubset) -> Tensor:
     sent = torch.stack(tensor.chunk(group.size, dim=cut))  # (W, ...)
     received = torch.empty_like(sent)
     group.all_to_all(received.view(-1), sent.view(-1)).wait()
@@ -111,7 +112,9 @@ class _Mean(torch.autograd.Function):
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, cut: int, join: int, group: Collectives) -> Tensor:
+    def forward(
+        ctx: Any, tensor: Tensor, cut: int, join: int, group: Collectives | RankSubset
+    ) -> Tensor:
         ctx.cut, ctx.join, ctx.group = cut, join, group
         return _exchanged(tensor, cut, join, group)
 
