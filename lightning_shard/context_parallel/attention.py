@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.context_parallel.crossings import exchange
@@ -91,14 +92,22 @@ def _by_heads(
     drawn: AbstractContextManager[None],
 ) -> Tensor:
     num_heads = part.local.shape[_HEADS]
-    operands = (part.local, *(one.part.local for one in others))
-    query, key, value = _heads_for_positions(operands, part.group)
+    heads = part.local.ndim + _HEADS
+    own_others = [one.part for one in others]
+    operands = (part.local, *(one.local for one in own_others))
+    query, key, value = (
+        one.without_padding(tensor, heads + 1)
+        for tensor, one in zip(
+            _heads_for_positions(operands, part.group), (part, *own_others), strict=True
+        )
+    )
     if mask is not None and mask.ndim >= 3 and mask.shape[_HEADS] == num_heads > 1:
         mask = part.split(mask, mask.ndim + _HEADS)
     elif mask is not None:
         mask = part.shared(mask)
     with drawn:
         mixed = func(query, key, value, attn_mask=mask, **options)
+    mixed = functional.pad(mixed, (0, 0, 0, part.padding)) if part.padding else mixed
     result: Tensor = part.widen(_positions_for_heads(mixed, part.group))
     return result
 

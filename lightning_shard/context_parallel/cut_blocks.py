@@ -5,7 +5,7 @@
 
 The blocks are those that the engine makes units of. A block is given its other arguments as they
 are: masks, positions and rotary tables stay whole, and what an operation needs of them it takes.
-A sequence that W ranks cannot share out evenly is computed whole by each of them.
+Where W does not divide the positions, the last rank has copies of the last one in their place.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.context_parallel.crossings import cut_sequence
-from lightning_shard.context_parallel.sequence_part import SequencePart
+from lightning_shard.context_parallel.sequence_part import SequencePart, padded
 from lightning_shard.context_parallel.trial import Arguments, try_block
 from lightning_shard.context_parallel.whole_sequences import WholeSequences
 from lightning_shard.data_parallel.torch_private import COMPILED_MODULE, has_compiled_call
@@ -107,7 +107,7 @@ class CutBlocks:
             return None
         is_tried = (type(block), torch.is_grad_enabled()) in self._tried
         self.whole.block = name
-        if self._tries and not is_tried and not hidden.shape[dim] % self._group.size:
+        if self._tries and not is_tried and hidden.shape[dim] >= self._group.size:
             self._tried.add((type(block), torch.is_grad_enabled()))
             try_block(name, block, (args, kwargs), partial(self._cut, name, dim), self._group)
         return self._cut(name, dim, args, kwargs)
@@ -118,12 +118,15 @@ class CutBlocks:
         hidden = _hidden_states(args, kwargs)
         if hidden is None or isinstance(hidden, DimShardedTensor):
             return None
-        if hidden.shape[dim] % self._group.size:
+        if hidden.shape[dim] < self._group.size:
             self._warn(name, hidden, dim)
             return None
         self.num_cut += 1
-        local = cut_sequence(hidden, dim, self._group)
-        part = SequencePart(local=local, dim=dim, group=self._group, whole=self.whole)
+        padding = -hidden.shape[dim] % self._group.size
+        local = cut_sequence(padded(hidden, dim, padding), dim, self._group)
+        part = SequencePart(
+            local=local, dim=dim, group=self._group, whole=self.whole, padding=padding
+        )
         return self._with(hidden, wrapped(part), args, kwargs)
 
     def _with(
@@ -142,9 +145,8 @@ class CutBlocks:
         self._warned = True
         rank_zero_warn(
             f"The block {name!r} is given hidden states of shape {tuple(hidden.shape)}, whose "
-            f"{hidden.shape[dim]} positions {self._group.size} context-parallel ranks cannot share "
-            f"out evenly: each computes them all, with the memory of one rank. Pad the batches to "
-            f"a multiple of {self._group.size}."
+            f"{hidden.shape[dim]} positions are fewer than the {self._group.size} context-parallel "
+            f"ranks: each computes them all. Use fewer ranks for each sequence."
         )
 
 

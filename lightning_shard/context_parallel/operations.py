@@ -23,7 +23,7 @@ def gathered_for_part(value: Any, part: SequencePart) -> Any:
         return part.shared(value) if not isinstance(value, DimShardedTensor) else NotImplemented
     if own.num_blocks > 1 or own.group is not part.group:
         return NotImplemented
-    return gather_to_region(own.local, own.dim, own.group)
+    return own.without_padding(gather_to_region(own.local, own.dim, own.group), own.dim)
 
 
 def _linear(func: Any, input: Any, weight: Any, bias: Any = None) -> Any:  # noqa: A002

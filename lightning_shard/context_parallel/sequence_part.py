@@ -18,8 +18,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from typing_extensions import override
 
+from lightning_shard.backends.collectives import Collectives
 from lightning_shard.context_parallel.crossings import (
     cut_sequence,
     gather_sequence,
@@ -27,6 +29,7 @@ from lightning_shard.context_parallel.crossings import (
 )
 from lightning_shard.context_parallel.whole_sequences import WholeSequences
 from lightning_shard.tensor_parallel.dim_sharded_tensor import DimShardedTensor, Part
+from lightning_shard.tensor_parallel.regions import own_slice
 
 RULES: dict[str, Callable[..., Any]] = {}
 """Rules by operation; `operations` and `attention` fill it."""
@@ -38,9 +41,12 @@ class SequencePart(Part):
 
     Attributes:
         whole: Hears of the operations that need the whole sequence.
+        padding: Number of places at the end of each block that hold no position of it: copies of
+            the last one, or what was sliced off. No result and no gradient depends on them.
     """
 
     whole: WholeSequences
+    padding: int = 0
 
     own_rules: ClassVar[Mapping[str, Callable[..., Any]]] = RULES
 
@@ -48,13 +54,40 @@ class SequencePart(Part):
     def note_gather(self, func: Callable[..., Any]) -> None:
         self.whole.note(func)
 
+    @property
+    @override
+    def width(self) -> int:
+        return self.local.shape[self.dim] * self.group.size - self.num_blocks * self.padding
+
+    @override
+    def own_length(self, length: int) -> int | None:
+        if not self.padding:
+            return super().own_length(length)
+        is_same = length * self.num_blocks == self.width
+        return self.local.shape[self.dim] // self.num_blocks if is_same else None
+
+    @override
+    def is_like(self, other: Part) -> bool:
+        is_padded_alike = isinstance(other, SequencePart) and other.padding == self.padding
+        return is_padded_alike and super().is_like(other)
+
     @override
     def split(self, value: Tensor, dim: int) -> Tensor:
-        return self._by_block(cut_sequence, value, dim)
+        return self._by_block(self._cut, value, dim)
 
     @override
     def gather(self) -> Tensor:
-        return self._by_block(gather_sequence, self.local, self.dim)
+        return self._by_block(self._gathered, self.local, self.dim)
+
+    @override
+    def gather_detached(self) -> Tensor:
+        return self._by_block(self._gathered, self.local.detach(), self.dim)
+
+    @override
+    def narrow(self, value: Any) -> Any:
+        if isinstance(value, DimShardedTensor) or not isinstance(value, Tensor):
+            return super().narrow(value)
+        return self._by_block(self._sliced, value, self.dim)
 
     @override
     def shared(self, value: Any) -> Any:
@@ -73,8 +106,37 @@ class SequencePart(Part):
 
     @override
     def own_gradient(self, value: Any) -> Any:
-        own = self.narrow(value)
-        return own * self.group.size if isinstance(own, Tensor) else own
+        if not isinstance(value, Tensor):
+            return value
+        if isinstance(value, DimShardedTensor):
+            return value.part.local * self.group.size
+        return self._by_block(self._sliced_with_zeros, value, self.dim) * self.group.size
+
+    def without_padding(self, tensor: Tensor, dim: int) -> Tensor:
+        """Return the positions of a tensor that has all places along a dimension of one block."""
+        return tensor.narrow(dim, 0, tensor.shape[dim] - self.padding) if self.padding else tensor
+
+    def _cut(self, tensor: Tensor, dim: int, group: Collectives) -> Tensor:
+        return cut_sequence(padded(tensor, dim, self.padding), dim, group)
+
+    def _gathered(self, tensor: Tensor, dim: int, group: Collectives) -> Tensor:
+        return self.without_padding(gather_sequence(tensor, dim, group), dim)
+
+    def _sliced(self, tensor: Tensor, dim: int, group: Collectives) -> Tensor:
+        return own_slice(padded(tensor, dim, self.padding), dim, group)
+
+    def _sliced_with_zeros(self, tensor: Tensor, dim: int, group: Collectives) -> Tensor:
+        zeros = [0, 0] * (tensor.ndim - 1 - dim) + [0, self.padding]
+        return own_slice(functional.pad(tensor, zeros) if self.padding else tensor, dim, group)
+
+
+def padded(tensor: Tensor, dim: int, padding: int) -> Tensor:
+    """Append copies of the last position: values that a model can compute with."""
+    if not padding:
+        return tensor
+    last = tensor.detach().narrow(dim, tensor.shape[dim] - 1, 1)
+    shape = [padding if place == dim else -1 for place in range(tensor.ndim)]
+    return torch.cat([tensor, last.expand(shape)], dim)
 
 
 def is_of_parameters(value: Tensor, most: int = 8) -> bool:

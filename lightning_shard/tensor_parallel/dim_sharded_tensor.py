@@ -72,6 +72,11 @@ class Part:
         """Size of the full tensor along `dim`."""
         return self.local.shape[self.dim] * self.group.size
 
+    def own_length(self, length: int) -> int | None:
+        """Return how much of a block of `length` a rank has; None if it is not shared like this."""
+        own, rest = divmod(length, self.group.size)
+        return None if rest else own
+
     def is_like(self, other: "Part") -> bool:
         """Whether ranks have the same slices of both when they are broadcast to one shape."""
         own = (self.place, self.num_blocks)
