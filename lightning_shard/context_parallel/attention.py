@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.context_parallel.crossings import exchange
+from lightning_shard.context_parallel.crossings import cut_sequence, exchange
 from lightning_shard.context_parallel.operations import gathered_for_part
 from lightning_shard.context_parallel.rank_subset import RankSubset, heads_and_ring
 from lightning_shard.context_parallel.ring import ring_attention
@@ -102,7 +102,7 @@ def _by_heads(
         )
     )
     if mask is not None and mask.ndim >= 3 and mask.shape[_HEADS] == num_heads > 1:
-        mask = part.split(mask, mask.ndim + _HEADS)
+        mask = cut_sequence(mask, mask.ndim + _HEADS, part.group)
     elif mask is not None:
         mask = part.shared(mask)
     with drawn:

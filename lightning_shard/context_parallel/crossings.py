@@ -4,6 +4,7 @@
     gather     forward: all-gather          backward: W times the own slice
     share      forward: nothing             backward: all-reduce / W
     exchange   forward: all-to-all          backward: all-to-all
+    total      forward: all-reduce          backward: W times the gradient
 
 Outside of the cuts each of the W ranks computes the same, so its gradients are those of the loss.
 Within, a rank computes from its slice only, and its gradients are W times its summand: the mean
@@ -66,6 +67,13 @@ def _exchanged(tensor: Tensor, cut: int, join: int, group: Collectives | RankSub
     return torch.cat(received.unbind(), dim=join)
 
 
+@untraced
+def total(tensor: Tensor, group: Collectives) -> Tensor:
+    """Return the sum of what the ranks have of their slices, with which each goes on alike."""
+    result: Tensor = _Total.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return result
+
+
 class _Cut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, group: Collectives) -> Tensor:
@@ -108,6 +116,17 @@ class _Mean(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return share_whole(grads[0], ctx.group), None
+
+
+class _Total(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Collectives) -> Tensor:
+        ctx.group = group
+        return all_reduced(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0] * ctx.group.size, None
 
 
 class _Exchange(torch.autograd.Function):

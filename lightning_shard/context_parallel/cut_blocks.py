@@ -1,10 +1,12 @@
 """Cutting the sequence where a model's repeated blocks begin, and joining it where they end.
 
-    embedding ──> x ──cut──> block 0 ──> block 1 ──> ... ──> block n ──gather──> x ──> head, loss
-                  (B, S, E)     (B, S / W, E) on each rank        (B, S, E)
+    embedding ──> x ──cut──> block 0 ──> block 1 ──> ... ──> block n ──> norm, head, cross entropy
+                  (B, S, E)     (B, S / W, E) on each rank        (B, S / W, V)
 
 The blocks are those that the engine makes units of. A block is given its other arguments as they
 are: masks, positions and rotary tables stay whole, and what an operation needs of them it takes.
+In a training step the result of the last list's blocks stays in parts until an operation needs all
+of it; elsewhere it is gathered.
 Where W does not divide the positions, the last rank has copies of the last one in their place.
 """
 
@@ -69,11 +71,12 @@ class CutBlocks:
         self.blocks = dict(named_blocks(model, None))
         _check(model, self.blocks)
         last = {name.rpartition(".")[0]: name for name in self.blocks}
+        end = next(reversed(last.values()), None)
         for name, block in self.blocks.items():
             enter = _Entrance(self, name, sequence_dim(block))
             self._handles.append(block.register_forward_pre_hook(enter, with_kwargs=True))
             joins = joins_each or name in last.values()
-            leave = _Exit(self, joins=joins)
+            leave = _Exit(self, joins=joins, is_last=name == end and not joins_each)
             self._handles.append(block.register_forward_hook(leave, always_call=True))
 
     def check_cut(self, model: nn.Module) -> None:
@@ -181,14 +184,15 @@ class _Entrance:
 
 
 class _Exit:
-    """Hook after a block's forward."""
+    """Hook after a block's forward; a training step goes on with parts to its loss."""
 
-    def __init__(self, owner: CutBlocks, *, joins: bool) -> None:
-        self._owner, self._joins = owner, joins
+    def __init__(self, owner: CutBlocks, *, joins: bool, is_last: bool) -> None:
+        self._owner, self._joins, self._is_last = owner, joins, is_last
 
     def __call__(self, block: nn.Module, args: Any, result: Any) -> Any:
         self._owner.whole.block = None
-        return full_tensor(result) if self._joins else None
+        goes_on = self._is_last and block.training and torch.is_grad_enabled()
+        return full_tensor(result) if self._joins and not goes_on else None
 
     def __deepcopy__(self, memo: Any) -> "_Exit":
         return self

@@ -110,7 +110,24 @@ class SequencePart(Part):
             return value
         if isinstance(value, DimShardedTensor):
             return value.part.local * self.group.size
-        return self._by_block(self._sliced_with_zeros, value, self.dim) * self.group.size
+        return self.own_filled(value, self.dim, 0) * self.group.size
+
+    def own_filled(self, value: Tensor, dim: int, fill: float) -> Tensor:
+        """Return this rank's part of a full tensor along `dim`, with `fill` as padding."""
+
+        def sliced(tensor: Tensor, place: int, group: Collectives) -> Tensor:
+            after = [0, 0] * (tensor.ndim - 1 - place) + [0, self.padding]
+            filled = functional.pad(tensor, after, value=fill) if self.padding else tensor
+            return own_slice(filled, place, group)
+
+        return self._by_block(sliced, value, dim)
+
+    def own_positions(self) -> Tensor:
+        """Return this rank's elements without padding, with a dimension for blocks."""
+        blocks: Tensor = self.local.unflatten(self.dim, (self.num_blocks, -1))  # type: ignore[no-untyped-call]
+        num_places, place = blocks.shape[self.dim + 1], self.dim + 1
+        left = self.width // self.num_blocks - self.group.rank * num_places
+        return blocks.narrow(place, 0, min(max(left, 0), num_places))
 
     def without_padding(self, tensor: Tensor, dim: int) -> Tensor:
         """Return the positions of a tensor that has all places along a dimension of one block."""
@@ -124,10 +141,6 @@ class SequencePart(Part):
 
     def _sliced(self, tensor: Tensor, dim: int, group: Collectives) -> Tensor:
         return own_slice(padded(tensor, dim, self.padding), dim, group)
-
-    def _sliced_with_zeros(self, tensor: Tensor, dim: int, group: Collectives) -> Tensor:
-        zeros = [0, 0] * (tensor.ndim - 1 - dim) + [0, self.padding]
-        return own_slice(functional.pad(tensor, zeros) if self.padding else tensor, dim, group)
 
 
 def padded(tensor: Tensor, dim: int, padding: int) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_shard.backends.registry import get_backend
 from lightning_shard.context_parallel.crossings import cut_sequence
-from lightning_shard.context_parallel.sequence_part import SequencePart
+from lightning_shard.context_parallel.sequence_part import SequencePart, padded
 from lightning_shard.context_parallel.whole_sequences import WholeSequences
 from lightning_shard.tensor_parallel.dim_sharded_tensor import full_tensor, wrapped
 from lightning_shard.testing import run_ranks
@@ -31,9 +31,10 @@ def in_parts(tensors: Sequence[Tensor], dim: int) -> tuple[list[Tensor], WholeSe
     group = get_backend("in_process").collectives(torch.distributed.group.WORLD)
     whole = WholeSequences(group.size)
     whole.block = "block"
-    cut = [cut_sequence(one, dim, group) for one in tensors]
-    parts = [SequencePart(local=one, dim=dim, group=group, whole=whole) for one in cut]
-    return [wrapped(one) for one in parts], whole
+    padding = -tensors[0].shape[dim] % group.size
+    cut = [cut_sequence(padded(one, dim, padding), dim, group) for one in tensors]
+    options: dict[str, Any] = {"dim": dim, "group": group, "whole": whole, "padding": padding}
+    return [wrapped(SequencePart(local=one, **options)) for one in cut], whole
 
 
 def mean(grad: Tensor) -> Tensor:
@@ -41,7 +42,7 @@ def mean(grad: Tensor) -> Tensor:
     return grad / torch.distributed.get_world_size()
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize(
     ("heads", "key_heads", "options"),
     [
@@ -87,11 +88,12 @@ def test_it_equals_that_of_the_whole_sequence(
         assert not noted
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("need_weights", [False, True])
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("mask", [None, ~CAUSAL, (~CAUSAL).float().masked_fill(~CAUSAL, -1e4)])
 def test_multihead_attention_is_cut_as_a_layer(
-    need_weights: bool, batch_first: bool, mask: Tensor | None
+    num_ranks: int, need_weights: bool, batch_first: bool, mask: Tensor | None
 ) -> None:
     torch.manual_seed(3)
     layer = nn.MultiheadAttention(8, 4, batch_first=batch_first)
@@ -113,7 +115,7 @@ def test_multihead_attention_is_cut_as_a_layer(
         found = torch.autograd.grad(full.square().sum(), [own, *layer.parameters()])
         return (full.detach(), shown), [mean(one.contiguous()) for one in found], whole.noted
 
-    for (result, shown), found, noted in run_ranks(of_rank, 2):
+    for (result, shown), found, noted in run_ranks(of_rank, num_ranks):
         torch.testing.assert_close(result, expected.detach(), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(shown, weights, rtol=1e-5, atol=1e-6)
         for one, other in zip(found, grads, strict=True):
