@@ -1,4 +1,4 @@
-"""Attention in a ring equals that of the whole sequence, sends what theory says, and is balanced."""
+"""Attention in a ring equals that of the full sequence, sends what theory says, is balanced."""
 
 from collections.abc import Callable
 from typing import Any
@@ -160,7 +160,7 @@ def test_a_ring_sends_keys_and_values_twice_and_their_gradients_once(
 
     def of_rank(rank: int) -> int:
         sources = inputs(heads, key_heads)
-        parts, whole = in_parts(sources, 2)
+        parts, _ = in_parts(sources, 2)
         traffic: Traffic = parts[0]._part.group.traffic
         before = traffic.snapshot()
         result = F.scaled_dot_product_attention(*parts, enable_gqa=True, **options)
