@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lightning_shard import ContextParallelStrategy, HybridParallelStrategy, TensorParallelStrategy
+from lightning_shard.checkpoint.conversion.consolidating import consolidate
 from tests.strategies.hybrid_parallel import test_checkpoints as over_meshes
 from tests.strategies.parity import UPSTREAM_WARNINGS
 
@@ -67,8 +68,6 @@ def test_one_curve_over_meshes(
 
 def consolidated(folder: Path) -> Path:
     """Return a full file of a sharded folder, which Lightning's own strategies read."""
-    from lightning_shard.checkpoint.conversion import consolidate
-
     path = folder.with_suffix(".full.ckpt")
     consolidate(folder, path)
     return path

@@ -27,6 +27,11 @@ from tests.strategies.parity import (
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
 ROWS = 6  # of each rank
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "stage 2": {"zero_stage": 2},
+    "stage 3": {"zero_stage": 3},
+    "cp 2, stage 3": {"context_parallel_size": 2, "zero_stage": 3},
+}
 
 
 def drawn(num_ranks: int) -> list[Tensor]:
@@ -54,11 +59,11 @@ def attend_in_a_ring(backend: str) -> list[Tensor]:
     return [result.detach(), *torch.autograd.grad(result.square().sum(), own)]
 
 
-def train_and_attend(backend: str, num_ranks: int, options: dict[str, Any]) -> Any:
+def train_and_attend(backend: str, devices: int, layout: str) -> tuple[Run, list[Tensor]]:
     """Run in each rank; what a ring gives comes last, while the run's group is there."""
     ignore_upstream_warnings()
-    strategy = ContextParallelStrategy(backend=backend, **options)
-    run = train(build("gpt"), strategy=strategy, devices=num_ranks)
+    strategy = ContextParallelStrategy(backend=backend, **LAYOUTS[layout])
+    run = train(build("gpt"), strategy=strategy, devices=devices)
     return run, attend_in_a_ring(backend)
 
 
@@ -73,22 +78,16 @@ def check(of_ranks: list[tuple[Run, list[Tensor]]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "options"),
+    ("num_ranks", "layout"),
     [
-        pytest.param(2, {"zero_stage": 2}, id="two ranks"),
-        pytest.param(3, {}, id="three ranks", marks=pytest.mark.slow),
-        pytest.param(
-            4, {"context_parallel_size": 2, "zero_stage": 3}, id="cp 2, dp 2", marks=pytest.mark.slow
-        ),
+        pytest.param(2, "stage 2"),
+        pytest.param(3, "stage 3", marks=pytest.mark.slow),
+        pytest.param(4, "cp 2, stage 3", marks=pytest.mark.slow),
     ],
 )
-def test_processes_over_gloo_train_as_a_single_device(
-    num_ranks: int, options: dict[str, Any]
-) -> None:
+def test_processes_over_gloo_train_as_a_single_device(num_ranks: int, layout: str) -> None:
     check(
-        run_processes(
-            train_and_attend, num_ranks, backend="gloo", num_ranks=num_ranks, options=options
-        )
+        run_processes(train_and_attend, num_ranks, backend="gloo", devices=num_ranks, layout=layout)
     )
 
 
@@ -97,14 +96,5 @@ def test_processes_over_gloo_train_as_a_single_device(
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_ranks_under_mpirun_train_as_a_single_device(num_ranks: int) -> None:
-    options: dict[str, Any] = {"zero_stage": 3}
-    check(
-        run_mpi(
-            train_and_attend,
-            num_ranks,
-            timeout_seconds=280,
-            backend="mpi",
-            num_ranks=num_ranks,
-            options=options,
-        )
-    )
+    options: dict[str, Any] = {"backend": "mpi", "devices": num_ranks, "layout": "stage 3"}
+    check(run_mpi(train_and_attend, num_ranks, timeout_seconds=280, **options))
