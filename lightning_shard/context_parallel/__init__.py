@@ -1,7 +1,7 @@
 """Context parallel: each rank has a part of every sequence between a model's blocks.
 
-crossings        where activations are cut and whole again, and what gradients are there
-sequence_part    a part that looks whole
+crossings        where activations are cut and full again, and what gradients are there
+sequence_part    a part that looks full
 operations, attention, torch_attention, after_blocks      what is done on parts
 ring, tiles, rank_subset      attention where ranks cannot share out the heads
 cut_blocks       where the parts begin and end

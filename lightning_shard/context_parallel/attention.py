@@ -4,7 +4,7 @@
     result    (B, H, S/W, D)  <──all-to-all──  (B, H/U, S U/W, D)
 
 U is the largest number of neighbours that can share the heads. Where it is W, a rank attends with
-H / W heads over the whole sequence, so every mask, window and bias is what it is on a single
+H / W heads over the full sequence, so every mask, window and bias is what it is on a single
 device; one that differs by head is cut by heads. Where it is less, the keys of the other W / U
 ranks come by in a ring. Where keys have fewer heads than ranks share, each is sent to all whose
 queries look at it.

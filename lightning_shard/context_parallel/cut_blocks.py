@@ -4,7 +4,7 @@
                   (B, S, E)     (B, S / W, E) on each rank        (B, S / W, V)
 
 The blocks are those that the engine makes units of. A block is given its other arguments as they
-are: masks, positions and rotary tables stay whole, and what an operation needs of them it takes.
+are: masks, positions and rotary tables stay full, and what an operation needs of them it takes.
 In a training step the result of the last list's blocks stays in parts until an operation needs all
 of it; elsewhere it is gathered.
 Where W does not divide the positions, the last rank has copies of the last one in their place.
@@ -22,9 +22,9 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.context_parallel.crossings import cut_sequence
+from lightning_shard.context_parallel.full_sequences import FullSequences
 from lightning_shard.context_parallel.sequence_part import SequencePart, padded
 from lightning_shard.context_parallel.trial import Arguments, try_block
-from lightning_shard.context_parallel.whole_sequences import WholeSequences
 from lightning_shard.data_parallel.torch_private import COMPILED_MODULE, has_compiled_call
 from lightning_shard.data_parallel.units import named_blocks
 from lightning_shard.errors import ConfigError
@@ -42,13 +42,13 @@ class CutBlocks:
     Args:
         model: The model, whose blocks are found.
         group: Group of the W ranks that share each sequence.
-        joins_each: Whether each block gives whole hidden states, as where stages send them.
+        joins_each: Whether each block gives full hidden states, as where stages send them.
         tries: Whether the first call of each class of blocks is tried before it is believed.
 
     Attributes:
         blocks: The blocks, by name.
         num_cut: Number of calls that were given hidden states so far.
-        whole: Knows which operations needed the whole sequence.
+        in_full: Knows which operations needed the full sequence.
 
     Raises:
         ConfigError: The model has no repeated blocks, or is compiled.
@@ -65,7 +65,7 @@ class CutBlocks:
         self._group, self._tries = group, tries
         self._warned = False
         self._tried: set[tuple[type[nn.Module], bool]] = set()
-        self.whole = WholeSequences(group.size)
+        self.in_full = FullSequences(group.size)
         self._handles: list[RemovableHandle] = []
         self.num_cut = 0
         self.blocks = dict(named_blocks(model, None))
@@ -96,7 +96,7 @@ class CutBlocks:
             )
 
     def restore(self) -> None:
-        """Let blocks be called with whole sequences again."""
+        """Let blocks be called with full sequences again."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -109,7 +109,7 @@ class CutBlocks:
         if hidden is None or isinstance(hidden, Placeholder):
             return None
         is_tried = (type(block), torch.is_grad_enabled()) in self._tried
-        self.whole.block = name
+        self.in_full.block = name
         if self._tries and not is_tried and hidden.shape[dim] >= self._group.size:
             self._tried.add((type(block), torch.is_grad_enabled()))
             try_block(name, block, (args, kwargs), partial(self._cut, name, dim), self._group)
@@ -128,7 +128,7 @@ class CutBlocks:
         padding = -hidden.shape[dim] % self._group.size
         local = cut_sequence(padded(hidden, dim, padding), dim, self._group)
         part = SequencePart(
-            local=local, dim=dim, group=self._group, whole=self.whole, padding=padding
+            local=local, dim=dim, group=self._group, in_full=self.in_full, padding=padding
         )
         return self._with(hidden, wrapped(part), args, kwargs)
 
@@ -190,7 +190,7 @@ class _Exit:
         self._owner, self._joins, self._is_last = owner, joins, is_last
 
     def __call__(self, block: nn.Module, args: Any, result: Any) -> Any:
-        self._owner.whole.block = None
+        self._owner.in_full.block = None
         goes_on = self._is_last and block.training and torch.is_grad_enabled()
         return full_tensor(result) if self._joins and not goes_on else None
 

@@ -1,14 +1,14 @@
-"""One rank's part of a sequence, which looks whole to the code of an unmodified block.
+"""One rank's part of a sequence, which looks full to the code of an unmodified block.
 
     block(x)    x of shape (B, S, E), of which this rank has (B, S / W, E)
 
     norm, linear, gelu, +, views, rotary embeddings      on the part
     scaled_dot_product_attention, MultiheadAttention     heads for positions, and back
-    x + whole tensor of S positions                      the own positions of it are taken
+    x + full tensor of S positions                      the own positions of it are taken
     anything else (convolutions, pooling, a scan)        on the gathered sequence
 
 So a block's own code sees every shape that it sees on a single device, and what has no rule is
-right, too: it is computed whole, alike on each rank. That costs what the cut would save, so the
+right, too: it is computed in full, alike on each rank. That costs what the cut would save, so the
 operations are noted by name.
 """
 
@@ -25,9 +25,9 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.context_parallel.crossings import (
     cut_sequence,
     gather_sequence,
-    share_whole,
+    share_full,
 )
-from lightning_shard.context_parallel.whole_sequences import WholeSequences
+from lightning_shard.context_parallel.full_sequences import FullSequences
 from lightning_shard.tensor_parallel.dim_sharded_tensor import DimShardedTensor, Part
 from lightning_shard.tensor_parallel.regions import own_slice
 
@@ -40,19 +40,19 @@ class SequencePart(Part):
     """One rank's part of a tensor along the sequence; see the module.
 
     Attributes:
-        whole: Hears of the operations that need the whole sequence.
+        in_full: Hears of the operations that need the full sequence.
         padding: Number of places at the end of each block that hold no position of it: copies of
             the last one, or what was sliced off. No result and no gradient depends on them.
     """
 
-    whole: WholeSequences
+    in_full: FullSequences
     padding: int = 0
 
     own_rules: ClassVar[Mapping[str, Callable[..., Any]]] = RULES
 
     @override
     def note_gather(self, func: Callable[..., Any]) -> None:
-        self.whole.note(func)
+        self.in_full.note(func)
 
     @property
     @override
@@ -98,7 +98,7 @@ class SequencePart(Part):
         follows = isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
         if not follows or isinstance(value, nn.Parameter) or is_of_parameters(value):
             return value
-        return share_whole(value, self.group)
+        return share_full(value, self.group)
 
     @override
     def wide_gradient(self, local: Any) -> Any:

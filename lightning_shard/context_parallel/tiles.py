@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_TILE = 512  # rows and keys: 1 MiB of scores for each sample and head
+_TILE = 256  # rows and keys: 256 KiB of scores for each sample and head
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class Visible:
     """Which positions look at which.
 
     Attributes:
-        mask: What `scaled_dot_product_attention` is given for the whole sequence, of a shape that
+        mask: What `scaled_dot_product_attention` is given for the full sequence, of a shape that
             broadcasts to (..., H, S, S) with two dimensions or more; None where all is looked at.
         is_causal: Whether no position looks at later ones.
         length: Number S of positions; places from there on are padding.

@@ -1,12 +1,12 @@
 """A trial of whether a block computes the same of a sequence in parts: on copies of real arguments.
 
-    whole     hidden ──> block ──> result, gradients of arguments and parameters
+    full     hidden ──> block ──> result, gradients of arguments and parameters
     parts     hidden ──cut──> block ──gather──> the same, of the parameters the mean over the ranks
 
 What has no rule is computed on the gathered sequence, so both are equal unless a block looks at
 something that no tensor tells, or a rule is wrong. The first call of each class of blocks is tried,
 in evaluation mode so that nothing is dropped, and leaves the block as it was. It holds the
-activations of one block for the whole sequence, once.
+activations of one block for the full sequence, once.
 """
 
 import copy
@@ -33,7 +33,7 @@ Cut = Callable[[tuple[Any, ...], dict[str, Any]], Arguments | None]
 def try_block(
     name: str, block: nn.Module, arguments: Arguments, cut: Cut, group: Collectives
 ) -> None:
-    """Call a block with whole sequences and with parts, and compare; each rank must call.
+    """Call a block with full sequences and with parts, and compare; each rank must call.
 
     Args:
         name: Path of the block in the model.
@@ -48,16 +48,16 @@ def try_block(
     params = [param for param in block.parameters() if param.requires_grad]
     names = [one for one, param in block.named_parameters() if param.requires_grad]
     with _as_it_was(block):
-        whole = _Called(block, arguments, None, params)
+        full = _Called(block, arguments, None, params)
     with _as_it_was(block):
         parts = _Called(block, arguments, cut, params)
     parts.average(len(params), group)
-    found = _first_difference(whole, parts, names)
+    found = _first_difference(full, parts, names)
     differences = [one for one in group.all_gather_object(found) if one is not None]
     if differences:
         raise ConfigError(
             f"Rank {group.rank}: the block {name!r} ({type(block).__name__}) computes something "
-            f"else of a sequence in {group.size} parts than of the whole one: {differences[0]}. "
+            f"else of a sequence in {group.size} parts than of the full one: {differences[0]}. "
             f"Expected equal results, so nothing was trained. Use strategy='zero3' with "
             f"activation_checkpointing='full', or tensor_parallel with sequence_parallel=True; "
             f"please report the block's forward."
@@ -98,13 +98,13 @@ def _gradients(outputs: list[Tensor], sources: list[Tensor]) -> list[Tensor]:
     return [full_tensor(one).contiguous().clone() for one in found]
 
 
-def _first_difference(whole: _Called, parts: _Called, names: list[str]) -> str | None:
-    if len(whole.results) != len(parts.results):
-        return f"it returns {len(parts.results)} tensors, not {len(whole.results)}"
-    kinds = [f"result {index}" for index in range(len(whole.results))]
-    kinds += [f"the gradient of argument {index}" for index in range(whole.num_sources)]
+def _first_difference(full: _Called, parts: _Called, names: list[str]) -> str | None:
+    if len(full.results) != len(parts.results):
+        return f"it returns {len(parts.results)} tensors, not {len(full.results)}"
+    kinds = [f"result {index}" for index in range(len(full.results))]
+    kinds += [f"the gradient of argument {index}" for index in range(full.num_sources)]
     kinds += [f"the gradient of {name!r}" for name in names]
-    expected, got = whole.results + whole.gradients, parts.results + parts.gradients
+    expected, got = full.results + full.gradients, parts.results + parts.gradients
     for kind, one, other in zip(kinds, expected, got, strict=False):
         if one.shape != other.shape:
             return f"{kind} has shape {tuple(other.shape)}, not {tuple(one.shape)}"

@@ -1,4 +1,4 @@
-"""Losses of a sequence in parts equal those of the whole one, and no rank has all of its logits."""
+"""Losses of a sequence in parts equal those of the full one, and no rank has all of its logits."""
 
 from collections.abc import Callable
 from typing import Any
@@ -53,7 +53,7 @@ LOSSES: dict[str, Loss] = {
 
 @pytest.mark.parametrize("length", [LENGTH, 11, 13, 5])
 @pytest.mark.parametrize("name", LOSSES)
-def test_it_equals_that_of_the_whole_sequence_and_nothing_is_gathered(
+def test_it_equals_that_of_the_full_sequence_and_nothing_is_gathered(
     name: str, length: int
 ) -> None:
     x, y = drawn(BATCH, length, NUM_CLASSES), labels(length)
@@ -104,8 +104,8 @@ def test_what_needs_other_positions_is_right_too(use: Loss) -> None:
 
     def of_rank(rank: int) -> tuple[Tensor, Tensor]:
         own = x.detach().requires_grad_()
-        (part,), whole = in_parts([own], 1)
-        whole.block = None  # as after the blocks
+        (part,), in_full = in_parts([own], 1)
+        in_full.block = None  # as after the blocks
         loss = full_tensor(use(part, y))
         (grad,) = torch.autograd.grad(loss, own)
         return loss.detach(), mean(grad.contiguous())

@@ -1,4 +1,4 @@
-"""Blocks get parts of the sequence: what is sent and kept, stays whole, and is refused."""
+"""Blocks get parts of the sequence: what is sent and kept, stays full, and is refused."""
 
 import copy
 from collections.abc import Callable
@@ -98,7 +98,7 @@ def results(model: nn.Module, x: Tensor) -> list[Tensor]:
 )
 @pytest.mark.parametrize("length", [LENGTH, 15, 13, 5])
 @pytest.mark.filterwarnings("ignore:The block .* which has no rule")
-def test_results_and_gradients_are_those_of_the_whole_sequence(
+def test_results_and_gradients_are_those_of_the_full_sequence(
     make: Callable[[], nn.Module], needing_all: set[str], length: int
 ) -> None:
     """Of any length: 4 ranks have 2 positions each of 5, the last one two copies of the last."""
@@ -110,7 +110,7 @@ def test_results_and_gradients_are_those_of_the_whole_sequence(
         y, of_input, *grads = results(model, inputs(length))
         for grad in grads:
             ranks.all_reduce(grad)
-        return [y, of_input, *(grad / ranks.size for grad in grads)], set(cut.whole.noted)
+        return [y, of_input, *(grad / ranks.size for grad in grads)], set(cut.in_full.noted)
 
     for found, noted in run_ranks(of_rank, 4):
         for one, other in zip(found, expected, strict=True):
@@ -224,7 +224,7 @@ def test_dropout_between_attentions_is_that_of_a_single_device() -> None:
         torch.testing.assert_close(found, expected)
 
 
-def test_restored_blocks_get_whole_sequences_and_copies_made_before_are_cut() -> None:
+def test_restored_blocks_get_full_sequences_and_copies_made_before_are_cut() -> None:
     def of_rank(rank: int) -> tuple[bool, bool]:
         seen: list[type] = []
 

@@ -118,7 +118,7 @@ def train(
         first = first or {name: grad.clone() for name, grad in named.items()}
         optimizer.step()
         losses.append(loss.item())
-    return losses, first, {} if cut is None else cut.whole.noted
+    return losses, first, {} if cut is None else cut.in_full.noted
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Inputs]]] = {

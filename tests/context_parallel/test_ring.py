@@ -55,7 +55,7 @@ def results(tensors: list[Tensor], of: list[Tensor], options: dict[str, Any]) ->
     return [result.detach(), *torch.autograd.grad(result, of, direction)]
 
 
-def assert_equal_to_whole(
+def assert_equal_to_full(
     num_ranks: int, own: list[Tensor], options: dict[str, Any], **tolerance: float
 ) -> None:
     expected = results(own, own, options)
@@ -97,18 +97,18 @@ def no_gathering(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param(10, 4, 2, id="rings of 5, heads on 2, a rank without a row"),
     ],
 )
-def test_it_equals_that_of_the_whole_sequence(
+def test_it_equals_that_of_the_full_sequence(
     num_ranks: int, heads: int, key_heads: int, mask: str
 ) -> None:
     options = MASKS[mask] | {"enable_gqa": heads != key_heads}
-    assert_equal_to_whole(num_ranks, inputs(heads, key_heads), options, rtol=1e-5, atol=2e-6)
+    assert_equal_to_full(num_ranks, inputs(heads, key_heads), options, rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.usefixtures("small_tiles", "no_gathering")
 @pytest.mark.parametrize("num_ranks", [4, 8])
 def test_a_mask_of_each_head_goes_with_its_heads(num_ranks: int) -> None:
     options = {"attn_mask": OF_HEADS, "enable_gqa": True}
-    assert_equal_to_whole(num_ranks, inputs(6, 2), options, rtol=1e-5, atol=2e-6)
+    assert_equal_to_full(num_ranks, inputs(6, 2), options, rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.usefixtures("no_gathering")
@@ -118,7 +118,7 @@ def test_a_mask_of_each_head_goes_with_its_heads(num_ranks: int) -> None:
 def test_other_formats_are_summed_in_float32_or_wider(
     dtype: torch.dtype, rtol: float, atol: float
 ) -> None:
-    assert_equal_to_whole(4, inputs(3, 3, dtype), {"is_causal": True}, rtol=rtol, atol=atol)
+    assert_equal_to_full(4, inputs(3, 3, dtype), {"is_causal": True}, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize(
