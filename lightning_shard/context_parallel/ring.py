@@ -135,7 +135,7 @@ class _Pair:
         return cls(torch.cat([key.reshape(-1), value.reshape(-1)]), (key.shape, value.shape))
 
     def both(self) -> tuple[Tensor, Tensor]:
-        key, value = self.flat.split([shape.numel() for shape in self.shapes])
+        key, value = torch.split(self.flat, [shape.numel() for shape in self.shapes])
         return key.view(self.shapes[0]), value.view(self.shapes[1])
 
 
