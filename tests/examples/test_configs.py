@@ -23,6 +23,7 @@ def test_no_config_is_forgotten_here() -> None:
         "gpt_demo.yaml",
         "gpt_zero3.yaml",
         "gpt_tensor_parallel.yaml",
+        "gpt_context_parallel.yaml",
         "gpt_pipeline_parallel.yaml",
         "gpt_3d.yaml",
         "digits_zero2.yaml",
@@ -66,6 +67,14 @@ def test_gpt_zero3_over_gloo_prints_the_table(tmp_path: Path) -> None:
     run = run_command(tmp_path, "fit", "--config=configs/gpt_zero3.yaml", "--trainer.max_steps=3")
     assert run.returncode == 0, run.stderr
     assert largest_shares(run.stdout) == ["50.0%"] * 4
+
+
+@pytest.mark.slow
+def test_gpt_context_parallel_over_gloo_trains(tmp_path: Path) -> None:
+    config = "--config=configs/gpt_context_parallel.yaml"
+    run = run_command(tmp_path, "fit", config, "--trainer.max_steps=3")
+    assert run.returncode == 0, run.stderr
+    assert largest_shares(run.stdout) == ["100.0%", "50.0%", "50.0%", "62.5%"]
 
 
 @pytest.mark.slow
