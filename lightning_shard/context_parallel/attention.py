@@ -1,24 +1,36 @@
-"""Attention of a sequence in parts: heads for positions, and back (Ulysses).
+"""Attention of a sequence in parts: heads for positions, and back (Ulysses); else in a ring.
 
-    q, k, v   (B, H, S/W, D)  ──all-to-all──>  (B, H/W, S, D)  ──any attention──>
-    result    (B, H, S/W, D)  <──all-to-all──  (B, H/W, S, D)
+    q, k, v   (B, H, S/W, D)  ──all-to-all──>  (B, H/U, S U/W, D)  ──attention──>
+    result    (B, H, S/W, D)  <──all-to-all──  (B, H/U, S U/W, D)
 
-A rank attends with H / W heads over the whole sequence, so every mask, window and bias is what it
-is on a single device; one that differs by head is cut by heads. Where keys have fewer heads than
-there are ranks, each is sent to all ranks whose queries look at it. Where heads cannot be shared
-out, each rank attends with its own positions to all keys, which are gathered.
+U is the largest number of neighbours that can share the heads. Where it is W, a rank attends with
+H / W heads over the full sequence, so every mask, window and bias is what it is on a single
+device; one that differs by head is cut by heads. Where it is less, the keys of the other W / U
+ranks come by in a ring. Where keys have fewer heads than ranks share, each is sent to all whose
+queries look at it.
+
+What a ring cannot do (dropout of weights, gradients of a bias, keys of another length, attention
+written out as matrix products) each rank does for its own positions and all keys, which are
+gathered.
 """
 
 import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from lightning_shard.context_parallel.crossings import exchange
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.context_parallel.crossings import cut_sequence, exchange
 from lightning_shard.context_parallel.operations import gathered_for_part
+from lightning_shard.context_parallel.rank_subset import RankSubset, heads_and_ring
+from lightning_shard.context_parallel.ring import ring_attention
 from lightning_shard.context_parallel.sequence_part import RULES, SequencePart, part_of
+from lightning_shard.context_parallel.tiles import Visible
 from lightning_shard.tensor_parallel.dim_sharded_tensor import full_tensor
 from lightning_shard.tensor_parallel.randomness import drawn_apart
 
@@ -48,22 +60,27 @@ def attend(
     mask = full_tensor(attn_mask)
     options = kwargs | {"dropout_p": dropout_p}
     drawn = drawn_apart(part.group, part.local.device) if dropout_p else nullcontext()
-    if _shares_heads(part, key, value, kwargs.get("enable_gqa", False)):
+    num_sharing = _num_sharing(part, key, value, kwargs.get("enable_gqa", False))
+    if num_sharing == part.group.size:
         return _by_heads(func, part, (key, value), mask, options | {"is_causal": is_causal}, drawn)
+    operands = (part.local, key.part.local, value.part.local) if num_sharing else ()
+    visible = Visible(mask=mask, is_causal=is_causal, length=part.width)
+    if num_sharing and _goes_round(operands, visible, dropout_p):
+        return _by_ring(part, operands, num_sharing, visible, kwargs.get("scale"))
     return _by_rows(func, part, (key, value), mask, options, is_causal, drawn)
 
 
-def _shares_heads(part: SequencePart, key: Any, value: Any, is_grouped: bool) -> bool:
-    """Whether all three are cut alike, and query heads can be shared out to the ranks."""
+def _num_sharing(part: SequencePart, key: Any, value: Any, is_grouped: bool) -> int:
+    """Return how many ranks can share out the heads; 0 where the three are not cut alike."""
     others = [part_of(key), part_of(value)]
     if part.local.ndim < 4 or any(
         one is None or not one.is_like(part) or one.local.ndim != part.local.ndim for one in others
     ):
-        return False
+        return 0
     num_heads = part.local.shape[_HEADS]
     is_even = all(num_heads % one.shape[_HEADS] == 0 for one in (key, value))
     is_alike = is_even if is_grouped else {one.shape[_HEADS] for one in (key, value)} == {num_heads}
-    return is_alike and num_heads % part.group.size == 0
+    return math.gcd(num_heads, part.group.size) if is_alike else 0
 
 
 def _by_heads(
@@ -74,23 +91,77 @@ def _by_heads(
     options: dict[str, Any],
     drawn: AbstractContextManager[None],
 ) -> Tensor:
-    group = part.group
     num_heads = part.local.shape[_HEADS]
     heads = part.local.ndim + _HEADS
+    own_others = [one.part for one in others]
+    operands = (part.local, *(one.local for one in own_others))
     query, key, value = (
-        exchange(one, heads, heads + 1, group)
-        for one in (
-            part.local,
-            *(_repeated(one.part.local, num_heads, group.size) for one in others),
+        one.without_padding(tensor, heads + 1)
+        for tensor, one in zip(
+            _heads_for_positions(operands, part.group), (part, *own_others), strict=True
         )
     )
     if mask is not None and mask.ndim >= 3 and mask.shape[_HEADS] == num_heads > 1:
-        mask = part.split(mask, mask.ndim + _HEADS)
+        mask = cut_sequence(mask, mask.ndim + _HEADS, part.group)
     elif mask is not None:
         mask = part.shared(mask)
     with drawn:
         mixed = func(query, key, value, attn_mask=mask, **options)
-    result: Tensor = part.widen(exchange(mixed, heads + 1, heads, group))
+    mixed = functional.pad(mixed, (0, 0, 0, part.padding)) if part.padding else mixed
+    result: Tensor = part.widen(_positions_for_heads(mixed, part.group))
+    return result
+
+
+def _heads_for_positions(
+    operands: Sequence[Tensor], ranks: Collectives | RankSubset
+) -> tuple[Tensor, ...]:
+    """Return queries, keys and values of this rank's heads, at the positions of all `ranks`."""
+    num_heads, heads = operands[0].shape[_HEADS], operands[0].ndim + _HEADS
+    return tuple(
+        exchange(_repeated(one, num_heads, ranks.size), heads, heads + 1, ranks) for one in operands
+    )
+
+
+def _positions_for_heads(mixed: Tensor, ranks: Collectives | RankSubset) -> Tensor:
+    return exchange(mixed, mixed.ndim + _ROWS, mixed.ndim + _HEADS, ranks)
+
+
+def _goes_round(operands: Sequence[Tensor], visible: Visible, dropout_p: float) -> bool:
+    """Whether a ring can do it."""
+    mask = visible.mask
+    if mask is not None:
+        is_alone = not (visible.is_causal or (mask.requires_grad and torch.is_grad_enabled()))
+        if not is_alone or mask.ndim < 2 or mask.device != operands[0].device:
+            return False
+    lengths = {one.shape[_ROWS] for one in operands}
+    dtypes = {one.dtype for one in operands}
+    is_cast = torch.is_autocast_enabled(operands[0].device.type)
+    heads = {one.shape[_HEADS] for one in operands[1:]}
+    return dropout_p == 0.0 and len(lengths) == len(heads) == 1 and (len(dtypes) == 1 or is_cast)
+
+
+def _by_ring(
+    part: SequencePart,
+    operands: Sequence[Tensor],
+    num_sharing: int,
+    visible: Visible,
+    scale: float | None,
+) -> Tensor:
+    sharing, ring = heads_and_ring(part.group, num_sharing)
+    device, num_heads = part.local.device, operands[0].shape[_HEADS]
+    if torch.is_autocast_enabled(device.type):
+        operands = [one.to(torch.get_autocast_dtype(device.type)) for one in operands]
+    mask = visible.mask
+    if num_sharing > 1:
+        operands = _heads_for_positions(operands, sharing)
+        if mask is not None and mask.ndim >= 3 and mask.shape[_HEADS] == num_heads:
+            visible = replace(visible, mask=mask.chunk(num_sharing, _HEADS)[sharing.rank])
+    query, key, value = operands
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    mixed = ring_attention(query, key, value, visible, factor, ring)
+    if num_sharing > 1:
+        mixed = _positions_for_heads(mixed, sharing)
+    result: Tensor = part.widen(mixed)
     return result
 
 

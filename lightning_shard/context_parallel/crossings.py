@@ -1,14 +1,16 @@
-"""The communication of activations where the sequence is cut and where it is whole again.
+"""The communication of activations where the sequence is cut and where it is full again.
 
     cut        forward: the own slice       backward: all-gather / W
     gather     forward: all-gather          backward: W times the own slice
     share      forward: nothing             backward: all-reduce / W
     exchange   forward: all-to-all          backward: all-to-all
+    total      forward: all-reduce          backward: W times the gradient
 
 Outside of the cuts each of the W ranks computes the same, so its gradients are those of the loss.
 Within, a rank computes from its slice only, and its gradients are W times its summand: the mean
 over the ranks, which the engine takes of every parameter's, is the gradient of the loss in both
-places. Each backward is made of the others, so that a gradient can be differentiated once more.
+places. So they are the crossings of a tensor-parallel region with W in the gradient, and can be
+differentiated once more as those can.
 
 Source: DeepSpeed Ulysses, arXiv:2309.14509, for the all-to-all.
 """
@@ -19,99 +21,63 @@ import torch
 from torch import Tensor
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.context_parallel.rank_subset import RankSubset
 from lightning_shard.data_parallel.torch_private import untraced
-from lightning_shard.tensor_parallel.regions import all_gathered, all_reduced, own_slice
+from lightning_shard.tensor_parallel.regions import (
+    copy_to_region,
+    gather_copies,
+    reduce_from_region,
+    scale_gradient,
+    split_to_region,
+)
 
 
-@untraced
 def cut_sequence(tensor: Tensor, dim: int, group: Collectives) -> Tensor:
-    """Return this rank's slice along `dim` of a tensor that is whole and equal on each rank."""
-    result: Tensor = _Cut.apply(tensor, dim, group)  # type: ignore[no-untyped-call]
-    return result
+    """Return this rank's slice along `dim` of a tensor that is full and equal on each rank."""
+    return split_to_region(scale_gradient(tensor, 1 / group.size, group), dim, group)
 
 
-@untraced
 def gather_sequence(tensor: Tensor, dim: int, group: Collectives) -> Tensor:
     """Return the ranks' slices together, with which each rank goes on alike."""
-    result: Tensor = _Gather.apply(tensor, dim, group)  # type: ignore[no-untyped-call]
-    return result
+    return gather_copies(scale_gradient(tensor, float(group.size), group), dim, group)
+
+
+def share_full(tensor: Tensor, group: Collectives) -> Tensor:
+    """Return a full tensor for use with this rank's slices of others."""
+    return copy_to_region(scale_gradient(tensor, 1 / group.size, group), group)
+
+
+def total(tensor: Tensor, group: Collectives) -> Tensor:
+    """Return the sum of what the ranks have of their slices, with which each goes on alike."""
+    return reduce_from_region(scale_gradient(tensor, float(group.size), group), group)
 
 
 @untraced
-def share_whole(tensor: Tensor, group: Collectives) -> Tensor:
-    """Return a whole tensor for use with this rank's slices of others."""
-    result: Tensor = _Share.apply(tensor, group)  # type: ignore[no-untyped-call]
-    return result
-
-
-@untraced
-def exchange(tensor: Tensor, cut: int, join: int, group: Collectives) -> Tensor:
+def exchange(tensor: Tensor, cut: int, join: int, group: Collectives | RankSubset) -> Tensor:
     """Give each rank its part along one dimension of what the ranks have along another.
 
     Args:
         tensor: This rank's tensor, contiguous or not.
         cut: Dimension that is cut into W equal parts, part i for rank i.
         join: Another dimension, along which what the ranks send is joined in their order.
-        group: Group of the W ranks.
+        group: Group of the W ranks, or some of its ranks.
     """
     result: Tensor = _Exchange.apply(tensor, cut, join, group)  # type: ignore[no-untyped-call]
     return result
 
 
-def _exchanged(tensor: Tensor, cut: int, join: int, group: Collectives) -> Tensor:
+def _exchanged(tensor: Tensor, cut: int, join: int, group: Collectives | RankSubset) -> Tensor:
     sent = torch.stack(tensor.chunk(group.size, dim=cut))  # (W, ...)
     received = torch.empty_like(sent)
     group.all_to_all(received.view(-1), sent.view(-1)).wait()
     return torch.cat(received.unbind(), dim=join)
 
 
-class _Cut(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, group: Collectives) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return own_slice(tensor, dim, group).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return gather_sequence(grads[0], ctx.dim, ctx.group) / ctx.group.size, None, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, group: Collectives) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return all_gathered(tensor, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return cut_sequence(grads[0], ctx.dim, ctx.group) * ctx.group.size, None, None
-
-
-class _Share(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Collectives) -> Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _Mean.apply(grads[0], ctx.group), None  # type: ignore[no-untyped-call]
-
-
-class _Mean(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Collectives) -> Tensor:
-        ctx.group = group
-        return all_reduced(tensor, group) / group.size
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return share_whole(grads[0], ctx.group), None
-
-
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, cut: int, join: int, group: Collectives) -> Tensor:
+    def forward(
+        ctx: Any, tensor: Tensor, cut: int, join: int, group: Collectives | RankSubset
+    ) -> Tensor:
         ctx.cut, ctx.join, ctx.group = cut, join, group
         return _exchanged(tensor, cut, join, group)
 

@@ -1,11 +1,13 @@
 """Cutting the sequence where a model's repeated blocks begin, and joining it where they end.
 
-    embedding ──> x ──cut──> block 0 ──> block 1 ──> ... ──> block n ──gather──> x ──> head, loss
-                  (B, S, E)     (B, S / W, E) on each rank        (B, S, E)
+    embedding ──> x ──cut──> block 0 ──> block 1 ──> ... ──> block n ──> norm, head, cross entropy
+                  (B, S, E)     (B, S / W, E) on each rank        (B, S / W, V)
 
 The blocks are those that the engine makes units of. A block is given its other arguments as they
-are: masks, positions and rotary tables stay whole, and what an operation needs of them it takes.
-A sequence that W ranks cannot share out evenly is computed whole by each of them.
+are: masks, positions and rotary tables stay full, and what an operation needs of them it takes.
+In a training step the result of the last list's blocks stays in parts until an operation needs all
+of it; elsewhere it is gathered.
+Where W does not divide the positions, the last rank has copies of the last one in their place.
 """
 
 from collections.abc import Sequence
@@ -20,9 +22,9 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.context_parallel.crossings import cut_sequence
-from lightning_shard.context_parallel.sequence_part import SequencePart
+from lightning_shard.context_parallel.full_sequences import FullSequences
+from lightning_shard.context_parallel.sequence_part import SequencePart, padded
 from lightning_shard.context_parallel.trial import try_block
-from lightning_shard.context_parallel.whole_sequences import WholeSequences
 from lightning_shard.data_parallel.torch_private import COMPILED_MODULE, has_compiled_call
 from lightning_shard.data_parallel.units import named_blocks
 from lightning_shard.errors import ConfigError
@@ -41,13 +43,13 @@ class CutBlocks:
     Args:
         model: The model, whose blocks are found.
         group: Group of the W ranks that share each sequence.
-        joins_each: Whether each block gives whole hidden states, as where stages send them.
+        joins_each: Whether each block gives full hidden states, as where stages send them.
         tries: Whether the first call of each class of blocks is tried before it is believed.
 
     Attributes:
         blocks: The blocks, by name.
         num_cut: Number of calls that were given hidden states so far.
-        whole: Knows which operations needed the whole sequence.
+        in_full: Knows which operations needed the full sequence.
 
     Raises:
         ConfigError: The model has no repeated blocks, or is compiled.
@@ -64,17 +66,18 @@ class CutBlocks:
         self._group, self._tries = group, tries
         self._warned = False
         self._tried: set[tuple[type[nn.Module], bool]] = set()
-        self.whole = WholeSequences(group.size)
+        self.in_full = FullSequences(group.size)
         self._handles: list[RemovableHandle] = []
         self.num_cut = 0
         self.blocks = dict(named_blocks(model, None))
         _check(model, self.blocks)
         last = {name.rpartition(".")[0]: name for name in self.blocks}
+        end = next(reversed(last.values()), None)
         for name, block in self.blocks.items():
             enter = _Entrance(self, name, sequence_dim(block))
             self._handles.append(block.register_forward_pre_hook(enter, with_kwargs=True))
             joins = joins_each or name in last.values()
-            leave = _Exit(self, joins=joins)
+            leave = _Exit(self, joins=joins, is_last=name == end and not joins_each)
             self._handles.append(block.register_forward_hook(leave, always_call=True))
 
     def check_cut(self, model: nn.Module) -> None:
@@ -94,7 +97,7 @@ class CutBlocks:
             )
 
     def restore(self) -> None:
-        """Let blocks be called with whole sequences again."""
+        """Let blocks be called with full sequences again."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -107,8 +110,8 @@ class CutBlocks:
         if hidden is None or isinstance(hidden, Placeholder):
             return None
         is_tried = (type(block), torch.is_grad_enabled()) in self._tried
-        self.whole.block = name
-        if self._tries and not is_tried and not hidden.shape[dim] % self._group.size:
+        self.in_full.block = name
+        if self._tries and not is_tried and hidden.shape[dim] >= self._group.size:
             self._tried.add((type(block), torch.is_grad_enabled()))
             try_block(name, block, (args, kwargs), partial(self._cut, name, dim), self._group)
         return self._cut(name, dim, args, kwargs)
@@ -119,12 +122,15 @@ class CutBlocks:
         hidden = _hidden_states(args, kwargs)
         if hidden is None or isinstance(hidden, DimShardedTensor):
             return None
-        if hidden.shape[dim] % self._group.size:
+        if hidden.shape[dim] < self._group.size:
             self._warn(name, hidden, dim)
             return None
         self.num_cut += 1
-        local = cut_sequence(hidden, dim, self._group)
-        part = SequencePart(local=local, dim=dim, group=self._group, whole=self.whole)
+        padding = -hidden.shape[dim] % self._group.size
+        local = cut_sequence(padded(hidden, dim, padding), dim, self._group)
+        part = SequencePart(
+            local=local, dim=dim, group=self._group, in_full=self.in_full, padding=padding
+        )
         return self._with(hidden, wrapped(part), args, kwargs)
 
     def _with(
@@ -143,9 +149,8 @@ class CutBlocks:
         self._warned = True
         rank_zero_warn(
             f"The block {name!r} is given hidden states of shape {tuple(hidden.shape)}, whose "
-            f"{hidden.shape[dim]} positions {self._group.size} context-parallel ranks cannot share "
-            f"out evenly: each computes them all, with the memory of one rank. Pad the batches to "
-            f"a multiple of {self._group.size}."
+            f"{hidden.shape[dim]} positions are fewer than the {self._group.size} context-parallel "
+            f"ranks: each computes them all. Use fewer ranks for each sequence."
         )
 
 
@@ -180,14 +185,15 @@ class _Entrance:
 
 
 class _Exit:
-    """Hook after a block's forward."""
+    """Hook after a block's forward; a training step goes on with parts to its loss."""
 
-    def __init__(self, owner: CutBlocks, *, joins: bool) -> None:
-        self._owner, self._joins = owner, joins
+    def __init__(self, owner: CutBlocks, *, joins: bool, is_last: bool) -> None:
+        self._owner, self._joins, self._is_last = owner, joins, is_last
 
     def __call__(self, block: nn.Module, args: Any, result: Any) -> Any:
-        self._owner.whole.block = None
-        return full_tensor(result) if self._joins else None
+        self._owner.in_full.block = None
+        goes_on = self._is_last and block.training and torch.is_grad_enabled()
+        return full_tensor(result) if self._joins and not goes_on else None
 
     def __deepcopy__(self, memo: Any) -> "_Exit":
         return self

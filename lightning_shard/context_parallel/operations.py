@@ -17,13 +17,13 @@ from lightning_shard.tensor_parallel.regions import gather_to_region
 
 
 def gathered_for_part(value: Any, part: SequencePart) -> Any:
-    """Return a whole operand for this rank's rows; gradients of all ranks' rows are summed."""
+    """Return a full operand for this rank's rows; gradients of all ranks' rows are summed."""
     own = part_of(value)
     if own is None:
         return part.shared(value) if not isinstance(value, DimShardedTensor) else NotImplemented
     if own.num_blocks > 1 or own.group is not part.group:
         return NotImplemented
-    return gather_to_region(own.local, own.dim, own.group)
+    return own.without_padding(gather_to_region(own.local, own.dim, own.group), own.dim)
 
 
 def _linear(func: Any, input: Any, weight: Any, bias: Any = None) -> Any:  # noqa: A002
@@ -39,8 +39,8 @@ def _matmul(func: Any, left: Any, right: Any, **kwargs: Any) -> Any:
         return NotImplemented
     part, others = part_of(left), part_of(right)
     if part is not None and part.place == 2:
-        whole = gathered_for_part(right, part)
-        return whole if whole is NotImplemented else part.widen(left_of(func, part, whole))
+        full = gathered_for_part(right, part)
+        return full if full is NotImplemented else part.widen(left_of(func, part, full))
     if part is None and others is not None and others.place == 1:
         result = func(others.shared(full_tensor(left)), others.local)
         return others.widen(result, result.ndim - 1)
@@ -55,7 +55,7 @@ def _matmul(func: Any, left: Any, right: Any, **kwargs: Any) -> Any:
 
 
 def left_of(func: Any, part: SequencePart, right: Tensor) -> Tensor:
-    """Multiply a part's rows with a whole matrix; the sharded dimension stays the last but one."""
+    """Multiply a part's rows with a full matrix; the sharded dimension stays the last but one."""
     result: Tensor = func(part.local, right)
     return result
 

@@ -1,14 +1,14 @@
-"""One rank's part of a sequence, which looks whole to the code of an unmodified block.
+"""One rank's part of a sequence, which looks full to the code of an unmodified block.
 
     block(x)    x of shape (B, S, E), of which this rank has (B, S / W, E)
 
     norm, linear, gelu, +, views, rotary embeddings      on the part
     scaled_dot_product_attention, MultiheadAttention     heads for positions, and back
-    x + whole tensor of S positions                      the own positions of it are taken
+    x + full tensor of S positions                      the own positions of it are taken
     anything else (convolutions, pooling, a scan)        on the gathered sequence
 
 So a block's own code sees every shape that it sees on a single device, and what has no rule is
-right, too: it is computed whole, alike on each rank. That costs what the cut would save, so the
+right, too: it is computed in full, alike on each rank. That costs what the cut would save, so the
 operations are noted by name.
 """
 
@@ -18,15 +18,18 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from typing_extensions import override
 
+from lightning_shard.backends.collectives import Collectives
 from lightning_shard.context_parallel.crossings import (
     cut_sequence,
     gather_sequence,
-    share_whole,
+    share_full,
 )
-from lightning_shard.context_parallel.whole_sequences import WholeSequences
+from lightning_shard.context_parallel.full_sequences import FullSequences
 from lightning_shard.tensor_parallel.dim_sharded_tensor import DimShardedTensor, Part
+from lightning_shard.tensor_parallel.regions import own_slice
 
 RULES: dict[str, Callable[..., Any]] = {}
 """Rules by operation; `operations` and `attention` fill it."""
@@ -37,24 +40,54 @@ class SequencePart(Part):
     """One rank's part of a tensor along the sequence; see the module.
 
     Attributes:
-        whole: Hears of the operations that need the whole sequence.
+        in_full: Hears of the operations that need the full sequence.
+        padding: Number of places at the end of each block that hold no position of it: copies of
+            the last one, or what was sliced off. No result and no gradient depends on them.
     """
 
-    whole: WholeSequences
+    in_full: FullSequences
+    padding: int = 0
 
     own_rules: ClassVar[Mapping[str, Callable[..., Any]]] = RULES
 
     @override
     def note_gather(self, func: Callable[..., Any]) -> None:
-        self.whole.note(func)
+        self.in_full.note(func)
+
+    @property
+    @override
+    def width(self) -> int:
+        return self.local.shape[self.dim] * self.group.size - self.num_blocks * self.padding
+
+    @override
+    def own_length(self, length: int) -> int | None:
+        if not self.padding:
+            return super().own_length(length)
+        is_same = length * self.num_blocks == self.width
+        return self.local.shape[self.dim] // self.num_blocks if is_same else None
+
+    @override
+    def is_like(self, other: Part) -> bool:
+        is_padded_alike = isinstance(other, SequencePart) and other.padding == self.padding
+        return is_padded_alike and super().is_like(other)
 
     @override
     def split(self, value: Tensor, dim: int) -> Tensor:
-        return self._by_block(cut_sequence, value, dim)
+        return self._by_block(self._cut, value, dim)
 
     @override
     def gather(self) -> Tensor:
-        return self._by_block(gather_sequence, self.local, self.dim)
+        return self._by_block(self._gathered, self.local, self.dim)
+
+    @override
+    def gather_detached(self) -> Tensor:
+        return self._by_block(self._gathered, self.local.detach(), self.dim)
+
+    @override
+    def narrow(self, value: Any) -> Any:
+        if isinstance(value, DimShardedTensor) or not isinstance(value, Tensor):
+            return super().narrow(value)
+        return self._by_block(self._sliced, value, self.dim)
 
     @override
     def shared(self, value: Any) -> Any:
@@ -65,7 +98,7 @@ class SequencePart(Part):
         follows = isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
         if not follows or isinstance(value, nn.Parameter) or is_of_parameters(value):
             return value
-        return share_whole(value, self.group)
+        return share_full(value, self.group)
 
     @override
     def wide_gradient(self, local: Any) -> Any:
@@ -73,8 +106,50 @@ class SequencePart(Part):
 
     @override
     def own_gradient(self, value: Any) -> Any:
-        own = self.narrow(value)
-        return own * self.group.size if isinstance(own, Tensor) else own
+        if not isinstance(value, Tensor):
+            return value
+        if isinstance(value, DimShardedTensor):
+            return value.part.local * self.group.size
+        return self.own_filled(value, self.dim, 0) * self.group.size
+
+    def own_filled(self, value: Tensor, dim: int, fill: float) -> Tensor:
+        """Return this rank's part of a full tensor along `dim`, with `fill` as padding."""
+
+        def sliced(tensor: Tensor, place: int, group: Collectives) -> Tensor:
+            after = [0, 0] * (tensor.ndim - 1 - place) + [0, self.padding]
+            filled = functional.pad(tensor, after, value=fill) if self.padding else tensor
+            return own_slice(filled, place, group)
+
+        return self._by_block(sliced, value, dim)
+
+    def own_positions(self) -> Tensor:
+        """Return this rank's elements without padding, with a dimension for blocks."""
+        blocks: Tensor = self.local.unflatten(self.dim, (self.num_blocks, -1))  # type: ignore[no-untyped-call]
+        num_places, place = blocks.shape[self.dim + 1], self.dim + 1
+        left = self.width // self.num_blocks - self.group.rank * num_places
+        return blocks.narrow(place, 0, min(max(left, 0), num_places))
+
+    def without_padding(self, tensor: Tensor, dim: int) -> Tensor:
+        """Return the positions of a tensor that has all places along a dimension of one block."""
+        return tensor.narrow(dim, 0, tensor.shape[dim] - self.padding) if self.padding else tensor
+
+    def _cut(self, tensor: Tensor, dim: int, group: Collectives) -> Tensor:
+        return cut_sequence(padded(tensor, dim, self.padding), dim, group)
+
+    def _gathered(self, tensor: Tensor, dim: int, group: Collectives) -> Tensor:
+        return self.without_padding(gather_sequence(tensor, dim, group), dim)
+
+    def _sliced(self, tensor: Tensor, dim: int, group: Collectives) -> Tensor:
+        return own_slice(padded(tensor, dim, self.padding), dim, group)
+
+
+def padded(tensor: Tensor, dim: int, padding: int) -> Tensor:
+    """Append copies of the last position: values that a model can compute with."""
+    if not padding:
+        return tensor
+    last = tensor.detach().narrow(dim, tensor.shape[dim] - 1, 1)
+    shape = [padding if place == dim else -1 for place in range(tensor.ndim)]
+    return torch.cat([tensor, last.expand(shape)], dim)
 
 
 def is_of_parameters(value: Tensor, most: int = 8) -> bool:

@@ -1,12 +1,12 @@
 """A trial of whether a block computes the same of a sequence in parts: on copies of real arguments.
 
-    whole     hidden ──> block ──> result, gradients of arguments and parameters
+    full     hidden ──> block ──> result, gradients of arguments and parameters
     parts     hidden ──cut──> block ──gather──> the same, of the parameters the mean over the ranks
 
 What has no rule is computed on the gathered sequence, so both are equal unless a block looks at
 something that no tensor tells, or a rule is wrong. The first call of each class of blocks is tried,
 in evaluation mode so that nothing is dropped, and leaves the block as it was. It holds the
-activations of one block for the whole sequence, once.
+activations of one block for the full sequence, once.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ Cut = Callable[[tuple[Any, ...], dict[str, Any]], Arguments | None]
 def try_block(
     name: str, block: nn.Module, arguments: Arguments, cut: Cut, group: Collectives
 ) -> None:
-    """Call a block with whole sequences and with parts, and compare; each rank must call.
+    """Call a block with full sequences and with parts, and compare; each rank must call.
 
     Args:
         name: Path of the block in the model.
@@ -51,18 +51,18 @@ def try_block(
         return forward(*args, **kwargs)
 
     with as_it_was(block):
-        whole = Called(lambda given: forward(*given[0], **given[1]), arguments, params)
+        full = Called(lambda given: forward(*given[0], **given[1]), arguments, params)
     with as_it_was(block):
         parts = Called(in_parts, arguments, params)
     for grad in parts.of_params:  # the mean over the ranks, as the engine takes it
         group.all_reduce(grad)
         grad.div_(group.size)
-    found = first_difference(whole, parts, names)
+    found = first_difference(full, parts, names)
     differences = [one for one in group.all_gather_object(found) if one is not None]
     if differences:
         raise ConfigError(
             f"Rank {group.rank}: the block {name!r} ({type(block).__name__}) computes something "
-            f"else of a sequence in {group.size} parts than of the whole one: {differences[0]}. "
+            f"else of a sequence in {group.size} parts than of the full one: {differences[0]}. "
             f"Expected equal results, so nothing was trained. Use strategy='zero3' with "
             f"activation_checkpointing='full', or tensor_parallel with sequence_parallel=True; "
             f"please report the block's forward."

@@ -70,20 +70,20 @@ def _gradients(outputs: list[Tensor], sources: Sequence[Tensor]) -> list[Tensor]
     return [full_tensor(one).contiguous().clone() for one in found]
 
 
-def first_difference(whole: Called, parts: Called, names: Sequence[str]) -> str | None:
+def first_difference(full: Called, parts: Called, names: Sequence[str]) -> str | None:
     """Return as text where two calls differ first; None where they are equal.
 
     Args:
-        whole: The call that is right.
+        full: The call that is right.
         parts: The other one.
         names: Name of each of the parameters.
     """
-    if len(whole.results) != len(parts.results):
-        return f"it returns {len(parts.results)} tensors, not {len(whole.results)}"
-    kinds = [f"result {index}" for index in range(len(whole.results))]
-    kinds += [f"the gradient of argument {index}" for index in range(whole.num_sources)]
+    if len(full.results) != len(parts.results):
+        return f"it returns {len(parts.results)} tensors, not {len(full.results)}"
+    kinds = [f"result {index}" for index in range(len(full.results))]
+    kinds += [f"the gradient of argument {index}" for index in range(full.num_sources)]
     kinds += [f"the gradient of {name!r}" for name in names]
-    expected, got = whole.results + whole.gradients, parts.results + parts.gradients
+    expected, got = full.results + full.gradients, parts.results + parts.gradients
     for kind, one, other in zip(kinds, expected, got, strict=False):
         if one.shape != other.shape:
             return f"{kind} has shape {tuple(other.shape)}, not {tuple(one.shape)}"

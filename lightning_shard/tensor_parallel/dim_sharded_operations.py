@@ -144,7 +144,7 @@ def _norm(func: Any, sharded: Any, normalized_shape: Any, *args: Any, **kwargs: 
     return part.widen(func(part.local, normalized_shape, *args, **kwargs))
 
 
-def _reduce(func: Any, sharded: Any, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
+def reduced(func: Any, sharded: Any, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
     """Take a mean or sum along dimensions that are not sharded."""
     dims = [dim] if isinstance(dim, int) else list(dim or ())
     part: Part = sharded.part
@@ -224,7 +224,7 @@ _RULES: dict[str, Rule] = {
         "__rdiv__ __pow__ __neg__ __iadd__ __isub__ __imul__ __itruediv__ __idiv__",
     ),
     **_named(_norm, "layer_norm rms_norm"),
-    **_named(_reduce, "mean sum"),
+    **_named(reduced, "mean sum"),
     **_named(_dropout, "dropout"),
     **_named(softmax, "softmax log_softmax"),
     **_named(matmul, "matmul bmm __matmul__"),

@@ -55,23 +55,27 @@ def _reshaped(reshape: Reshape, sharded: DimShardedTensor, sizes: list[int]) -> 
     found = _place_in(sharded, sizes) if math.prod(sizes) == num_values > 0 else None
     if found is None:
         return NotImplemented
-    dim, num_blocks = found
-    sizes[dim] //= part.group.size
+    dim, num_blocks, own_length = found
+    sizes[dim] = num_blocks * own_length
     return part.widen(reshape(part.local, sizes), dim, num_blocks)
 
 
-def _place_in(sharded: DimShardedTensor, sizes: Sequence[int]) -> tuple[int, int] | None:
-    """Return the sharded dimension of another shape, and its blocks; None if there is none.
+def _place_in(sharded: DimShardedTensor, sizes: Sequence[int]) -> tuple[int, int, int] | None:
+    """Return the sharded dimension of another shape, its blocks, and what a rank has of each.
 
     In row-major order there are `num_runs` runs of values, of each of which the ranks have
-    consecutive parts. A dimension has the same runs if its blocks begin where the runs do.
+    consecutive parts. A dimension has the same runs if its blocks begin where the runs do. None
+    if no dimension has.
     """
     part = sharded.part
     num_runs = math.prod(sharded.shape[: part.dim]) * part.num_blocks
     for dim in reversed(range(len(sizes))):
         num_blocks, rest = divmod(num_runs, math.prod(sizes[:dim]))
-        if num_blocks and not rest and sizes[dim] % (num_blocks * part.group.size) == 0:
-            return dim, num_blocks
+        if not num_blocks or rest or sizes[dim] % num_blocks:
+            continue
+        own_length = part.own_length(sizes[dim] // num_blocks)
+        if own_length is not None:
+            return dim, num_blocks, own_length
     return None
 
 
@@ -145,7 +149,8 @@ def split(func: Any, sharded: Any, size: Any = None, dim: int = 0, **_: Any) -> 
     block = part.width // part.num_blocks
     if sum(sizes) != part.width or any(one == 0 or one % block for one in sizes):
         return NotImplemented
-    local = torch.split(part.local, [one // part.group.size for one in sizes], dim)
+    own = part.local.shape[part.dim] // part.num_blocks
+    local = torch.split(part.local, [one // block * own for one in sizes], dim)
     return tuple(
         part.widen(shard, num_blocks=one // block) for shard, one in zip(local, sizes, strict=True)
     )
@@ -232,7 +237,8 @@ def _blocks_of(entry: Any, part: Part) -> tuple[slice, int] | None:
     block = part.width // part.num_blocks
     if step != 1 or start >= stop or start % block or stop % block:
         return None
-    return slice(start // part.group.size, stop // part.group.size), (stop - start) // block
+    own = part.local.shape[part.dim] // part.num_blocks
+    return slice(start // block * own, stop // block * own), (stop - start) // block
 
 
 def _rows(func: Any, sharded: Any, entries: list[Any]) -> Any:

@@ -72,6 +72,11 @@ class Part:
         """Size of the full tensor along `dim`."""
         return self.local.shape[self.dim] * self.group.size
 
+    def own_length(self, length: int) -> int | None:
+        """Return how much of a block of `length` a rank has; None if it is not shared like this."""
+        own, rest = divmod(length, self.group.size)
+        return None if rest else own
+
     def is_like(self, other: "Part") -> bool:
         """Whether ranks have the same slices of both when they are broadcast to one shape."""
         own = (self.place, self.num_blocks)
@@ -356,12 +361,17 @@ class _Link:
     is_broken: bool = False
 
 
+def _nothing_like(local: Tensor) -> Tensor:
+    """Return a tensor of the same kind without elements; `local` may be another part's wrapper."""
+    return torch.empty(0, dtype=local.dtype, device=local.device)
+
+
 class _Widen(torch.autograd.Function):
     """Forward: a wrapper of the full shape, without memory. Backward: the own slice."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, part: Part, link: _Link) -> Tensor:
-        ctx.part, ctx.link = replace(part, local=local.new_empty(0)), link
+        ctx.part, ctx.link = replace(part, local=_nothing_like(local)), link
         shape = list(local.shape)
         shape[part.dim] = part.width
         wrapper: Tensor = Tensor._make_wrapper_subclass(
@@ -385,7 +395,7 @@ class _Narrow(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, wide: DimShardedTensor) -> Tensor:
-        ctx.part = replace(wide._part, local=wide._part.local.new_empty(0))
+        ctx.part = replace(wide._part, local=_nothing_like(wide._part.local))
         return wide._part.local.detach()
 
     @staticmethod

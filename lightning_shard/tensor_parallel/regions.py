@@ -74,6 +74,11 @@ def split_to_region(tensor: Tensor, dim: int, group: Collectives) -> Tensor:
     return _apply(_Split, tensor, dim, group)
 
 
+def scale_gradient(tensor: Tensor, factor: float, group: Collectives) -> Tensor:
+    """Pass an activation on, and its gradient times `factor`."""
+    return _apply(_ScaleGradient, tensor, factor, group)
+
+
 def all_reduced(tensor: Tensor, group: Collectives) -> Tensor:
     """Return the sum over the ranks, in new memory."""
     own = tensor.contiguous()
@@ -180,6 +185,17 @@ class _GatherCopies(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return _Split.apply(grads[0], ctx.dim, ctx.group), None, None  # type: ignore[no-untyped-call]
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, factor: float, group: Collectives) -> Tensor:
+        ctx.factor = factor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0] * ctx.factor, None, None
 
 
 class _Split(torch.autograd.Function):

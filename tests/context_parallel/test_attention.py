@@ -1,4 +1,4 @@
-"""Attention of a sequence in parts equals that of the whole one, in results and gradients."""
+"""Attention of a sequence in parts equals that of the full one, in results and gradients."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from lightning_shard.backends.registry import get_backend
 from lightning_shard.context_parallel.crossings import cut_sequence
-from lightning_shard.context_parallel.sequence_part import SequencePart
-from lightning_shard.context_parallel.whole_sequences import WholeSequences
+from lightning_shard.context_parallel.full_sequences import FullSequences
+from lightning_shard.context_parallel.sequence_part import SequencePart, padded
 from lightning_shard.tensor_parallel.dim_sharded_tensor import full_tensor, wrapped
 from lightning_shard.testing import run_ranks
 
@@ -26,14 +26,15 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), requires_grad=True)
 
 
-def in_parts(tensors: Sequence[Tensor], dim: int) -> tuple[list[Tensor], WholeSequences]:
+def in_parts(tensors: Sequence[Tensor], dim: int) -> tuple[list[Tensor], FullSequences]:
     """Return the tensors cut over all ranks, and what hears of operations that are not."""
     group = get_backend("in_process").collectives(torch.distributed.group.WORLD)
-    whole = WholeSequences(group.size)
-    whole.block = "block"
-    cut = [cut_sequence(one, dim, group) for one in tensors]
-    parts = [SequencePart(local=one, dim=dim, group=group, whole=whole) for one in cut]
-    return [wrapped(one) for one in parts], whole
+    in_full = FullSequences(group.size)
+    in_full.block = "block"
+    padding = -tensors[0].shape[dim] % group.size
+    cut = [cut_sequence(padded(one, dim, padding), dim, group) for one in tensors]
+    options: dict[str, Any] = {"dim": dim, "group": group, "in_full": in_full, "padding": padding}
+    return [wrapped(SequencePart(local=one, **options)) for one in cut], in_full
 
 
 def mean(grad: Tensor) -> Tensor:
@@ -41,7 +42,7 @@ def mean(grad: Tensor) -> Tensor:
     return grad / torch.distributed.get_world_size()
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize(
     ("heads", "key_heads", "options"),
     [
@@ -60,7 +61,7 @@ def mean(grad: Tensor) -> Tensor:
         pytest.param(3, 3, {"attn_mask": drawn(3, LENGTH, LENGTH)}, id="one head each, a bias"),
     ],
 )
-def test_it_equals_that_of_the_whole_sequence(
+def test_it_equals_that_of_the_full_sequence(
     num_ranks: int, heads: int, key_heads: int, options: dict[str, Any]
 ) -> None:
     shapes = [(BATCH, one, LENGTH, WIDTH) for one in (heads, key_heads, key_heads)]
@@ -73,12 +74,12 @@ def test_it_equals_that_of_the_whole_sequence(
 
     def of_rank(rank: int) -> tuple[Tensor, list[Tensor], dict[str, str]]:
         own = [one.detach().requires_grad_() for one in sources]
-        parts, whole = in_parts(own[:3], 2)
+        parts, in_full = in_parts(own[:3], 2)
         given = options | ({"attn_mask": own[3]} if len(own) > 3 else {})
         result = F.scaled_dot_product_attention(*parts, **given)
         full = full_tensor(result)
         found = torch.autograd.grad(full, own, direction)
-        return full.detach(), [mean(one.contiguous()) for one in found], whole.noted
+        return full.detach(), [mean(one.contiguous()) for one in found], in_full.noted
 
     for result, found, noted in run_ranks(of_rank, num_ranks):
         torch.testing.assert_close(result, expected.detach(), rtol=1e-5, atol=1e-6)
@@ -87,11 +88,12 @@ def test_it_equals_that_of_the_whole_sequence(
         assert not noted
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("need_weights", [False, True])
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("mask", [None, ~CAUSAL, (~CAUSAL).float().masked_fill(~CAUSAL, -1e4)])
 def test_multihead_attention_is_cut_as_a_layer(
-    need_weights: bool, batch_first: bool, mask: Tensor | None
+    num_ranks: int, need_weights: bool, batch_first: bool, mask: Tensor | None
 ) -> None:
     torch.manual_seed(3)
     layer = nn.MultiheadAttention(8, 4, batch_first=batch_first)
@@ -107,13 +109,13 @@ def test_multihead_attention_is_cut_as_a_layer(
 
     def of_rank(rank: int) -> tuple[Any, list[Tensor], dict[str, str]]:
         own = x.detach().requires_grad_()
-        (part,), whole = in_parts([own], 1 if batch_first else 0)
+        (part,), in_full = in_parts([own], 1 if batch_first else 0)
         result, shown = layer(part, part, part, **options)
         full, shown = full_tensor(result), full_tensor(shown)
         found = torch.autograd.grad(full.square().sum(), [own, *layer.parameters()])
-        return (full.detach(), shown), [mean(one.contiguous()) for one in found], whole.noted
+        return (full.detach(), shown), [mean(one.contiguous()) for one in found], in_full.noted
 
-    for (result, shown), found, noted in run_ranks(of_rank, 2):
+    for (result, shown), found, noted in run_ranks(of_rank, num_ranks):
         torch.testing.assert_close(result, expected.detach(), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(shown, weights, rtol=1e-5, atol=1e-6)
         for one, other in zip(found, grads, strict=True):

@@ -1,4 +1,4 @@
-"""Blocks get parts of the sequence: what is sent and kept, stays whole, and is refused."""
+"""Blocks get parts of the sequence: what is sent and kept, stays full, and is refused."""
 
 import copy
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.registry import get_backend
 from lightning_shard.context_parallel.cut_blocks import CutBlocks
 from lightning_shard.errors import ConfigError
-from lightning_shard.tensor_parallel.dim_sharded_tensor import DimShardedTensor
+from lightning_shard.tensor_parallel.dim_sharded_tensor import DimShardedTensor, full_tensor
 from lightning_shard.testing import run_ranks
 
 BATCH, LENGTH, WIDTH, HEADS, NUM_BLOCKS = 2, 16, 16, 8, 3
@@ -83,7 +83,7 @@ def inputs(length: int = LENGTH) -> Tensor:
 
 def results(model: nn.Module, x: Tensor) -> list[Tensor]:
     """Return the result and every gradient of a loss that looks at all positions differently."""
-    y = model(x)
+    y = full_tensor(model(x))
     loss = (y * torch.linspace(-1, 1, y.numel()).view(y.shape)).sum() + y.square().mean()
     return [y.detach(), *torch.autograd.grad(loss, [x, *model.parameters()])]
 
@@ -96,19 +96,21 @@ def results(model: nn.Module, x: Tensor) -> list[Tensor]:
         pytest.param(Recurrent, {"gru"}, id="a recurrence"),
     ],
 )
+@pytest.mark.parametrize("length", [LENGTH, 15, 13, 5])
 @pytest.mark.filterwarnings("ignore:The block .* which has no rule")
-def test_results_and_gradients_are_those_of_the_whole_sequence(
-    make: Callable[[], nn.Module], needing_all: set[str]
+def test_results_and_gradients_are_those_of_the_full_sequence(
+    make: Callable[[], nn.Module], needing_all: set[str], length: int
 ) -> None:
-    expected = results(Blocks(make), inputs())
+    """Of any length: 4 ranks have 2 positions each of 5, the last one two copies of the last."""
+    expected = results(Blocks(make), inputs(length))
 
     def of_rank(rank: int) -> tuple[list[Tensor], set[str]]:
         model, ranks = Blocks(make), group()
         cut = CutBlocks(model, ranks)
-        y, of_input, *grads = results(model, inputs())
+        y, of_input, *grads = results(model, inputs(length))
         for grad in grads:
             ranks.all_reduce(grad)
-        return [y, of_input, *(grad / ranks.size for grad in grads)], set(cut.whole.noted)
+        return [y, of_input, *(grad / ranks.size for grad in grads)], set(cut.in_full.noted)
 
     for found, noted in run_ranks(of_rank, 4):
         for one, other in zip(found, expected, strict=True):
@@ -184,15 +186,15 @@ def test_a_block_that_computes_something_else_of_parts_is_refused_by_name() -> N
     run_ranks(of_rank, 2)
 
 
-def test_a_length_that_does_not_divide_is_computed_whole_with_a_warning() -> None:
-    expected = results(Blocks(gpt_block), inputs(15))
+def test_fewer_positions_than_ranks_are_computed_in_full_with_a_warning() -> None:
+    expected = results(Blocks(gpt_block), inputs(1))
 
     def of_rank(rank: int) -> list[Tensor]:
         model = Blocks(gpt_block)
         CutBlocks(model, group())
-        return results(model, inputs(15))
+        return results(model, inputs(1))
 
-    with pytest.warns(UserWarning, match="whose 15 positions 2 context-parallel ranks cannot sh"):
+    with pytest.warns(UserWarning, match="whose 1 positions are fewer than the 2 context-parallel"):
         found = run_ranks(of_rank, 2)
     for one, other in zip(found[0], expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
@@ -216,13 +218,13 @@ def test_dropout_between_attentions_is_that_of_a_single_device() -> None:
         model = Blocks(Dropping)
         CutBlocks(model, group())
         torch.manual_seed(5)
-        return model(inputs()).detach()
+        return full_tensor(model(inputs())).detach()
 
     for found in run_ranks(of_rank, 2):
         torch.testing.assert_close(found, expected)
 
 
-def test_restored_blocks_get_whole_sequences_and_copies_made_before_are_cut() -> None:
+def test_restored_blocks_get_full_sequences_and_copies_made_before_are_cut() -> None:
     def of_rank(rank: int) -> tuple[bool, bool]:
         seen: list[type] = []
 

@@ -1,4 +1,4 @@
-"""Which operations of a block have needed the whole sequence, each told once."""
+"""Which operations of a block have needed the full sequence, each told once."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 
-class WholeSequences:
-    """Notes the operations that ranks compute on whole sequences.
+class FullSequences:
+    """Notes the operations that ranks compute on full sequences.
 
     Args:
         num_ranks: Ranks that share a sequence.
@@ -30,6 +30,6 @@ class WholeSequences:
         self.noted[name] = self.block
         rank_zero_warn(
             f"The block {self.block!r} calls {name!r}, which has no rule for a part of a sequence: "
-            f"each of the {self._num_ranks} context-parallel ranks computes it on the whole "
+            f"each of the {self._num_ranks} context-parallel ranks computes it on the full "
             f"sequence. The result is the same; the memory and time of it are those of one rank."
         )

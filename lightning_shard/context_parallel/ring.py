@@ -1,0 +1,241 @@
+"""Attention in a ring: a rank's queries stay, and the keys and values of all ranks come by.
+
+    step 0      rank 0: K0 V0      rank 1: K1 V1      rank 2: K2 V2
+    step 1      rank 0: K2 V2      rank 1: K0 V0      rank 2: K1 V1       each passes on to the next
+    step 2      rank 0: K1 V1      rank 1: K2 V2      rank 2: K0 V0
+
+A rank holds the keys and values of two ranks at a time: those it looks at, and those on their way.
+Where positions do not look at later ones, the first rank would have little to do and the last one
+all. So the ranks swap halves of their rows before and after, each with an early and a late one:
+
+    rows 0 1 2 3 4 5 of 3 ranks     [0 1] [2 3] [4 5]   <──>   [0 5] [1 4] [2 3]
+
+Backward passes keys and values round once more and sends their gradients straight to their rank,
+which adds them up.
+
+Source: Ring Attention, arXiv:2310.01889; balanced as in arXiv:2311.09431 and Llama 3,
+arXiv:2407.21783, section 3.3.2.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_shard.backends.pending import Pending
+from lightning_shard.context_parallel.rank_subset import RankSubset
+from lightning_shard.context_parallel.tiles import TiledAttention, Visible
+from lightning_shard.data_parallel.torch_private import untraced
+
+
+@untraced
+def ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, visible: Visible, scale: float, ring: RankSubset
+) -> Tensor:
+    """Attend with this rank's positions to those of all ranks of a ring; each must call.
+
+    Args:
+        query: Shape (..., H, S/W, D): the slice of the ring's rank r is its r-th of the sequence.
+        key: Shape (..., G, S/W, D), where G divides H.
+        value: Shape (..., G, S/W, Dv).
+        visible: Which positions look at which, of this rank's heads.
+        scale: Factor of the scores.
+        ring: The W ranks.
+
+    Returns:
+        Shape (..., H, S/W, Dv), in the format of the queries.
+    """
+    result: Tensor = _Ring.apply(query, key, value, visible, scale, ring)  # type: ignore[no-untyped-call]
+    return result
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Which rows each rank of a ring has while it attends: runs of `size`, in ascending order."""
+
+    ring: RankSubset
+    size: int
+    is_balanced: bool
+
+    @classmethod
+    def of(cls, ring: RankSubset, num_rows: int, visible: Visible) -> "_Places":
+        differs = visible.is_causal or (visible.mask is not None and visible.mask.shape[-2] > 1)
+        is_balanced = differs and num_rows % 2 == 0
+        return cls(ring, num_rows // 2 if is_balanced else num_rows, is_balanced)
+
+    def owners(self, *, of_slices: bool = False) -> list[int]:
+        """Return the rank that has each run, as attention or as slices of the sequence have it."""
+        size = self.ring.size
+        if not self.is_balanced:
+            return list(range(size))
+        return [run // 2 if of_slices else min(run, 2 * size - 1 - run) for run in range(2 * size)]
+
+    def rows(self, rank: int) -> list[range]:
+        """Return the positions of the rows that a rank has while it attends."""
+        return [
+            range(run * self.size, (run + 1) * self.size)
+            for run, owner in enumerate(self.owners())
+            if owner == rank
+        ]
+
+    def entered(self, tensor: Tensor) -> Tensor:
+        """Return the rows (..., S/W, D) that this rank attends with, where it gives its slice."""
+        return self._moved(tensor, self.owners(of_slices=True), self.owners())
+
+    def left(self, tensor: Tensor) -> Tensor:
+        """Return this rank's slice of rows, where it gives those it attends with."""
+        return self._moved(tensor, self.owners(), self.owners(of_slices=True))
+
+    def _moved(self, tensor: Tensor, held: list[int], wanted: list[int]) -> Tensor:
+        if not self.is_balanced:
+            return tensor.contiguous()
+        runs, rank = range(len(held)), self.ring.rank
+        own = dict(zip([r for r in runs if held[r] == rank], tensor.chunk(2, -2), strict=True))
+        shape = (*tensor.shape[:-2], self.size, tensor.shape[-1])
+        sent = torch.stack([own[run] for run in sorted(own, key=lambda run: wanted[run])])
+        received = torch.empty_like(sent)
+        mine = sorted((run for run in runs if wanted[run] == rank), key=lambda run: held[run])
+        numel = sent[0].numel()
+        self.ring.all_to_all(
+            received.view(-1),
+            sent.view(-1),
+            output_split_sizes=self._counts([held[run] for run in mine], numel),
+            input_split_sizes=self._counts([wanted[run] for run in own], numel),
+        ).wait()
+        found = dict(zip(mine, received.view(2, *shape), strict=True))
+        return torch.cat([found[run] for run in sorted(found)], dim=-2)
+
+    def _counts(self, ranks: list[int], numel: int) -> list[int]:
+        return [ranks.count(rank) * numel for rank in range(self.ring.size)]
+
+
+def _passed(tensor: Tensor, step: int, ring: RankSubset) -> tuple[Tensor, Pending]:
+    """Begin to send a flat tensor `step` ranks on, and to receive what comes from as far back."""
+    received = torch.empty_like(tensor)
+    sizes = [0] * ring.size
+    to, back = sizes.copy(), sizes.copy()
+    to[(ring.rank + step) % ring.size] = back[(ring.rank - step) % ring.size] = tensor.numel()
+    started = ring.all_to_all(
+        received, tensor, output_split_sizes=back, input_split_sizes=to, async_op=True
+    )
+    return received, started
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """Keys and values in one flat tensor, as they travel."""
+
+    flat: Tensor
+    shapes: tuple[torch.Size, torch.Size]
+
+    @classmethod
+    def of(cls, key: Tensor, value: Tensor) -> "_Pair":
+        return cls(torch.cat([key.reshape(-1), value.reshape(-1)]), (key.shape, value.shape))
+
+    def both(self) -> tuple[Tensor, Tensor]:
+        key, value = torch.split(self.flat, [shape.numel() for shape in self.shapes])
+        return key.view(self.shapes[0]), value.view(self.shapes[1])
+
+
+class _Visits:
+    """Each rank's keys and values, one after the other, with the next ones on their way."""
+
+    def __init__(self, own: _Pair, ring: RankSubset) -> None:
+        self._own, self._ring = own, ring
+
+    def __iter__(self) -> Any:
+        here = self._own
+        for step in range(self._ring.size):
+            coming = _passed(here.flat, 1, self._ring) if step < self._ring.size - 1 else None
+            yield step, (self._ring.rank - step) % self._ring.size, *here.both()
+            if coming is not None:
+                received, started = coming
+                started.wait()
+                here = _Pair(received, here.shapes)
+
+
+def _grouped(query: Tensor, num_groups: int) -> Tensor:
+    """Return (..., H, S, D) as (..., G, H / G, S, D)."""
+    grouped: Tensor = query.unflatten(-3, (num_groups, -1))  # type: ignore[no-untyped-call]
+    return grouped
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        visible: Visible,
+        scale: float,
+        ring: RankSubset,
+    ) -> Tensor:
+        places = _Places.of(ring, query.shape[-2], visible)
+        query, key, value = (places.entered(one) for one in (query, key, value))
+        ctx.visible, ctx.scale, ctx.places = visible, scale, places
+        tiled = _tiled(ctx, query, key)
+        state = tiled.start(value.shape[-1])
+        for _, source, keys, values in _Visits(_Pair.of(key, value), ring):
+            rows = places.rows(source)
+            tiled.see(state, keys.unsqueeze(-3), values.unsqueeze(-3), rows)
+        result, lse = tiled.finish(state)
+        result = result.flatten(-4, -3).to(query.dtype)
+        ctx.save_for_backward(query, key, value, result, lse)
+        return places.left(result)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, result, lse = ctx.saved_tensors
+        places: _Places = ctx.places
+        tiled, groups = _tiled(ctx, query, key), key.shape[-3]
+        grad = places.entered(grad)
+        wide = lse.dtype
+        product = (grad.to(wide) * result.to(wide)).sum(-1, keepdim=True)
+        known = (_grouped(grad, groups), _grouped(product, groups), lse)
+        of_query = torch.zeros_like(_grouped(query, groups), dtype=wide)
+        of_pair: Tensor | None = None
+        for step, source, keys, values in _Visits(_Pair.of(key, value), places.ring):
+            rows = places.rows(source)
+            found = tiled.gradients(known, keys.unsqueeze(-3), values.unsqueeze(-3), rows, of_query)
+            flat = _Pair.of(*found).flat
+            of_pair = flat if of_pair is None else of_pair.add_(_home(flat, step, key, places.ring))
+        assert of_pair is not None
+        of_key, of_value = _Pair(of_pair, (key.shape, value.shape)).both()
+        of_all = (of_query.flatten(-4, -3), of_key, of_value)
+        grads = (
+            places.left(found.to(one.dtype))
+            for found, one in zip(of_all, (query, key, value), strict=True)
+        )
+        return *grads, None, None, None
+
+
+def _home(flat: Tensor, step: int, like: Tensor, ring: RankSubset) -> Tensor:
+    """Send gradients to the rank whose keys they are of, and receive those of the own keys."""
+    received, started = _passed(flat.to(like.dtype), -step, ring)
+    started.wait()
+    return received.to(flat.dtype)
+
+
+def _tiled(ctx: Any, query: Tensor, key: Tensor) -> TiledAttention:
+    places: _Places = ctx.places
+    groups, visible = key.shape[-3], ctx.visible
+    if visible.mask is not None:
+        visible = Visible(
+            mask=_mask_of_groups(visible.mask, query.shape[-3], groups),
+            is_causal=visible.is_causal,
+            length=visible.length,
+        )
+    return TiledAttention(
+        _grouped(query, groups), places.rows(places.ring.rank), visible, ctx.scale
+    )
+
+
+def _mask_of_groups(mask: Tensor, num_heads: int, num_groups: int) -> Tensor:
+    """Return a mask whose dimension of heads, where it has one, is two."""
+    if mask.ndim < 3:
+        return mask
+    return _grouped(mask, num_groups) if mask.shape[-3] == num_heads > 1 else mask.unsqueeze(-3)
