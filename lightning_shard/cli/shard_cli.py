@@ -36,7 +36,7 @@ class ShardCLI(LightningCLI):
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        if parser is not self.parser:
+        if isinstance(self.parser, NearestNamesParser) and parser is not self.parser:
             self.parser.of_subcommands.append(parser)
         parser.add_argument(
             DEBUG_FLAG,

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from shutil import copytree, ignore_patterns
 
@@ -23,7 +24,7 @@ def steps() -> list[tuple[str, str]]:
     shown = blocks(PAGE)
     return [
         (command.source, output.source)
-        for command, output in zip(shown, shown[1:], strict=False)
+        for command, output in pairwise(shown)
         if command.language == "bash" and output.language == "text" and output.follows_directly
     ]
 

@@ -52,7 +52,7 @@ def test_what_rounding_explains_is_no_difference() -> None:
     ],
 )
 def test_how_a_run_saves_was_taken_for_what_it_trains(options: dict[str, Any]) -> None:
-    """Under checkpoint_format="sharded" weights were compared with what rank 0 alone would write."""
+    """Sharded checkpoints: weights were compared with what rank 0 alone would write."""
     frozen = Net()
     frozen.head.weight.requires_grad_(False)
     verdict = prove(frozen, loader(), strategy=ZeRO3Strategy(**options))
