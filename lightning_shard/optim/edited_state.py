@@ -5,10 +5,11 @@
 
 Under tensor parallel a step sees tensors that show parameters, by which it finds their state. A
 rank that has no element of a parameter takes no step for it and makes no state. There a hook that
-reads an entry, to change it, finds one without elements.
+reads an entry, to change it, finds one without elements; counts are those of the parameters here.
 """
 
 from collections import defaultdict
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any, TypeGuard
 
@@ -86,7 +87,7 @@ class EditedState:
             self._waiting = [param for param in self._waiting if param not in known]
         for param in ready:
             if param not in self._optimizer.state:
-                self._optimizer.state[param] = _ElsewhereState(param)
+                self._optimizer.state[param] = _ElsewhereState(param, self._optimizer.state)
 
     def _is_elsewhere(self, param: nn.Parameter) -> bool:
         engine = self._engine
@@ -106,7 +107,7 @@ class EditedState:
                 for key, value in entries.items():
                     entries[key] = self._own(key, value, param)
                 if not is_kept(param, self._engine):
-                    self._optimizer.state[param] = _ElsewhereState(param)
+                    self._optimizer.state[param] = _ElsewhereState(param, self._optimizer.state)
         self._seen = self._entries()
 
     def _own(self, key: str, value: Any, param: nn.Parameter) -> Any:
@@ -154,13 +155,22 @@ class _FoundState(defaultdict[Any, Any]):
 
 
 class _ElsewhereState(dict[str, Any]):
-    """State of a parameter whose elements lie on other ranks: each entry is without elements."""
+    """State of a parameter whose elements lie on other ranks: each entry is without elements.
 
-    def __init__(self, param: nn.Parameter) -> None:
+    A count, such as the number of steps, is the one that the rank's other parameters have.
+    """
+
+    def __init__(self, param: nn.Parameter, states: Mapping[Any, Any]) -> None:
         super().__init__()
-        self._like = param
+        self._like, self._states = param, states
 
-    def __missing__(self, key: str) -> Tensor:
+    def __missing__(self, key: str) -> Any:
+        here = (one for one in self._states.values() if isinstance(one, dict))
+        value = next((one[key] for one in here if key in one), None)
+        if isinstance(value, Tensor) and value.ndim == 0:
+            return value.clone()
+        if value is not None and not isinstance(value, Tensor):
+            return value
         return torch.empty(0, dtype=self._like.dtype, device=self._like.device)
 
     def __reduce__(self) -> tuple[Any, ...]:

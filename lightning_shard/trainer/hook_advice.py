@@ -3,8 +3,10 @@
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
+from threading import Lock, get_ident
+from types import FunctionType
 from typing import Any
-from unittest.mock import patch
+from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
@@ -15,6 +17,9 @@ _HOOKS = sorted(
     {name for name in (*dir(pl.LightningModule), *dir(Callback)) if name.startswith("on_")}
     | {"configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad"}
 )
+
+_ended: WeakKeyDictionary[Callable[..., Any], Any] = WeakKeyDictionary()  # what each had wrapped
+_removing = Lock()
 
 _MEETING_GRADIENTS = (
     "backward",
@@ -85,14 +90,37 @@ def hooks_inside(
         yield
 
 
+@contextmanager
 def _inside(
     around: Callable[[], AbstractContextManager[None]], owner: object, name: str
-) -> AbstractContextManager[Any]:
-    hook = getattr(owner, name)
+) -> Iterator[None]:
+    """Wrap a hook for the calls of this thread.
+
+    An object that ranks of one process share is wrapped by each of them, and they may end in any
+    order: what has ended lets calls through until what lies above it has ended as well.
+    """
+    hook, thread, before = getattr(owner, name), get_ident(), vars(owner).get(name)
 
     @wraps(hook)
     def called(*args: Any, **kwargs: Any) -> Any:
+        if called in _ended or get_ident() != thread:
+            return hook(*args, **kwargs)
         with around():
             return hook(*args, **kwargs)
 
-    return patch.object(owner, name, called)
+    setattr(owner, name, called)
+    try:
+        yield
+    finally:
+        _ended[called] = before
+        _remove_ended(owner, name)
+
+
+def _remove_ended(owner: object, name: str) -> None:
+    with _removing:
+        while isinstance(present := vars(owner).get(name), FunctionType) and present in _ended:
+            before = _ended[present]
+            if before is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)

