@@ -32,7 +32,10 @@ def full_parameters(
     held = {param for flat in engine.flats for param in flat.params}
     _take_in_edits(engine)
     ranks = [ranks_of(param, engine.groups, engine.split) for param in params]
-    slices = [_sliced(param, engine) if param in held else None for param in params]
+    slices = [
+        _sliced(param, engine, own.shard) if param in held else None
+        for param, own in zip(params, ranks, strict=True)
+    ]
     having = [one.shard for one in ranks]
     arrived = arriving_in_runs(list(zip(having, slices, strict=True)), engine.device)
     for param, own, full in zip(params, ranks, arrived, strict=True):
@@ -51,9 +54,8 @@ def _take_in_edits(engine: DataParallelEngine) -> None:
         flat.settle()
 
 
-def _sliced(param: nn.Parameter, engine: DataParallelEngine) -> SlicedTensor:
+def _sliced(param: nn.Parameter, engine: DataParallelEngine, ranks: Collectives) -> SlicedTensor:
     flat, index = engine.owner(param)
-    ranks = flat.groups.shard
     if flat.reshards or flat.full.dtype != flat.master_dtype:
         return slices_of(flat, index, flat.master_views[index], flat.master_dtype, ranks)
     full = flat.full_views[index]  # here anyway

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_shard.backends.collectives import Collectives
 from lightning_shard.checkpoint.arriving import (
     ArrivingTensor,
     SlicedTensor,
@@ -174,8 +175,8 @@ class FullOptimizerState:
         params = [self._params[index] for index, _ in entries]
         ranks = [ranks_of(param, engine.groups, engine.split) for param in params]
         slices = [
-            self._sliced(entry) if engine.split.is_here(param) else None
-            for entry, param in zip(entries, params, strict=True)
+            self._sliced(entry, own.shard) if engine.split.is_here(param) else None
+            for entry, param, own in zip(entries, params, ranks, strict=True)
         ]
         having = [one.shard for one in ranks]
         arrived = arriving_in_runs(list(zip(having, slices, strict=True)), engine.device)
@@ -195,13 +196,13 @@ class FullOptimizerState:
         entries = [(index, key) for index, keys in self._slices.items() for key in keys]
         return sorted(entries, key=lambda one: (str(one[1]), position[self._params[one[0]]]))
 
-    def _sliced(self, entry: tuple[int, str]) -> SlicedTensor:
+    def _sliced(self, entry: tuple[int, str], ranks: Collectives) -> SlicedTensor:
         index, key = entry
         param = self._params[index]
         flat, place = self._engine.owner(param)
         value = self._packed["state"].get(index, {}).get(key)
         own = value if is_shard(value, flat, place) else None
-        return slices_of(flat, place, own, self._slices[index][key], flat.groups.shard)
+        return slices_of(flat, place, own, self._slices[index][key], ranks)
 
     def _on_owner(self, entry: tuple[int, str]) -> SlicedTensor:
         """Return a tensor that one rank has, whatever its shape."""

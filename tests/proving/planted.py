@@ -375,9 +375,6 @@ PLANTED = {
         module=PenaltyCountedTwice, kind="loss", name="loss", cause="counted once per rank"
     ),
     "times ranks": Planted(module=TimesRanks, kind="loss", name="loss", cause="number of ranks"),
-    "tied by memory": Planted(
-        module=TiedByMemory, kind="weight", name="embedding.weight", cause="shared memory"
-    ),
     "needs matrices": Planted(
         module=NeedsMatrices,
         kind="weight",

@@ -4,7 +4,7 @@ import pytest
 
 from lightning_shard import prove
 from lightning_shard.proving.verdict import Verdict
-from tests.proving.planted import PLANTED, Planted
+from tests.proving.planted import PLANTED, Planted, TiedByMemory
 
 
 def _prove(planted: Planted) -> Verdict:
@@ -30,3 +30,11 @@ def test_a_planted_mistake_is_named(name: str) -> None:
     assert got == expected, str(verdict)
     if planted.rank is not None:
         assert verdict.first.rank == planted.rank
+
+
+def test_memory_that_two_parameters_share_is_refused_and_told() -> None:
+    verdict = _prove(
+        Planted(module=TiedByMemory, kind="weight", name="embedding.weight", cause="shared memory")
+    )
+    assert verdict.outcome == "refused"
+    assert "share memory" in str(verdict)
