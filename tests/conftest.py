@@ -23,7 +23,10 @@ import torch
 from lightning.pytorch.utilities import rank_zero_only
 
 TESTS = Path(__file__).parent
-SAMPLED = {"checkpoint", "precision", "strategies", "trainer"}
+SAMPLED = {
+    *("checkpoint", "context_parallel", "data_parallel", "elastic", "optim", "pipeline_parallel"),
+    *("planning", "precision", "strategies", "tensor_parallel", "trainer"),
+}
 
 _ran: Counter[str] = Counter()
 _skipped: Counter[str] = Counter()

@@ -184,6 +184,7 @@ def seeded(kind: type[Classifier]) -> Classifier:
     return kind(Journal())
 
 
+@pytest.mark.slow
 def test_batches_of_a_validation_that_was_begun_again_counted_twice() -> None:
     expected, _ = fit(module=seeded(Classifier), max_epochs=1)
     journal, _ = fit(module=seeded(FailsOnceInValidation), max_epochs=1)

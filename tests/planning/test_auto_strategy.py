@@ -150,6 +150,7 @@ def as_candidate(name: str) -> Candidate:
     return made
 
 
+@pytest.mark.slow
 def test_it_plans_for_the_memory_that_is_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

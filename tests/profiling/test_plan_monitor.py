@@ -41,6 +41,7 @@ def is_held(rows: dict[str, dict[str, Any]]) -> None:
         assert abs(one["deviation"]) < 0.05, one
 
 
+@pytest.mark.slow
 def test_shard_auto_is_held_to_account(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     strategy = AutoStrategy(backend="in_process", choice_file=None)
