@@ -124,6 +124,7 @@ def test_tasks_of_srun(num_nodes: int, tmp_path: Path) -> None:
     assert_trained(tmp_path, "SLURMEnvironment", places[num_nodes])
 
 
+@pytest.mark.slow
 def test_lightning_starts_the_other_ranks(tmp_path: Path) -> None:
     check(
         run(

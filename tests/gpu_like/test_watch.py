@@ -11,6 +11,8 @@ import pytest
 from tests.gpu_like.planted import IN_ENGINE, MIXED, NO_WAITS, WAITS
 from tests.gpu_like.reasons import unexplained
 
+pytestmark = pytest.mark.slow  # half a minute to build what torch is told of
+
 WAITS_FOR = {
     "item": "item",
     "float": "item",

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from typing_extensions import override
 
+from lightning_shard.checkpoint.files.checksums import verify_folder
 from lightning_shard.checkpoint.files.open_folder import INDEX_FILE, META_FILE, in_edition
 from lightning_shard.checkpoint.files.places import inside, is_file
 from lightning_shard.checkpoint.files.reading import read_file
@@ -148,12 +149,19 @@ class StoredFolder:
                     no_dist=True,
                 )
         except CheckpointException as error:
+            self._verify(targets)  # a peer that verifies that file may not have come to it yet
             told = "; ".join(repr(one) for one, _ in error.failures.values())
             raise CheckpointError(
                 f"The checkpoint {str(self.path)!r} cannot be read ({told}), expected all that its "
                 f"index lists. Load another checkpoint."
             ) from error
         return targets
+
+    def _verify(self, targets: Mapping[str, Any]) -> None:
+        """Raise CheckpointError if a file that holds something of the targets is damaged."""
+        places = (self._index.storage_data or {}).items()
+        files = {place.relative_path for index, place in places if index.fqn in targets}
+        verify_folder(self.path, sorted(files), edition=self.edition)
 
     def unpickled(self, content: bytes) -> Any:
         """Return what `torch.save` has made bytes of, with as much trust as in the folder."""

@@ -111,5 +111,14 @@ def test_a_file_that_lacks_its_end_is_told(tmp_path: Path) -> None:
     (stored,) = FileSystemReader(tmp_path / "one").read_metadata().storage_data.values()
     content = place.read_bytes()
     place.write_bytes(content[: stored.length // 2])
-    with pytest.raises(CheckpointError, match="before the end of a tensor"):
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp is damaged: it has"):
+        StoredFolder(tmp_path / "one").read({"a": torch.zeros(SHAPE)})
+
+
+def test_a_file_that_lacks_its_end_is_told_in_a_folder_of_others(tmp_path: Path) -> None:
+    dcp.save({"a": FULL.clone()}, checkpoint_id=tmp_path / "one", no_dist=True)
+    place = tmp_path / "one" / "__0_0.distcp"
+    (stored,) = FileSystemReader(tmp_path / "one").read_metadata().storage_data.values()
+    place.write_bytes(place.read_bytes()[: stored.length // 2])
+    with pytest.raises(CheckpointError, match="cannot be read"):
         StoredFolder(tmp_path / "one").read({"a": torch.zeros(SHAPE)})

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from lightning_shard import AsyncSGDStrategy, ElasticStrategy, LocalSGDStrategy, ZeRO3Strategy
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.checkpoint.run_folders import RunFolders
+from lightning_shard.checkpoint.sharded.folder import StoredFolder, StoredTensor
 from lightning_shard.errors import CheckpointError, ConfigError
 from lightning_shard.strategies.checkpoints import CheckpointingStrategy
 from tests.checkpoint.sharded.runs import LAYOUTS, SAVED_AFTER, Model, fit, quiet_trainer, saving
@@ -409,3 +411,14 @@ def test_ranks_waited_for_one_that_could_not_pickle(async_save: bool, tmp_path: 
     with pytest.raises(CheckpointError, match=r"was not saved: .*pickle"):
         fit(strategy, callbacks=[writer, Unpicklable()], enable_checkpointing=True)
     assert os.listdir(tmp_path) == []
+
+
+def test_a_rank_that_read_a_damaged_file_before_its_peer_verified_it_did_not_name_it(
+    tmp_path: Path,
+) -> None:
+    path = saving(sharded("zero3-4"), tmp_path, made())
+    folder = StoredFolder(path)
+    (path / "__1_0.distcp").write_bytes(b"")
+    weights = folder.nested("state_dict")
+    with pytest.raises(CheckpointError, match=r"__1_0\.distcp is damaged: it has 0 bytes"):
+        deque(map(StoredTensor.read, weights.values()), maxlen=0)
