@@ -6,6 +6,7 @@ pages run here: on threads of this process, quietly; that is all that is changed
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning as L  # noqa: N812
@@ -80,7 +81,13 @@ def run_as_test(test: Callable[..., None]) -> None:
 
 
 @pytest.mark.parametrize("name", WITH_PYTHON)
-def test_the_blocks_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_blocks_run(
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)  # for what a page's runs write
     L.seed_everything(0, verbose=False)
     names: dict[str, Any] = {"__name__": "page"}
     if name not in ("README.md", "docs/start.md"):
