@@ -17,6 +17,7 @@ from lightning_shard.errors import ConfigError
 # none of 64 bits: signs of such would be the highest bit, of which a sum keeps a parity only
 _WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 _COLUMNS = 1024
+_WIDE = 8  # bytes that are added up as one number
 _ODD = 0x9E3779B97F4A7C15 - 2**64  # 2^64 over the golden ratio, as a signed number
 
 
@@ -40,6 +41,20 @@ def contents(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """Return a number as `content` does, of several tensors in order: shape (), int64."""
     numbers = [content(tensor).to(device) for tensor in tensors]
     return _weighted(torch.stack([torch.zeros((), dtype=torch.int64, device=device), *numbers]))
+
+
+def sum_of_bits(tensor: Tensor) -> Tensor:
+    """Return the sum of a tensor's memory as whole numbers, modulo 2^64: shape (), int64."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    flat = real.detach().reshape(-1)
+    if flat.numel() == 0:
+        return torch.zeros((), dtype=torch.int64, device=flat.device)
+    is_aligned = flat.data_ptr() % _WIDE == 0
+    end = flat.numel() - flat.numel() % (_WIDE // flat.element_size()) if is_aligned else 0
+    total = flat[:end].view(torch.int64).sum()
+    rest = flat[end:].view(torch.uint8)
+    weights = torch.arange(1, rest.numel() + 1, device=rest.device)
+    return total + (rest * weights).sum()
 
 
 def _weighted(numbers: Tensor) -> Tensor:

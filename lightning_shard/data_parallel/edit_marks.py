@@ -13,12 +13,10 @@ import torch
 from torch import Tensor
 
 from lightning_shard.data_parallel.averaged_gradient import AveragedGradient
-from lightning_shard.data_parallel.content import content
+from lightning_shard.data_parallel.content import content, sum_of_bits
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.gradient_shards import GradientShards
 from lightning_shard.data_parallel.sharded_parameter import as_they_are
-
-_WIDE = 8  # bytes that are added up as one number
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +66,12 @@ class EditMarks:
 
     @as_they_are
     @torch.no_grad()
+    def of_places(self) -> list[int]:
+        """Return numbers that change when parameters exchange their values, too, which is slower."""
+        return [int(content(part)) for flat in self._flats for part in flat.shown_parts()]
+
+    @as_they_are
+    @torch.no_grad()
     def by_name(self) -> dict[str, int]:
         """Return a number for each parameter and for its gradient."""
         marks = {}
@@ -97,17 +101,3 @@ def _what_is(grad: Tensor | None) -> object:
     """Return the tensor itself, or the class of the engine's own stand-ins."""
     is_engines = isinstance(grad, AveragedGradient) and grad.own is None
     return AveragedGradient if is_engines else grad
-
-
-def sum_of_bits(tensor: Tensor) -> Tensor:
-    """Return the sum of a tensor's memory as whole numbers, modulo 2^64: shape (), int64."""
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    flat = real.detach().reshape(-1)
-    if flat.numel() == 0:
-        return torch.zeros((), dtype=torch.int64, device=flat.device)
-    is_aligned = flat.data_ptr() % _WIDE == 0
-    end = flat.numel() - flat.numel() % (_WIDE // flat.element_size()) if is_aligned else 0
-    total = flat[:end].view(torch.int64).sum()
-    rest = flat[end:].view(torch.uint8)
-    weights = torch.arange(1, rest.numel() + 1, device=rest.device)
-    return total + (rest * weights).sum()

@@ -33,6 +33,7 @@ from lightning_shard.data_parallel.assigned import (
     refuse_shape,
 )
 from lightning_shard.data_parallel.blanks import overwrite
+from lightning_shard.data_parallel.content import sum_of_bits
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.flat_memory import FlatMemory
 from lightning_shard.data_parallel.flat_views import full_views, shard_views
@@ -52,7 +53,6 @@ from lightning_shard.layout.flat import build_layout
 from lightning_shard.layout.owned import OwnedLayout, build_owned_layout
 
 _ALIGN_BYTES = 16  # vectorised kernels want it
-_WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class FlatParameters:
@@ -209,16 +209,23 @@ class FlatParameters:
         self._present(self.full_views)
 
     def _present(self, views: Sequence[Tensor]) -> None:
-        lifted = self.stand_ins.lift(range(len(self.params)))
-        for param, view in zip(self.params, views, strict=True):
-            param.data = view
-        self.stand_ins.put(lifted)
+        self._point(range(len(self.params)), views)
         self._shown.show(views)
 
-    def _point(self, index: int, view: Tensor) -> None:
-        lifted = self.stand_ins.lift([index])
-        self.params[index].data = view
+    def _point(self, indices: Sequence[int], views: Sequence[Tensor]) -> None:
+        lifted = self.stand_ins.lift(indices)
+        for index, view in zip(indices, views, strict=True):
+            self.params[index].data = view
         self.stand_ins.put(lifted)
+
+    @as_they_are
+    def take_away(self, index: int) -> Tensor | None:
+        """Return what user code has pointed a parameter at, which shows its view again."""
+        value, view = self.params[index].data, self._shown.are[index]
+        if value.data_ptr() == view.data_ptr():
+            return None
+        self._point([index], [view])
+        return value
 
     def settle_in(self, home_of: Callable[[int], ParameterHome]) -> None:
         """Let parameters look full to user code while they are in shards.
@@ -294,7 +301,7 @@ class FlatParameters:
             if value.shape not in (shown.shape, slot.shape):
                 rank = self.groups.dp.rank
                 raise refuse_shape(slot.name, value.shape, shown.shape, slot.shape, rank)
-            self._point(index, shown)
+            self._point([index], [shown])
             if value.shape == slot.shape:
                 self._adopt_full(index, value)
             else:
@@ -329,7 +336,7 @@ class FlatParameters:
         self._shown.show(self.full_views if shows_full else local)
         for index, view in enumerate(left):
             if self.params[index].data_ptr() == view.data_ptr():
-                self._point(index, self._shown.are[index])
+                self._point([index], [self._shown.are[index]])
 
     def _adopt_full(self, index: int, value: Tensor) -> None:
         """Write a full value; the master keeps its digits where the parameter has not changed."""
@@ -441,8 +448,7 @@ class FlatParameters:
 
     def mark(self) -> int:
         """Return a number that changes when the values of the optimizer's shard do."""
-        real = torch.view_as_real(self.master) if self.master.is_complex() else self.master
-        return int(real.view(_WHOLE_NUMBERS[real.element_size()]).sum())
+        return int(sum_of_bits(self.master))
 
     @unrecorded
     def load(self, index: int, value: Tensor) -> None:

@@ -100,6 +100,7 @@ class OptimizerView:
             return
         if self._unsharder is not None:
             self._unsharder.reshard_all()
+            self._unsharder.is_updating = True
         self._outer = [self._show_shards(gradients) for gradients in self._gradients]
 
     def _show_shards(self, gradients: FlatGradients) -> list[Tensor | None]:
@@ -212,4 +213,5 @@ class OptimizerView:
             gradients.flat.present_shards(sharded=self._unsharder is not None)
         self._outer = []
         if self._unsharder is not None:
+            self._unsharder.is_updating = False
             self._unsharder.after_update()

@@ -315,6 +315,8 @@ def _assign(param: nn.Parameter, value: Tensor) -> None:
     shard = _shard_of(param)
     if isinstance(value, AveragedGradient):
         value = value.sharded()
+    if isinstance(value, ShardView):
+        value = value.full_tensor()
     if isinstance(value, ShardedTensor):
         local = value.local if is_alike(shard, value) else _cut(shard, value.full_tensor())
     elif value.shape == shard.shape:

@@ -45,6 +45,7 @@ class Unsharder:
     Attributes:
         record: The units that have been unsharded since the ranks last agreed.
         copies: Copies of the parameters that user code has made.
+        is_updating: Whether the parameters show the optimizer its shards.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Unsharder:
         self._depth = 0
         self._in_step = False
         self._has_stepped = False
-        self._holds = False
+        self._holds = self.is_updating = False
         self._within = False
         self._handles: list[RemovableHandle] = []
         self._is_removed = False
@@ -247,12 +248,13 @@ class Unsharder:
                 that backward ends, or an optimizer steps.
 
         Returns:
-            False outside of a step, where no backward comes.
+            False outside of a step, where no backward comes, and inside of an update.
         """
-        if self._in_step or anywhere:
+        brings = (self._in_step or anywhere) and not self.is_updating
+        if brings:
             unit.ensure_full()
             unit.kept = unit.brought = True
-        return self._in_step or anywhere
+        return brings
 
     def note_user_code(self) -> None:
         """Note that a hook or a step of the user's has run, which may have edited full units."""

@@ -26,6 +26,7 @@ from lightning_shard.pipeline_parallel.microbatches import (
 from lightning_shard.pipeline_parallel.pipeline import Pipeline
 from lightning_shard.pipeline_parallel.split import PipelineSplit
 from lightning_shard.placeholders import is_placeholder
+from lightning_shard.trainer.hook_advice import may_edit_before_backward
 from lightning_shard.trainer.step_logs import StepLogs
 
 
@@ -97,6 +98,9 @@ class MicrobatchedSteps(StepRunner):
         outputs, weight = self._shared(results, taken)
         if outputs is None:  # which Lightning allows on one device only
             return self._without_gradients(stash)
+        trainer: Any = self._run.module.trainer
+        if may_edit_before_backward(self._run.module, trainer.callbacks):
+            stash.on_give = self._pipeline.edits.watched_until_backward()
         stash.seed = stash.seed * weight  # the mean is over the samples that have a loss
         return self._with_gradients(outputs, stash)
 

@@ -31,12 +31,16 @@ class GradientStash:
     Args:
         params: Parameters that require gradients.
         seed: Factor by which a loss scaler has made the gradients too large, shape () if a tensor.
+
+    Attributes:
+        on_give: Called before the sums are given away.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], seed: Tensor | float) -> None:
         self.params = list(params)
         self.seed = seed
         self._sums: dict[nn.Parameter, Tensor] = {}
+        self.on_give: Callable[[], None] = lambda: None
         self._is_given = False
         self._own: set[nn.Parameter] = set()  # whose sums lie in memory of our own
 
@@ -108,6 +112,7 @@ class GradientStash:
                 "gradients are handed over and not kept. Call backward once."
             )
         self._is_given = True
+        self.on_give()
         factor = grad / self.seed
         is_one = factor.device.type == "cpu" and factor.item() == 1  # elsewhere asking would wait
         for param in [param for param in self.params if param in self._sums]:

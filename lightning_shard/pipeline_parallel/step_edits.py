@@ -2,6 +2,7 @@
 
     before or in the network    every stage edits its own, in each microbatch: right where doing so
                                 again changes nothing (clamp_, a renormalized weight), else refused
+    before the backward         the gradients are there already: refused
     after the network           the last stage alone comes there, after its first microbatch has
                                 been computed: refused
 
@@ -16,7 +17,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from lightning_shard.data_parallel.edit_marks import EditMarks, sum_of_bits
+from lightning_shard.data_parallel.content import sum_of_bits
+from lightning_shard.data_parallel.edit_marks import EditMarks
 from lightning_shard.errors import ConfigError
 from lightning_shard.placeholders import parameters_written
 
@@ -132,6 +134,22 @@ class StepEdits:
                 f"block of the network, where only the last stage of the pipeline comes, once for "
                 f"each microbatch; expected parameters to stay as they are there."
             )
+
+    def watched_until_backward(self) -> Callable[[], None]:
+        """Return what raises ConfigError if parameters have changed since; for the backward."""
+        if self.marks is None:
+            return lambda: None
+        marks, before = self.marks, self.marks.of_places()
+
+        def check() -> None:
+            if marks.of_places() != before:
+                raise ConfigError(
+                    f"{_ADVICE}Parameters of this stage of the pipeline have changed between "
+                    f"training_step and its backward, as in on_before_zero_grad, but a pipeline "
+                    f"has computed the gradients by then; expected them to stay as they are."
+                )
+
+        return check
 
     def _edited(self) -> list[str]:
         """Return what has changed since the last time, while a batch is watched closely."""

@@ -28,6 +28,7 @@ _MEETING_GRADIENTS = (
     "on_before_optimizer_step",
     "optimizer_step",
 )
+_BEFORE_BACKWARD = ("on_before_backward", "on_before_zero_grad", "optimizer_zero_grad")
 
 
 class OnlyLooks:
@@ -43,11 +44,22 @@ def may_edit_gradients(module: "pl.LightningModule", callbacks: Sequence[Callbac
     if not module.automatic_optimization:
         return True
     editing = [one for one in callbacks if not isinstance(one, OnlyLooks)]
-    owners = [(module, pl.LightningModule), *((one, Callback) for one in editing)]
+    return _overrides(_MEETING_GRADIENTS, module, editing)
+
+
+def may_edit_before_backward(module: "pl.LightningModule", callbacks: Sequence[Callback]) -> bool:
+    """Whether user code overrides a hook between a training step and its backward."""
+    return _overrides(_BEFORE_BACKWARD, module, callbacks)
+
+
+def _overrides(
+    names: Sequence[str], module: "pl.LightningModule", callbacks: Sequence[Callback]
+) -> bool:
+    owners = [(module, pl.LightningModule), *((one, Callback) for one in callbacks)]
     return any(
         hasattr(parent, name) and is_overridden(name, owner, parent)
         for owner, parent in owners
-        for name in _MEETING_GRADIENTS
+        for name in names
     )
 
 

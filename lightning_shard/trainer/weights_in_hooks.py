@@ -15,7 +15,7 @@ Code of this package, and the layers' own forwards, see the shards.
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -44,13 +44,13 @@ class _Full:
 
     Attributes:
         param: The parameter itself, a shard or without elements.
-        shard: The tensor that the parameter shows.
         tensor: The full tensor, without a graph.
+        is_assigned: Whether the hook has pointed the parameter at other memory.
     """
 
     param: nn.Parameter
-    shard: Tensor
     tensor: Tensor
+    is_assigned: bool = False
 
 
 class WeightsInHooks:
@@ -82,6 +82,7 @@ class WeightsInHooks:
             return
         with self._turned(on=True):
             yield
+        self._take_what_was_set()
         self._settle_all()
         self._engine.adopt_assigned()
         self._finish_copies()
@@ -161,6 +162,8 @@ class WeightsInHooks:
 
         full_args, full_kwargs = tree_map_only(nn.Parameter, full, (tuple(args), kwargs))
         result = func(*full_args, **full_kwargs)
+        if func in _SETTERS and args[0] in fulls:
+            fulls[args[0]].is_assigned = True
         is_written = writes(func) or func in _SETTERS or "out" in kwargs
         for param, one in fulls.items():
             if param not in self._kept and is_written:
@@ -179,13 +182,34 @@ class WeightsInHooks:
             tensor = self._engine.split.full(param, shard)
             if tensor.data_ptr() == shard.data_ptr():
                 tensor = tensor.clone()
-        return _Full(param, shard, tensor)
+        return _Full(param, tensor)
 
     def _shard(self, param: nn.Parameter) -> Tensor:
         """Return the shard of a layer's parameter, also where another stage has it."""
         if not self._is_spread(param):
             return param
         return self._engine.split.local(param, self._full(param).tensor)
+
+    @torch.no_grad()
+    def _take_what_was_set(self) -> None:
+        """Take over the full tensors of `param.set_(value)`, which torch shows to no mode."""
+        split = self._engine.split
+        found = [(one, self._set_to(one)) for one in {**split.full_shapes, **self._kept}]
+        values = {param: value for param, value in found if value is not None}
+        with self._engine.view.suspended() if values else nullcontext():
+            for param, value in values.items():
+                self._kept.pop(param, None)
+                self._write(param, value, to_new_memory=True)
+
+    def _set_to(self, param: nn.Parameter) -> Tensor | None:
+        """Return what a parameter has been set to, and let it show this rank's part again."""
+        if self._engine.split.is_here(param):
+            flat, index = self._engine.owner(param)
+            return flat.take_away(index)
+        if param.numel() == 0:
+            return None
+        value, param.data = param.data, param.data.new_empty(0)
+        return value
 
     def _settle_all(self) -> None:
         kept, self._kept = self._kept, {}
@@ -204,12 +228,20 @@ class WeightsInHooks:
                 f"before the fit."
             )
         with self._engine.view.suspended():
-            if split.is_here(full.param):
-                full.shard.copy_(split.local(full.param, full.tensor.detach()))
+            self._write(full.param, full.tensor, to_new_memory=full.is_assigned)
             if split.is_shared(full.param):  # the ranks that have it may have drawn other values
-                agreed = split.full(full.param, full.shard)
-                if split.is_here(full.param):
-                    full.shard.copy_(split.local(full.param, agreed))
+                agreed = split.full(full.param, full.param.data)
+                self._write(full.param, agreed, to_new_memory=False)
+
+    def _write(self, param: nn.Parameter, full: Tensor, *, to_new_memory: bool) -> None:
+        """Write this rank's shard of a value; a graph may need what lies in the old memory."""
+        if not self._engine.split.is_here(param):
+            return
+        own = self._engine.split.local(param, full.detach())
+        if to_new_memory:
+            param.data = own.clone()
+        else:
+            param.data.copy_(own)
 
     def _local(self, param: nn.Parameter, grad: Any) -> Any:
         """Return this rank's shard of a gradient that a hook sets."""

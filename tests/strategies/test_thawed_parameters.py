@@ -1,56 +1,20 @@
 """Parameters that are frozen or thawed between steps train as on a single device."""
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning, Callback
-from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_shard import (
-    DDPStrategy,
-    HybridParallelStrategy,
-    PipelineParallelStrategy,
-    TensorParallelStrategy,
-    ZeRO1Strategy,
-    ZeRO2Strategy,
-    ZeRO3Strategy,
-)
 from tests.strategies.parity import UPSTREAM_WARNINGS
-from tests.strategies.stacks import BATCH, Stack, fit
+from tests.strategies.schemes import SCHEMES, OfRanks
+from tests.strategies.stacks import fit
 
 pytestmark = [
     *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
     pytest.mark.filterwarnings("ignore:.*microbatches are fewer than the"),
 ]
-PLAN = {"blocks.*.layer": "colwise_gather_output"}
-SCHEMES: dict[str, tuple[int, Callable[[], Any]]] = {
-    "shard_ddp": (2, lambda: DDPStrategy(backend="in_process")),
-    "zero1": (2, lambda: ZeRO1Strategy(backend="in_process")),
-    "zero2": (2, lambda: ZeRO2Strategy(backend="in_process")),
-    "zero3": (2, lambda: ZeRO3Strategy(backend="in_process")),
-    "tensor": (2, lambda: TensorParallelStrategy(backend="in_process", plan=PLAN)),
-    "pipeline": (2, lambda: PipelineParallelStrategy(backend="in_process", num_microbatches=2)),
-    "hybrid": (
-        4,
-        lambda: HybridParallelStrategy(
-            backend="in_process", pipeline_parallel_size=2, zero_stage=1, num_microbatches=2
-        ),
-    ),
-}
-
-
-class OfRanks(Stack):
-    """Takes each rank's part of the same global batches."""
-
-    def train_dataloader(self) -> Any:
-        ranks: Any = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None)
-        ranks = ranks or {"num_replicas": 1, "rank": 0}
-        data = self.dataset()
-        sampler: Any = DistributedSampler(data, shuffle=False, **ranks)
-        return DataLoader(data, batch_size=BATCH // ranks["num_replicas"], sampler=sampler)
 
 
 class Thaws(OfRanks):

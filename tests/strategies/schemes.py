@@ -1,0 +1,44 @@
+"""One strategy of each scheme, on ranks of this process, and a model that each trains alike."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_shard import (
+    DDPStrategy,
+    HybridParallelStrategy,
+    PipelineParallelStrategy,
+    TensorParallelStrategy,
+    ZeRO1Strategy,
+    ZeRO2Strategy,
+    ZeRO3Strategy,
+)
+from tests.strategies.stacks import BATCH, Stack
+
+PLAN = {"blocks.*.layer": "colwise_gather_output"}
+SCHEMES: dict[str, tuple[int, Callable[[], Any]]] = {
+    "shard_ddp": (2, lambda: DDPStrategy(backend="in_process")),
+    "zero1": (2, lambda: ZeRO1Strategy(backend="in_process")),
+    "zero2": (2, lambda: ZeRO2Strategy(backend="in_process")),
+    "zero3": (2, lambda: ZeRO3Strategy(backend="in_process")),
+    "tensor": (2, lambda: TensorParallelStrategy(backend="in_process", plan=PLAN)),
+    "pipeline": (2, lambda: PipelineParallelStrategy(backend="in_process", num_microbatches=2)),
+    "hybrid": (
+        4,
+        lambda: HybridParallelStrategy(
+            backend="in_process", pipeline_parallel_size=2, zero_stage=1, num_microbatches=2
+        ),
+    ),
+}
+
+
+class OfRanks(Stack):
+    """Takes each rank's part of the same global batches."""
+
+    def train_dataloader(self) -> Any:
+        ranks: Any = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None)
+        ranks = ranks or {"num_replicas": 1, "rank": 0}
+        data = self.dataset()
+        sampler: Any = DistributedSampler(data, shuffle=False, **ranks)
+        return DataLoader(data, batch_size=BATCH // ranks["num_replicas"], sampler=sampler)

@@ -1,0 +1,132 @@
+"""Weights that hooks set, in whichever way, are those that a single device goes on with."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_shard import ConfigError
+from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.schemes import SCHEMES, OfRanks
+from tests.strategies.stacks import fit
+
+pytestmark = [
+    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
+    pytest.mark.filterwarnings("ignore:.*microbatches are fewer than the"),
+]
+
+
+def assigned(model: Any) -> None:
+    for p in model.parameters():
+        p.data = p.data * 0.9
+
+
+def from_a_vector(model: Any) -> None:
+    vector = nn.utils.parameters_to_vector(model.parameters())
+    nn.utils.vector_to_parameters(vector * 0.9, model.parameters())
+
+
+def swapped(model: Any) -> None:
+    one, other = model.blocks[0].layer.weight, model.blocks[1].layer.weight
+    one.data, other.data = other.data, one.data
+
+
+@torch.no_grad()
+def set_to_a_tensor(model: Any) -> None:
+    weight = model.blocks[0].layer.weight
+    weight.set_(weight.detach().clone() * 0.8)
+
+
+def of_one_layer(model: Any) -> None:
+    model.blocks[0].layer.weight.data = model.blocks[0].layer.weight.data * 0.9
+
+
+def in_place(model: Any) -> None:
+    for p in model.parameters():
+        p.data.mul_(0.9)
+
+
+WAYS = [assigned, from_a_vector, swapped, set_to_a_tensor, of_one_layer, in_place]
+HOOKS = [
+    "on_train_start",
+    "on_train_batch_end",
+    "on_before_zero_grad",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_epoch_end",
+]
+CASES = [
+    (way, hook)
+    for way in WAYS
+    for hook in HOOKS
+    if (way, hook) != (set_to_a_tensor, "on_before_zero_grad")  # which autograd itself refuses
+]
+TOO_LATE = ("zero3", "pipeline", "hybrid")  # for edits between forward and backward
+
+
+@cache
+def style(way: Callable[[Any], None], hook: str) -> type[OfRanks]:
+    def run(self: Any, *_: Any) -> None:
+        way(self)
+
+    return type(f"{way.__name__}_in_{hook}", (OfRanks,), {hook: run})
+
+
+alone: Any = cache(fit)
+
+
+@pytest.mark.few_cases(24)
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("way", "hook"), CASES)
+def test_weights_set_in_a_hook_part_from_a_single_devices(
+    way: Callable[[Any], None], hook: str, scheme: str
+) -> None:
+    num_ranks, make = SCHEMES[scheme]
+    made = style(way, hook)
+    is_seen = scheme != "zero3" or way is not in_place  # which a single device takes in, too
+    if hook == "on_before_zero_grad" and scheme in TOO_LATE and is_seen:
+        with pytest.raises(ConfigError, match="backward"):
+            fit(made, make(), devices=num_ranks)
+        return
+    got = fit(made, make(), devices=num_ranks)
+    torch.testing.assert_close(got.weights, alone(made).weights, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("way", [assigned, in_place])
+def test_a_pipeline_took_edits_before_a_backward_that_was_over_without_a_word(
+    way: Callable[[Any], None],
+) -> None:
+    num_ranks, make = SCHEMES["pipeline"]
+    with pytest.raises(ConfigError, match="between training_step and its backward"):
+        fit(style(way, "on_before_zero_grad"), make(), devices=num_ranks)
+
+
+class ReadsBoth(OfRanks):
+    """Multiplies gradients and weights before an update by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        loss = self.loss(batch)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.seen.append(float(sum((p.grad * p).sum() for p in self.parameters()).detach()))
+
+
+@pytest.mark.parametrize("scheme", ["shard_ddp", "zero2", "zero3"])
+def test_weights_read_with_gradients_before_an_update_by_hand_failed_without_advice(
+    scheme: str,
+) -> None:
+    num_ranks, make = SCHEMES[scheme]
+    got, expected = fit(ReadsBoth, make(), devices=num_ranks), alone(ReadsBoth)
+    assert got.model.seen == pytest.approx(expected.model.seen, rel=1e-4, abs=1e-6)
