@@ -126,7 +126,7 @@ def _shapes_like(params: Sequence[Tensor]) -> list[tuple[int, ...]]:
 def _limited(shape: Sequence[int]) -> tuple[int, ...]:
     limits = (*_LARGEST.get(len(shape), _LARGEST_OF_MORE), *[2] * len(shape))
     first, *others = (min(size, limit) for size, limit in zip(shape, limits, strict=False))
-    return (max(first, 2), *others)  # it is taken apart, too
+    return (max(first, 4), *others)  # each half has a row that is zero, and one that is not
 
 
 def _try_shape(

@@ -163,7 +163,7 @@ class CautiousFromLater(FactorsLargeMatrices):
 def test_what_an_optimizer_does_to_large_or_other_tensors_alone_was_not_tried(
     kind: Any, shape: tuple[int, ...]
 ) -> None:
-    """timm's AdamP and Adafactor ("big vision") were silently wrong on shards."""
+    """Timm's AdamP and Adafactor ("big vision") were silently wrong on shards."""
     params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(shape)), nn.Parameter()]
     optimizer = kind(params, lr=0.1)
     assert needs_full_parameters(optimizer, optimizer.param_groups[0])

@@ -53,7 +53,7 @@ class NormsOnDemand(optim.SGD):
 
 
 class NormsAtLargeRates(optim.SGD):
-    """Divides by norms where steps would be large, which those of a trial at a fixed rate are not."""
+    """Divides by norms where steps would be large, which those at a fixed rate are not."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
@@ -158,8 +158,7 @@ def test_a_rate_that_leads_away_is_not_taken_for_norms() -> None:
     class MySGD(optim.SGD):
         """Element-wise, and with this decay its weights grow a thousandfold in each step."""
 
-    make = lambda params: MySGD(params, lr=1e-3, weight_decay=-1e6)  # noqa: E731
-    optimizer = make([nn.Parameter(torch.ones(3))])
+    optimizer = MySGD([nn.Parameter(torch.ones(3))], lr=1.0, weight_decay=1e3)
     trial = _Trial(optimizer, optimizer.param_groups[0], in_shards, None)
     assert all(trial.take_step(with_closure=False) for _ in range(150))
 
