@@ -199,8 +199,10 @@ def begin_anew(trainer: "pl.Trainer", *, mid_epoch: bool) -> None:
     trainer.lightning_module._current_fx_name = None
     trainer._logger_connector._current_fx = None
     trainer._logger_connector._first_loop_iter = False if mid_epoch else None
-    if loop._data_fetcher is not None:
-        loop._data_fetcher.teardown()
+    fetcher = loop._data_fetcher
+    if fetcher is not None and fetcher.combined_loader._iterator is not None:
+        fetcher.teardown()  # which reads the iterator's length; a rank may be lost before it is made
+    loop._data_fetcher = None  # and so does the trainer's own end
     forget_data(trainer)
     loop.setup_data()
     if val_loop._combined_loader is not None:

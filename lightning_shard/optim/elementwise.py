@@ -5,6 +5,10 @@ matrix; Muon, Adafactor, LAMB or LBFGS do not, and would be wrong without a word
 optimizer with the same settings takes two steps on a small matrix and on the same matrix in shards,
 and the results are compared. Where ranks have some parameters each, and those full, the trial has
 two matrices, together and one by one: only LBFGS and its like fail that.
+
+Optimizers that are not torch's own may treat large matrices, or convolutions, in another way than
+small matrices, or begin with norms after some steps. They take more steps, and take them on a
+tensor of each number of dimensions that a param group has, too. A gradient's rows may be zero.
 """
 
 import copy
@@ -15,13 +19,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_shard.checkpoint.trial_optimizer import trial_optimizer
 
 _SHAPE = (4, 6)
-_CUT = 10  # inside a row
+_LARGEST = {2: (256, 256)}  # thresholds are seldom above; its shapes of more dimensions follow
+_LARGEST_OF_MORE = (48, 48, 7, 7, 7)
 _LR = 1e-2
+_NUM_STEPS, _MORE_STEPS = 2, 6  # of torch's own optimizers, and of others
 
 DIFFERENCE = "in a trial, the parts of a whole came out differently from the whole"
 Parts = Callable[[Tensor], list[list[Tensor]]]
@@ -101,10 +108,36 @@ def _is_of_distributed(value: Any) -> bool:
 
 
 def _try_group(optimizer: Optimizer, group: dict[str, Any], parts: Parts) -> str | None:
+    shapes = [_SHAPE] if is_of_torch(optimizer) else [_SHAPE, *_shapes_like(group["params"])]
+    reasons = (_try_shape(optimizer, group, parts, shape) for shape in shapes)
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def _shapes_like(params: Sequence[Tensor]) -> list[tuple[int, ...]]:
+    """Return a shape for each number of dimensions: the largest parameter's, up to a limit."""
+    largest: dict[int, Tensor] = {}
+    for param in params:
+        if is_lazy(param) or param.ndim < 2 or param.numel() == 0:
+            continue
+        largest[param.ndim] = max(largest.get(param.ndim, param), param, key=Tensor.numel)
+    return [_limited(param.shape) for _, param in sorted(largest.items())]
+
+
+def _limited(shape: Sequence[int]) -> tuple[int, ...]:
+    limits = (*_LARGEST.get(len(shape), _LARGEST_OF_MORE), *[2] * len(shape))
+    first, *others = (min(size, limit) for size, limit in zip(shape, limits, strict=False))
+    return (max(first, 4), *others)  # each half has a row that is zero, and one that is not
+
+
+def _try_shape(
+    optimizer: Optimizer, group: dict[str, Any], parts: Parts, shape: tuple[int, ...]
+) -> str | None:
     """Try steps without a closure and with one, as a Trainer takes them; some need it."""
     device = next((p.device for p in group["params"] if not p.is_meta), torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
-    values = torch.randn(3, *_SHAPE, generator=generator).to(device)  # a weight, two gradients
+    num_steps = _NUM_STEPS if is_of_torch(optimizer) else _MORE_STEPS
+    values = torch.randn(1 + num_steps, *shape, generator=generator).to(device)  # weight, gradients
+    values[-1, ::2] = 0  # rows that no sample has reached
     runs = [[parts(value)[i] for value in values] for i in range(len(parts(values[0])))]
     raised: list[str] = []
     losses = (None, _same_loss) if _takes_closure(optimizer) else (None,)
@@ -165,7 +198,8 @@ def _raised(error: Exception) -> str:
 def in_shards(matrix: Tensor) -> list[list[Tensor]]:
     """Return the matrix and each of its shards as runs of their own: a rank has no other shard."""
     flat = matrix.flatten()
-    return [[matrix], [flat[:_CUT]], [flat[_CUT:]]]
+    cut = flat.numel() * 5 // 12  # inside a row
+    return [[matrix], [flat[:cut]], [flat[cut:]]]
 
 
 def one_by_one(matrix: Tensor) -> list[list[Tensor]]:

@@ -4,7 +4,8 @@ The trial before a fit (`elementwise`) takes a few steps. An optimizer may do so
 after a warm-up it divides by norms, say, and each rank would divide by its shard's. No number of
 steps tells that there is no such step after them. So for optimizers that are not torch's own, the
 trial goes on beside the run: one step on a small matrix and on the same matrix in parts, with the
-options and counters that the optimizer has by now, before each step of its own.
+options and counters that the optimizer has by now, before each step of its own. It is taken at a
+fixed rate, since a rate of zero would hide everything, and at the optimizer's own.
 """
 
 import copy
@@ -22,7 +23,6 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.optim.elementwise import (
     DIFFERENCE,
     Parts,
-    are_alike,
     in_shards,
     is_of_torch,
     one_by_one,
@@ -31,7 +31,8 @@ from lightning_shard.optim.owned_parameters import has_elements_only
 
 _SHAPE = (4, 6)
 _SCALES = (1.0, 1e-3, 1e3)  # what depends on the size of a gradient shows at some
-_OWN = ("params", "lr")  # a rate of zero would hide everything
+_RATE = 1e-2
+_ROUNDING = 2e-7  # of a value in float32, which some cast to
 
 
 class LaterSteps:
@@ -86,10 +87,12 @@ def _trials(optimizer: Optimizer, engine: DataParallelEngine) -> list["_Trial"]:
     found: dict[str, _Trial] = {}
     for group in optimizer.param_groups:
         parts = in_shards if has_elements_only(group, engine) else one_by_one
-        options = {key: value for key, value in group.items() if key not in _OWN}
-        key = f"{parts.__name__} {sorted(options.items(), key=str)}"
-        if key not in found:
-            found[key] = _Trial(optimizer, group, parts)
+        options = {key: value for key, value in group.items() if key != "params"}
+        for rate in (_RATE, None) if "lr" in group else (None,):
+            others = options if rate is None else {**options, "lr": rate}
+            key = f"{parts.__name__} {rate} {sorted(others.items(), key=str)}"
+            if key not in found:
+                found[key] = _Trial(optimizer, group, parts, rate)
     return [*found.values()]
 
 
@@ -100,13 +103,18 @@ class _Trial:
         optimizer: The user's optimizer; it is not changed.
         group: The param group whose options it takes.
         parts: Takes the matrix apart; the first of its runs has all.
+        rate: The learning rate of its steps; None takes the group's, whatever it is by then.
 
     Attributes:
         num_steps: Steps that it has taken.
     """
 
-    def __init__(self, optimizer: Optimizer, group: dict[str, Any], parts: Parts) -> None:
+    def __init__(
+        self, optimizer: Optimizer, group: dict[str, Any], parts: Parts, rate: float | None
+    ) -> None:
         self._optimizer, self._group, self._parts = optimizer, group, parts
+        self._own = {"params"} if rate is None else {"params", "lr"}
+        self._rate = rate
         self._generator = torch.Generator().manual_seed(1)
         self._runs: list[Optimizer] = []
         self.num_steps = 0
@@ -116,29 +124,45 @@ class _Trial:
         device = next((p.device for p in self._group["params"] if not p.is_meta), None)
         values = torch.randn(2, *_SHAPE, generator=self._generator, dtype=torch.float64)
         weight, grad = values.to("cpu" if device is None else device)
-        if not self._runs:
+        is_new = not self._runs
+        if is_new:
             self._runs = [self._made(run) for run in self._parts(weight)]
         self._follow_options()
         grad = grad * _SCALES[self.num_steps % len(_SCALES)]
+        before = self._values()
         for run, grads in zip(self._runs, self._parts(grad), strict=True):
             _take(type(self._optimizer).step, run, grads, with_closure)
         self.num_steps += 1
-        if self.num_steps == 1:  # its state is there now
+        if is_new:  # its state is there now
             self._follow_counters()
-        full, *shards = [[p.detach() for p in one.param_groups[0]["params"]] for one in self._runs]
-        return are_alike([full, [part for shard in shards for part in shard]])
+        return self._are_alike(before, self._values())
+
+    def _values(self) -> list[Tensor]:
+        """Return the elements of the whole, and those of the parts."""
+        full, *shards = [one.param_groups[0]["params"] for one in self._runs]
+        parts = [part for shard in shards for part in shard]
+        return [torch.cat([p.detach().flatten() for p in held]) for held in (full, parts)]
+
+    def _are_alike(self, before: Sequence[Tensor], after: Sequence[Tensor]) -> bool:
+        """Whether whole and parts were changed by the same, however small the rate."""
+        expected, got = (new - old for old, new in zip(before, after, strict=True))
+        if not all(change.isfinite().all() for change in (expected, got)):
+            self._runs = []  # thousands of steps at this rate lead away: begin again
+            return bool((expected.isfinite() == got.isfinite()).all())
+        smallest = 1e-5 * expected.abs().max() + _ROUNDING * before[0].abs().max()
+        return torch.allclose(got, expected, rtol=1e-5, atol=float(smallest))
 
     def _made(self, values: Sequence[Tensor]) -> Optimizer:
         params = [torch.nn.Parameter(value.clone()) for value in values]
-        options = {key: copy.deepcopy(v) for key, v in self._group.items() if key not in _OWN}
-        if "lr" in self._group:
-            options["lr"] = 1e-2
+        options = {key: copy.deepcopy(v) for key, v in self._group.items() if key not in self._own}
+        if self._rate is not None:
+            options["lr"] = self._rate
         return trial_optimizer(self._optimizer, {**options, "params": params})
 
     def _follow_options(self) -> None:
         """Take over numbers that schedulers, or steps themselves, have changed."""
         for key, value in self._group.items():
-            if key not in _OWN and isinstance(value, (int, float, tuple)):
+            if key not in self._own and isinstance(value, (int, float, tuple)):
                 self._set([run.param_groups[0] for run in self._runs], key, value)
 
     def _follow_counters(self) -> None:

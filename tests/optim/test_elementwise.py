@@ -10,7 +10,11 @@ from torch import nn, optim
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightning_shard.optim.elementwise import why_not_elementwise, why_not_separate
+from lightning_shard.optim.elementwise import (
+    needs_full_parameters,
+    why_not_elementwise,
+    why_not_separate,
+)
 
 ELEMENTWISE: dict[str, Callable[[Any], Optimizer]] = {
     "SGD": lambda p: optim.SGD(p, lr=0.1),
@@ -99,6 +103,75 @@ def test_what_one_shard_gets_depends_on_the_others() -> None:
             return super().step()
 
     assert why_not_elementwise(ScaledByAll(make(Normalised).param_groups)) is not None
+
+
+def scaled(param: Any) -> Any:
+    return param.grad / param.grad.norm()
+
+
+class FactorsLargeMatrices(optim.SGD):
+    """Uses norms of matrices above a size alone, as Adafactors that factor from 128 on."""
+
+    def changed(self, param: Any) -> Any:
+        return scaled(param) if param.ndim == 2 and min(param.shape) >= 128 else param.grad
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad = self.changed(param)
+        return super().step(closure)
+
+
+class CentralisesConvolutions(FactorsLargeMatrices):
+    """Subtracts each filter's mean from convolutions' gradients alone, as Ranger may."""
+
+    def changed(self, param: Any) -> Any:
+        grad = param.grad
+        return grad - grad.mean((1, 2, 3), keepdim=True) if grad.ndim == 4 else grad
+
+
+class SkipsIdleRows(FactorsLargeMatrices):
+    """Decays the rows alone that a batch has reached, as optimizers of embeddings do."""
+
+    def changed(self, param: Any) -> Any:
+        grad = param.grad
+        is_used = grad.abs().sum(-1, keepdim=True) > 0 if grad.ndim == 2 else 1.0
+        return grad + 0.1 * param.detach() * is_used
+
+
+class CautiousFromLater(FactorsLargeMatrices):
+    """Counts the signs that agree with the momentum's, which all do at first."""
+
+    def changed(self, param: Any) -> Any:
+        state = self.state[param]
+        state["step"] = state.get("step", 0) + 1
+        return scaled(param) if state["step"] > 4 else param.grad
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        (FactorsLargeMatrices, (128, 200)),
+        (FactorsLargeMatrices, (5000, 300)),
+        (CentralisesConvolutions, (3, 3, 2, 2)),
+        (CentralisesConvolutions, (512, 1, 7, 7)),
+        (SkipsIdleRows, (10, 3)),
+        (CautiousFromLater, (2, 2)),
+    ],
+)
+def test_what_an_optimizer_does_to_large_or_other_tensors_alone_was_not_tried(
+    kind: Any, shape: tuple[int, ...]
+) -> None:
+    """Timm's AdamP and Adafactor ("big vision") were silently wrong on shards."""
+    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(shape)), nn.Parameter()]
+    optimizer = kind(params, lr=0.1)
+    assert needs_full_parameters(optimizer, optimizer.param_groups[0])
+
+
+def test_small_matrices_of_an_optimizer_that_factors_large_ones_stay_in_shards() -> None:
+    optimizer = FactorsLargeMatrices([nn.Parameter(torch.ones(64, 64))], lr=0.1)
+    assert why_not_elementwise(optimizer) is None
 
 
 class NeedsClosure(optim.SGD):

@@ -11,11 +11,12 @@ from lightning_shard import ConfigError
 from lightning_shard.backends.registry import get_backend
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.options import EngineOptions
-from lightning_shard.optim.elementwise import why_not_elementwise
+from lightning_shard.optim.elementwise import in_shards, why_not_elementwise
+from lightning_shard.optim.later_steps import _Trial
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
 from lightning_shard.testing import run_ranks
 
-WARM_UP = 5
+WARM_UP = 8
 
 
 class NormsAfterWarmUp(optim.SGD):
@@ -46,6 +47,28 @@ class NormsOnDemand(optim.SGD):
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for param in group["params"] if group["momentum"] > 0.5 else ():
+                if param.grad is not None:
+                    param.grad = param.grad / param.grad.norm()
+        return super().step(closure)
+
+
+class NormsAtLargeRates(optim.SGD):
+    """Divides by norms where steps would be large, which those at a fixed rate are not."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"] if group["lr"] > 0.05 else ():
+                if param.grad is not None:
+                    param.grad = param.grad / param.grad.norm()
+        return super().step(closure)
+
+
+class NormsAtSmallRates(optim.SGD):
+    """Divides by norms where rates are small, so that hardly a digit of a weight changes."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"] if group["lr"] < 1e-3 else ():
                 if param.grad is not None:
                     param.grad = param.grad / param.grad.norm()
         return super().step(closure)
@@ -111,8 +134,8 @@ def test_the_step_is_named() -> None:
     class Ends(NormsAfterWarmUp):
         """The same; its error ends the run."""
 
-    with pytest.raises(ConfigError, match="from its step 6 on, Ends does not update each element"):
-        train(lambda params: Ends(params, lr=0.1), stage=2, num_steps=8, catches=False)
+    with pytest.raises(ConfigError, match="from its step 9 on, Ends does not update each element"):
+        train(lambda params: Ends(params, lr=0.1), stage=2, num_steps=10, catches=False)
 
 
 def test_norms_of_large_gradients_passed_the_trial() -> None:
@@ -123,6 +146,21 @@ def test_norms_of_large_gradients_passed_the_trial() -> None:
 
 def test_norms_that_a_scheduler_switches_on_passed_the_trial() -> None:
     assert train(lambda params: NormsOnDemand(params, lr=0.1), stage=2, num_steps=9) == 6
+
+
+@pytest.mark.parametrize(("kind", "rate"), [(NormsAtLargeRates, 0.1), (NormsAtSmallRates, 1e-5)])
+def test_norms_at_the_users_rate_only_passed_the_trial(kind: Any, rate: float) -> None:
+    assert why_not_elementwise(kind([nn.Parameter(torch.ones(3))], lr=rate)) is None
+    assert train(lambda params: kind(params, lr=rate), stage=2, num_steps=3) == 0
+
+
+def test_a_rate_that_leads_away_is_not_taken_for_norms() -> None:
+    class MySGD(optim.SGD):
+        """Element-wise, and with this decay its weights grow a thousandfold in each step."""
+
+    optimizer = MySGD([nn.Parameter(torch.ones(3))], lr=1.0, weight_decay=1e3)
+    trial = _Trial(optimizer, optimizer.param_groups[0], in_shards, None)
+    assert all(trial.take_step(with_closure=False) for _ in range(150))
 
 
 def test_a_run_that_is_resumed_counts_on() -> None:

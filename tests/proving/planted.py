@@ -178,7 +178,7 @@ class TiedByMemory(Net):
 
 
 class LateNorms(torch.optim.SGD):
-    """Scales steps at large rates by norms, after two steps without: no trial finds it."""
+    """Scales steps at large rates by norms, after two steps, where those are unlike a trial's."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None if closure is None else closure()
@@ -188,8 +188,9 @@ class LateNorms(torch.optim.SGD):
                     continue
                 state = self.state[param]
                 state["step"] = state.get("step", torch.zeros(())) + 1
-                is_plain = state["step"] < 3 or group["lr"] < 0.05
-                factor = 1.0 if is_plain else float(param.grad.norm())
+                norm = float(param.grad.norm())
+                is_late = state["step"] > 2 and group["lr"] > 0.05
+                factor = norm if is_late and 0.02 < norm < 2 else 1.0
                 with torch.no_grad():
                     param.sub_(group["lr"] * factor * param.grad)
         return loss
