@@ -158,7 +158,8 @@ class Placeholder(Tensor):
             given[1]["device"] = torch.device("meta")
         meta_args, meta_kwargs = apply_to_collection(given, Tensor, _as_meta)
         try:
-            result = func(*meta_args, **meta_kwargs)
+            with in_any_order():
+                result = func(*meta_args, **meta_kwargs)
         except (RuntimeError, NotImplementedError) as error:
             raise OtherStageError(
                 f"Compute this from the batch, or inside a block, or use strategy='zero3': code "
@@ -179,6 +180,21 @@ class Placeholder(Tensor):
             return made
 
         return apply_to_collection(result, Tensor, wrap)
+
+
+@contextmanager
+def in_any_order() -> Iterator[None]:
+    """Compute without elements inside: no order of additions could make a result another one.
+
+    Torch's operations on meta warn or raise for the device that knows no fixed order, whichever
+    device there is: `Trainer(deterministic=True)` refused `histc` for a GPU on the CPU.
+    """
+    mode = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode(0)
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
 
 
 def _as_meta(tensor: Tensor) -> Tensor:

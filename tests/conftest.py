@@ -43,10 +43,12 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def own_environment() -> Iterator[None]:
-    """Put back what launchers leave: WORLD_SIZE in `os.environ`, and who warns and logs."""
+    """Put back what launchers and trainers leave: `os.environ`, who warns, determinism."""
     before = dict(os.environ)
     rank_before = getattr(rank_zero_only, "rank", None)
+    mode_before = torch.get_deterministic_debug_mode()
     yield
+    torch.set_deterministic_debug_mode(mode_before)
     if rank_before is not None:
         rank_zero_only.rank = rank_before
     if dict(os.environ) != before:

@@ -87,3 +87,10 @@ def test_another_one_of_the_same_looks_is_another_value() -> None:
     assert x.again() is not x
     assert x.again().shape == x.shape
     assert "embed.weight" in repr(x)
+
+
+def test_an_operation_was_refused_for_a_gpu_that_is_not_there() -> None:
+    """Meta's `histc` raises for CUDA, which knows no fixed order; the CPU does."""
+    torch.use_deterministic_algorithms(mode=True)
+    assert torch.histc(stand_in(5), bins=3).shape == (3,)
+    assert torch.are_deterministic_algorithms_enabled()

@@ -67,7 +67,7 @@ class EditMarks:
     @as_they_are
     @torch.no_grad()
     def of_places(self) -> list[int]:
-        """Return numbers that change when parameters exchange their values, too, which is slower."""
+        """Return numbers that change when parameters exchange their values, too; slower."""
         return [int(content(part)) for flat in self._flats for part in flat.shown_parts()]
 
     @as_they_are

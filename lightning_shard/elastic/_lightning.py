@@ -201,7 +201,7 @@ def begin_anew(trainer: "pl.Trainer", *, mid_epoch: bool) -> None:
     trainer._logger_connector._first_loop_iter = False if mid_epoch else None
     fetcher = loop._data_fetcher
     if fetcher is not None and fetcher.combined_loader._iterator is not None:
-        fetcher.teardown()  # which reads the iterator's length; a rank may be lost before it is made
+        fetcher.teardown()  # reads the length of the iterator, which may be unmade
     loop._data_fetcher = None  # and so does the trainer's own end
     forget_data(trainer)
     loop.setup_data()

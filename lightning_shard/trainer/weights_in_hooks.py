@@ -73,6 +73,7 @@ class WeightsInHooks:
         self._is_on = False
         self._num_entered = 0  # times that the mode is on torch's stack
         self._kept: dict[nn.Parameter, _Full] = {}
+        self._written: dict[nn.Parameter, int] = {}  # address of what this has assigned
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -84,6 +85,7 @@ class WeightsInHooks:
             yield
         self._take_what_was_set()
         self._settle_all()
+        self._written.clear()
         self._engine.adopt_assigned()
         self._finish_copies()
 
@@ -203,6 +205,8 @@ class WeightsInHooks:
 
     def _set_to(self, param: nn.Parameter) -> Tensor | None:
         """Return what a parameter has been set to, and let it show this rank's part again."""
+        if self._written.get(param) == param.data_ptr():
+            return None
         if self._engine.split.is_here(param):
             flat, index = self._engine.owner(param)
             return flat.take_away(index)
@@ -240,6 +244,7 @@ class WeightsInHooks:
         own = self._engine.split.local(param, full.detach())
         if to_new_memory:
             param.data = own.clone()
+            self._written[param] = param.data_ptr()
         else:
             param.data.copy_(own)
 

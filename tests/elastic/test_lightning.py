@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
@@ -18,8 +20,9 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _ResultMetric,
     _Sync,
 )
+from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_shard.elastic._lightning import continue_logs
+from lightning_shard.elastic._lightning import begin_anew, continue_logs
 
 
 def new_trainer() -> Any:
@@ -145,3 +148,18 @@ def test_what_is_due_by_batches_is_asked_in_two_methods() -> None:
     parameters = list(inspect.signature(steps).parameters)
     assert parameters == ["self", "interval", "update_plateau_schedulers"]
     assert "self._should_accumulate()" in inspect.getsource(_TrainingEpochLoop.update_lr_schedulers)
+
+
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated")
+def test_a_rank_lost_before_its_loaders_iterator_was_made_ended_the_others() -> None:
+    """Lightning's fetcher asks for the length of that iterator, where it ends as well."""
+    trainer, module = new_trainer(), BoringModel()
+    trainer.strategy.connect(module)
+    trainer._data_connector.attach_data(module)
+    trainer.state.fn = TrainerFn.FITTING
+    loop = trainer.fit_loop
+    loop.setup_data()
+    loop._combined_loader._iterator = None
+    begin_anew(trainer, mid_epoch=False)
+    assert loop._combined_loader._iterator is not None
+    assert next(loop._data_fetcher) is not None

@@ -112,12 +112,13 @@ class ReadsBoth(OfRanks):
         self.automatic_optimization = False
         self.seen: list[float] = []
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
         optimizer: Any = self.optimizers()
         loss = self.loss(batch)
         optimizer.zero_grad()
         self.manual_backward(loss)
         optimizer.step()
+        return {"loss": loss.detach()}
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.seen.append(float(sum((p.grad * p).sum() for p in self.parameters()).detach()))
