@@ -8,7 +8,7 @@ is trained only if it gives it to the optimizer. `load_state_dict(assign=True)` 
 are trained on.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -19,7 +19,8 @@ from lightning_shard.data_parallel.equal_weights import EqualWeights
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.model_split import ModelSplit, Unsplit
 from lightning_shard.data_parallel.parameter_shard import ParameterShard
-from lightning_shard.data_parallel.sharded_parameter import as_they_are
+from lightning_shard.data_parallel.sharded_parameter import Source, as_they_are
+from lightning_shard.data_parallel.ties import FullParameters, Ties
 
 
 class Adoption:
@@ -34,6 +35,8 @@ class Adoption:
         rank: Global rank of this process, for error messages.
 
     Attributes:
+        ties: Parameters that user code has put on one memory.
+        sources: What was assigned to parameters in shards, as `UserCode` has it.
         handles: Handles of hooks in the model, which whoever makes this removes.
         on_replaced: Called with each parameter that was replaced, once it is in its place again.
     """
@@ -51,6 +54,8 @@ class Adoption:
         has_hooks = any(flat.reshards for flat in flats) or not isinstance(split, Unsplit)
         self._places = ParameterPlaces(model, rank, fixed_modules=has_hooks)
         self._split, self._weights = split, weights
+        self.ties = Ties(model, rank)
+        self.sources: dict[nn.Parameter, Source | None] = {}
         self._loaded = WeakSet[nn.Module]()
         self.on_replaced: list[Callable[[ReplacedParameter], None]] = []
         self.handles = [
@@ -67,20 +72,56 @@ class Adoption:
         Raises:
             ConfigError: An assigned value cannot be the parameter's.
         """
+        self._note_sources()
         self._adopt_data()
         for one in self._places.put_back(self._adopt_replaced):
             for hear in self.on_replaced if one.module not in self._loaded else ():
                 hear(one)
         self._loaded.clear()
 
+    def check_ties(self, full_parameters: FullParameters) -> None:
+        """Raise ConfigError if parameters on one memory have come apart; each rank must call.
+
+        Args:
+            full_parameters: Brings parameters together, as the engine's does.
+        """
+        if self.ties.are_any:
+            formats = {param: flat.full.dtype for param, (flat, _) in self._homes.items()}
+            self.ties.check(full_parameters, formats)
+
     @as_they_are
     def _adopt_data(self) -> None:
         """Copy all assigned values before any is written: they may lie in the buffers."""
         values = [flat.assigned() for flat in self._flats]
+        self._note_ties(values)
         for flat, assigned in zip(self._flats, values, strict=True):
             if assigned:
                 flat.adopt(assigned)
                 self._weights.note_assigned()
+
+    def _note_ties(self, values: Sequence[Mapping[int, Tensor]]) -> None:
+        """Note which full parameters show the memory of others, before that is copied."""
+        found = zip(self._flats, values, strict=True)
+        assigned = {flat.params[index] for flat, indices in found for index in indices}
+        assigned &= {param for param, _ in self._shown_full()}
+        if assigned:
+            self.ties.note_shown([*self._shown_full()])
+        self.ties.renew(assigned)
+
+    def _shown_full(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        for flat in self._flats:
+            for param, slot in zip(flat.params, flat.layout.slots, strict=True):
+                if param.shape == slot.shape and not self._split.is_spread(param):
+                    yield param, param.data
+
+    def _note_sources(self) -> None:
+        """Note which parameters in shards were given the shards of others, or views of them."""
+        for param, source in self.sources.items():
+            if source is not None:
+                self.ties.note_view(param, source.param, source.positions)
+        if self.sources:
+            self.ties.renew([*self.sources])
+        self.sources.clear()
 
     def _adopt_replaced(self, param: nn.Parameter, value: Tensor) -> None:
         if param in self._homes:

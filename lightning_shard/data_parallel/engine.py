@@ -135,6 +135,7 @@ class DataParallelEngine:
         rank = self.collectives.rank
         self.adoption = Adoption(model, self.flats, self._homes, self.split, self._weights, rank)
         self.user_code = self._look_full()
+        self.adoption.sources = self.user_code.sources
         self.around_step: Callable[[], AbstractContextManager[None]] = nullcontext
         self.around_backward: Callable[[], AbstractContextManager[None]] = nullcontext
         self.hook_trainable()
@@ -154,10 +155,7 @@ class DataParallelEngine:
         """Let parameters in shards look full to user code, where they can."""
         presents = self.options.stage > (2 if self.split.groups else 0)
         units = self.units if presents else ()
-        user_code = look_full(units, self.shards, self._unsharder, self.split)
-        for flat in (flat for unit in units if unit.is_resharded for flat in unit.flats):
-            flat.present_shards(sharded=True)
-        return user_code
+        return look_full(units, self.shards, self._unsharder, self.split)
 
     @property
     def is_first(self) -> bool:
@@ -215,6 +213,7 @@ class DataParallelEngine:
     def step(self) -> Iterator[None]:
         """Run one training, validation, test or predict step inside; each rank must enter."""
         self.adopt_assigned()
+        self.adoption.check_ties(self.full_parameters)
         self.hook_trainable()
         self._buffers.follow(training=self.model.training and torch.is_grad_enabled())
         full = self._unsharder.step(self.user_code) if self._unsharder else nullcontext()
@@ -435,6 +434,7 @@ class DataParallelEngine:
     def rest(self) -> None:
         """After the last step, keep no more than parameters until `detach`; each rank must call."""
         self.adopt_assigned()
+        self.adoption.check_ties(self.full_parameters)
         self._buffers.follow(training=False)
         if self._unsharder is not None:
             self._unsharder.reshard_all()

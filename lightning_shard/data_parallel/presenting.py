@@ -35,7 +35,13 @@ def look_full(
     Returns:
         The flag that the caller sets while user code runs.
     """
-    user_code = UserCode()
+    user_code, units = UserCode(), [*units]
+    named = {
+        slot.name: param
+        for unit in units
+        for flat in unit.flats
+        for slot, param in zip(flat.layout.slots, flat.params, strict=True)
+    }
 
     def home(unit: Unit, flat: FlatParameters, index: int) -> ParameterHome:
         def bring() -> bool:
@@ -46,12 +52,13 @@ def look_full(
         if any(group in split.groups_of_layers for group in split.groups_of(param)):
             spread = _OfOneExpert(spread) if is_shared_out(param, split) else _OfOneStage(spread)
         return ParameterHome(
-            spread, flat.stand_ins.note(index), user_code, bring, bool(split.groups)
+            spread, flat.stand_ins.note(index), user_code, bring, named, bool(split.groups)
         )
 
     for unit in units:
         for flat in unit.flats:
             flat.settle_in(partial(home, unit, flat))
+            flat.present_shards(sharded=unit.is_resharded)
     return user_code
 
 

@@ -33,6 +33,7 @@ from lightning_shard.data_parallel.torch_private import (
     ACCESS_TO_BACKWARD_HOOKS,
     is_traced,
     sees_subclasses,
+    storage_key,
 )
 from lightning_shard.errors import ConfigError
 
@@ -55,15 +56,30 @@ def as_they_are(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return called
 
 
+@dataclass(frozen=True, eq=False)
+class Source:
+    """What a parameter was given: elements of another one.
+
+    Attributes:
+        param: The other one.
+        positions: Where each element lies in the flattened full `param`.
+    """
+
+    param: nn.Parameter
+    positions: Tensor
+
+
 class UserCode:
     """Knows whether hooks or steps of the user's run on this rank.
 
     Attributes:
         runs: Whether user code runs now.
         is_a_loop: Whether it runs between the steps, too, where graphs may begin and backwards end.
+        sources: By parameter that it has assigned in shards, whose memory it was given.
     """
 
     def __init__(self) -> None:
+        self.sources: dict[nn.Parameter, Source | None] = {}
         self.runs = self.is_a_loop = False
 
     @contextmanager
@@ -86,6 +102,7 @@ class ParameterHome:
         user_code: Knows whether user code runs on this rank.
         bring: Makes the parameter full until the step ends, for autograd; returns False outside of
             a step. Each rank must call.
+        named: The parameters of the model that this rank has, by name.
         is_of_part: Whether the model is split over other ranks, too, by layers that call on their
             parameters in the middle of user code.
     """
@@ -94,6 +111,7 @@ class ParameterHome:
     note: GradientNote | None
     user_code: UserCode
     bring: Callable[[], bool]
+    named: Mapping[str, nn.Parameter]
     is_of_part: bool = False
 
 
@@ -313,6 +331,7 @@ def _is_in_place(func: Callable[..., Any]) -> bool:
 def _assign(param: nn.Parameter, value: Tensor) -> None:
     """Point a parameter at its shard of an assigned value, which the engine adopts later."""
     shard = _shard_of(param)
+    _note_source(param, value)
     if isinstance(value, AveragedGradient):
         value = value.sharded()
     if isinstance(value, ShardView):
@@ -325,6 +344,23 @@ def _assign(param: nn.Parameter, value: Tensor) -> None:
         local = value
     with torch.no_grad():
         param.data = local.detach()
+
+
+def _note_source(param: nn.Parameter, value: Tensor) -> None:
+    """Note whose memory a parameter is given, alike on ranks that have no element of it."""
+    named, sources = _home_of(param).named, _home_of(param).user_code.sources
+    for one, source in sources.items():
+        if source is not None and source.param is param:  # which shows other memory from now on
+            sources[one] = None
+    sources[param] = None
+    base = value.base if isinstance(value, ShardView) else value
+    other = named.get(base.spread.name) if isinstance(base, ParameterShard) else None
+    if other is None or other in sources or not isinstance(base, ParameterShard):
+        return
+    if storage_key(base.local) == storage_key(_TENSOR.data.__get__(other)):
+        places = torch.arange(base.numel()).view(base.shape)
+        view = value.taken_from(places) if isinstance(value, ShardView) else places
+        sources[param] = Source(other, view.flatten())
 
 
 def _cut(shard: ParameterShard, full: Tensor) -> Tensor:

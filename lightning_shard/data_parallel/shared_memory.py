@@ -6,7 +6,8 @@
 Flat buffers have a place for each parameter, so that the second kind would come apart in silence.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,8 @@ from torch.nn.parameter import UninitializedParameter
 
 from lightning_shard.data_parallel.torch_private import storage_key
 from lightning_shard.errors import ConfigError
+
+K = TypeVar("K")
 
 
 def refuse_shared_memory(model: nn.Module, rank: int) -> None:
@@ -23,32 +26,45 @@ def refuse_shared_memory(model: nn.Module, rank: int) -> None:
         model: The model, as the user has built it.
         rank: Global rank of this process, for the message.
     """
-    by_storage: dict[int, list[tuple[str, Tensor]]] = {}
-    for name, param in model.named_parameters():
-        if not isinstance(param, UninitializedParameter) and param.numel():
-            by_storage.setdefault(storage_key(param), []).append((name, param.data))
+    named = [
+        (name, param.data)
+        for name, param in model.named_parameters()
+        if not isinstance(param, UninitializedParameter)
+    ]
+    for (first, _), (second, _) in overlapping(named):
+        raise ConfigError(
+            f"Rank {rank}: the parameters {first!r} and {second!r} of {type(model).__name__} "
+            f"share memory without being one parameter, as after b.data = a.data, so that the "
+            f"ranks would untie them; expected memory of their own, or one parameter in both "
+            f"places. Tie them by it: b.weight = a.weight."
+        )
+
+
+def overlapping(
+    tensors: Iterable[tuple[K, Tensor]],
+) -> Iterator[tuple[tuple[K, Tensor], tuple[K, Tensor]]]:
+    """Yield the pairs of tensors that have elements in common, each with what it is known by."""
+    by_storage: dict[int, list[tuple[K, Tensor]]] = {}
+    for key, tensor in tensors:
+        if tensor.numel():
+            by_storage.setdefault(storage_key(tensor), []).append((key, tensor))
     for sharing in by_storage.values():
-        for first, second in _overlapping(sharing):
-            raise ConfigError(
-                f"Rank {rank}: the parameters {first!r} and {second!r} of {type(model).__name__} "
-                f"share memory without being one parameter, as after b.data = a.data, so that the "
-                f"ranks would untie them; expected memory of their own, or one parameter in both "
-                f"places. Tie them by it: b.weight = a.weight."
-            )
+        yield from _of_one_storage(sharing)
 
 
-def _overlapping(sharing: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, str]]:
-    """Yield the names of tensors of one storage that have elements in common."""
-    reaching: list[tuple[int, int, str, Tensor]] = []
-    for place in sorted(((*_bounds(tensor), name, tensor) for name, tensor in sharing), key=_start):
+def _of_one_storage(
+    sharing: Sequence[tuple[K, Tensor]],
+) -> Iterator[tuple[tuple[K, Tensor], tuple[K, Tensor]]]:
+    reaching: list[tuple[int, int, K, Tensor]] = []
+    for place in sorted(((*_bounds(tensor), key, tensor) for key, tensor in sharing), key=_start):
         reaching = [one for one in reaching if one[1] > place[0]]
         for one in reaching:
             if _have_common(one[3], place[3]):
-                yield one[2], place[2]
+                yield one[2:], place[2:]
         reaching.append(place)
 
 
-def _start(place: tuple[int, int, str, Tensor]) -> int:
+def _start(place: tuple[int, int, Any, Tensor]) -> int:
     return place[0]
 
 

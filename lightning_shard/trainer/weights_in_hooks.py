@@ -217,8 +217,21 @@ class WeightsInHooks:
 
     def _settle_all(self) -> None:
         kept, self._kept = self._kept, {}
+        shown = [*self._shown_beside(kept)]
         for full in kept.values():
             self._settle(full)
+        ties = self._engine.adoption.ties
+        ties.note_shown(shown)
+        ties.renew({param for param, full in kept.items() if full.is_assigned})
+
+    def _shown_beside(
+        self, kept: Mapping[nn.Parameter, _Full]
+    ) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield the full tensors that hooks have kept, and what parameters show that lie in one."""
+        yield from ((param, full.tensor) for param, full in kept.items())
+        for param in self._engine.model.parameters() if kept else ():
+            if not self._is_spread(param):
+                yield param, param.data
 
     @torch.no_grad()
     def _settle(self, full: _Full) -> None:
