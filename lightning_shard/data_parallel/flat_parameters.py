@@ -122,7 +122,7 @@ class FlatParameters:
                 give_memory(param, view)
         self._view_shards()
         self.stand_ins = StandIns(self.params, [name for name, _ in named_params])
-        self._shown = ShownViews(self.params)
+        self._shown, self._all = ShownViews(self.params), range(len(self.params))
         self._presented: list[nn.Parameter] = []  # to user code, while they are in shards
         self._are_sharded = False  # those, to user code
         self.on_assigned: Callable[[], None] = lambda: self.adopt(self.assigned())
@@ -206,11 +206,8 @@ class FlatParameters:
         """Let every parameter show its full shape; `full` must be unsharded."""
         self.present_shards(sharded=False)
         self.see_assigned()  # the views are others after it
-        self._present(self.full_views)
-
-    def _present(self, views: Sequence[Tensor]) -> None:
-        self._point(range(len(self.params)), views)
-        self._shown.show(views)
+        self._point(self._all, self.full_views)
+        self._shown.show(self.full_views)
 
     def _point(self, indices: Sequence[int], views: Sequence[Tensor]) -> None:
         lifted = self.stand_ins.lift(indices)
@@ -369,7 +366,8 @@ class FlatParameters:
     def present_local(self) -> None:
         """Let every parameter show this rank's shard."""
         self.see_assigned()
-        self._present(self.local_views)
+        self._point(self._all, self.local_views)
+        self._shown.show(self.local_views)
 
     @as_they_are
     @unrecorded
@@ -377,7 +375,8 @@ class FlatParameters:
         """Let every parameter show the shard that the optimizer updates."""
         self.see_assigned()
         self.settle()
-        self._present(self.master_views)
+        self._point(self._all, self.master_views)
+        self._shown.show(self.master_views)
 
     def settle(self) -> None:
         """Under offload, carry user code's changes of the shard over to the optimizer's."""
