@@ -103,10 +103,10 @@ class Adoption:
         """Note which full parameters show the memory of others, before that is copied."""
         found = zip(self._flats, values, strict=True)
         assigned = {flat.params[index] for flat, indices in found for index in indices}
-        assigned &= {param for param, _ in self._shown_full()}
         if assigned:
-            self.ties.note_shown([*self._shown_full()])
-        self.ties.renew(assigned)
+            shown = dict(self._shown_full())
+            self.ties.note_shown([*shown.items()])
+            self.ties.renew(assigned & shown.keys())
 
     def _shown_full(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         for flat in self._flats:

@@ -81,7 +81,7 @@ class Ties:
 
     def renew(self, assigned: Collection[nn.Parameter]) -> None:
         """Forget the earlier ties of parameters that were assigned; what was noted stands now."""
-        if assigned:
+        if assigned and self._standing:
             self._standing = [
                 tie for tie in self._standing if not any(one in assigned for one in tie.params)
             ]

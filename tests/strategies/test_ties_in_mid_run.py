@@ -107,9 +107,7 @@ def test_a_view_stands_for_its_elements_only() -> None:
     one.data = other.data.t().clone()
     ties.check(full(model), {})
     other.data[0, 0] += 1
-    with pytest.raises(
-        ConfigError, match=r"the parameters '[01].weight' and '[01].weight'"
-    ):
+    with pytest.raises(ConfigError, match=r"the parameters '[01].weight' and '[01].weight'"):
         ties.check(full(model), {})
     ties.renew([one])
     assert not ties.are_any
