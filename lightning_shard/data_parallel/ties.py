@@ -72,8 +72,8 @@ class Ties:
         """Note that a parameter was given a view of another one.
 
         Args:
-            param: The parameter.
-            other: The other one.
+            param: The parameter that the view was assigned to.
+            other: The parameter that was viewed.
             positions: Where each element of `param` lies in the flattened `other`.
         """
         places = torch.arange(positions.numel())
