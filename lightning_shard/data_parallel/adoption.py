@@ -120,7 +120,7 @@ class Adoption:
             if source is not None:
                 self.ties.note_view(param, source.param, source.positions)
         if self.sources:
-            self.ties.renew([*self.sources])
+            self.ties.renew(self.sources.keys())
         self.sources.clear()
 
     def _adopt_replaced(self, param: nn.Parameter, value: Tensor) -> None:

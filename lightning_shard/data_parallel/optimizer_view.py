@@ -69,6 +69,11 @@ class OptimizerView:
         """Whether inside and outside differ at all: not under stage 0 without master copies."""
         return bool(self._gradients)
 
+    @property
+    def is_lent(self) -> bool:
+        """Whether user code sees the shards now."""
+        return self._lends
+
     def end_interrupted(self) -> None:
         """Leave the view of an update that has never ended, by Ctrl-C say; each rank must call."""
         leave, self.on_interrupted = self.on_interrupted, None

@@ -370,13 +370,27 @@ def _cut(shard: ParameterShard, full: Tensor) -> Tensor:
 
 def _set_gradient(param: nn.Parameter, value: Tensor | None) -> None:
     """Set `.grad` to a result of user code, which the engine adopts later."""
-    if not isinstance(value, ParameterShard):
+    home: ParameterHome = param.__dict__[_HOME]
+    if value is None or not home.user_code.runs:
         _SET_GRAD(param, value)
         return
-    home = _home_of(param)
+    if not isinstance(value, ParameterShard):
+        _SET_GRAD(param, _of_full(value, param, home))
+        return
     if home.note is None or not is_alike(_shard_of(param), value):
         raise ConfigError(
             f".grad of {home.spread.name!r} was set to a tensor like {value.spread.name!r} of "
             f"shape {tuple(value.shape)}, expected one of its own shape {tuple(home.spread.shape)}."
         )
     _SET_GRAD(param, AveragedGradient(param, home.note, ShardedTensor(value.local, home.spread)))
+
+
+def _of_full(value: Tensor, param: nn.Parameter, home: ParameterHome) -> Tensor:
+    """Return this rank's elements of a full gradient that user code sets; others as they are."""
+    note, is_own = home.note, isinstance(value, (AveragedGradient, *_SHARDS))
+    if is_own or note is None or note.source is None or value.shape != home.spread.shape:
+        return value
+    full = note.source.operand(value, "set")
+    own = home.spread.cut(full, _shard_of(param).local)
+    assert own is not None
+    return AveragedGradient(param, note, ShardedTensor(own, home.spread))

@@ -7,7 +7,8 @@ keep their values, or the assignment comes again before the next step, as a teac
 trained, that is the same; else this says so.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import torch
@@ -79,7 +80,7 @@ class Ties:
         places = torch.arange(positions.numel())
         self._new.append(_Tie((param, other), (places, positions.flatten())))
 
-    def renew(self, assigned: Collection[nn.Parameter]) -> None:
+    def renew(self, assigned: AbstractSet[nn.Parameter]) -> None:
         """Forget the earlier ties of parameters that were assigned; what was noted stands now."""
         if assigned and self._standing:
             self._standing = [

@@ -69,6 +69,9 @@ class WeightsInHooks:
         finish_copies: Callable[[], None] = lambda: None,
     ) -> None:
         self._engine, self._rank, self._finish_copies = engine, rank, finish_copies
+        self._cut_for_updates = {
+            param for flat in engine.flats if flat.layout.num_shards > 1 for param in flat.params
+        }
         self._mode = _Substituting(self)
         self._is_on = False
         self._num_entered = 0  # times that the mode is on torch's stack
@@ -150,8 +153,14 @@ class WeightsInHooks:
         return self._on_full(func, args, kwargs, params)
 
     def _is_spread(self, value: Any) -> bool:
-        """Whether a value is a parameter whose elements are on several ranks, or on another one."""
-        return isinstance(value, nn.Parameter) and self._engine.split.is_spread(value)
+        """Whether a value is a parameter whose elements are on several ranks, or on another one.
+
+        Before an update the data-parallel ranks have shards of all others, too.
+        """
+        if not isinstance(value, nn.Parameter):
+            return False
+        is_cut = self._engine.view.is_lent and value in self._cut_for_updates
+        return is_cut or self._engine.split.is_spread(value)
 
     def _on_full(
         self, func: Callable[..., Any], args: Any, kwargs: Any, params: Sequence[nn.Parameter]
@@ -267,10 +276,18 @@ class WeightsInHooks:
         if not is_full or isinstance(grad, AveragedGradient):
             return grad
         split = self._engine.split
-        return split.local(param, grad) if split.is_here(param) else grad.new_empty(param.shape)
+        if not split.is_here(param):
+            return grad.new_empty(param.shape)
+        own = split.local(param, grad)
+        if param not in self._cut_for_updates:
+            return own
+        flat, index = self._engine.owner(param)
+        return flat.as_shown(index, own)
 
     def _shape(self, param: nn.Parameter) -> torch.Size:
-        return torch.Size(self._engine.split.full_shape(param))
+        split = self._engine.split
+        known = split if split.is_spread(param) else self._engine
+        return torch.Size(known.full_shape(param))
 
     def _name(self, param: nn.Parameter) -> str:
         names: Mapping[nn.Parameter, str] = {

@@ -24,6 +24,12 @@ SCHEMES: dict[str, tuple[int, Callable[[], Any]]] = {
     "zero3": (2, lambda: ZeRO3Strategy(backend="in_process")),
     "tensor": (2, lambda: TensorParallelStrategy(backend="in_process", plan=PLAN)),
     "pipeline": (2, lambda: PipelineParallelStrategy(backend="in_process", num_microbatches=2)),
+    "tensor_zero2": (
+        4,
+        lambda: HybridParallelStrategy(
+            backend="in_process", tensor_parallel_size=2, zero_stage=2, plan=PLAN
+        ),
+    ),
     "hybrid": (
         4,
         lambda: HybridParallelStrategy(

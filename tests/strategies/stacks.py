@@ -1,5 +1,6 @@
 """Small networks of four blocks, and fits of them on one device and on the stages of a pipeline."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -110,12 +111,17 @@ def trainer_of(strategy: Any = "auto", **options: Any) -> L.Trainer:
     return quiet_trainer(strategy=strategy, **(defaults | others | options))
 
 
-def fit(style: type[Stack], strategy: Any = "auto", **options: Any) -> Fitted:
+def fit(
+    style: type[Stack],
+    strategy: Any = "auto",
+    callbacks: Sequence[Callback] = (),
+    **options: Any,
+) -> Fitted:
     """Fit a style, from the same values every time."""
     torch.manual_seed(0)
     model, curve = style(), Curve()
     trainer = trainer_of(
-        strategy, callbacks=[curve, *model.callbacks()], **(style.options | options)
+        strategy, callbacks=[curve, *model.callbacks(), *callbacks], **(style.options | options)
     )
     trainer.fit(model)
     return Fitted(model=model, trainer=trainer, curve=curve)

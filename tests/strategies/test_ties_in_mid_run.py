@@ -100,14 +100,14 @@ def test_a_view_stands_for_its_elements_only() -> None:
     one, other = model[0].weight, model[1].weight
     ties = Ties(model, 0)
     ties.note_shown([(one, other.data[:2].t().contiguous()), (other, other.data)])
-    ties.renew([])
+    ties.renew(set())
     assert not ties.are_any  # contiguous() has copied
     ties.note_shown([(one, other.data.t()), (other, other.data)])
-    ties.renew([])
+    ties.renew(set())
     one.data = other.data.t().clone()
     ties.check(full(model), {})
     other.data[0, 0] += 1
     with pytest.raises(ConfigError, match=r"the parameters '[01].weight' and '[01].weight'"):
         ties.check(full(model), {})
-    ties.renew([one])
+    ties.renew({one})
     assert not ties.are_any

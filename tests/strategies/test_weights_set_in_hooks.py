@@ -11,7 +11,7 @@ from torch import nn
 from lightning_shard import ConfigError
 from tests.strategies.parity import UPSTREAM_WARNINGS
 from tests.strategies.schemes import SCHEMES, OfRanks
-from tests.strategies.stacks import fit
+from tests.strategies.stacks import OfEveryRank, fit
 
 pytestmark = [
     *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
@@ -131,3 +131,59 @@ def test_weights_read_with_gradients_before_an_update_by_hand_failed_without_adv
     num_ranks, make = SCHEMES[scheme]
     got, expected = fit(ReadsBoth, make(), devices=num_ranks), alone(ReadsBoth)
     assert got.model.seen == pytest.approx(expected.model.seen, rel=1e-4, abs=1e-6)
+
+
+def numbers(model: Any) -> list[float]:
+    """Return what depends on shape and order of weights, of layers that are split and others."""
+    head, first = model.head.weight.detach(), model.blocks[0].layer
+    read = [head[0].abs(), model.embed.weight.mean(0), head.norm(dim=1), model.head.bias.flip(0)]
+    read += [first.weight.detach().t()[1], first.bias.sort().values, head @ first.weight[0]]
+    return torch.cat([one.detach().flatten() for one in read]).tolist()
+
+
+@cache
+def reader(hook: str) -> type[OfRanks]:
+    def run(self: Any, *_: Any) -> None:
+        self.seen.append(numbers(self))
+
+    def build(self: Any) -> None:
+        OfRanks.__init__(self)
+        self.seen: list[list[float]] = []
+
+    return type(f"Reads_in_{hook}", (OfRanks,), {hook: run, "__init__": build})
+
+
+@pytest.mark.few_cases(8)
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("hook", HOOKS)
+def test_hooks_read_a_ranks_shards_of_layers_that_are_not_split(hook: str, scheme: str) -> None:
+    """Before an update, under tensor parallel with stage 1 or 2."""
+    num_ranks, make = SCHEMES[scheme]
+    of_ranks = OfEveryRank()
+    fit(reader(hook), make(), devices=num_ranks, callbacks=[of_ranks])
+    expected = torch.tensor(alone(reader(hook)).model.seen)
+    assert len(of_ranks.ranks) == num_ranks
+    for seen in of_ranks.ranks:
+        torch.testing.assert_close(torch.tensor(seen), expected, rtol=1e-4, atol=1e-5)
+
+
+def doubled(model: Any) -> None:
+    for p in model.parameters():
+        p.grad = 2 * p.grad
+
+
+def of_one_value(model: Any) -> None:
+    for p in model.parameters():
+        p.grad = torch.full(p.shape, 0.01)
+
+
+@pytest.mark.few_cases(6)
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("way", [doubled, of_one_value])
+def test_gradients_set_before_an_update_part_from_a_single_devices(
+    way: Callable[[Any], None], scheme: str
+) -> None:
+    num_ranks, make = SCHEMES[scheme]
+    made = style(way, "on_before_optimizer_step")
+    got = fit(made, make(), devices=num_ranks)
+    torch.testing.assert_close(got.weights, alone(made).weights, rtol=1e-5, atol=2e-6)
