@@ -71,8 +71,8 @@ class DataParallelEngine:
         edits: Averages the gradients that user code has made or edited.
         owners: Who updates the parameters that an optimizer needs full.
         copier: Copies to and from host memory, and counts them; None without offload.
-        around_step: Makes the context in which each step and backward runs, which a hook may have
-            begun.
+        seeing_shards: Makes the context in which the engine works: each step and backward, and what
+            takes over values, which a hook that sees full weights may have begun.
         around_backward: Makes the context in which each backward, with its recomputed forwards,
             runs.
 
@@ -136,7 +136,7 @@ class DataParallelEngine:
         self.adoption = Adoption(model, self.flats, self._homes, self.split, self._weights, rank)
         self.user_code = self._look_full()
         self.adoption.sources = self.user_code.sources
-        self.around_step: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.seeing_shards: Callable[[], AbstractContextManager[None]] = nullcontext
         self.around_backward: Callable[[], AbstractContextManager[None]] = nullcontext
         self.hook_trainable()
 
@@ -207,7 +207,8 @@ class DataParallelEngine:
             ConfigError: An assigned value cannot be the parameter's.
         """
         self.view.end_interrupted()
-        self.adoption.adopt()
+        with self.seeing_shards():
+            self.adoption.adopt()
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -217,7 +218,7 @@ class DataParallelEngine:
         self.hook_trainable()
         self._buffers.follow(training=self.model.training and torch.is_grad_enabled())
         full = self._unsharder.step(self.user_code) if self._unsharder else nullcontext()
-        with self.around_step(), full, self.explaining_shards():
+        with self.seeing_shards(), full, self.explaining_shards():
             yield
 
     def explaining_shards(self) -> AbstractContextManager[None]:
@@ -241,7 +242,7 @@ class DataParallelEngine:
         if self._unsharder is not None:
             self._unsharder.unshard_root_units()
         with (
-            self.around_step(),
+            self.seeing_shards(),
             self.around_backward(),
             self.reducer.backward(is_used),
             explaining_gradients(self.options.stage),

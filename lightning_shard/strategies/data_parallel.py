@@ -214,8 +214,12 @@ class DataParallelStrategy(EndingStrategy):
         assert self.model is not None
         check_same_optimizers(raw, self.model, self.collectives)
         known = {one.optimizer: one for one in (*self._sharded, *self._replaced)}
+        given_up = [one for one in self._sharded if one.optimizer not in raw]
+        for one in given_up:
+            one.set_aside()
         sharded = [known.get(one) or ShardedOptimizer(one, self.engine) for one in raw]
-        given_up = [one for one in self._sharded if one not in sharded]
+        for one in sharded:
+            one.take_up()
         self._replaced = WeakSet([*self._replaced, *given_up])  # they live as their optimizers do
         self._sharded = sharded
 

@@ -233,7 +233,7 @@ class ModelParallelStrategy(DataParallelStrategy):
         averages = averaging_callbacks(owner.callbacks, fitting=True)  # which know of shards
         callbacks = [one for one in owner.callbacks if one not in averages]
         self._weights = weights = WeightsInHooks(self.engine, self.global_rank, self._finish_copies)
-        self.engine.around_step = weights.hidden  # a hook may train, as the learning-rate finder
+        self.engine.seeing_shards = weights.hidden  # a hook may train, as the learning-rate finder
         self._in_hooks.enter_context(
             hooks_inside(weights.shown, self.lightning_module, callbacks, without=_OF_FAILURES)
         )

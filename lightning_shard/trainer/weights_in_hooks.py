@@ -76,7 +76,7 @@ class WeightsInHooks:
         self._is_on = False
         self._num_entered = 0  # times that the mode is on torch's stack
         self._kept: dict[nn.Parameter, _Full] = {}
-        self._written: dict[nn.Parameter, int] = {}  # address of what this has assigned
+        self._written: dict[nn.Parameter, Tensor] = {}  # what this has assigned, alive
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -99,6 +99,7 @@ class WeightsInHooks:
             yield
             return
         with self._turned(on=False):
+            self._take_what_was_set()
             self._settle_all()
             yield
 
@@ -214,7 +215,8 @@ class WeightsInHooks:
 
     def _set_to(self, param: nn.Parameter) -> Tensor | None:
         """Return what a parameter has been set to, and let it show this rank's part again."""
-        if self._written.get(param) == param.data_ptr():
+        written = self._written.get(param)
+        if written is not None and written.data_ptr() == param.data_ptr():
             return None
         if self._engine.split.is_here(param):
             flat, index = self._engine.owner(param)
@@ -266,7 +268,7 @@ class WeightsInHooks:
         own = self._engine.split.local(param, full.detach())
         if to_new_memory:
             param.data = own.clone()
-            self._written[param] = param.data_ptr()
+            self._written[param] = param.data
         else:
             param.data.copy_(own)
 
