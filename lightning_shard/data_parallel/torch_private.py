@@ -5,6 +5,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -30,6 +31,7 @@ __all__ = [
     "check_batch_norm_input",
     "children_of",
     "exchange_contents",
+    "exchange_engine_entrance",
     "forget_forward_hooks",
     "forget_gradient_hooks",
     "gradient_hooks",
@@ -64,6 +66,19 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 # whether subclasses of tensors see now what is done to them, by `__torch_function__`
 sees_subclasses: Callable[[], bool] = torch._C._is_torch_function_enabled
+
+
+_ENGINE = torch.autograd._engine_run_backward
+
+
+def exchange_engine_entrance(entrance: Callable[..., Any] | None) -> None:
+    """Let `torch.autograd.grad` and `backward` enter autograd's engine through a function.
+
+    Args:
+        entrance: Called with the engine's own entrance and its arguments; None for that alone.
+    """
+    through = _ENGINE if entrance is None else partial(entrance, _ENGINE)
+    torch.autograd._engine_run_backward = through
 
 
 def untraced(function: F) -> F:

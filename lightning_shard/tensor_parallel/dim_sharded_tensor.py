@@ -299,6 +299,11 @@ class DimShardedTensor(Tensor):
         return func(*args, **kwargs)
 
 
+def own_part(value: Any) -> Any:
+    """Return this rank's part of a `DimShardedTensor`; other values as they are."""
+    return value.part.local if isinstance(value, DimShardedTensor) else value
+
+
 def showing(seen: Tensor, param: Tensor) -> Tensor:
     """Return what user code sees of a parameter of which this rank has a part, and note which."""
     if seen is not param and isinstance(seen, DimShardedTensor):

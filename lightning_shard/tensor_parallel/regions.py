@@ -79,6 +79,16 @@ def scale_gradient(tensor: Tensor, factor: float, group: Collectives) -> Tensor:
     return _apply(_ScaleGradient, tensor, factor, group)
 
 
+def scaled_crossing(grad: Tensor, factor: float, group: Collectives) -> Tensor:
+    """Return a gradient times `factor`, where it leaves the side on which gradients are so scaled.
+
+    What is differentiated by it is scaled the other way there, so that its own gradient is passed
+    on as it is.
+    """
+    result: Tensor = _ScaledCrossing.apply(grad, factor, group)  # type: ignore[no-untyped-call]
+    return result
+
+
 def all_reduced(tensor: Tensor, group: Collectives) -> Tensor:
     """Return the sum over the ranks, in new memory."""
     own = tensor.contiguous()
@@ -190,12 +200,23 @@ class _GatherCopies(torch.autograd.Function):
 class _ScaleGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, factor: float, group: Collectives) -> Tensor:
-        ctx.factor = factor
+        ctx.factor, ctx.group = factor, group
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0] * ctx.factor, None, None
+        return scaled_crossing(grads[0], ctx.factor, ctx.group), None, None
+
+
+class _ScaledCrossing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, factor: float, group: Collectives) -> Tensor:
+        ctx.factor, ctx.group = factor, group
+        return grad * factor
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _ScaleGradient.apply(grads[0], ctx.factor, ctx.group), None, None  # type: ignore[no-untyped-call]
 
 
 class _Split(torch.autograd.Function):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.data_parallel.differentiation import asking
 from lightning_shard.data_parallel.model_split import in_place
 from lightning_shard.data_parallel.quantised import is_quantised
 from lightning_shard.data_parallel.sharded_parameter import bring_full
@@ -21,7 +22,9 @@ from lightning_shard.placeholders import Placeholder, is_placeholder
 from lightning_shard.tensor_parallel.attention import attention_cuts, fast_paths
 from lightning_shard.tensor_parallel.candidates import check_heads
 from lightning_shard.tensor_parallel.copies import Copies
+from lightning_shard.tensor_parallel.differentiated_parts import DifferentiatedParts
 from lightning_shard.tensor_parallel.dim_sharded_tensor import (
+    DimShardedTensor,
     Part,
     from_local,
     full_tensor,
@@ -156,7 +159,7 @@ class SplitModel:
             group=self.group,
             num_heads=style.num_blocks,
             alike=self._randomness.outside,
-            view=FullView(self._look, self._seen(layer)),
+            view=FullView(self._look, self._seen(layer), self._part, layer.name),
         )
         if style.form == "replica" and self.group.size > 1:
             self._sum_gradients(module)
@@ -186,12 +189,28 @@ class SplitModel:
         pass_for_parameter(wide)
         return wide
 
+    def _part(self, how: tuple[Sharding, torch.Size], tensor: Tensor) -> Tensor:
+        """Return this rank's part of a tensor that looks full; others as they are."""
+        sharding, shape = how
+        if tensor.shape != shape or is_placeholder(tensor) or self.group.size == 1:
+            return tensor
+        if isinstance(tensor, DimShardedTensor):
+            part = tensor.part
+            if (part.dim, part.num_blocks) == (sharding.dim, len(sharding.blocks)):
+                return part.local
+        full = full_tensor(tensor)
+        like = Part(
+            local=full, dim=sharding.dim, group=self.group, num_blocks=len(sharding.blocks)
+        )
+        return like.split(full, sharding.dim)
+
     @contextmanager
     def step(self) -> Iterator[None]:
         """Show the full shapes of a layer's weights inside, to code outside of the layer."""
         before, self._is_in_step = self._is_in_step, True
         try:
-            yield
+            with asking(DifferentiatedParts()):
+                yield
         finally:
             self._is_in_step = before
 
