@@ -29,7 +29,8 @@ class MeanGradients(DifferentiatedParts):
         found = super().differentiate(inputs, run, accumulates=accumulates)
         if accumulates:  # the engine averages them
             return found
+        are_full = [isinstance(one, Tensor) for one in inputs]  # an edge stands for a part
         return tuple(
-            total(grad / self._group.size, self._group) if isinstance(one, Tensor) and grad is not None else grad
-            for one, grad in zip(inputs, found, strict=True)
+            total(grad / self._group.size, self._group) if is_full and grad is not None else grad
+            for is_full, grad in zip(are_full, found, strict=True)
         )

@@ -195,9 +195,7 @@ class ParameterPlaces:
                 f"with torch.no_grad(): module.{place.name}.copy_(value)."
             )
 
-    def _refuse_tie(
-        self, place: _ParameterPath, news: Collection[nn.Parameter]
-    ) -> None:
+    def _refuse_tie(self, place: _ParameterPath, news: Collection[nn.Parameter]) -> None:
         """Refuse a parameter that stands in the place of another one, and in a place of its own."""
         others = [
             other.full_name

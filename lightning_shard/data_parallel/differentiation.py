@@ -4,9 +4,9 @@
                     │
                     └──> the innermost `Differentiator` of this thread ──> autograd's engine
 
-On one device a weight has one tensor and one gradient. Where ranks share layers or sequences, a step
-sees a tensor that stands for a weight, or has a summand of its gradient, which nothing but autograd's
-entrance can tell.
+On one device a weight has one tensor and one gradient. Where ranks share layers or sequences, a
+step sees a tensor that stands for a weight, or gets a summand of its gradient, which nothing but
+the entrance of autograd can tell.
 """
 
 import threading
@@ -23,9 +23,7 @@ Run = Callable[[Sequence[Any]], Gradients]
 class Differentiator(Protocol):
     """Knows what gradients are, where ranks share a model."""
 
-    def differentiate(
-        self, inputs: Sequence[Any], run: Run, *, accumulates: bool
-    ) -> Gradients:
+    def differentiate(self, inputs: Sequence[Any], run: Run, *, accumulates: bool) -> Gradients:
         """Return the gradients of some inputs.
 
         Args:
@@ -61,7 +59,7 @@ def asking(differentiator: Differentiator) -> Iterator[None]:
 
 def _count(more: int) -> None:
     """Stand at the entrance of autograd's engine while anybody is to be asked."""
-    global _num_asking  # noqa: PLW0603 - torch has one entrance for all threads
+    global _num_asking
     with _lock:
         before, _num_asking = _num_asking, _num_asking + more
         if not before or not _num_asking:

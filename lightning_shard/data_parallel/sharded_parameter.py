@@ -394,6 +394,13 @@ def _set_gradient(param: nn.Parameter, value: Tensor | None) -> None:
     """Set `.grad` to a result of user code, which the engine adopts later."""
     home: ParameterHome = param.__dict__[_HOME]
     if value is None or not home.user_code.runs:
+        if value is not None and value.shape != param.shape:
+            raise ConfigError(
+                f".grad of {home.spread.name!r} was set to a tensor of shape {tuple(value.shape)} "
+                f"in the middle of a backward, where this rank has a shard of the parameter, of "
+                f"shape {tuple(param.shape)}; expected gradients that autograd adds. Set them in "
+                f"on_after_backward, in manual optimization, or use strategy='zero2'."
+            )
         _SET_GRAD(param, value)
         return
     if not isinstance(value, ParameterShard):

@@ -38,6 +38,7 @@ __all__ = [
     "has_compiled_call",
     "has_gradient_hooks",
     "in_backward",
+    "in_transform",
     "innermost_function_mode",
     "is_checkpointing",
     "is_compiled_function",
@@ -64,11 +65,15 @@ _BACKWARD_HOOKS: Any = vars(torch._C.TensorBase)["_backward_hooks"]
 ACCESS_TO_BACKWARD_HOOKS = (_BACKWARD_HOOKS.__get__, _BACKWARD_HOOKS.__set__)
 F = TypeVar("F", bound=Callable[..., Any])
 
+# whether `torch.func.grad`, `vmap` or another transform runs now
+in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
 # whether subclasses of tensors see now what is done to them, by `__torch_function__`
 sees_subclasses: Callable[[], bool] = torch._C._is_torch_function_enabled
 
 
-_ENGINE = torch.autograd._engine_run_backward
+_AUTOGRAD: Any = torch.autograd
+_ENGINE: Callable[..., Any] = _AUTOGRAD._engine_run_backward
 
 
 def exchange_engine_entrance(entrance: Callable[..., Any] | None) -> None:
@@ -78,7 +83,7 @@ def exchange_engine_entrance(entrance: Callable[..., Any] | None) -> None:
         entrance: Called with the engine's own entrance and its arguments; None for that alone.
     """
     through = _ENGINE if entrance is None else partial(entrance, _ENGINE)
-    torch.autograd._engine_run_backward = through
+    _AUTOGRAD._engine_run_backward = through
 
 
 def untraced(function: F) -> F:

@@ -13,7 +13,10 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_shard.data_parallel.agreement import check_same_model
+from lightning_shard.data_parallel.agreement import (
+    check_same_model,
+    refuse_embeddings_of_batches,
+)
 from lightning_shard.data_parallel.differentiation import asking
 from lightning_shard.data_parallel.edit_marks import EditMarks
 from lightning_shard.data_parallel.engine import DataParallelEngine
@@ -78,6 +81,8 @@ class PipelineDimension(ParallelDimension):
             _check_steps(run.module)
         num_parts = self.options.num_parts(num_ranks)
         is_in_parts = run.is_fitting and num_ranks > 1 and num_parts > 1
+        if is_in_parts:
+            refuse_embeddings_of_batches(run.model, f"a pipeline has {num_parts} parts of it")
         if is_in_parts and run.layer_sync is not None and batch_norms(run.model):
             raise ConfigError(
                 f"sync_batchnorm=True asks for statistics of the whole batch, but a pipeline runs "

@@ -1,7 +1,7 @@
-"""What a step of a pipeline cannot differentiate by itself: other stages have the rest of the graph.
+"""What a step of a pipeline cannot differentiate by itself, since other stages have the rest.
 
-    training_step    torch.autograd.grad(loss, weights)     of the last stage's own weights only
-    backward(loss)   autograd.grad, backward(inputs=...)    of nothing: the schedule has done it all
+training_step    torch.autograd.grad(loss, weights)     of the last stage's own weights only
+backward(loss)   autograd.grad, backward(inputs=...)    of nothing: the schedule has done it all
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """What a step differentiates by a tensor of which each rank has a part.
 
-    loss.backward(inputs=[weight])       autograd gets the part, and adds to its gradient
-    torch.autograd.grad(loss, weight)    by a rule of `dim_sharded_operations`
+loss.backward(inputs=[weight])       autograd gets the part, and adds to its gradient
+torch.autograd.grad(loss, weight)    by a rule of `dim_sharded_operations`
 """
 
 from collections.abc import Sequence

@@ -37,6 +37,7 @@ from lightning_shard.tensor_parallel.regions import (
     copy_to_region,
     gather_copies,
     own_slice,
+    refuse_transforms,
     split_to_region,
 )
 
@@ -168,6 +169,7 @@ def from_local(local: Tensor, group: Collectives, dim: int = -1, num_blocks: int
 @untraced
 def wrapped(part: Part) -> Tensor:
     """Make a tensor that looks full of a part, without sending anything."""
+    refuse_transforms()
     link = _Link()
     wide: Any = _Widen.apply(part.local, part, link)  # type: ignore[no-untyped-call]
     wide._part, wide._link = part, link

@@ -91,8 +91,7 @@ class FullView:
         parts = {}
         for name, how in self.names.items():
             tensor = self.held(name, params)
-            part = tensor if tensor is None else self.narrow(how, tensor)
-            if part is not tensor:
+            if tensor is not None and (part := self.narrow(how, tensor)) is not tensor:
                 parts[name] = part
         return parts
 

@@ -10,7 +10,7 @@
     enter    split              forward: the own slice         backward: all-gather
 
 The backward of each is the forward of another, which is called as such, so that a gradient can be
-differentiated once more: by a gradient penalty.
+differentiated once more: by a gradient penalty. torch's function transforms are refused.
 
 A value of another pipeline stage has a shape and no elements: it passes without a message.
 Source: Megatron-LM, arXiv:1909.08053 and arXiv:2205.05198.
@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.data_parallel.torch_private import untraced
+from lightning_shard.data_parallel.torch_private import in_transform, untraced
+from lightning_shard.errors import ConfigError
 from lightning_shard.placeholders import is_placeholder
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -122,11 +123,22 @@ def own_slice(tensor: Tensor, dim: int, group: Collectives) -> Tensor:
     return tensor.chunk(group.size, dim=dim)[group.rank]
 
 
+def refuse_transforms() -> None:
+    """Raise ConfigError inside of torch's function transforms, which know no other ranks."""
+    if in_transform():
+        raise ConfigError(
+            "A layer that ranks share, or a sequence, is computed inside torch.func.grad, vmap or "
+            "another of torch's function transforms, which see what one rank does only. Leave the "
+            "layer out of the plan, use torch.autograd.grad, or use strategy='zero2'."
+        )
+
+
 @untraced
 def _apply(function: type[torch.autograd.Function], tensor: Tensor, *args: Any) -> Tensor:
     group: Collectives = args[-1]
     if group.size == 1:
         return tensor
+    refuse_transforms()
     on_part = getattr(tensor, PASSES_ON, None)
     if (
         on_part is not None

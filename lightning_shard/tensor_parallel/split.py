@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.backends.collectives import Collectives
@@ -132,6 +133,12 @@ class SplitModel:
 
     def _decide(self, layer: PlannedLayer) -> None:
         """Decide how a layer's parameters are cut."""
+        if isinstance(layer.module, LazyModuleMixin):
+            raise ConfigError(
+                f"{layer.name!r} is a {type(layer.module).__name__}, which becomes another class "
+                f"in its first forward, also where it has values; expected that class before it is "
+                f"split. Run one batch through the model before training."
+            )
         if isinstance(layer.module, nn.MultiheadAttention):
             num_heads = layer.module.num_heads
             check_heads(layer.name, num_heads, num_heads, self.group.size)
@@ -199,9 +206,7 @@ class SplitModel:
             if (part.dim, part.num_blocks) == (sharding.dim, len(sharding.blocks)):
                 return part.local
         full = full_tensor(tensor)
-        like = Part(
-            local=full, dim=sharding.dim, group=self.group, num_blocks=len(sharding.blocks)
-        )
+        like = Part(local=full, dim=sharding.dim, group=self.group, num_blocks=len(sharding.blocks))
         return like.split(full, sharding.dim)
 
     @contextmanager
