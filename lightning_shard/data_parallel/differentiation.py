@@ -57,6 +57,16 @@ def asking(differentiator: Differentiator) -> Iterator[None]:
         _count(-1)
 
 
+@contextmanager
+def asking_nobody() -> Iterator[None]:
+    """Inside, take gradients as this rank has them: those of a trial, for example."""
+    stack, _of_thread.stack = _of_thread.stack, []
+    try:
+        yield
+    finally:
+        _of_thread.stack = stack
+
+
 def _count(more: int) -> None:
     """Stand at the entrance of autograd's engine while anybody is to be asked."""
     global _num_asking

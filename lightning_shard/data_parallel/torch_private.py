@@ -56,6 +56,7 @@ __all__ = [
     "untraced_alone",
     "with_buffers",
     "without_function_modes",
+    "without_saving_hooks",
 ]
 
 COMPILED_MODULE = "_orig_mod"  # where the wrapper of `torch.compile` keeps the module
@@ -132,6 +133,20 @@ def saving_hook() -> Callable[..., object] | None:
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return None if hooks is None else hooks[0]
+
+
+@contextmanager
+def without_saving_hooks() -> Iterator[None]:
+    """Inside, autograd saves tensors as they are: a checkpoint around does not hear of them."""
+    kept: list[Any] = []
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        kept.append(top)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(kept):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def is_checkpointing(hook: Callable[..., object] | None) -> bool:

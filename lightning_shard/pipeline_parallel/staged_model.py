@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.data_parallel.assigned import taken_out
+from lightning_shard.data_parallel.reentrance import without_reentrance
 from lightning_shard.data_parallel.units import class_name
 from lightning_shard.errors import ConfigError
-from lightning_shard.pipeline_parallel._torch import without_reentrance
 from lightning_shard.pipeline_parallel.partition import Partition, Stages, buffer_stages
 from lightning_shard.pipeline_parallel.skipped_blocks import SkippedBlock, Template
 from lightning_shard.placeholders import Placeholder
