@@ -160,7 +160,11 @@ class ParameterPlaces:
                 newcomers.setdefault(place.param, {})[place] = new
         left = set(self._model.parameters())
         for param, news in newcomers.items():
-            self._check(param, news, left, modules)
+            try:
+                self._check(param, news, left, modules)
+            except ConfigError:
+                self._put_own_back()  # the run's end is to meet what it knows
+                raise
             new = next(iter(news.values()))
             take(param, new.detach())
             param.requires_grad_(new.requires_grad)
@@ -169,6 +173,10 @@ class ParameterPlaces:
                 replaced.append(ReplacedParameter(place.full_name, modules[place.path], one, param))
         self._look()
         return replaced
+
+    def _put_own_back(self) -> None:
+        for place in self._places:
+            place.module._parameters[place.name] = place.param
 
     def _check(
         self,

@@ -54,14 +54,18 @@ def refuse_shared_memory(model: nn.Module, rank: int) -> None:
 
 def _other_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the buffers and the tensors that modules keep as attributes, also in lists there."""
-    yield from model.named_buffers()
+    yield from ((name, one) for name, one in model.named_buffers() if _is_plain(one))
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if name.startswith("_") or f"{name}_orig" in module._parameters:
                 continue  # torch's own, and what `spectral_norm` and `prune` compute anew
             for index, one in enumerate(_listed(value)):
-                if isinstance(one, Tensor) and not isinstance(one, nn.Parameter):
+                if _is_plain(one):
                     yield f"{path}.{name}[{index}]".lstrip("."), one.detach()
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) is Tensor and value.layout is torch.strided and not value.is_nested
 
 
 def _listed(value: Any) -> Iterable[Any]:
