@@ -112,9 +112,7 @@ DECODER_SCHEMES: dict[str, tuple[int, Callable[[], Any]]] = {
     "tensor": (2, lambda: TensorParallelStrategy(backend="in_process")),
     "tensor_zero3": (
         4,
-        lambda: TensorParallelStrategy(
-            backend="in_process", tensor_parallel_size=2, zero_stage=3
-        ),
+        lambda: TensorParallelStrategy(backend="in_process", tensor_parallel_size=2, zero_stage=3),
     ),
     "context": (2, lambda: ContextParallelStrategy(backend="in_process")),
     "context_zero3": (
@@ -125,9 +123,7 @@ DECODER_SCHEMES: dict[str, tuple[int, Callable[[], Any]]] = {
     ),
     "pipeline": (
         2,
-        lambda: PipelineParallelStrategy(
-            backend="in_process", num_microbatches=2, blocks="blocks"
-        ),
+        lambda: PipelineParallelStrategy(backend="in_process", num_microbatches=2, blocks="blocks"),
     ),
     "2x2x2": (8, lambda: _hybrid(1)),
     "2x2x2_zero3": (8, lambda: _hybrid(3)),

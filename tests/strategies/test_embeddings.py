@@ -1,6 +1,6 @@
 """Embeddings whose rows depend on the batch, and optimizers of sparse gradients, are refused."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -26,14 +26,14 @@ OF_WHOLE_BATCHES = ("tensor", "context")
 
 
 class Renormed(Decoder):
-    options_of_rows: dict[str, Any] = {"max_norm": 1.0}
+    options_of_rows: ClassVar[dict[str, Any]] = {"max_norm": 1.0}
 
     def build(self) -> None:
         self.embed = nn.Embedding(VOCABULARY, WIDTH, **self.options_of_rows)
 
 
 class Counted(Renormed):
-    options_of_rows = {"scale_grad_by_freq": True}
+    options_of_rows: ClassVar[dict[str, Any]] = {"scale_grad_by_freq": True}
 
 
 @pytest.mark.parametrize("scheme", DECODER_SCHEMES)
@@ -82,5 +82,5 @@ def test_an_optimizer_of_sparse_gradients_failed_in_its_first_step(scheme: str) 
 )
 @pytest.mark.parametrize("style", [Renormed, Sparse])
 def test_ranks_of_their_own_pace_are_no_exception(strategy: Any, style: type[Decoder]) -> None:
-    with pytest.raises(ConfigError, match="counts or changes the rows|SparseAdam takes sparse"):
+    with pytest.raises(ConfigError, match=r"counts or changes the rows|SparseAdam takes sparse"):
         fit(style, strategy, devices=2)

@@ -77,7 +77,9 @@ class Averaged(Decoder):
 
     def on_train_epoch_end(self) -> None:
         self.average.update_parameters(self.head)
-        self.seen.append(sum(float(one.detach().double().abs().sum()) for one in self.average.parameters()))
+        self.seen.append(
+            sum(float(one.detach().double().abs().sum()) for one in self.average.parameters())
+        )
 
 
 @pytest.mark.parametrize("scheme", ["shard_ddp", "zero2", "zero3", "tensor", "context"])

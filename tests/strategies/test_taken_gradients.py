@@ -88,6 +88,26 @@ class HeadPenalty(WeightPenalty):
         return self.head
 
 
+class MeanPenalty(Decoder):
+    """The same with gradients that are averaged over the ranks first."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        grads = torch.autograd.grad(loss, list(self.parameters()), create_graph=True)
+        mean = [self.averaged(grad) for grad in grads]
+        return loss + 0.1 * sum(grad.square().sum() for grad in mean)
+
+    def averaged(self, grad: Tensor) -> Tensor:
+        every: Any = self.all_gather(grad, sync_grads=True)
+        return every.mean(0) if every.ndim > grad.ndim else every
+
+
+@pytest.mark.few_cases(3)
+@pytest.mark.parametrize("scheme", WITHOUT_STAGES)
+def test_a_gradient_of_the_whole_batch_can_be_penalised(scheme: str) -> None:
+    assert_as_alone(MeanPenalty, scheme)
+
+
 class InnerStep(Decoder):
     """The loss after a step of the head (MAML)."""
 
@@ -155,7 +175,7 @@ def test_gradients_set_in_a_backward_of_the_users_were_torchs_error(scheme: str)
 def test_a_pipeline_took_all_gradients_where_some_were_asked_for(
     style: type[Decoder], scheme: str
 ) -> None:
-    with pytest.raises(ConfigError, match="asks for gradients of|several times in a step"):
+    with pytest.raises(ConfigError, match=r"asks for gradients of|several times in a step"):
         fit_decoder(style, scheme)
 
 
