@@ -1,6 +1,5 @@
 """Splitting a model in place by a plan, and restoring its full layers."""
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,7 +15,7 @@ from lightning_shard.data_parallel.differentiation import asking
 from lightning_shard.data_parallel.model_split import in_place
 from lightning_shard.data_parallel.quantised import is_quantised
 from lightning_shard.data_parallel.sharded_parameter import bring_full
-from lightning_shard.data_parallel.torch_private import pass_for_parameter, saving_hook, untraced
+from lightning_shard.data_parallel.torch_private import pass_for_parameter
 from lightning_shard.errors import ConfigError, LayoutError
 from lightning_shard.layout.boxes import PlacedBox
 from lightning_shard.placeholders import Placeholder, is_placeholder
@@ -31,6 +30,7 @@ from lightning_shard.tensor_parallel.dim_sharded_tensor import (
     full_tensor,
     own_features,
 )
+from lightning_shard.tensor_parallel.entrance import Entrance
 from lightning_shard.tensor_parallel.head_counts import Attributes, count_heads
 from lightning_shard.tensor_parallel.layers import (
     Crossing,
@@ -50,7 +50,7 @@ from lightning_shard.tensor_parallel.regions import (
     reduce_from_region,
     reduce_scatter_from_region,
 )
-from lightning_shard.tensor_parallel.sequence import enter_region, leave_in_slices
+from lightning_shard.tensor_parallel.sequence import leave_in_slices
 from lightning_shard.tensor_parallel.sharding import Sharding
 from lightning_shard.tensor_parallel.styles import ParameterCut, Style
 from lightning_shard.tensor_parallel.wrappers import inner_styles
@@ -97,7 +97,7 @@ class SplitModel:
         self._attributes = Attributes()
         self._hooks: list[RemovableHandle] = []
         self._is_in_step = False
-        self._entrance = _Entrance(group)
+        self._entrance = Entrance(group)
         self._randomness = RegionRandomness(group)
         self._around_dropout = set(layers_around_dropout(model, layers))
         for layer in self._layers:
@@ -444,59 +444,11 @@ class SplitModel:
         self.shardings, self._layers = {}, []
 
 
-class _Entrance:
-    """Enters a region once for all layers that are given the same activation.
-
-    Query, key and value all take one activation: their gradients are then added up on this rank,
-    and summed over the ranks once instead of three times. The activation enters anew when it was
-    changed in place, and in a checkpoint of activations, which has to save its tensors again.
-    """
-
-    def __init__(self, group: Collectives) -> None:
-        self._group = group
-        self._last: weakref.ref[Tensor] | None = None
-        self._entered: Tensor | None = None
-        self._version = 0
-        self._saver: Callable[[], object] = _none
-
-    @untraced
-    def __call__(self, tensor: Tensor) -> Tensor:
-        if is_placeholder(tensor):  # nothing travels, and nothing may keep it
-            return enter_region(tensor, self._group)
-        entered, saver = self._entered, saving_hook()
-        # Tensors of inference mode do not tell whether they were changed.
-        version = -1 if torch.is_inference_mode_enabled() else tensor._version
-        is_known = self._last is not None and self._last() is tensor
-        is_known = is_known and version == self._version >= 0 and self._saver() is saver
-        if entered is None or not is_known or entered.requires_grad != self._follows(tensor):
-            entered = enter_region(tensor, self._group)
-            self._last = None  # what it stood for may end with the next line
-            self._entered, self._last = entered, weakref.ref(tensor, self._forget)
-            self._version, self._saver = version, _none if saver is None else weakref.ref(saver)
-        return entered
-
-    def _follows(self, tensor: Tensor) -> bool:
-        """Whether the entered form of an activation requires a gradient now."""
-        return tensor.requires_grad and torch.is_grad_enabled()
-
-    def forget(self) -> None:
-        """Let go of the last activation, and of the graph behind it."""
-        self._last = self._entered = None
-
-    def _forget(self, reference: "weakref.ref[Tensor]") -> None:
-        if reference is self._last:
-            self.forget()
-
-
 def _inside(layer: PlannedLayer) -> Iterator[PlannedLayer]:
     """Yield a planned layer, or the layers that it wraps."""
     for path, style in inner_styles(layer.module, layer.style).items():
         name, module = f"{layer.name}.{path}".rstrip("."), layer.module.get_submodule(path)
         yield replace(layer, name=name, module=module, style=style)
-
-
-def _none() -> None:
-    """Return None, as a weak reference to a dead tensor does."""
 
 
 def _cuts(module: nn.Module, style: Style) -> tuple[ParameterCut, ...]:
