@@ -160,7 +160,11 @@ class ParameterPlaces:
                 newcomers.setdefault(place.param, {})[place] = new
         left = set(self._model.parameters())
         for param, news in newcomers.items():
-            self._check(param, news, left, modules)
+            try:
+                self._check(param, news, left, modules)
+            except ConfigError:
+                self._put_own_back()  # the run's end is to meet what it knows
+                raise
             new = next(iter(news.values()))
             take(param, new.detach())
             param.requires_grad_(new.requires_grad)
@@ -169,6 +173,10 @@ class ParameterPlaces:
                 replaced.append(ReplacedParameter(place.full_name, modules[place.path], one, param))
         self._look()
         return replaced
+
+    def _put_own_back(self) -> None:
+        for place in self._places:
+            place.module._parameters[place.name] = place.param
 
     def _check(
         self,
@@ -185,6 +193,7 @@ class ParameterPlaces:
                 f"shared out over the ranks. Load the new values into it: "
                 f"module.load_state_dict(other.state_dict())."
             )
+        self._refuse_tie(place, set(news.values()))
         same = all(one.shape == first.shape and torch.equal(one, first) for one in news.values())
         if param in left or not same:
             raise ConfigError(
@@ -192,6 +201,23 @@ class ParameterPlaces:
                 f"the model holds the old one in several places, expected all of them to be "
                 f"replaced by equal values. Copy the value into it: "
                 f"with torch.no_grad(): module.{place.name}.copy_(value)."
+            )
+
+    def _refuse_tie(self, place: _ParameterPath, news: Collection[nn.Parameter]) -> None:
+        """Refuse a parameter that stands in the place of another one, and in a place of its own."""
+        others = [
+            other.full_name
+            for other in self._places
+            if other.param is not place.param
+            and (other.param in news or other.module._parameters.get(other.name) in news)
+        ]
+        if others:
+            raise ConfigError(
+                f"Rank {self._rank}: {place.full_name!r} was replaced by the parameter of "
+                f"{others[0]!r} during the run, expected one that stands nowhere else: the ranks "
+                f"and the optimizers have a place for each. Tie parameters before the fit, in "
+                f"__init__ or configure_model, or copy the value: with torch.no_grad(): "
+                f"module.{place.name}.copy_(value)."
             )
 
 
@@ -223,4 +249,13 @@ def refuse_moved(names: Sequence[str], rank: int) -> ConfigError:
         f"forward and its backward, which under ZeRO stage 3 gathers it again and needs the values "
         f"of the forward; expected it to stay. Assign in on_train_batch_start or "
         f"on_train_batch_end, or use strategy='zero2'."
+    )
+
+
+def taken_out(name: str, why: str) -> ConfigError:
+    """Return the error for a parameter that user code has taken out of its module in a run."""
+    return ConfigError(
+        f"Prune, or parametrize, the model before the fit, or after it, or use strategy='zero2'. "
+        f"{name!r} was taken out of its module in the middle of a run, as torch.nn.utils.prune "
+        f"does, but {why}; expected the names that the model had."
     )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from lightning_shard.data_parallel.averaged_gradient import AveragedGradient
@@ -44,6 +44,8 @@ class ParameterShard(ShardedTensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """See to what never reaches `__torch_dispatch__`, and to graphs."""
+        if any(issubclass(one, nn.Parameter) for one in types):
+            return NotImplemented  # together with a sharded parameter, which knows what to do
         with torch._C.DisableTorchFunctionSubclass():
             return computed(func, tuple(args), dict(kwargs or {}))
 
@@ -133,6 +135,8 @@ class ShardView(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """See to what never reaches `__torch_dispatch__`, and to graphs."""
+        if any(issubclass(one, nn.Parameter) for one in types):
+            return NotImplemented  # together with a sharded parameter, which knows what to do
         with torch._C.DisableTorchFunctionSubclass():
             return computed(func, tuple(args), dict(kwargs or {}))
 

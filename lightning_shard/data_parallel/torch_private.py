@@ -5,6 +5,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -30,12 +31,14 @@ __all__ = [
     "check_batch_norm_input",
     "children_of",
     "exchange_contents",
+    "exchange_engine_entrance",
     "forget_forward_hooks",
     "forget_gradient_hooks",
     "gradient_hooks",
     "has_compiled_call",
     "has_gradient_hooks",
     "in_backward",
+    "in_transform",
     "innermost_function_mode",
     "is_checkpointing",
     "is_compiled_function",
@@ -53,6 +56,7 @@ __all__ = [
     "untraced_alone",
     "with_buffers",
     "without_function_modes",
+    "without_saving_hooks",
 ]
 
 COMPILED_MODULE = "_orig_mod"  # where the wrapper of `torch.compile` keeps the module
@@ -62,8 +66,25 @@ _BACKWARD_HOOKS: Any = vars(torch._C.TensorBase)["_backward_hooks"]
 ACCESS_TO_BACKWARD_HOOKS = (_BACKWARD_HOOKS.__get__, _BACKWARD_HOOKS.__set__)
 F = TypeVar("F", bound=Callable[..., Any])
 
+# whether `torch.func.grad`, `vmap` or another transform runs now
+in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
 # whether subclasses of tensors see now what is done to them, by `__torch_function__`
 sees_subclasses: Callable[[], bool] = torch._C._is_torch_function_enabled
+
+
+_AUTOGRAD: Any = torch.autograd
+_ENGINE: Callable[..., Any] = _AUTOGRAD._engine_run_backward
+
+
+def exchange_engine_entrance(entrance: Callable[..., Any] | None) -> None:
+    """Let `torch.autograd.grad` and `backward` enter autograd's engine through a function.
+
+    Args:
+        entrance: Called with the engine's own entrance and its arguments; None for that alone.
+    """
+    through = _ENGINE if entrance is None else partial(entrance, _ENGINE)
+    _AUTOGRAD._engine_run_backward = through
 
 
 def untraced(function: F) -> F:
@@ -112,6 +133,20 @@ def saving_hook() -> Callable[..., object] | None:
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return None if hooks is None else hooks[0]
+
+
+@contextmanager
+def without_saving_hooks() -> Iterator[None]:
+    """Inside, autograd saves tensors as they are: a checkpoint around does not hear of them."""
+    kept: list[Any] = []
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        kept.append(top)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(kept):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def is_checkpointing(hook: Callable[..., object] | None) -> bool:

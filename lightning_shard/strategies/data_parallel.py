@@ -124,7 +124,7 @@ class DataParallelStrategy(EndingStrategy):
         if fitting:
             self._step_bytes = StepBytes(self._bytes_so_far, self._tally_of_codecs)
             assert self.lightning_module is not None
-            check_trainable(self.lightning_module)
+            check_trainable(self.lightning_module, self.data_collectives.size)
             prepare_callbacks(
                 callbacks,
                 trainer,

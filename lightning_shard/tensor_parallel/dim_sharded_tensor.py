@@ -37,6 +37,7 @@ from lightning_shard.tensor_parallel.regions import (
     copy_to_region,
     gather_copies,
     own_slice,
+    refuse_transforms,
     split_to_region,
 )
 
@@ -168,6 +169,7 @@ def from_local(local: Tensor, group: Collectives, dim: int = -1, num_blocks: int
 @untraced
 def wrapped(part: Part) -> Tensor:
     """Make a tensor that looks full of a part, without sending anything."""
+    refuse_transforms()
     link = _Link()
     wide: Any = _Widen.apply(part.local, part, link)  # type: ignore[no-untyped-call]
     wide._part, wide._link = part, link
@@ -297,6 +299,11 @@ class DimShardedTensor(Tensor):
             )
         args, kwargs = tree_map_only(DimShardedTensor, _gather_detached, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+def own_part(value: Any) -> Any:
+    """Return this rank's part of a `DimShardedTensor`; other values as they are."""
+    return value.part.local if isinstance(value, DimShardedTensor) else value
 
 
 def showing(seen: Tensor, param: Tensor) -> Tensor:

@@ -1,6 +1,5 @@
 """Splitting a model in place by a plan, and restoring its full layers."""
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -8,25 +7,30 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.data_parallel.differentiation import asking
 from lightning_shard.data_parallel.model_split import in_place
 from lightning_shard.data_parallel.quantised import is_quantised
 from lightning_shard.data_parallel.sharded_parameter import bring_full
-from lightning_shard.data_parallel.torch_private import pass_for_parameter, saving_hook, untraced
+from lightning_shard.data_parallel.torch_private import pass_for_parameter
 from lightning_shard.errors import ConfigError, LayoutError
 from lightning_shard.layout.boxes import PlacedBox
 from lightning_shard.placeholders import Placeholder, is_placeholder
 from lightning_shard.tensor_parallel.attention import attention_cuts, fast_paths
 from lightning_shard.tensor_parallel.candidates import check_heads
 from lightning_shard.tensor_parallel.copies import Copies
+from lightning_shard.tensor_parallel.differentiated_parts import DifferentiatedParts
 from lightning_shard.tensor_parallel.dim_sharded_tensor import (
+    DimShardedTensor,
     Part,
     from_local,
     full_tensor,
     own_features,
 )
+from lightning_shard.tensor_parallel.entrance import Entrance
 from lightning_shard.tensor_parallel.head_counts import Attributes, count_heads
 from lightning_shard.tensor_parallel.layers import (
     Crossing,
@@ -46,7 +50,7 @@ from lightning_shard.tensor_parallel.regions import (
     reduce_from_region,
     reduce_scatter_from_region,
 )
-from lightning_shard.tensor_parallel.sequence import enter_region, leave_in_slices
+from lightning_shard.tensor_parallel.sequence import leave_in_slices
 from lightning_shard.tensor_parallel.sharding import Sharding
 from lightning_shard.tensor_parallel.styles import ParameterCut, Style
 from lightning_shard.tensor_parallel.wrappers import inner_styles
@@ -93,7 +97,7 @@ class SplitModel:
         self._attributes = Attributes()
         self._hooks: list[RemovableHandle] = []
         self._is_in_step = False
-        self._entrance = _Entrance(group)
+        self._entrance = Entrance(group)
         self._randomness = RegionRandomness(group)
         self._around_dropout = set(layers_around_dropout(model, layers))
         for layer in self._layers:
@@ -129,6 +133,12 @@ class SplitModel:
 
     def _decide(self, layer: PlannedLayer) -> None:
         """Decide how a layer's parameters are cut."""
+        if isinstance(layer.module, LazyModuleMixin):
+            raise ConfigError(
+                f"{layer.name!r} is a {type(layer.module).__name__}, which becomes another class "
+                f"in its first forward, also where it has values; expected that class before it is "
+                f"split. Run one batch through the model before training."
+            )
         if isinstance(layer.module, nn.MultiheadAttention):
             num_heads = layer.module.num_heads
             check_heads(layer.name, num_heads, num_heads, self.group.size)
@@ -156,7 +166,7 @@ class SplitModel:
             group=self.group,
             num_heads=style.num_blocks,
             alike=self._randomness.outside,
-            view=FullView(self._look, self._seen(layer)),
+            view=FullView(self._look, self._seen(layer), self._part, layer.name),
         )
         if style.form == "replica" and self.group.size > 1:
             self._sum_gradients(module)
@@ -186,12 +196,26 @@ class SplitModel:
         pass_for_parameter(wide)
         return wide
 
+    def _part(self, how: tuple[Sharding, torch.Size], tensor: Tensor) -> Tensor:
+        """Return this rank's part of a tensor that looks full; others as they are."""
+        sharding, shape = how
+        if tensor.shape != shape or is_placeholder(tensor) or self.group.size == 1:
+            return tensor
+        if isinstance(tensor, DimShardedTensor):
+            part = tensor.part
+            if (part.dim, part.num_blocks) == (sharding.dim, len(sharding.blocks)):
+                return part.local
+        full = full_tensor(tensor)
+        like = Part(local=full, dim=sharding.dim, group=self.group, num_blocks=len(sharding.blocks))
+        return like.split(full, sharding.dim)
+
     @contextmanager
     def step(self) -> Iterator[None]:
         """Show the full shapes of a layer's weights inside, to code outside of the layer."""
         before, self._is_in_step = self._is_in_step, True
         try:
-            yield
+            with asking(DifferentiatedParts()):
+                yield
         finally:
             self._is_in_step = before
 
@@ -420,59 +444,11 @@ class SplitModel:
         self.shardings, self._layers = {}, []
 
 
-class _Entrance:
-    """Enters a region once for all layers that are given the same activation.
-
-    Query, key and value all take one activation: their gradients are then added up on this rank,
-    and summed over the ranks once instead of three times. The activation enters anew when it was
-    changed in place, and in a checkpoint of activations, which has to save its tensors again.
-    """
-
-    def __init__(self, group: Collectives) -> None:
-        self._group = group
-        self._last: weakref.ref[Tensor] | None = None
-        self._entered: Tensor | None = None
-        self._version = 0
-        self._saver: Callable[[], object] = _none
-
-    @untraced
-    def __call__(self, tensor: Tensor) -> Tensor:
-        if is_placeholder(tensor):  # nothing travels, and nothing may keep it
-            return enter_region(tensor, self._group)
-        entered, saver = self._entered, saving_hook()
-        # Tensors of inference mode do not tell whether they were changed.
-        version = -1 if torch.is_inference_mode_enabled() else tensor._version
-        is_known = self._last is not None and self._last() is tensor
-        is_known = is_known and version == self._version >= 0 and self._saver() is saver
-        if entered is None or not is_known or entered.requires_grad != self._follows(tensor):
-            entered = enter_region(tensor, self._group)
-            self._last = None  # what it stood for may end with the next line
-            self._entered, self._last = entered, weakref.ref(tensor, self._forget)
-            self._version, self._saver = version, _none if saver is None else weakref.ref(saver)
-        return entered
-
-    def _follows(self, tensor: Tensor) -> bool:
-        """Whether the entered form of an activation requires a gradient now."""
-        return tensor.requires_grad and torch.is_grad_enabled()
-
-    def forget(self) -> None:
-        """Let go of the last activation, and of the graph behind it."""
-        self._last = self._entered = None
-
-    def _forget(self, reference: "weakref.ref[Tensor]") -> None:
-        if reference is self._last:
-            self.forget()
-
-
 def _inside(layer: PlannedLayer) -> Iterator[PlannedLayer]:
     """Yield a planned layer, or the layers that it wraps."""
     for path, style in inner_styles(layer.module, layer.style).items():
         name, module = f"{layer.name}.{path}".rstrip("."), layer.module.get_submodule(path)
         yield replace(layer, name=name, module=module, style=style)
-
-
-def _none() -> None:
-    """Return None, as a weak reference to a dead tensor does."""
 
 
 def _cuts(module: nn.Module, style: Style) -> tuple[ParameterCut, ...]:

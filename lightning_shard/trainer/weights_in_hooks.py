@@ -72,6 +72,7 @@ class WeightsInHooks:
         self._cut_for_updates = {
             param for flat in engine.flats if flat.layout.num_shards > 1 for param in flat.params
         }
+        self._of_model = set(engine.model.parameters())
         self._mode = _Substituting(self)
         self._is_on = False
         self._num_entered = 0  # times that the mode is on torch's stack
@@ -218,6 +219,8 @@ class WeightsInHooks:
         written = self._written.get(param)
         if written is not None and written.data_ptr() == param.data_ptr():
             return None
+        if param not in self._of_model:
+            return self._set_to_copy(param)
         if self._engine.split.is_here(param):
             flat, index = self._engine.owner(param)
             return flat.take_away(index)
@@ -225,6 +228,12 @@ class WeightsInHooks:
             return None
         value, param.data = param.data, param.data.new_empty(0)
         return value
+
+    def _set_to_copy(self, param: nn.Parameter) -> Tensor | None:
+        """Return the full tensor that a parameter of a copied module has been set to."""
+        shape = self._shape(param)
+        local = self._engine.split.local(param, torch.empty(shape, device="meta")).shape
+        return param.data if param.shape == shape != local else None
 
     def _settle_all(self) -> None:
         kept, self._kept = self._kept, {}
