@@ -8,6 +8,8 @@ so that all tests together have each scheme. `make test-all` runs every case.
     stage 0 to 3  x  2 ranks, 4 ranks
         each_value      (0, 2) (1, 4) (2, 2) (3, 2)
         few_cases(2)    (1, 4) (3, 4)
+
+Torch is imported by fixtures only: the process that hands tests to others needs none of it.
 """
 
 import gc
@@ -19,8 +21,7 @@ from typing import Any
 from zlib import crc32
 
 import pytest
-import torch
-from lightning.pytorch.utilities import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only
 
 TESTS = Path(__file__).parent
 SAMPLED = {
@@ -35,6 +36,8 @@ _skipped: Counter[str] = Counter()
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
     """Compute on one thread: with models this small several only wait for each other."""
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -44,6 +47,8 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def own_environment() -> Iterator[None]:
     """Put back what launchers and trainers leave: `os.environ`, who warns, determinism."""
+    import torch
+
     before = dict(os.environ)
     rank_before = getattr(rank_zero_only, "rank", None)
     mode_before = torch.get_deterministic_debug_mode()
