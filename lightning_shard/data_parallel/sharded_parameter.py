@@ -7,6 +7,9 @@
 Blocks, compiled code and the optimizer's step meet plain parameters only, which cost nothing. While
 the class is changed, a call comes from the engine or Lightning unless `UserCode` says that a hook
 or step of the user's runs; the engine's own functions see parameters `as_they_are` even then.
+
+Parameters of split layers are shown full by a mode for torch functions instead, while a hook runs
+(`trainer/weights_in_hooks.py`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -28,6 +28,7 @@ from lightning_shard.pipeline_parallel.backward import (
 from lightning_shard.pipeline_parallel.leaves import tensors_in
 from lightning_shard.pipeline_parallel.microbatches import Microbatch
 from lightning_shard.pipeline_parallel.stage_run import Needed, StageRun
+from lightning_shard.pipeline_parallel.stage_traffic import followed
 from lightning_shard.planner.no_elements import SavedBytes, storage_bytes
 from lightning_shard.planner.report import RankMemory
 from lightning_shard.planner.simulated_group import SimulatedCollectives
@@ -313,11 +314,6 @@ def _data_groups(size: int, shard_size: int) -> tuple[DataGroups, list[Collectiv
 def _roots(run: StageRun, grads: Sequence[Tensor] | None) -> list[Tensor]:
     """Return the tensors at which a backward begins: the loss where no gradients are given."""
     return followed(run.outputs if grads is not None else [loss_of(run.result)])
-
-
-def followed(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors that require gradients."""
-    return [tensor for tensor in tensors if tensor.requires_grad]
 
 
 def _stash_dtype(param: Tensor) -> torch.dtype:

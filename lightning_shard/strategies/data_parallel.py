@@ -20,11 +20,11 @@ from typing_extensions import override
 from lightning_shard.backends.traffic import Traffic
 from lightning_shard.data_parallel.agreement import check_same_optimizers, check_trainable
 from lightning_shard.data_parallel.checkpointed_blocks import checkpointed_blocks
-from lightning_shard.data_parallel.compression import Compressor, Tally, find_compressor
+from lightning_shard.data_parallel.compression import Compressor, Tally
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.held_bytes import HeldBytes, held, replicated
 from lightning_shard.data_parallel.model_split import ModelSplit, has_parts
-from lightning_shard.data_parallel.options import DTypePolicy, EngineOptions, Offload
+from lightning_shard.data_parallel.options import DTypePolicy, Offload
 from lightning_shard.errors import ConfigError
 from lightning_shard.meta_start.start import MetaStart, values_at_start
 from lightning_shard.optim.clipping import global_grad_norm
@@ -84,16 +84,7 @@ class DataParallelStrategy(EndingStrategy):
         self._decide_end(FitEndConfig.of(options).full_parameters_after_fit)
         data = DataParallelConfig.of(options)
         self._reduce_dtype = data.reduce_dtype
-        self._options = EngineOptions(
-            stage=self.stage,
-            units=data.units,
-            bucket_mb=data.bucket_mb,
-            dtypes=dtype_policy("32-true", data.reduce_dtype),
-            compression=find_compressor(data.compression),
-            activation_checkpointing=data.activation_checkpointing,
-            offload=data.offload,
-            prefetch=data.prefetch,
-        )
+        self._options = data.engine_options(self.stage)
         self._offload_traffic = Traffic()
         self._recomputing = ExitStack()  # around a fit, blocks are checkpointed
         self._step_bytes = StepBytes(self._bytes_so_far, self._tally_of_codecs)

@@ -10,7 +10,9 @@ initialisation) would give another weight than a single device's. So operations 
 get the full tensor in its place. It stays as long as the hook keeps a view of it, at most until the
 hook ends. Questions about shapes need no gathering. Gathering is collective: each rank must ask.
 
-Code of this package, and the layers' own forwards, see the shards.
+Code of this package, and the layers' own forwards, see the shards. Under ZeRO stage 3 parameters
+show themselves full by their class (`data_parallel/sharded_parameter.py`), mostly without
+gathering; that cannot be here, where layers need their shards while a hook runs their forward.
 """
 
 import sys

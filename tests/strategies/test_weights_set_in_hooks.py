@@ -79,7 +79,7 @@ def style(way: Callable[[Any], None], hook: str) -> type[OfRanks]:
 alone: Any = cache(fit)
 
 
-@pytest.mark.few_cases(24)
+@pytest.mark.few_cases(14)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize(("way", "hook"), CASES)
 def test_weights_set_in_a_hook_part_from_a_single_devices(
@@ -211,7 +211,7 @@ def reader(hook: str) -> type[OfRanks]:
     return type(f"Reads_in_{hook}", (OfRanks,), {hook: run, "__init__": build})
 
 
-@pytest.mark.few_cases(8)
+@pytest.mark.few_cases(5)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("hook", HOOKS)
 def test_hooks_read_a_ranks_shards_of_layers_that_are_not_split(hook: str, scheme: str) -> None:
@@ -235,7 +235,7 @@ def of_one_value(model: Any) -> None:
         p.grad = torch.full(p.shape, 0.01)
 
 
-@pytest.mark.few_cases(6)
+@pytest.mark.few_cases(4)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("way", [doubled, of_one_value])
 def test_gradients_set_before_an_update_part_from_a_single_devices(

@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
     *(pytest.mark.filterwarnings(f"ignore:{message}") for message in parity.UPSTREAM_WARNINGS),
 ]
-NUM_STEPS = 20
+NUM_STEPS = parity.LONG_STEPS
 MOVED = ("reduce_scatter", "all_gather", "all_to_all", "broadcast", "send")
 LAYOUTS = {
     **runs.LAYOUTS,
@@ -89,19 +89,23 @@ RESUMED = [
 ]
 
 
-@pytest.mark.few_cases(3)
+def assert_goes_on(name: str, before: str, kept_as: str, after: str, folder: Path) -> None:
+    """Save under one layout, go on under another, and compare with one device's run."""
+    path = runs.saving(
+        LAYOUTS[before](checkpoint_format=kept_as), folder, build(name), precision="64-true"
+    )
+    assert path.is_dir() == (kept_as == "sharded")
+    model = fit(name, after, ckpt_path=path, max_steps=4)
+    assert_same(model, alone(name, 4), 4 - SAVED_AFTER)
+
+
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize(("before", "kept_as", "after"), RESUMED)
 @pytest.mark.parametrize("name", ["muon", "adafactor", "shampoo"])
 def test_a_run_goes_on_on_another_layout(
     name: str, before: str, kept_as: str, after: str, tmp_path: Path
 ) -> None:
-    expected = alone(name, 4)
-    path = runs.saving(
-        LAYOUTS[before](checkpoint_format=kept_as), tmp_path, build(name), precision="64-true"
-    )
-    assert path.is_dir() == (kept_as == "sharded")
-    model = fit(name, after, ckpt_path=path, max_steps=4)
-    assert_same(model, expected, 4 - SAVED_AFTER)
+    assert_goes_on(name, before, kept_as, after, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["adafactor", "shampoo"])
@@ -116,7 +120,7 @@ def test_a_checkpoint_is_that_of_a_single_device(name: str, tmp_path: Path) -> N
     assert_same(model, alone(name, 4), 2)
 
 
-@pytest.mark.few_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
 def test_state_and_traffic(strategy: str, num_ranks: int) -> None:
@@ -141,14 +145,18 @@ def _sent(census: Census) -> list[int]:
     ]
 
 
-@pytest.mark.few_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("layout", ["zero1-3", "zero2-2", "zero3-3"])
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-mixed"])
 def test_other_formats_train(precision: str, layout: str) -> None:
+    assert_trains(precision, layout)
+
+
+def assert_trains(precision: str, layout: str) -> None:
+    """Compare a run in a lower precision with one device's in float32."""
     expected = fit("adafactor", precision="32-true")
-    # the Trainer itself has no fp16 on the CPU
     given: dict[str, Any] = {"precision": precision}
-    if precision == "16-mixed":
+    if precision == "16-mixed":  # the Trainer itself has no fp16 on the CPU
         scaler = torch.amp.GradScaler("cpu", init_scale=256.0)  # skips no first step
         given = {"precision": None, "plugins": [MixedPrecision(precision, "cpu", scaler)]}
     model = fit("adafactor", layout, **given)
@@ -156,6 +164,7 @@ def test_other_formats_train(precision: str, layout: str) -> None:
     assert model.losses == pytest.approx(expected.losses, rel=0.1)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("layout", ["zero2-2", "zero3-3"])
 def test_clipping_and_accumulation(layout: str) -> None:
     options: dict[str, Any] = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}

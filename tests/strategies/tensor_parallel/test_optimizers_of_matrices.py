@@ -12,13 +12,11 @@ import lightning as L  # noqa: N812
 import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, Callback
-from lightning.pytorch.plugins import MixedPrecision
 from torch.optim import Adafactor, Optimizer
 
 from lightning_shard import ConfigError, HybridParallelStrategy, TensorParallelStrategy
 from lightning_shard.data_parallel.held_bytes import HeldBytes
 from tests.checkpoint.sharded import runs
-from tests.checkpoint.sharded.runs import SAVED_AFTER
 from tests.examples.commands import ignore_upstream_warnings
 from tests.processes import run_processes
 from tests.strategies import parity
@@ -27,7 +25,9 @@ from tests.strategies.data_parallel.test_optimizers_of_matrices import (
     MOVED,
     NUM_STEPS,
     alone,
+    assert_goes_on,
     assert_same,
+    assert_trains,
     distance,
     fit,
     noisy,
@@ -160,18 +160,13 @@ RESUMED = [
 ]
 
 
-@pytest.mark.few_cases(3)
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize(("before", "kept_as", "after"), RESUMED)
 @pytest.mark.parametrize("name", ["muon", "adafactor", "shampoo"])
 def test_a_run_goes_on_on_another_layout(
     name: str, before: str, kept_as: str, after: str, tmp_path: Path
 ) -> None:
-    path = runs.saving(
-        LAYOUTS[before](checkpoint_format=kept_as), tmp_path, build(name), precision="64-true"
-    )
-    assert path.is_dir() == (kept_as == "sharded")
-    model = fit(name, after, ckpt_path=path, max_steps=4)
-    assert_same(model, alone(name, 4), 4 - SAVED_AFTER)
+    assert_goes_on(name, before, kept_as, after, tmp_path)
 
 
 @pytest.mark.few_cases(1)
@@ -243,7 +238,7 @@ def count(model: L.LightningModule, tp: int, stage: int) -> Census:
     return census
 
 
-@pytest.mark.few_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("tp", [2, 4])
 def test_state_and_traffic(tp: int, stage: int) -> None:
@@ -289,14 +284,7 @@ def _state_after_a_step(optimizer: Optimizer) -> list[int]:
 @pytest.mark.parametrize("layout", ["tensor-2", "tensor-4"])
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-mixed"])
 def test_other_formats_train(precision: str, layout: str) -> None:
-    expected = fit("adafactor", precision="32-true")
-    given: dict[str, Any] = {"precision": precision}
-    if precision == "16-mixed":  # the Trainer itself has no fp16 on the CPU
-        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)  # skips no first step
-        given = {"precision": None, "plugins": [MixedPrecision(precision, "cpu", scaler)]}
-    model = fit("adafactor", layout, **given)
-    assert len(model.losses) == NUM_STEPS
-    assert model.losses == pytest.approx(expected.losses, rel=0.1)
+    assert_trains(precision, layout)
 
 
 def test_clipping_and_accumulation() -> None:
