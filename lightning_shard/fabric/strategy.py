@@ -50,6 +50,7 @@ class FabricStrategy(RankedStrategy):
             dtypes=dtype_policy("32-true", data.reduce_dtype),
             compression=find_compressor(data.compression),
             activation_checkpointing=data.activation_checkpointing,
+            activation_offload=data.activation_offload,
             offload=data.offload,
             prefetch=data.prefetch,
         )
@@ -140,12 +141,10 @@ class FabricStrategy(RankedStrategy):
             module,
             optimizers,
             self._make_engine,
-            checkpointing=self._options.activation_checkpointing,
-            units=self._options.units,
-            offload=self._options.offload,
+            options=self._options,
             rank=self.collectives.rank,
         )
-        warn_of_cpu_ranks(self._options.offload, self.root_device)
+        warn_of_cpu_ranks(self._options, self.root_device)
         self._held.append(held)
         return ShardedModule(held)
 

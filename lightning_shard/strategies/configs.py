@@ -116,6 +116,7 @@ class UnitConfig(OptionGroup):
     units: list[str] | None = None
     bucket_mb: float | None = None
     activation_checkpointing: ActivationCheckpointing | None = None
+    activation_offload: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
