@@ -194,6 +194,7 @@ class SplitModel:
             yield
         finally:
             self._is_in_step = before
+            self._entrance.forget()  # else what entered last is there until the next step
 
     def _with_randomness(
         self, layer: PlannedLayer, enter: Crossing, leave: Crossing

@@ -31,10 +31,12 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     "zero2_offload": {"zero_stage": 2, "offload": "optimizer"},
     "zero3_offload": {"zero_stage": 3, "offload": "parameters"},
     "zero3, checkpointed": {"zero_stage": 3, "checkpointing": "full"},
+    "zero2, activations away": {"zero_stage": 2, "activation_offload": True},
     "tensor_parallel": {"tp": 2, "zero_stage": 1},
     "pipeline": {**STAGES},
     "interleaved": {**STAGES, "schedule": "interleaved_1f1b", "zero_stage": 1},
     "hybrid": {**STAGES, "tp": 2, "zero_stage": 2, "checkpointing": "full"},
+    "hybrid, activations away": {**STAGES, "tp": 2, "zero_stage": 2, "activation_offload": True},
 }
 _ANATOMIES: dict[tuple[str, str], Anatomy] = {}
 

@@ -155,12 +155,17 @@ class HostActivations:
         return stretch.elements()
 
     def bring_ahead(self, stretch: Stretch, needed: Container[Stretch]) -> bool:
-        """Start a stretch's way up before anyone asks for it; return whether there was room.
+        """Start a stretch's way up before anyone asks for it, unless it is here or coming.
 
         Args:
-            stretch: A stretch that is away.
+            stretch: The stretch that will be needed next.
             needed: Those that the running backward needs, too, which make no room.
+
+        Returns:
+            Whether there was room.
         """
+        if not stretch.is_away:
+            return True
         total = self._ahead_bytes + stretch.num_bytes
         for weak in tuple(self._leaving):
             if total + self._leaving_bytes <= self.in_flight_bytes:
@@ -223,9 +228,8 @@ class _Forward:
         self._last, self._next = place, min(self._next, place)
         while self._next > 0:
             before = self._stretches[self._next - 1]()
-            if before is not None and before.is_away:
-                if not self._owner.bring_ahead(before, self._places):
-                    break
+            if before is not None and not self._owner.bring_ahead(before, self._places):
+                break
             self._next -= 1
         return found
 

@@ -2,6 +2,7 @@
 
 from contextlib import ExitStack
 from typing import Any
+from weakref import ReferenceType, ref
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_shard.data_parallel.checkpointed_blocks import checkpointed_blocks
 from lightning_shard.data_parallel.offload.activations import LEAST_BYTES, HostActivations
+from lightning_shard.data_parallel.offload.copier import HostCopier
 from lightning_shard.data_parallel.offload.host_pool import HostPool
 from lightning_shard.data_parallel.torch_private import storage_key
 from lightning_shard.errors import ConfigError
@@ -340,3 +342,43 @@ def test_the_pool_lends_what_was_given_back() -> None:
     assert pool.take(torch.empty(4)) is not one
     assert pool.take(torch.empty(4, dtype=torch.float64)).dtype == torch.float64
     assert pool.num_bytes == 16 + 16 + 32
+
+
+class Late:
+    """A lane of copies that are done only where a stream waits for them, in their order.
+
+    What is read too early has no values yet, and memory that is given back too early is missed.
+    """
+
+    def __init__(self) -> None:
+        self.queue: list[tuple[ReferenceType[Tensor], ReferenceType[Tensor]]] = []
+        self.num_done = 0
+
+    def copy(self, way: str, source: Tensor, target: Tensor) -> int:
+        del way
+        target.view(torch.uint8).fill_(255)
+        self.queue.append((ref(source), ref(target)))
+        return len(self.queue)
+
+    def follow(self, mark: int) -> None:
+        for source, target in self.queue[self.num_done : mark]:
+            come, gone = source(), target()
+            assert come is not None, "memory was given back before its copy was done"
+            assert gone is not None, "memory was given back before its copy was done"
+            gone.copy_(come)
+        self.num_done = max(self.num_done, mark)
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+@pytest.mark.parametrize("backwards", [0, 1, 2])
+def test_copies_come_when_streams_wait_for_them(
+    choice: Any, backwards: int, in_flight: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late, host = Late(), new()
+    monkeypatch.setattr(HostCopier, "copy", lambda _, *args: late.copy(*args))
+    monkeypatch.setattr(HostCopier, "follow", lambda _, mark: late.follow(mark))
+    expected = step(None, backwards=backwards)
+    for _ in range(3):  # in memory that is used again
+        torch.testing.assert_close(step(host, choice, backwards), expected, rtol=0, atol=0)
+        late.follow(len(late.queue))
+    assert late.queue

@@ -57,4 +57,7 @@ def test_one_device(name: str, choice: str) -> None:
     )
     run = train(build(model), strategy=strategy, devices=num_ranks)
     assert_parity(run, single_device(Case(model=model, strategy="", num_ranks=1)))
-    assert 0 < strategy.activation_traffic["up"].bytes < strategy.activation_traffic["down"].bytes
+    down, up = (strategy.activation_traffic[way].bytes for way in ("down", "up"))
+    assert 0 <= up <= down
+    # a stage of one block keeps what it has received
+    assert up > 0 or (name.startswith("hybrid") and choice == "full")
