@@ -27,6 +27,8 @@ class MemoryKinds:
         optimizer_state: Bytes of the optimizer's state.
         offloaded: Bytes in host memory besides, under offload.
         activations_on_host: Bytes of the host memory that activations lie in.
+        gathered_matrices: Bytes of matrices and their gradients that an optimizer of full matrices
+            needs on this rank while it updates them, where layers are in parts.
         others: Bytes of activations and all else that torch has allocated on the device; None where
             that cannot be told, as on a CPU.
         process: Bytes of the whole process, where `others` cannot be told; None where neither can.
@@ -39,6 +41,7 @@ class MemoryKinds:
     optimizer_state: int
     offloaded: int = 0
     activations_on_host: int = 0
+    gathered_matrices: int = 0
     others: int | None = None
     process: int | None = None
 
@@ -60,6 +63,9 @@ class MemoryKinds:
             parts.append(f"in host memory {format_bytes(self.offloaded)}")
         if self.activations_on_host:
             parts.append(f"activations in host memory {format_bytes(self.activations_on_host)}")
+        if self.gathered_matrices:
+            size = format_bytes(self.gathered_matrices)
+            parts.append(f"matrices gathered while an optimizer updates them {size}")
         if self.others is not None:
             parts.append(f"activations and others {format_bytes(self.others)}")
         elif self.process is not None:
@@ -70,7 +76,11 @@ class MemoryKinds:
 
 
 def kinds_of(
-    engine: DataParallelEngine, optimizers: Iterable[Optimizer], activations_on_host: int = 0
+    engine: DataParallelEngine,
+    optimizers: Iterable[Optimizer],
+    *,
+    activations_on_host: int = 0,
+    gathered_matrices: int = 0,
 ) -> MemoryKinds:
     """Return what this rank holds now.
 
@@ -78,6 +88,7 @@ def kinds_of(
         engine: The engine whose model it is.
         optimizers: All optimizers of the model.
         activations_on_host: Bytes of the host memory that activations lie in.
+        gathered_matrices: Bytes that this rank gathers for an update.
     """
     counted = held(engine, optimizers)
     gathered = storage_bytes(flat.full for flat in engine.flats if flat.reshards)
@@ -94,6 +105,7 @@ def kinds_of(
         optimizer_state=counted.optimizer_state,
         offloaded=counted.offloaded,
         activations_on_host=activations_on_host,
+        gathered_matrices=gathered_matrices,
     )
     return _with_others(found, engine.device)
 

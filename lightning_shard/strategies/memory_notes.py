@@ -24,7 +24,12 @@ _BY_STAGE = ("shard_ddp", "zero1", "zero2", "zero3")
 
 def memory_kinds(strategy: Any) -> MemoryKinds:
     """Return the bytes that this rank holds now, by kind: a method of strategies."""
-    return kinds_of(strategy.engine, strategy.optimizers, strategy._activations.host_bytes)
+    return kinds_of(
+        strategy.engine,
+        strategy.optimizers,
+        activations_on_host=strategy._activations.host_bytes,
+        gathered_matrices=sum(one.gathered_bytes for one in strategy._sharded),
+    )
 
 
 class MemoryNotes:

@@ -67,15 +67,32 @@ def test_owners_within_a_copy_of_the_state_and_within_a_stage(layout: str) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("precision", ["64-true", "32-true"])
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("name", ["adafactor", "transformers", "muon"])
-def test_a_gpt_equals_a_single_devices(name: str, strategy: str) -> None:
+def test_a_gpt_equals_a_single_devices(name: str, strategy: str, precision: str) -> None:
     def run(**options: Any) -> parity.Run:
         torch.manual_seed(7)
-        return parity.train(MatricesGPT(name), **options)
+        model = MatricesGPT(name)
+        return parity.train(model, num_steps=NUM_STEPS, precision=precision, **options)
 
     made = parity.STRATEGIES[strategy](backend="in_process", bucket_mb=parity.SMALL_BUCKET_MB)
-    parity.assert_parity(run(strategy=made, devices=3), run(), atol=2e-6)
+    atol = 1e-9 if precision == "64-true" else 2e-6
+    got, expected = run(strategy=made, devices=3), run()
+    apart = max(map(relative, zip(got.losses, expected.losses, strict=True)))
+    print(
+        f"{name}, {strategy}, {precision}: losses {apart:.1e}, weights {farthest(got, expected):.1e}"
+    )
+    parity.assert_parity(got, expected, num_steps=NUM_STEPS, atol=atol)
+
+
+def relative(pair: tuple[float, float]) -> float:
+    return abs(pair[0] - pair[1]) / abs(pair[1])
+
+
+def farthest(run: parity.Run, expected: parity.Run) -> float:
+    """Return how far a weight is from another run's."""
+    return max(float((run.weights[k] - v).abs().max()) for k, v in expected.weights.items())
 
 
 RESUMED = [
