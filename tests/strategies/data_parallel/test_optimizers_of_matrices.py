@@ -80,9 +80,8 @@ def test_a_gpt_equals_a_single_devices(name: str, strategy: str, precision: str)
     atol = 1e-9 if precision == "64-true" else 2e-6
     got, expected = run(strategy=made, devices=3), run()
     apart = max(map(relative, zip(got.losses, expected.losses, strict=True)))
-    print(
-        f"{name}, {strategy}, {precision}: losses {apart:.1e}, weights {farthest(got, expected):.1e}"
-    )
+    weights = farthest(got, expected)
+    print(f"{name}, {strategy}, {precision}: losses {apart:.1e}, weights {weights:.1e}")
     parity.assert_parity(got, expected, num_steps=NUM_STEPS, atol=atol)
 
 
