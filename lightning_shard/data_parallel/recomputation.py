@@ -124,8 +124,8 @@ class _Call(NamedTuple):
     """One call of a block.
 
     Attributes:
-        block: The block.
-        name: Its name.
+        block: The block that is called.
+        name: Name of the block, for messages.
         inputs: The tensors that it was given, where an observer asks for them.
         keep: Keeps a tensor without a graph from forward to backward.
     """
