@@ -4,7 +4,6 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from tests.strategies.data_parallel.test_optimizers_of_matrices import (
     farthest,
     fit,
     noisy,
+    own_spread,
     relative,
 )
 from tests.strategies.matrix_optimizers import Matrices, MatricesGPT, Muon, build
@@ -138,18 +138,10 @@ def test_a_gpt_equals_a_single_devices(name: str, layout: str) -> None:
     parity.assert_parity(got, expected, num_steps=NUM_STEPS, atol=1e-9)
 
 
-@cache
-def own_spread() -> tuple[Any, float]:
-    """Return one device's model, and how far its runs under noise lie apart from each other."""
-    models = [noisy(seed) for seed in range(4)]
-    return models[0], max(distance(*pair) for pair in combinations(models, 2))
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # of the first case, which measures one device's own spread
 @pytest.mark.parametrize("layout", GPT_LAYOUTS)
 def test_torchs_muon_stays_within_its_own_spread(layout: str) -> None:
-    """Measured: 0.011 to 0.013, and 0.014 between runs of one device."""
     expected, allowed = own_spread()
     num_ranks, make = GPT_LAYOUTS[layout]
     found = distance(noisy(0, strategy=make(), devices=num_ranks), expected)
