@@ -1,6 +1,5 @@
 """Shards, their gradients and optimizer state in host memory (ZeRO-Offload), and activations.
 
-
     device   full parameters ──backward──> gradients ──reduce──> shard of gradients
                    ^                                                    │ down, as soon as reduced
                    │ up, after the update                               v
