@@ -54,6 +54,7 @@ __all__ = [
     "unobserved",
     "untraced",
     "untraced_alone",
+    "versions_shared",
     "with_buffers",
     "without_function_modes",
     "without_saving_hooks",
@@ -164,6 +165,11 @@ def unobserved() -> Iterator[None]:
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def versions_shared() -> AbstractContextManager[None]:
+    """Make a context, for a dispatch mode, in which views count changes with what they are of."""
+    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
 
 
 def queue_after_backward(callback: Callable[[], None]) -> None:

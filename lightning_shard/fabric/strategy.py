@@ -129,12 +129,10 @@ class FabricStrategy(RankedStrategy):
             module,
             optimizers,
             self._make_engine,
-            checkpointing=self._options.activation_checkpointing,
-            units=self._options.units,
-            offload=self._options.offload,
+            options=self._options,
             rank=self.collectives.rank,
         )
-        warn_of_cpu_ranks(self._options.offload, self.root_device)
+        warn_of_cpu_ranks(self._options, self.root_device)
         self._held.append(held)
         return ShardedModule(held)
 

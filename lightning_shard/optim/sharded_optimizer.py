@@ -84,6 +84,11 @@ class ShardedOptimizer:
         """Be one of the run's optimizers again after `set_aside`."""
         self._replaced.attach()
 
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes that this rank gathers for an update, of the running one or the last."""
+        return self._owned.gathered_bytes
+
     def detach(self) -> None:
         """Give the optimizer back as it was, state in shards."""
         for handle in self._handles:

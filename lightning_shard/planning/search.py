@@ -131,11 +131,11 @@ def _estimated(estimator: Estimator, space: SearchSpace) -> tuple[list[Estimate]
 def recommended(found: Sequence[Estimate], limit: int) -> Estimate | None:
     """Return the estimate to train with; None where nothing fits.
 
-    Offload is taken only where nothing else fits: what the host's processor needs for the update
-    is in no profile.
+    Offload is taken only where nothing else fits: what the host's processor needs for the update,
+    and what its memory holds, is in no profile.
     """
     fitting = [one for one in found if one.peak_bytes <= limit]
-    fitting = [one for one in fitting if one.candidate.offload is None] or fitting
+    fitting = [one for one in fitting if not one.candidate.uses_host] or fitting
     if not fitting:
         return None
     fastest = min(one.seconds for one in fitting)

@@ -117,6 +117,7 @@ class UnitConfig(OptionGroup):
     units: list[str] | None = None
     bucket_mb: float | None = None
     activation_checkpointing: ActivationCheckpointing | None = None
+    activation_offload: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +163,7 @@ class DataParallelConfig(GradientConfig):
             dtypes=dtype_policy("32-true", self.reduce_dtype),
             compression=find_compressor(self.compression),
             activation_checkpointing=self.activation_checkpointing,
+            activation_offload=self.activation_offload,
             offload=self.offload,
             prefetch=self.prefetch,
         )

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.data_parallel.kept_inputs import TakenApart, take_apart_by
 from lightning_shard.data_parallel.torch_private import untraced
 from lightning_shard.errors import ConfigError
 from lightning_shard.tensor_parallel.regions import (
@@ -304,6 +305,14 @@ class DimShardedTensor(Tensor):
 def own_part(value: Any) -> Any:
     """Return this rank's part of a `DimShardedTensor`; other values as they are."""
     return value.part.local if isinstance(value, DimShardedTensor) else value
+
+
+def _taken_apart(wide: DimShardedTensor) -> TakenApart:
+    part = wide.part
+    return part.local, replace(part, local=_nothing_like(part.local)).widen
+
+
+take_apart_by(DimShardedTensor, _taken_apart)
 
 
 def showing(seen: Tensor, param: Tensor) -> Tensor:

@@ -203,6 +203,7 @@ class SplitModel:
                 yield
         finally:
             self._is_in_step = before
+            self._crossings.forget()  # else what entered last is there until the next step
 
     def _sum_gradients(self, module: nn.Module) -> None:
         """Let a layer that works on each rank's heads have the gradient of all heads."""
