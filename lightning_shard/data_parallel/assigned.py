@@ -9,7 +9,7 @@ and before anything is saved. The value is copied, so that a tensor which was
 assigned to several parameters, or lies in our own buffers, is shared by nobody afterwards.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,7 @@ class ShownViews:
     def show(self, views: Sequence[Tensor]) -> None:
         """Note that the parameters show these views from now on."""
         self._views = views
-        self._addresses = [view.data_ptr() for view in views]
+        self._addresses = addresses_of(views)
 
     @property
     def are(self) -> Sequence[Tensor]:
@@ -44,7 +44,15 @@ class ShownViews:
     @property
     def stand(self) -> bool:
         """Whether every parameter's memory begins where its view does; a quick check."""
-        return not self._addresses or [p.data_ptr() for p in self._params] == self._addresses
+        return not self._addresses or addresses_of(self._params) == self._addresses
+
+    @property
+    def have_their_form(self) -> bool:
+        """Whether every parameter has the shape and the strides of its view."""
+        return all(
+            [*map(form, self._params)] == [*map(form, self._views)]
+            for form in (Tensor.size, Tensor.stride)
+        )
 
     @property
     def lie_straight(self) -> bool:
@@ -58,6 +66,11 @@ class ShownViews:
             for index, (param, view) in enumerate(zip(self._params, self._views, strict=False))
             if not (param.data_ptr() == self._addresses[index] and _equal_form(param, view))
         ]
+
+
+def addresses_of(tensors: Iterable[Tensor]) -> list[int]:
+    """Return where the memory of each tensor begins; asked of all parameters many times a step."""
+    return [*map(Tensor.data_ptr, tensors)]
 
 
 def _equal_form(param: Tensor, view: Tensor) -> bool:

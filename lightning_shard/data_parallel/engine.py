@@ -194,9 +194,12 @@ class DataParallelEngine:
         self._arrivals.watch()
 
     def _arrival(self, position: int, index: int) -> Callable[[Tensor], None]:
+        gradients = self.gradients[position]
+
         def arrived(_: Tensor) -> None:
-            self.shards.changed()
-            self.reducer.arrive(position, index)
+            if not gradients.accept_next(index):
+                self.shards.changed()
+                self.reducer.arrive(position, index)
 
         return arrived
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from operator import and_
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_shard.backends.pending import Pending
 from lightning_shard.data_parallel.averaged_gradient import AveragedGradient
@@ -174,7 +174,30 @@ class FlatGradients:
             self.states.arrive(index)
         else:
             self.buffer.store(index, self._arrived(index, grad))
+        if not self._seen:
+            self.buffer.forget_absent()
         self._seen.add(index)
+
+    def accept_next(self, index: int) -> bool:
+        """Take a gradient as `accept` does, if nothing is unusual about it, in very few calls.
+
+        Most gradients are of this kind: one that is neither the first of its buffer in this
+        backward nor the last, in a tensor that autograd has just made.
+
+        Returns:
+            Whether it was taken; nothing was done else.
+        """
+        seen, states, param = self._seen, self.states, self.flat.params[index]
+        grad = OWN_GRAD(param)
+        is_between = 0 < len(seen) < self._expected - 1 and not (self.was_reduced or self.is_closed)
+        if not is_between or type(grad) is not Tensor or type(param) is not nn.Parameter:
+            return False
+        if grad.requires_grad or grad.is_sparse or not param.requires_grad:
+            return False
+        if not states.is_none(index) or not self.buffer.store_next(index, grad):
+            return False
+        seen.add(index)
+        return True
 
     def _expect(self, index: int) -> None:
         if not self._seen:

@@ -23,7 +23,7 @@ from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.flat_views import full_views
 from lightning_shard.data_parallel.gradient_state import GradientStates
 from lightning_shard.data_parallel.offload.host_gradients import HostGradients
-from lightning_shard.data_parallel.sharded_parameter import OWN_GRAD, as_they_are
+from lightning_shard.data_parallel.sharded_parameter import OWN_GRAD, SET_OWN_GRAD, as_they_are
 from lightning_shard.data_parallel.torch_private import storage_uses
 from lightning_shard.data_parallel.unrecorded import unrecorded
 
@@ -46,6 +46,7 @@ class GradientBuffer:
         accumulates: Whether gradients stay in `full` until a backward that synchronises.
         is_plain: Whether `.grad` stays a full gradient once it is an average.
         shows_sums: Whether `.grad` is a view of `full` while this rank adds up.
+        sets_aside: Whether the averages lie in a part of `full`, which takes new gradients.
     """
 
     def __init__(self, flat: FlatParameters) -> None:
@@ -61,6 +62,7 @@ class GradientBuffer:
         self.accumulates = flat.stage < 2
         self.is_plain = not flat.has_local_form
         self.shows_sums = self.is_plain
+        self.sets_aside = self.accumulates and not self.is_plain
         self._stash: Tensor | None = None
         self._addresses: list[int] = []  # of the views
         self._own_uses = 0  # of the memory of `full`, by us
@@ -149,9 +151,37 @@ class GradientBuffer:
             self.flat.stand_ins.put([index])
         self.states.arrive(index)
 
+    def store_next(self, index: int, grad: Tensor) -> bool:
+        """Put the first gradient of a parameter into `full`, and show it, if nothing is set aside.
+
+        Args:
+            index: A parameter whose gradient is NONE, not the first that `full` takes.
+            grad: Its gradient, dense and in no graph.
+
+        Returns:
+            Whether it was taken; nothing was done else.
+        """
+        states = self.states
+        if self.sets_aside and states.any_reduced:
+            return False
+        view = self.views[index]
+        view.copy_(grad)
+        if self.shows_sums:
+            SET_OWN_GRAD(self.flat.params[index], view)
+        else:
+            self.flat.stand_ins.put_one(index)
+        states.is_local[index] = states.is_used[index] = 1
+        return True
+
+    @as_they_are
+    def forget_absent(self) -> None:
+        """Note that gradients are gone which stand in no `.grad` any more."""
+        grads = enumerate(map(OWN_GRAD, self.flat.params))
+        self.forget([index for index, grad in grads if grad is None])
+
     def set_aside(self) -> None:
         """Keep the averages that lie in a part of `full` before new gradients overwrite it."""
-        if not self.accumulates or self.is_plain or not self.states.any_reduced:
+        if not self.sets_aside or not self.states.any_reduced:
             return
         if self._stash is not None or self.is_on_host:
             return

@@ -137,10 +137,15 @@ def move_out(param: nn.Parameter) -> None:
 
 
 def present(params: Iterable[nn.Parameter], *, sharded: bool) -> None:
-    """Let user code see full parameters where there are shards, or plain ones."""
+    """Let user code see full parameters where there are shards, or plain ones.
+
+    Args:
+        params: Parameters that have settled in.
+        sharded: Whether they are in shards.
+    """
     before, after = _CLASSES if sharded else reversed(_CLASSES)
     for param in params:
-        if type(param) is before and _HOME in vars(param):
+        if type(param) is before:
             param.__class__ = after
 
 

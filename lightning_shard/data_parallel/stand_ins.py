@@ -41,23 +41,30 @@ class StandIns:
     def put(self, indices: Iterable[int]) -> None:
         """Let stand-ins be the `.grad` of parameters whose gradients have been reduced."""
         for index in indices:
-            param, made = self._params[index], self._made[index]
-            form = param.shape, param.dtype
-            if form not in made:
-                made[form] = AveragedGradient(param, self.notes[index])
-            SET_OWN_GRAD(param, made[form])
+            self.put_one(index)
+
+    def put_one(self, index: int) -> None:
+        """Let a stand-in be the `.grad` of one parameter, which shows itself as it is."""
+        param, made = self._params[index], self._made[index]
+        form = param.shape, param.dtype
+        if form not in made:
+            made[form] = AveragedGradient(param, self.notes[index])
+        SET_OWN_GRAD(param, made[form])
 
     @as_they_are
-    def lift(self, indices: Iterable[int]) -> list[int]:
+    def lift(self, indices: Sequence[int]) -> list[int]:
         """Take stand-ins out of `.grad` while their parameters come to show other shapes.
 
         Returns:
             The indices of the parameters that had one, for `put`.
         """
+        grads = [*map(OWN_GRAD, map(self._params.__getitem__, indices))]
+        if AveragedGradient not in map(type, grads):
+            return []
         lifted = []
-        for index in indices:
-            grad, note = OWN_GRAD(self._params[index]), self.notes[index]
+        for index, grad in zip(indices, grads, strict=True):
             if isinstance(grad, AveragedGradient):
+                note = self.notes[index]
                 if grad.note is not note or grad.own is not None:
                     grad.settle(note)
                 SET_OWN_GRAD(self._params[index], None)
