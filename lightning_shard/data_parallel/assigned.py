@@ -9,13 +9,15 @@ and before anything is saved. The value is copied, so that a tensor which was
 assigned to several parameters, or lies in our own buffers, is shared by nobody afterwards.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_shard.data_parallel.tensor_properties import addresses_of
 from lightning_shard.errors import ConfigError
 
 
@@ -66,11 +68,6 @@ class ShownViews:
             for index, (param, view) in enumerate(zip(self._params, self._views, strict=False))
             if not (param.data_ptr() == self._addresses[index] and _equal_form(param, view))
         ]
-
-
-def addresses_of(tensors: Iterable[Tensor]) -> list[int]:
-    """Return where the memory of each tensor begins; asked of all parameters many times a step."""
-    return [*map(Tensor.data_ptr, tensors)]
 
 
 def _equal_form(param: Tensor, view: Tensor) -> bool:
@@ -138,14 +135,17 @@ class ParameterPlaces:
             for name, param in module._parameters.items()
             if param is not None
         ]
-        self._watched: list[tuple[dict[str, Any], str, object]] = [
-            *((place.module._parameters, place.name, place.param) for place in self._places),
-            *((m._modules, name, child) for _, m in modules for name, child in m._modules.items()),
+        children = [(m._modules, *item) for _, m in modules for item in m._modules.items()]
+        self._holders: list[dict[str, Any]] = [
+            *(place.module._parameters for place in self._places),
+            *(held for held, _, _ in children),
         ]
+        self._names = [*(place.name for place in self._places), *(name for _, name, _ in children)]
+        self._known = [*(place.param for place in self._places), *(one for _, _, one in children)]
 
     @property
     def _are_as_known(self) -> bool:
-        return not [name for held, name, known in self._watched if held.get(name) is not known]
+        return all(map(is_, map(dict.get, self._holders, self._names), self._known))
 
     def put_back(
         self, take: Callable[[nn.Parameter, Tensor], None]

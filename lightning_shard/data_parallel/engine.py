@@ -194,10 +194,13 @@ class DataParallelEngine:
         self._arrivals.watch()
 
     def _arrival(self, position: int, index: int) -> Callable[[Tensor], None]:
-        gradients = self.gradients[position]
+        arrivals = self.gradients[position].arrivals
+        waits = arrivals.waiting.append
 
         def arrived(_: Tensor) -> None:
-            if not gradients.accept_next(index):
+            if arrivals.gathers and index not in arrivals.ends:
+                waits(index)
+            else:
                 self.shards.changed()
                 self.reducer.arrive(position, index)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -32,17 +33,24 @@ def inputs_with_gradient(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> li
     """Return the tensors among a call's arguments whose gradients a backward computes."""
     if len(args) == 1 and not kwargs and type(args[0]) is Tensor:  # nearly every block's
         return [args[0]] if args[0].requires_grad else []
-    return with_gradient(leaves_of((args, kwargs)))
+    return _with_gradient(leaves_of((args, kwargs)))
 
 
-def with_gradient(leaves: Iterable[Any]) -> list[Tensor]:
-    """Return the tensors whose gradients a backward computes."""
+def outputs_with_gradient(output: Any) -> tuple[list[Tensor], bool]:
+    """Return the tensors among a call's results whose gradients a backward computes.
+
+    Returns:
+        The tensors, and whether an object that we do not know may carry others.
+    """
+    if type(output) is Tensor:
+        return ([output] if output.requires_grad else []), False
+    leaves = leaves_of(output)
+    hides = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *_PLAIN))]
+    return _with_gradient(leaves), bool(hides)
+
+
+def _with_gradient(leaves: Iterable[Any]) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-
-
-def hide_tensors(leaves: Iterable[Any]) -> bool:
-    """Whether an object that we do not know may carry tensors out of a block."""
-    return bool([leaf for leaf in leaves if not isinstance(leaf, (Tensor, *_PLAIN))])
 
 
 class LeftGraphs:
@@ -53,20 +61,23 @@ class LeftGraphs:
     """
 
     def __init__(self, root: nn.Module) -> None:
-        self._modules = KnownModules(root)
+        self._known = KnownModules(root)
+        self._modules: Sequence[nn.Module] = ()
+        self._held: list[dict[str, Any]] = []  # the attributes of each
         self._no_tensors: set[type] = set()  # classes of what lies on modules
 
     def are_there(self) -> bool:
         """Whether there is such a tensor now."""
-        for module in self._modules.now():
-            held = vars(module).values()
-            if not self._no_tensors.issuperset(map(type, held)) and self._look(held):
-                return True
-        return False
+        modules = self._known.now()
+        if modules is not self._modules:
+            self._modules, self._held = modules, [vars(module) for module in modules]
+        values = chain.from_iterable(map(dict.values, self._held))
+        return not self._no_tensors.issuperset(map(type, values)) and self._look()
 
-    def _look(self, held: Iterable[Any]) -> bool:
-        self._no_tensors.update(type(one) for one in held if not isinstance(one, Tensor))
-        return any(isinstance(one, Tensor) and one.grad_fn is not None for one in held)
+    def _look(self) -> bool:
+        values = [*chain.from_iterable(map(dict.values, self._held))]
+        self._no_tensors.update(type(one) for one in values if not isinstance(one, Tensor))
+        return any(isinstance(one, Tensor) and one.grad_fn is not None for one in values)
 
 
 def on_exit(inputs: Sequence[Tensor], left: Callable[[Any], None]) -> None:

@@ -211,10 +211,6 @@ class ShardedParameter(nn.Parameter):
             return _of_user(func, params, *given)
 
 
-# A parameter's own `.grad`, for functions that see parameters as they are; quicker than asking one
-# that may be in shards.
-OWN_GRAD: Callable[[nn.Parameter], Tensor | None] = _TENSOR.grad.__get__
-SET_OWN_GRAD: Callable[[nn.Parameter, Tensor | None], None] = _TENSOR.grad.__set__
 _CLASSES: tuple[type[nn.Parameter], ...] = (nn.Parameter, ShardedParameter)
 _SET_GRAD = _TENSOR.grad.__set__
 _SHARDS = (ParameterShard, AveragedGradient, ShardView)

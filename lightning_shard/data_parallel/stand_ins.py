@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from lightning_shard.data_parallel.averaged_gradient import AveragedGradient, GradientNote
-from lightning_shard.data_parallel.sharded_parameter import OWN_GRAD, SET_OWN_GRAD, as_they_are
+from lightning_shard.data_parallel.sharded_parameter import as_they_are
+from lightning_shard.data_parallel.tensor_properties import OWN_GRAD, SET_OWN_GRAD
 
 _OWN_REFERENCES = 2  # to a stand-in that nobody else holds: that of the dict, and getrefcount's own
 
@@ -41,15 +42,12 @@ class StandIns:
     def put(self, indices: Iterable[int]) -> None:
         """Let stand-ins be the `.grad` of parameters whose gradients have been reduced."""
         for index in indices:
-            self.put_one(index)
-
-    def put_one(self, index: int) -> None:
-        """Let a stand-in be the `.grad` of one parameter, which shows itself as it is."""
-        param, made = self._params[index], self._made[index]
-        form = param.shape, param.dtype
-        if form not in made:
-            made[form] = AveragedGradient(param, self.notes[index])
-        SET_OWN_GRAD(param, made[form])
+            param, made = self._params[index], self._made[index]
+            form = param.shape, param.dtype
+            stand_in = made.get(form)
+            if stand_in is None:
+                stand_in = made[form] = AveragedGradient(param, self.notes[index])
+            SET_OWN_GRAD(param, stand_in)
 
     @as_they_are
     def lift(self, indices: Sequence[int]) -> list[int]:

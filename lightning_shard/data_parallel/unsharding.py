@@ -23,9 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.data_parallel.graph_borders import (
     LeftGraphs,
-    hide_tensors,
-    leaves_of,
-    with_gradient,
+    outputs_with_gradient,
 )
 from lightning_shard.data_parallel.passages import Passage
 from lightning_shard.data_parallel.shard_copies import ShardCopies
@@ -326,10 +324,10 @@ class Unsharder:
         if in_backward():
             return
         if torch.is_grad_enabled():
-            leaves = leaves_of(output)
-            if hide_tensors(leaves) or self._left_graphs[module].are_there():
+            outputs, hides = outputs_with_gradient(output)
+            if hides or self._left_graphs[module].are_there():
                 unit.kept = True  # we cannot see its backward coming
-            unit.passages.end_call(with_gradient(leaves))
+            unit.passages.end_call(outputs)
         if unit.note_forward(module) and not (unit.kept or self._holds):
             unit.reshard(edited=True)  # a forward may keep its own weights small
 
