@@ -11,11 +11,13 @@ assigned to several parameters, or lies in our own buffers, is shared by nobody 
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_shard.data_parallel.tensor_properties import addresses_of
 from lightning_shard.errors import ConfigError
 
 
@@ -34,7 +36,7 @@ class ShownViews:
     def show(self, views: Sequence[Tensor]) -> None:
         """Note that the parameters show these views from now on."""
         self._views = views
-        self._addresses = [view.data_ptr() for view in views]
+        self._addresses = addresses_of(views)
 
     @property
     def are(self) -> Sequence[Tensor]:
@@ -44,7 +46,15 @@ class ShownViews:
     @property
     def stand(self) -> bool:
         """Whether every parameter's memory begins where its view does; a quick check."""
-        return not self._addresses or [p.data_ptr() for p in self._params] == self._addresses
+        return not self._addresses or addresses_of(self._params) == self._addresses
+
+    @property
+    def have_their_form(self) -> bool:
+        """Whether every parameter has the shape and the strides of its view."""
+        return all(
+            [*map(form, self._params)] == [*map(form, self._views)]
+            for form in (Tensor.size, Tensor.stride)
+        )
 
     @property
     def lie_straight(self) -> bool:
@@ -125,14 +135,17 @@ class ParameterPlaces:
             for name, param in module._parameters.items()
             if param is not None
         ]
-        self._watched: list[tuple[dict[str, Any], str, object]] = [
-            *((place.module._parameters, place.name, place.param) for place in self._places),
-            *((m._modules, name, child) for _, m in modules for name, child in m._modules.items()),
+        children = [(m._modules, *item) for _, m in modules for item in m._modules.items()]
+        self._holders: list[dict[str, Any]] = [
+            *(place.module._parameters for place in self._places),
+            *(held for held, _, _ in children),
         ]
+        self._names = [*(place.name for place in self._places), *(name for _, name, _ in children)]
+        self._known = [*(place.param for place in self._places), *(one for _, _, one in children)]
 
     @property
     def _are_as_known(self) -> bool:
-        return not [name for held, name, known in self._watched if held.get(name) is not known]
+        return all(map(is_, map(dict.get, self._holders, self._names), self._known))
 
     def put_back(
         self, take: Callable[[nn.Parameter, Tensor], None]

@@ -198,9 +198,15 @@ class DataParallelEngine:
         self._arrivals.watch()
 
     def _arrival(self, position: int, index: int) -> Callable[[Tensor], None]:
+        arrivals = self.gradients[position].arrivals
+        waits = arrivals.waiting.append
+
         def arrived(_: Tensor) -> None:
-            self.shards.changed()
-            self.reducer.arrive(position, index)
+            if arrivals.gathers and index not in arrivals.ends:
+                waits(index)
+            else:
+                self.shards.changed()
+                self.reducer.arrive(position, index)
 
         return arrived
 

@@ -141,10 +141,15 @@ def move_out(param: nn.Parameter) -> None:
 
 
 def present(params: Iterable[nn.Parameter], *, sharded: bool) -> None:
-    """Let user code see full parameters where there are shards, or plain ones."""
+    """Let user code see full parameters where there are shards, or plain ones.
+
+    Args:
+        params: Parameters that have settled in.
+        sharded: Whether they are in shards.
+    """
     before, after = _CLASSES if sharded else reversed(_CLASSES)
     for param in params:
-        if type(param) is before and _HOME in vars(param):
+        if type(param) is before:
             param.__class__ = after
 
 
@@ -212,10 +217,6 @@ class ShardedParameter(nn.Parameter):
             return _of_user(func, params, *given)
 
 
-# A parameter's own `.grad`, for functions that see parameters as they are; quicker than asking one
-# that may be in shards.
-OWN_GRAD: Callable[[nn.Parameter], Tensor | None] = _TENSOR.grad.__get__
-SET_OWN_GRAD: Callable[[nn.Parameter, Tensor | None], None] = _TENSOR.grad.__set__
 _CLASSES: tuple[type[nn.Parameter], ...] = (nn.Parameter, ShardedParameter)
 _SET_GRAD = _TENSOR.grad.__set__
 _SHARDS = (ParameterShard, AveragedGradient, ShardView)

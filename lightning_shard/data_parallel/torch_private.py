@@ -28,6 +28,7 @@ __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
     "Untraced",
+    "after_gradient",
     "check_batch_norm_input",
     "children_of",
     "exchange_contents",
@@ -182,9 +183,14 @@ def gradient_hooks(param: Tensor) -> dict[int, Callable[[Tensor], Tensor | None]
     return param._backward_hooks or {}
 
 
+def after_gradient(param: Tensor) -> dict[int, object] | None:
+    """Return the hooks that are called once a gradient has been added up: the dictionary itself."""
+    return getattr(param, "_post_accumulate_grad_hooks", None)
+
+
 def hooks_after_gradient(param: Tensor) -> list[Callable[[Tensor], None]]:
     """Return the hooks that are called once a gradient has been added up."""
-    return list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
+    return cast("list[Callable[[Tensor], None]]", [*(after_gradient(param) or {}).values()])
 
 
 def has_gradient_hooks(param: Tensor) -> bool:
@@ -194,7 +200,7 @@ def has_gradient_hooks(param: Tensor) -> bool:
 
 def forget_gradient_hooks(param: Tensor) -> None:
     """Remove all hooks of a parameter's gradient."""
-    for hooks in (param._backward_hooks, getattr(param, "_post_accumulate_grad_hooks", None)):
+    for hooks in (param._backward_hooks, after_gradient(param)):
         (hooks or {}).clear()
 
 
@@ -214,9 +220,9 @@ def is_compiled_function(function: object) -> bool:
     return hasattr(function, "_torchdynamo_orig_callable")
 
 
-def children_of(modules: Iterable[nn.Module]) -> list[nn.Module | None]:
-    """Return what each module holds as its children, one module after the other."""
-    return [child for module in modules for child in module._modules.values()]
+def children_of(modules: Iterable[nn.Module]) -> list[dict[str, nn.Module | None]]:
+    """Return the dictionary in which each module holds its children."""
+    return [module._modules for module in modules]
 
 
 def with_buffers(modules: Iterable[nn.Module]) -> list[nn.Module]:

@@ -108,12 +108,16 @@ class Seen:
         num_operations: Operations on the device, to know that there were any.
         num_steps: Steps that were counted.
         error: The error that ended the fit, or "".
+        races: Uses of memory without an order in all of the fit: both, and how often.
+        num_uses: Uses of memory that were looked at.
     """
 
     waits: list[tuple[str, str, str, int]] = field(default_factory=list)
     num_operations: int = 0
     num_steps: int = 0
     error: str = ""
+    races: list[tuple[str, str, int]] = field(default_factory=list)
+    num_uses: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Return what JSON holds."""
@@ -189,6 +193,9 @@ def fit(name: str, precision: str, rank: int = 0) -> Seen:
                 dist.destroy_process_group()
     seen.waits = [(*wait, count) for wait, count in watch.found.items()]
     seen.num_operations = watch.num_operations
+    order = watch.tracker.order
+    seen.races = [(*race, count) for race, count in order.races.items()]
+    seen.num_uses = order.num_uses
     return seen
 
 
