@@ -11,6 +11,7 @@ Once a placeholder has been received, it has a `value`, with which the step goes
 """
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_shard.errors import ConfigError
@@ -28,6 +30,7 @@ from lightning_shard.tensor_calls import SeesCalls, SeesOperations
 _UPDATES_STATISTICS = ("batch_norm",)  # of another stage: they are its own to keep
 _written_to: ContextVar[dict[str, None] | None] = ContextVar("written_to", default=None)
 _is_alone: ContextVar[bool] = ContextVar("is_alone", default=False)
+_given: ContextVar[list[Tensor] | None] = ContextVar("given", default=None)
 _born: ContextVar[list["weakref.ref[Placeholder]"] | None] = ContextVar("born", default=None)
 
 
@@ -131,8 +134,14 @@ class Placeholder(SeesCalls, SeesOperations):
         if param is not None:
             result = func(param, *args[1:], **kwargs)
             return args[0] if result is param else result
+        if func in _OF_GRADIENT and is_placeholder(args[0]):
+            return RemovableHandle(OrderedDict()) if func == Tensor.register_hook else None
+        args = tuple(map(_known, args))
+        kwargs = {key: _known(one) for key, one in kwargs.items()}
+        if any(map(is_placeholder, args)):
+            note_given((args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*map(_known, args), **{key: _known(one) for key, one in kwargs.items()})
+            return func(*args, **kwargs)
 
     @classmethod
     @override
@@ -239,6 +248,7 @@ _OF_TRAINING: Any = (
     Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
     Tensor.requires_grad_,
 )
+_OF_GRADIENT: Any = (Tensor.register_hook, Tensor.retain_grad)  # which its own stage has
 
 
 @cache
@@ -294,6 +304,29 @@ def births() -> Iterator[list["weakref.ref[Placeholder]"]]:
         yield born
     finally:
         _born.reset(token)
+
+
+@contextmanager
+def tensors_given() -> Iterator[list[Tensor]]:
+    """Note the tensors that require gradients and that other stages compute with, in this thread.
+
+    Their gradients are not known here, not even in part.
+    """
+    given: list[Tensor] = []
+    token = _given.set(given)
+    try:
+        yield given
+    finally:
+        _given.reset(token)
+
+
+def note_given(values: Any) -> None:
+    """Note that other stages compute with these values, for `tensors_given`."""
+    given = _given.get()
+    if given is not None and torch.is_grad_enabled():
+        found: list[Tensor] = []
+        apply_to_collection(values, Tensor, found.append, wrong_dtype=Placeholder)
+        given += [one for one in found if one.requires_grad]
 
 
 @contextmanager

@@ -50,7 +50,7 @@ class ArrivalHooks:
         Raises:
             ConfigError: There is such a hook, which would not be called.
         """
-        if not all(hasattr(hook, _OURS) for hook in hooks_after_gradient(param)):
+        if others_wait_for(param):
             shape = tuple(param.shape)
             raise ConfigError(
                 f"Rank {rank}: a parameter of shape {shape} has a hook of "
@@ -64,3 +64,8 @@ class ArrivalHooks:
         while self._handles:
             self._handles.pop().remove()
         self._unwatched = list(self._positions)
+
+
+def others_wait_for(param: nn.Parameter) -> bool:
+    """Whether user code is called once a parameter's gradient has been added up."""
+    return not all(hasattr(hook, _OURS) for hook in hooks_after_gradient(param))

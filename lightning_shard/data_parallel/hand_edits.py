@@ -59,6 +59,16 @@ class HandEdits:
         for ranks, some in of_ranks.items():
             if ranks.size > 1:
                 self._average(some, ranks)
+            else:
+                self._take_in(some)
+
+    def _take_in(self, some: Sequence[FlatGradients]) -> None:
+        """Take what user code has put into `.grad` of the one rank that has these samples."""
+        for gradients in some:
+            if gradients.flat.stage == 0:
+                gradients.own.take_in()
+            elif gradients.own.are_there:
+                self._reduce(gradients, gradients.own.kinds())
 
     def _average(self, some: Sequence[FlatGradients], ranks: Collectives) -> None:
         """Average gradients that the same ranks have."""

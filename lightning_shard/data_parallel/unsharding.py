@@ -29,6 +29,7 @@ from lightning_shard.data_parallel.passages import Passage
 from lightning_shard.data_parallel.shard_copies import ShardCopies
 from lightning_shard.data_parallel.sharded_parameter import UserCode
 from lightning_shard.data_parallel.torch_private import in_backward, untraced
+from lightning_shard.data_parallel.transforms import OF_SHARDS, refuse_transforms
 from lightning_shard.data_parallel.unit import Unit
 from lightning_shard.data_parallel.unshard_record import UnshardRecord
 
@@ -310,6 +311,7 @@ class Unsharder:
             self._trace = {}
 
     def _before_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        refuse_transforms(OF_SHARDS)
         unit.ensure_full()
         if in_backward():  # recomputation of a checkpointed block
             return

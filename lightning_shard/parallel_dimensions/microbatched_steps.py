@@ -27,7 +27,7 @@ from lightning_shard.pipeline_parallel.microbatches import (
 )
 from lightning_shard.pipeline_parallel.pipeline import Pipeline
 from lightning_shard.pipeline_parallel.split import PipelineSplit
-from lightning_shard.placeholders import is_placeholder
+from lightning_shard.placeholders import is_placeholder, tensors_given
 from lightning_shard.trainer.hook_advice import may_edit_before_backward
 from lightning_shard.trainer.step_logs import StepLogs
 
@@ -130,7 +130,7 @@ class MicrobatchedSteps(StepRunner):
         def recorded(microbatch: Microbatch, is_last: bool) -> Any:
             size = microbatch.size
             with self._logs.recording(size, counts=is_last, completed=completed) as note:
-                with asking(OfLastStage()):
+                with tensors_given() as given, asking(OfLastStage(given)):
                     result = completed(step(microbatch.content, *args[1:], **kwargs))
                 loss = _loss(result)
                 note.loss = None if loss is None or is_placeholder(loss) else loss.detach()

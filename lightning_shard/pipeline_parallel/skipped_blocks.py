@@ -28,7 +28,7 @@ from lightning_shard.data_parallel.recomputation import CACHES
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.leaves import signature, tensors_in
 from lightning_shard.pipeline_parallel.microbatches import held_values
-from lightning_shard.placeholders import Placeholder, alone, births
+from lightning_shard.placeholders import Placeholder, alone, births, note_given
 
 _PLAIN = (type(None), bool, int, float, str)
 _ORIGIN = "a block of an earlier stage"
@@ -143,6 +143,7 @@ class SkippedBlock:
             UnknownResultError: The block needs elements, and there is no hint.
         """
         leaves = tensors_in((args, kwargs))
+        note_given(leaves)
         settings = _settings((args, kwargs))
         keys = (len(leaves), settings), (signature(leaves), settings)
         known = self._templates.get(keys[0]) or self._templates.get(keys[1])

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_shard.data_parallel.kept_inputs import computed
 from lightning_shard.data_parallel.offload.activations import stay
+from lightning_shard.data_parallel.transforms import OF_STAGES, refuse_transforms
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.leaves import exchange_tensors, map_tensors, tensors_in
 from lightning_shard.pipeline_parallel.skipped_blocks import (
@@ -160,6 +161,7 @@ class StageRun:
         kwargs: Mapping[str, Any],
     ) -> Any:
         """Skip or run block `index`, or end the step there, as this stage has to."""
+        refuse_transforms(OF_STAGES)
         if index < self._first:
             self._refuse_late(index)
             return skipped(call, args, kwargs)
@@ -326,6 +328,7 @@ class Probe:
         kwargs: Mapping[str, Any],
     ) -> Any:
         """Skip the blocks of earlier stages, and end the step at the stage's first block."""
+        refuse_transforms(OF_STAGES)
         if index < self._first:
             return skipped(call, args, kwargs)
         leaves = tensors_in((args, kwargs))

@@ -32,13 +32,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.kept_inputs import TakenApart, take_apart_by
 from lightning_shard.data_parallel.torch_private import untraced
+from lightning_shard.data_parallel.transforms import OF_RANKS, refuse_transforms
 from lightning_shard.errors import ConfigError
 from lightning_shard.tensor_parallel.regions import (
     all_gathered,
     copy_to_region,
     gather_copies,
     own_slice,
-    refuse_transforms,
     split_to_region,
 )
 
@@ -170,7 +170,7 @@ def from_local(local: Tensor, group: Collectives, dim: int = -1, num_blocks: int
 @untraced
 def wrapped(part: Part) -> Tensor:
     """Make a tensor that looks full of a part, without sending anything."""
-    refuse_transforms()
+    refuse_transforms(OF_RANKS)
     link = _Link()
     wide: Any = _Widen.apply(part.local, part, link)  # type: ignore[no-untyped-call]
     wide._part, wide._link = part, link

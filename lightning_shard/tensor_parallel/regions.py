@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.data_parallel.torch_private import in_transform, untraced
-from lightning_shard.errors import ConfigError
+from lightning_shard.data_parallel.torch_private import untraced
+from lightning_shard.data_parallel.transforms import OF_RANKS, refuse_transforms
 from lightning_shard.placeholders import is_placeholder
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -123,22 +123,12 @@ def own_slice(tensor: Tensor, dim: int, group: Collectives) -> Tensor:
     return tensor.chunk(group.size, dim=dim)[group.rank]
 
 
-def refuse_transforms() -> None:
-    """Raise ConfigError inside of torch's function transforms, which know no other ranks."""
-    if in_transform():
-        raise ConfigError(
-            "A layer that ranks share, or a sequence, is computed inside torch.func.grad, vmap or "
-            "another of torch's function transforms, which see what one rank does only. Leave the "
-            "layer out of the plan, use torch.autograd.grad, or use strategy='zero2'."
-        )
-
-
 @untraced
 def _apply(function: type[torch.autograd.Function], tensor: Tensor, *args: Any) -> Tensor:
     group: Collectives = args[-1]
     if group.size == 1:
         return tensor
-    refuse_transforms()
+    refuse_transforms(OF_RANKS)
     on_part = getattr(tensor, PASSES_ON, None)
     if (
         on_part is not None

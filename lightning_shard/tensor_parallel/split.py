@@ -30,6 +30,11 @@ from lightning_shard.tensor_parallel.dim_sharded_tensor import (
     full_tensor,
 )
 from lightning_shard.tensor_parallel.head_counts import Attributes, count_heads
+from lightning_shard.tensor_parallel.hooks_of_gradients import (
+    put_first,
+    show_as_they_are,
+    show_full,
+)
 from lightning_shard.tensor_parallel.layers import (
     FullView,
     LayerContext,
@@ -198,6 +203,7 @@ class SplitModel:
     def step(self) -> Iterator[None]:
         """Show the full shapes of a layer's weights inside, to code outside of the layer."""
         before, self._is_in_step = self._is_in_step, True
+        show_full(self.shardings, self.group)
         try:
             with asking(DifferentiatedParts()):
                 yield
@@ -216,6 +222,7 @@ class SplitModel:
                 if self._make is not None:
                     self._make(param)
                 self._hooks.append(param.register_hook(summed))  # type: ignore[no-untyped-call]
+                put_first(param, self._hooks[-1])
 
     def _check_users(self, model: nn.Module) -> None:
         """Raise if a layer that the plan leaves full shares a weight that it cuts."""
@@ -363,6 +370,7 @@ class SplitModel:
         for hook in self._hooks:
             hook.remove()
         self._crossings.forget()
+        show_as_they_are(self.shardings)
         self.shardings, self._layers = {}, []
 
 

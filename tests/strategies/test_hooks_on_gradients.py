@@ -1,0 +1,214 @@
+"""Hooks on gradients and on activations, and gradients of inputs, where ranks share a model."""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from lightning_shard import ConfigError
+from lightning_shard.data_parallel.torch_private import gradient_hooks
+from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.schemes import SCHEMES, OfRanks
+from tests.strategies.stacks import Fitted, fit
+
+pytestmark = [
+    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
+    pytest.mark.filterwarnings("ignore:.*microbatches are fewer than the"),
+]
+alone: Any = cache(fit)
+
+
+def fit_under(style: type[OfRanks], scheme: str) -> Fitted:
+    num_ranks, make = SCHEMES[scheme]
+    return fit(style, make(), devices=num_ranks)
+
+
+def assert_as_alone(style: type[OfRanks], scheme: str) -> None:
+    got = fit_under(style, scheme)
+    torch.testing.assert_close(got.weights, alone(style).weights, rtol=1e-5, atol=2e-6)
+
+
+def by_its_norm(grad: Tensor) -> Tensor:
+    return grad / (1 + grad.norm())
+
+
+def rows(grad: Tensor) -> Tensor:
+    return grad - grad.mean(dim=0, keepdim=True)
+
+
+def halved_in_place(grad: Tensor) -> None:
+    grad.mul_(0.5)
+
+
+def clamped(grad: Tensor) -> Tensor:
+    return grad.clamp(-0.01, 0.01)
+
+
+HOOKS: Sequence[Callable[[Tensor], Any]] = (by_its_norm, rows, halved_in_place, clamped)
+
+
+@cache
+def hooked(hook: Callable[[Tensor], Any], *, late: bool) -> type[OfRanks]:
+    def put(module: Any) -> None:
+        for param in module.blocks.parameters():
+            param.register_hook(hook)
+
+    class Hooked(OfRanks):
+        def __init__(self) -> None:
+            super().__init__()
+            if not late:
+                put(self)
+
+        def on_train_start(self) -> None:
+            if late:
+                put(self)
+
+    return Hooked
+
+
+@pytest.mark.few_cases(6)
+@pytest.mark.parametrize("scheme", ["tensor", "pipeline"])
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_hook_on_a_split_weight_got_a_part_of_its_gradient(
+    hook: Callable[[Tensor], Any], late: bool, scheme: str
+) -> None:
+    assert_as_alone(hooked(hook, late=late), scheme)
+
+
+def test_after_a_fit_hooks_get_gradients_as_autograd_has_them() -> None:
+    got = fit_under(hooked(by_its_norm, late=False), "tensor")
+    for param in got.model.blocks.parameters():
+        assert list(gradient_hooks(param).values()) == [by_its_norm]
+
+
+class AfterAccumulation(OfRanks):
+    def __init__(self) -> None:
+        super().__init__()
+        for param in self.blocks.parameters():
+            param.register_post_accumulate_grad_hook(self.scale)
+
+    @staticmethod
+    def scale(param: nn.Parameter) -> None:
+        assert param.grad is not None
+        param.grad.div_(1 + param.grad.norm())
+
+
+@pytest.mark.parametrize("scheme", ["tensor", "pipeline"])
+def test_a_hook_after_accumulation_saw_a_part_without_a_word(scheme: str) -> None:
+    with pytest.raises(ConfigError, match="register_post_accumulate_grad_hook"):
+        fit_under(AfterAccumulation, scheme)
+
+
+class HookedActivations(OfRanks):
+    def loss(self, batch: Any) -> Tensor:
+        x = self.embed(batch[0])
+        x.register_hook(lambda grad: grad * 0.5)
+        for block in self.blocks:
+            x = block(x)
+            x.register_hook(lambda grad: grad * 0.9)
+            x.retain_grad()
+        return F.cross_entropy(self.head(x), batch[1])
+
+
+@pytest.mark.parametrize("scheme", ["zero3", "tensor", "pipeline", "hybrid"])
+def test_hooks_on_activations_failed_on_stages_that_have_them_not(scheme: str) -> None:
+    assert_as_alone(HookedActivations, scheme)
+
+
+class PenaltyOfInput(OfRanks):
+    """A penalty of the gradient by the input, which goes into the network alone."""
+
+    def penalised(self, batch: Any, of_input: Callable[[Tensor], Any], **options: Any) -> Tensor:
+        x = batch[0].clone().requires_grad_()
+        out = self(x * 2)
+        (grad,) = torch.autograd.grad(out.sum() + of_input(x), x, create_graph=True, **options)
+        loss = F.cross_entropy(out, batch[1])
+        return loss if grad is None else loss + 0.01 * grad.square().mean()
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.penalised(batch, lambda x: 0)
+
+
+class PenaltyOfPart(PenaltyOfInput):
+    """The input is used in the loss, too: a last stage knew this part of the gradient."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.penalised(batch, lambda x: x.square().sum())
+
+
+class PenaltyOrNone(PenaltyOfInput):
+    """A gradient that may be missing, as it was on a last stage."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.penalised(batch, lambda x: 0, allow_unused=True)
+
+
+PENALTIES = (PenaltyOfInput, PenaltyOfPart, PenaltyOrNone)
+
+
+@pytest.mark.parametrize("style", PENALTIES)
+def test_a_gradient_by_the_input_was_the_last_stages_part_of_it(style: type[OfRanks]) -> None:
+    with pytest.raises(ConfigError, match="what earlier stages of the pipeline compute with"):
+        fit_under(style, "pipeline")
+
+
+@pytest.mark.parametrize("scheme", ["zero2", "zero3", "tensor"])
+def test_a_penalty_of_the_gradient_by_the_input(scheme: str) -> None:
+    assert_as_alone(PenaltyOfPart, scheme)
+
+
+class ForwardDerivative(OfRanks):
+    def loss(self, batch: Any) -> Tensor:
+        ones = torch.ones_like(batch[0])
+        out, slope = torch.func.jvp(self.forward, (batch[0],), (ones,))
+        return F.cross_entropy(out, batch[1]) + 0.01 * slope.square().mean()
+
+
+class OneByOne(OfRanks):
+    def loss(self, batch: Any) -> Tensor:
+        out = torch.func.vmap(lambda x: self(x[None])[0])(batch[0])
+        return F.cross_entropy(out, batch[1])
+
+
+@pytest.mark.parametrize("style", [ForwardDerivative, OneByOne])
+@pytest.mark.parametrize("scheme", ["zero3", "tensor", "pipeline"])
+def test_a_network_in_a_function_transform_had_another_gradient(
+    style: type[OfRanks], scheme: str
+) -> None:
+    with pytest.raises(ConfigError, match="another of torch's function transforms"):
+        fit_under(style, scheme)
+
+
+@pytest.mark.parametrize("style", [ForwardDerivative, OneByOne])
+def test_a_network_in_a_function_transform_on_copies_of_the_model(style: type[OfRanks]) -> None:
+    assert_as_alone(style, "zero2")
+
+
+class SetByHand(OfRanks):
+    """Sets gradients of two losses, as methods of multi-task learning do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        out, params = self(batch[0]), list(self.parameters())
+        loss = F.cross_entropy(out, batch[1])
+        first = torch.autograd.grad(loss, params, retain_graph=True)
+        second = torch.autograd.grad(out.square().mean(), params)
+        for param, one, other in zip(params, first, second, strict=True):
+            param.grad = one + 0.5 * other
+        optimizer.step()
+        optimizer.zero_grad()
+        return {"loss": loss.detach()}
+
+
+@pytest.mark.parametrize("scheme", ["shard_ddp", "zero3", "tensor", "tensor_zero2"])
+def test_gradients_set_by_hand_were_refused_where_one_rank_has_the_samples(scheme: str) -> None:
+    assert_as_alone(SetByHand, scheme)
