@@ -21,7 +21,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 # processes, so three share two cores.
 PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadfile
 
-.PHONY: demo test test-all test-cluster test-ray lint types docs bench clean
+.PHONY: demo test test-all test-cluster test-ray test-gpu lint types docs bench bench-gpu clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/train_gpt.py --config configs/gpt_demo.yaml
@@ -42,6 +42,14 @@ test-cluster: $(STAMP) test-ray
 
 test-ray: $(RAY)/.installed
 	$(RAY)/bin/python -m pytest tests/ray -m ray
+
+# On a machine with 1 to 8 GPUs; without one both say so, and fail. BIN=... is for a torch with CUDA
+# that is installed elsewhere: constraints.txt has one for CPUs.
+test-gpu: $(STAMP)
+	$(BIN)/python -m tests.gpu
+
+bench-gpu: $(STAMP)
+	$(BIN)/python -m tests.benchmarks --device cuda --model wide
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

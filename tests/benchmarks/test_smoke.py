@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.contenders import CONTENDERS
+from tests.benchmarks.entries import CONTENDERS
 
 REPOSITORY = Path(__file__).parents[2]
 
