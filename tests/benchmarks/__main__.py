@@ -40,6 +40,7 @@ from tests.benchmarks.report import (
     print_overlap,
     print_profile,
     print_results,
+    save_plot,
     write_json,
 )
 from tests.benchmarks.timing import REFERENCE, time_contenders
@@ -64,6 +65,8 @@ def main() -> None:
         print_overlap(console, shares)
     if arguments.json is not None:
         write_json(arguments.json, results)
+    if arguments.plot is not None:
+        save_plot(arguments.plot, results)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -80,6 +83,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--only", nargs="+", choices=names, metavar="NAME", help=f"some of {', '.join(names)}")
     add("--no-memory", action="store_true", help="time only")
     add("--json", type=Path, metavar="PATH", help="also write every figure here")
+    add("--plot", type=Path, metavar="PATH", help="also draw the step times, with matplotlib")
     add("--device", choices=DEVICES, default="cpu", help="CPU ranks, or a rank on each GPU")
     add("--ranks", type=_positive, default=NUM_RANKS, help="CPU ranks")
     add("--against", metavar="REF", help="a commit or a folder: compare its package with this one")

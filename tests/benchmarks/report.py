@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from lightning_shard.figures import new_figure
 from tests.benchmarks.entries import CONTENDERS
 from tests.benchmarks.memory import Footprint
 from tests.benchmarks.profiling import PHASES, Profile
@@ -97,6 +98,24 @@ def print_overlap(console: Console, shares: Mapping[str, float]) -> None:
     for name, share in shares.items():
         table.add_row(CONTENDERS[name].label, f"{share:.0%}")
     console.print(table)
+
+
+def save_plot(path: Path, results: Results) -> None:
+    """Draw each contender's step time over torch DDP's, with its quartiles."""
+    names = list(results.records)[::-1]
+    ddp = results.records[REFERENCE]
+    ratios = [Ratio.of(results.records[name], ddp) for name in names]
+    figure = new_figure(path, size=(7, 1 + 0.3 * len(names)), otherwise="--json has the figures.")
+    axes = figure.add_subplot()
+    middles = [ratio.median for ratio in ratios]
+    below = [ratio.median - ratio.low for ratio in ratios]
+    above = [ratio.high - ratio.median for ratio in ratios]
+    labels = [CONTENDERS[name].label for name in names]
+    axes.errorbar(middles, labels, xerr=(below, above), fmt="o", capsize=3)
+    axes.axvline(1.0, color="grey", linewidth=0.8)
+    axes.set_xlabel("step time over torch DDP's, median and quartiles of the rounds")
+    axes.set_title(f"{results.ranks}, model {results.settings['model']}")
+    figure.savefig(path)
 
 
 def write_json(path: Path, results: Results) -> None:
