@@ -13,6 +13,12 @@ ZOO := $(VENV)/zoo
 # Ray and what it needs (of which tensorboardX would be every Trainer's logger) lie in an environment of
 # their own, which sees the other packages.
 RAY := $(VENV)/ray
+# torch of constraints.txt has no CUDA: where there is a GPU, a torch that has it gets an environment.
+GPU := $(VENV)/gpu
+GPU_TORCH ?= torch==2.11.0
+HAS_GPU := $(wildcard /dev/nvidia0 /dev/dxg)
+GPU_BIN := $(if $(HAS_GPU),$(GPU)/bin,$(BIN))
+GPU_STAMP := $(if $(HAS_GPU),$(GPU)/.installed,$(STAMP))
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # Several ranks share the cores: an idle OpenMP thread must sleep, not spin.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -21,7 +27,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 # processes, so three share two cores.
 PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadfile
 
-.PHONY: demo test test-all test-cluster test-ray lint types docs bench clean
+.PHONY: demo test test-all test-cluster test-ray test-gpu lint types docs bench bench-gpu clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/train_gpt.py --config configs/gpt_demo.yaml
@@ -42,6 +48,13 @@ test-cluster: $(STAMP) test-ray
 
 test-ray: $(RAY)/.installed
 	$(RAY)/bin/python -m pytest tests/ray -m ray
+
+# On a machine with 1 to 8 GPUs, with a torch that has CUDA; without a GPU both say so, and fail.
+test-gpu: $(GPU_STAMP)
+	$(GPU_BIN)/python -m tests.gpu
+
+bench-gpu: $(GPU_STAMP)
+	$(GPU_BIN)/python -m tests.benchmarks --device cuda --model wide
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -78,6 +91,13 @@ $(RAY)/.installed: $(STAMP)
 	$(RAY)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
 		--editable ".[ray]"
 	touch $(RAY)/.installed
+
+$(GPU)/.installed: $(STAMP)
+	$(BIN)/python -m venv $(GPU)
+	grep -v '^torch==' constraints.txt > $(GPU)/constraints.txt
+	$(GPU)/bin/pip install --quiet --disable-pip-version-check \
+		--constraint $(GPU)/constraints.txt '$(GPU_TORCH)' --editable ".[dev]"
+	touch $(GPU)/.installed
 
 clean:
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis

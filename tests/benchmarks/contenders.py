@@ -1,25 +1,13 @@
-"""Every way of training the same model that the benchmark compares, behind one `step`.
+"""Ways of training the same model that the benchmark compares, behind one `step`.
 
 A step has Lightning's order: forward, `zero_grad`, backward, `optimizer.step`. All contenders use
 fused AdamW with the same options and start from the same weights, so their losses must agree.
-
-| name                     | what                                                             |
-|--------------------------|------------------------------------------------------------------|
-| `ddp`, `ddp_again`       | torch DDP, twice: the difference of the two is the noise         |
-| `ddp_bucket_view`        | torch DDP with `gradient_as_bucket_view=True`                    |
-| `zero_redundancy`        | torch DDP and ZeroRedundancyOptimizer, parameters as bucket view |
-| `fsdp2`, `fsdp2_reshard` | FSDP2 per block, without and with resharding after forward       |
-| `fsdp2_checkpointed`     | FSDP2, resharding, with `torch.utils.checkpoint` around blocks   |
-| `zero3_checkpointed`     | ours, stage 3, with activation checkpointing of all blocks       |
-| `local`                  | no communication: the floor (its losses differ, and may)         |
-| `shard_ddp`, `zero1-3`   | ours, stages 0 to 3                                              |
-| the same with `_shm`     | ours on shared memory                                            |
+Their names and options are in `entries`.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -38,6 +26,7 @@ from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
 from tests.benchmarks.model import Batch
+from tests.benchmarks.ranks import own_device
 
 Phase = Callable[[str], AbstractContextManager[object]]
 
@@ -109,6 +98,17 @@ class Local(Contender):
         return torch.optim.AdamW(model.parameters(), **ADAMW)
 
 
+class LocalShard(Contender):
+    """Each rank trains alone, and updates one of as many parts as there are ranks: the floor."""
+
+    def shard(self, model: nn.Module) -> torch.optim.Optimizer:
+        by_size = sorted(model.parameters(), key=Tensor.numel)
+        own = by_size[dist.get_rank() :: dist.get_world_size()]
+        optimizer = torch.optim.AdamW(own, **ADAMW)
+        optimizer.zero_grad = model.zero_grad  # type: ignore[method-assign]
+        return optimizer
+
+
 class TorchDDP(Contender):
     """torch's DistributedDataParallel."""
 
@@ -150,7 +150,7 @@ class TorchFSDP2(Contender):
         super().__init__(model)
 
     def shard(self, model: nn.Module) -> torch.optim.Optimizer:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        mesh = init_device_mesh(own_device().type, (dist.get_world_size(),))
         for block in model.blocks:
             fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard)
         fully_shard(model, mesh=mesh, reshard_after_forward=self.reshard)
@@ -167,16 +167,16 @@ class CheckpointedFSDP2(TorchFSDP2):
 
 
 class Sharded(Contender):
-    """Our data-parallel engine over Gloo, or another backend."""
+    """Our data-parallel engine, over the default group or another backend."""
 
-    def __init__(self, model: nn.Module, *, options: EngineOptions, backend: str = "gloo") -> None:
+    def __init__(self, model: nn.Module, *, options: EngineOptions, backend: str = "") -> None:
         self.options, self.backend = options, backend
         super().__init__(model)
 
     def shard(self, model: nn.Module) -> torch.optim.Optimizer:
-        group = dist.group.WORLD if self.backend == "gloo" else dist.new_group(backend=self.backend)
+        group = dist.new_group(backend=self.backend) if self.backend else dist.group.WORLD
         assert group is not None
-        collectives = get_backend(self.backend).collectives(group)
+        collectives = get_backend(self.backend or dist.get_backend()).collectives(group)
         self.engine = DataParallelEngine(model, collectives, self.options)
         optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
         self.sharded_optimizer = ShardedOptimizer(optimizer, self.engine)
@@ -196,64 +196,9 @@ class Sharded(Contender):
 
 
 class CheckpointedSharded(Sharded):
-    """Our engine over Gloo, whose blocks are computed again in backward."""
+    """Our engine, whose blocks are computed again in backward."""
 
     def shard(self, model: Any) -> torch.optim.Optimizer:
         self._checkpointing = checkpointed_blocks(model, "full")
         self._checkpointing.__enter__()  # for good
         return super().shard(model)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Entry:
-    """How to make a contender, and what to say of it."""
-
-    make: Callable[[nn.Module], Contender]
-    label: str
-    in_default_run: bool = True
-    same_losses: bool = True
-
-
-CONTENDERS: dict[str, Entry] = {
-    "ddp": Entry(make=TorchDDP, label="torch DDP"),
-    "ddp_again": Entry(make=TorchDDP, label="torch DDP again (noise)"),
-    "ddp_bucket_view": Entry(
-        make=lambda model: TorchDDP(model, bucket_view=True),
-        label="torch DDP, bucket view",
-        in_default_run=False,
-    ),
-    "zero_redundancy": Entry(make=TorchZeroRedundancy, label="torch ZeroRedundancyOptimizer"),
-    "fsdp2": Entry(
-        make=lambda model: TorchFSDP2(model, reshard=False), label="FSDP2, no resharding"
-    ),
-    "fsdp2_reshard": Entry(
-        make=lambda model: TorchFSDP2(model, reshard=True), label="FSDP2, resharding"
-    ),
-    "fsdp2_checkpointed": Entry(
-        make=lambda model: CheckpointedFSDP2(model, reshard=True), label="FSDP2, checkpointed"
-    ),
-    "local": Entry(make=Local, label="no communication", same_losses=False),
-    "shard_ddp": Entry(
-        make=lambda model: Sharded(model, options=EngineOptions(stage=0)), label="shard_ddp"
-    ),
-    "zero1": Entry(
-        make=lambda model: Sharded(model, options=EngineOptions(stage=1)), label="zero1"
-    ),
-    "zero2": Entry(
-        make=lambda model: Sharded(model, options=EngineOptions(stage=2)), label="zero2"
-    ),
-    "zero3": Entry(
-        make=lambda model: Sharded(model, options=EngineOptions(stage=3)), label="zero3"
-    ),
-    **{
-        f"{name}_shm": Entry(
-            make=partial(Sharded, options=EngineOptions(stage=stage), backend="shm"),
-            label=f"{name} on shm",
-        )
-        for stage, name in enumerate(("shard_ddp", "zero1", "zero2", "zero3"))
-    },
-    "zero3_checkpointed": Entry(
-        make=lambda model: CheckpointedSharded(model, options=EngineOptions(stage=3)),
-        label="zero3, checkpointed",
-    ),
-}

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from tests.benchmarks.contenders import ADAMW, Contender, Phase
 from tests.benchmarks.model import Batch
+from tests.benchmarks.ranks import own_device
 
 _MANY = 1_000_000  # steps: a loader without a length is read one batch ahead
 
@@ -55,7 +56,7 @@ class Fitted(Contender):
     def _trainer(self) -> pl.Trainer:
         return pl.Trainer(
             strategy=self._strategy(),
-            accelerator="cpu",
+            accelerator="cpu" if own_device().type == "cpu" else "gpu",
             devices=dist.get_world_size(),
             plugins=[_AlreadyThere()],
             callbacks=[self._last],

@@ -3,7 +3,9 @@
 | name     | what it is                                             | parameters | what it weighs |
 |----------|--------------------------------------------------------|------------|----------------|
 | `gpt`    | 8 pre-norm transformer blocks of width 512             | 25.5 M     | bytes moved    |
+| `few`    | 2 pre-norm transformer blocks of width 1024            | 25.8 M     | few messages   |
 | `layers` | 200 residual layers of width 128                       | 3.4 M      | calls made     |
+| `wide`   | 8 pre-norm transformer blocks of width 1536            | 227 M      | a GPU's time   |
 | `tiny`   | 2 transformer blocks of width 32, for the smoke test   | 0.04 M     | nothing        |
 """
 
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 
 VOCABULARY = 256
 SEQUENCE_LENGTH = 64
-SEQUENCES_PER_RANK = 4
+SEQUENCES_PER_RANK = {"cpu": 4, "cuda": 64}  # by type of device
 WEIGHT_SEED = 1234
 
 Batch = tuple[Tensor, Tensor]
@@ -90,7 +92,7 @@ class LanguageModel(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-MODELS = ("gpt", "layers", "tiny")
+MODELS = ("gpt", "few", "layers", "wide", "tiny")
 
 
 def build_model(name: str) -> LanguageModel:
@@ -100,6 +102,10 @@ def build_model(name: str) -> LanguageModel:
         match name:
             case "gpt":
                 return LanguageModel(512, [TransformerBlock(512, 8) for _ in range(8)])
+            case "few":
+                return LanguageModel(1024, [TransformerBlock(1024, 16) for _ in range(2)])
+            case "wide":
+                return LanguageModel(1536, [TransformerBlock(1536, 16) for _ in range(8)])
             case "layers":
                 return LanguageModel(128, [ResidualLayer(128) for _ in range(200)])
             case "tiny":
@@ -113,11 +119,23 @@ def _corpus() -> Tensor:
     return torch.tensor(list(text.encode()), dtype=torch.int64)
 
 
-def make_batch(step: int, rank: int) -> Batch:
+def make_batch(step: int, rank: int, device: torch.device | None = None) -> Batch:
     """Draw the windows of text that `rank` sees at `step`: the same for every contender."""
-    corpus = _corpus()
+    corpus, device = _corpus(), device or torch.device("cpu")
     generator = torch.Generator().manual_seed(1_000_003 * step + rank)
     last_start = len(corpus) - SEQUENCE_LENGTH - 1
-    starts = torch.randint(last_start, (SEQUENCES_PER_RANK,), generator=generator)
+    starts = torch.randint(last_start, (SEQUENCES_PER_RANK[device.type],), generator=generator)
     windows = torch.stack([corpus[start : start + SEQUENCE_LENGTH + 1] for start in starts])
+    windows = windows.to(device)
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()  # each (B, S)
+
+
+def step_flops(model: nn.Module, device: torch.device) -> int:
+    """Return the arithmetic of matrices in a rank's step: 6 for each weight and token.
+
+    Embeddings are looked up. Attention over 64 tokens is below 2 % of it, and left out.
+    """
+    assert isinstance(model, LanguageModel)
+    looked_up = model.token.weight.numel() + model.position.weight.numel()
+    num_weights = sum(param.numel() for param in model.parameters() if param.dim() > 1) - looked_up
+    return 6 * num_weights * SEQUENCES_PER_RANK[device.type] * SEQUENCE_LENGTH

@@ -17,11 +17,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 
-import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from tests.benchmarks.contenders import CONTENDERS, Contender
+from tests.benchmarks.contenders import Contender
+from tests.benchmarks.entries import CONTENDERS
 from tests.benchmarks.model import build_model, make_batch
+from tests.benchmarks.ranks import finish, own_device
 from tests.benchmarks.timing import NUM_WARMUP_STEPS, turn_order
 
 PHASES = ("forward", "zero_grad", "backward", "optimizer", "rest")
@@ -86,7 +87,9 @@ def profile_contenders(
     rank: int, model_name: str, names: Sequence[str], num_rounds: int, num_steps: int
 ) -> Profile:
     """Time the phases of `names` and profile the first of them; each rank calls."""
-    contenders = {name: CONTENDERS[name].make(build_model(model_name)) for name in names}
+    contenders = {
+        name: CONTENDERS[name].make(build_model(model_name).to(own_device())) for name in names
+    }
     for contender in contenders.values():
         _train(rank, contender, Stopwatches(), NUM_WARMUP_STEPS)
     watches = {name: Stopwatches() for name in names}
@@ -103,9 +106,9 @@ def profile_contenders(
 
 
 def _train(rank: int, contender: Contender, watch: Stopwatches, num_steps: int) -> None:
-    dist.barrier()
+    finish()
     for step in range(num_steps):
-        batch = make_batch(step, rank)
+        batch = make_batch(step, rank, own_device())
         with watch.phase("total"):
             contender.step(batch, watch.phase)
 

@@ -1,4 +1,4 @@
-"""Start ranks of one thread each as fresh processes, joined by Gloo over loopback.
+"""Start ranks of one thread each as fresh processes, joined by Gloo over loopback, or NCCL on GPUs.
 
 The parent holds the rendezvous store on a port that the system chose, so two benchmarks can run at
 once. What rank 0's function returns comes back to the caller; a rank that raises ends the others,
@@ -10,6 +10,7 @@ import pickle
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
@@ -24,6 +25,7 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 NUM_RANKS = 2
+DEVICES = ("cpu", "cuda")
 TIMEOUT = timedelta(minutes=5)
 
 
@@ -42,28 +44,72 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
+@dataclass(frozen=True)
+class Ranks:
+    """How many ranks, and on what.
+
+    Attributes:
+        size: Number of ranks.
+        device_type: "cpu" for ranks over Gloo, "cuda" for ranks of a GPU each over NCCL.
+    """
+
+    size: int = NUM_RANKS
+    device_type: str = "cpu"
+
+    @property
+    def backend(self) -> str:
+        """Name of torch's backend of the default group."""
+        return "nccl" if self.device_type == "cuda" else "gloo"
+
+    def __str__(self) -> str:
+        what = "GPUs over NCCL" if self.device_type == "cuda" else "Gloo ranks of one thread"
+        return f"{self.size} {what}"
+
+    def run(
+        self,
+        fn: Callable[Concatenate[int, Arguments], Result],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> Result:
+        """Run `fn(rank, *args, **kwargs)` on every rank and return rank 0's result.
+
+        Args:
+            fn: A module-level function; `torch.distributed` is initialised when it is called.
+            *args: Picklable.
+            **kwargs: Picklable.
+
+        Raises:
+            torch.multiprocessing.ProcessRaisedException: A rank raised; holds its traceback.
+        """
+        store = make_store(0, is_master=True)
+        with tempfile.TemporaryDirectory() as folder, environment({"OMP_NUM_THREADS": "1"}):
+            result_path = Path(folder) / "result.pickle"
+            rank_args = (self, store.port, result_path, fn, args, kwargs)
+            spawn(_run_rank, rank_args, nprocs=self.size)  # type: ignore[no-untyped-call]
+            result: Result = pickle.loads(result_path.read_bytes())
+        return result
+
+
 def on_ranks(
     fn: Callable[Concatenate[int, Arguments], Result],
     *args: Arguments.args,
     **kwargs: Arguments.kwargs,
 ) -> Result:
-    """Run `fn(rank, *args, **kwargs)` on every rank and return rank 0's result.
+    """Run `fn` on two CPU ranks; see `Ranks.run`."""
+    return Ranks().run(fn, *args, **kwargs)
 
-    Args:
-        fn: A module-level function; `torch.distributed` is initialised when it is called.
-        *args: Picklable.
-        **kwargs: Picklable.
 
-    Raises:
-        torch.multiprocessing.ProcessRaisedException: A rank raised; holds its traceback.
-    """
-    store = make_store(0, is_master=True)
-    with tempfile.TemporaryDirectory() as folder, environment({"OMP_NUM_THREADS": "1"}):
-        result_path = Path(folder) / "result.pickle"
-        rank_args = (store.port, result_path, fn, args, kwargs)
-        spawn(_run_rank, rank_args, nprocs=NUM_RANKS)  # type: ignore[no-untyped-call]
-        result: Result = pickle.loads(result_path.read_bytes())
-    return result
+def own_device() -> torch.device:
+    """Return the device of this rank."""
+    is_on_gpu = dist.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if is_on_gpu else torch.device("cpu")
+
+
+def finish() -> None:
+    """Wait until all ranks have done what was asked of them; each rank calls."""
+    if own_device().type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
 
 
 def make_store(port: int, *, is_master: bool) -> dist.TCPStore:  # type: ignore[name-defined]
@@ -75,6 +121,7 @@ def make_store(port: int, *, is_master: bool) -> dist.TCPStore:  # type: ignore[
 
 def _run_rank(
     rank: int,
+    ranks: Ranks,
     port: int,
     result_path: Path,
     fn: Callable[..., object],
@@ -84,7 +131,10 @@ def _run_rank(
     torch.set_num_threads(1)
     prefer_loopback_for_gloo()
     store = make_store(port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=TIMEOUT)
+    if ranks.device_type == "cuda":
+        torch.cuda.set_device(rank)
+    joining = {"store": store, "rank": rank, "world_size": ranks.size, "timeout": TIMEOUT}
+    dist.init_process_group(ranks.backend, **joining)
     try:
         result = fn(rank, *args, **kwargs)
         dist.barrier()

@@ -12,7 +12,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from tests.benchmarks.contenders import CONTENDERS
+from lightning_shard.figures import new_figure
+from tests.benchmarks.entries import CONTENDERS
 from tests.benchmarks.memory import Footprint
 from tests.benchmarks.profiling import PHASES, Profile
 from tests.benchmarks.timing import REFERENCE, Ratio, Record
@@ -44,12 +45,14 @@ class Results:
     """All that one run measured.
 
     Attributes:
+        ranks: The ranks, in words.
         settings: The command line's.
         load: The machine's one-minute load average before and after; the two ranks are 2 of it.
         records: Times and losses by contender.
         footprints: Bytes by contender; empty when memory was not measured.
     """
 
+    ranks: str
     settings: Mapping[str, object]
     load: tuple[float, float]
     records: Mapping[str, Record]
@@ -81,12 +84,38 @@ def print_results(console: Console, results: Results) -> None:
 def print_profile(console: Console, profile: Profile) -> None:
     """Print the phases of every contender and the two profiles of the first."""
     for clock, by_name in (("ms", profile.wall_seconds), ("CPU ms", profile.cpu_seconds)):
-        table = _table(f"{clock} per phase, medians", (*PHASES, "total"))
+        table = table_of(f"{clock} per phase, medians", (*PHASES, "total"))
         for name, seconds in by_name.items():
             table.add_row(name, *(f"{1e3 * seconds[phase]:.1f}" for phase in (*PHASES, "total")))
         console.print(table)
     console.out(profile.operators, highlight=False)
     console.out(profile.functions, highlight=False)
+
+
+def print_overlap(console: Console, shares: Mapping[str, float]) -> None:
+    """Print what share of its communication each contender hides behind what it computes."""
+    table = table_of("Communication on rank 0's GPU beside which something is computed", ("share",))
+    for name, share in shares.items():
+        table.add_row(CONTENDERS[name].label, f"{share:.0%}")
+    console.print(table)
+
+
+def save_plot(path: Path, results: Results) -> None:
+    """Draw each contender's step time over torch DDP's, with its quartiles."""
+    names = list(results.records)[::-1]
+    ddp = results.records[REFERENCE]
+    ratios = [Ratio.of(results.records[name], ddp) for name in names]
+    figure = new_figure(path, size=(7, 1 + 0.3 * len(names)), otherwise="--json has the figures.")
+    axes = figure.add_subplot()
+    middles = [ratio.median for ratio in ratios]
+    below = [ratio.median - ratio.low for ratio in ratios]
+    above = [ratio.high - ratio.median for ratio in ratios]
+    labels = [CONTENDERS[name].label for name in names]
+    axes.errorbar(middles, labels, xerr=(below, above), fmt="o", capsize=3)
+    axes.axvline(1.0, color="grey", linewidth=0.8)
+    axes.set_xlabel("step time over torch DDP's, median and quartiles of the rounds")
+    axes.set_title(f"{results.ranks}, model {results.settings['model']}")
+    figure.savefig(path)
 
 
 def write_json(path: Path, results: Results) -> None:
@@ -96,6 +125,7 @@ def write_json(path: Path, results: Results) -> None:
             "label": CONTENDERS[name].label,
             "median_step_seconds": median(record.step_seconds),
             "median_cpu_seconds": median(record.cpu_seconds),
+            "share_of_roofline": record.roofline_seconds / median(record.step_seconds),
             "ratio_to_ddp": asdict(Ratio.of(record, results.records[REFERENCE])),
             **asdict(record),
             **({"footprint": asdict(results.footprints[name])} if results.footprints else {}),
@@ -119,6 +149,7 @@ def write_json(path: Path, results: Results) -> None:
         for target, ratio in _measured_targets(results)
     ]
     content = {
+        "ranks": results.ranks,
         "settings": dict(results.settings),
         "machine": machine,
         "contenders": contenders,
@@ -129,11 +160,12 @@ def write_json(path: Path, results: Results) -> None:
 
 def _time_table(results: Results) -> Table:
     settings = ", ".join(f"{key} {value}" for key, value in results.settings.items())
-    table = _table(
-        f"Step time, two Gloo ranks of one thread: {settings}",
-        ("ms", "of DDP", "quartiles", "CPU ms", "of DDP"),
+    table = table_of(
+        f"Step time, {results.ranks}: {settings}",
+        ("ms", "of DDP", "quartiles", "CPU ms", "of DDP", "of roofline"),
         "Medians over the rounds; a ratio is the median of the rounds' ratios.\nCPU: processor "
-        "time per rank, all threads; it tells more than the clock on a busy machine.",
+        "time per rank, all threads; it tells more than the clock on a busy machine.\nRoofline: "
+        "the step's matrices at the rate of square ones, measured on all ranks at once.",
     )
     ddp = results.records[REFERENCE]
     for name, record in results.records.items():
@@ -146,15 +178,17 @@ def _time_table(results: Results) -> Table:
             f"{ratio.low:.2f}-{ratio.high:.2f}",
             f"{1e3 * cpu_seconds:.1f}",
             f"{cpu_seconds / median(ddp.cpu_seconds):.3f}",
+            f"{record.roofline_seconds / median(record.step_seconds):.0%}",
         )
     return table
 
 
 def _memory_table(results: Results) -> Table:
-    table = _table(
+    table = table_of(
         "MB of the rank that has most, each contender alone",
-        ("parameters", "gradients", "state", "held", "of DDP", "peak", "of DDP"),
-        "Parameters, gradients and state by storage; held and peak as resident memory.",
+        ("parameters", "gradients", "state", "held", "of DDP", "peak", "of DDP", "host"),
+        "Parameters, gradients and state by storage; held and peak as resident memory.\nHost: "
+        "the peak of all ranks together, what they share counted once, sampled (PSS).",
     )
     ddp = results.footprints[REFERENCE]
     for name, own in results.footprints.items():
@@ -167,11 +201,12 @@ def _memory_table(results: Results) -> Table:
             f"{own.held_bytes / ddp.held_bytes:.2f}",
             f"{own.peak_bytes / 1e6:.1f}",
             f"{own.peak_bytes / ddp.peak_bytes:.2f}",
+            f"{own.host_peak_bytes / 1e6:.1f}",
         )
     return table
 
 
-def _table(title: str, headings: Iterable[str], caption: str | None = None) -> Table:
+def table_of(title: str, headings: Iterable[str], caption: str | None = None) -> Table:
     table = Table(title=title, caption=caption)
     table.add_column("contender")
     for heading in headings:
@@ -193,7 +228,7 @@ def _cpu_ratio(results: Results, target: Target) -> float:
 
 
 def _target_table(results: Results) -> Table:
-    table = _table(
+    table = table_of(
         "Targets for step time", ("over", "ratio", "quartiles", "target", "", "CPU ratio")
     )
     for target, ratio in _measured_targets(results):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.contenders import CONTENDERS
+from tests.benchmarks.entries import CONTENDERS
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -25,8 +25,15 @@ def run_benchmark(*arguments: str) -> str:
 def test_every_contender_is_timed_and_the_losses_agree(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     output = run_benchmark(
-        "--rounds=1", "--steps=1", "--no-memory", f"--json={path}", "--only", *CONTENDERS
+        "--rounds=1",
+        "--steps=1",
+        "--no-memory",
+        f"--json={path}",
+        f"--plot={tmp_path / 'plot.png'}",
+        "--only",
+        *CONTENDERS,
     )
+    assert (tmp_path / "plot.png").stat().st_size > 0
     results = json.loads(path.read_text())
     assert results["contenders"].keys() == CONTENDERS.keys()
     assert len(results["targets"]) == 6

@@ -11,14 +11,20 @@ of every contender sees the same batch, and every loss is compared with torch DD
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from statistics import median, quantiles
 
 import torch
 import torch.distributed as dist
 
-from tests.benchmarks.contenders import CONTENDERS, Contender
-from tests.benchmarks.model import build_model, make_batch
+from tests.benchmarks.contenders import Contender
+from tests.benchmarks.entries import CONTENDERS
+from tests.benchmarks.model import build_model, make_batch, step_flops
+from tests.benchmarks.ranks import finish, own_device
+from tests.benchmarks.roofline import flops_per_second
+
+Turn = Callable[[], AbstractContextManager[object]]
 
 REFERENCE = "ddp"
 LOSS_TOLERANCE = 1e-4
@@ -38,11 +44,13 @@ class Record:
         cpu_seconds: The same of the processor's time, all threads, the mean over the ranks: what
             a step costs when others use the machine, too.
         losses: One per step, the mean over the ranks; the warm-up's come first.
+        roofline_seconds: What the matrices of a step would take at the machine's measured rate.
     """
 
     step_seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    roofline_seconds: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +84,7 @@ def time_contenders(
     num_rounds: int,
     num_steps: int,
     report: Callable[[str], None] = print,
+    turn: Turn = nullcontext,
 ) -> dict[str, Record]:
     """Train every contender in interleaved rounds; each rank calls.
 
@@ -86,37 +95,43 @@ def time_contenders(
         num_rounds: Turns of each contender.
         num_steps: Steps of a turn.
         report: Takes a line on the progress.
+        turn: Encloses each turn.
 
     Raises:
         LossMismatchError: A loss is further than `LOSS_TOLERANCE` from torch DDP's.
     """
-    contenders = {name: CONTENDERS[name].make(build_model(model_name)) for name in names}
-    records = {name: Record() for name in names}
+    device = own_device()
+    models = {name: build_model(model_name).to(device) for name in names}
+    seconds = step_flops(models[names[0]], device) / flops_per_second()
+    contenders = {name: CONTENDERS[name].make(models.pop(name)) for name in names}
+    records = {name: Record(roofline_seconds=seconds) for name in names}
     for name, contender in contenders.items():
-        _take_turn(rank, contender, records[name], NUM_WARMUP_STEPS)
+        with turn():
+            _take_turn(rank, contender, records[name], NUM_WARMUP_STEPS)
         records[name].step_seconds.clear()
         records[name].cpu_seconds.clear()
     check_losses(records)
     for round_index in range(num_rounds):
         begin = time.perf_counter()
         for name in turn_order(names, round_index):
-            _take_turn(rank, contenders[name], records[name], num_steps)
+            with turn():
+                _take_turn(rank, contenders[name], records[name], num_steps)
         if rank == 0:
-            seconds = time.perf_counter() - begin
-            report(f"round {round_index + 1} of {num_rounds}: {seconds:.1f} s")
+            report(f"round {round_index + 1} of {num_rounds}: {time.perf_counter() - begin:.1f} s")
     check_losses(records)
     return records
 
 
 def _take_turn(rank: int, contender: Contender, record: Record, num_steps: int) -> None:
-    first_step = len(record.losses)
-    batches = [make_batch(step, rank) for step in range(first_step, first_step + num_steps)]
-    sums = torch.empty(num_steps + 1, dtype=torch.float64)
-    dist.barrier()
+    first_step, device = len(record.losses), own_device()
+    steps = range(first_step, first_step + num_steps)
+    batches = [make_batch(step, rank, device) for step in steps]
+    sums = torch.empty(num_steps + 1, dtype=torch.float64, device=device)
+    finish()
     begin, cpu_begin = time.perf_counter(), time.process_time()
     for index, batch in enumerate(batches):
         sums[index] = contender.step(batch)
-    dist.barrier()
+    finish()
     record.step_seconds.append((time.perf_counter() - begin) / num_steps)
     sums[-1] = (time.process_time() - cpu_begin) / num_steps
     dist.all_reduce(sums)

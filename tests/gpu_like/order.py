@@ -238,4 +238,6 @@ class Marks:
     def follow(self, marks: list[tuple[Clock, object]]) -> None:
         """Have the current stream wait for marks, which then keep nothing alive any more."""
         while marks:
-            self._current().follow(marks.pop()[0])
+            clock, _kept = marks.pop()
+            self._current().follow(clock)
+            del _kept  # only now may the memory be another's

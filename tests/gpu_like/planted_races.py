@@ -24,6 +24,7 @@ from tests.gpu_like.apart import fit_apart
 from tests.gpu_like.device import NAME
 from tests.gpu_like.fits import prepare
 from tests.gpu_like.marks import WatchedStreams
+from tests.gpu_like.ranks import Waited
 
 Plant = Callable[[], Any]
 _WAIT = Pending.wait
@@ -31,10 +32,11 @@ _LEFT: list[Any] = []  # handles that nobody waits for
 
 
 def unwaited(operation: str) -> Plant:
-    """Return what has nobody wait for the handles of an operation."""
+    """Return what has nobody wait for the handles of an operation on the device."""
 
     def wait(pending: Any) -> None:
-        if not pending.done and pending._place.operation == operation:
+        is_it = not pending.done and pending._place.operation == operation
+        if is_it and any(isinstance(work, Waited) for work in pending._transfer.works):
             _LEFT.append(pending._transfer)
             pending._transfer = pending._transfer._replace(works=())
         _WAIT(pending)

@@ -66,7 +66,7 @@ class GpuLikeAccelerator(Accelerator):
         return NAME
 
 
-class _Waited:
+class Waited:
     """Stands for the handles of a transfer.
 
     Args:
@@ -108,7 +108,7 @@ class LonelyCollectives(Collectives):
             transfer = begin()
         finally:
             begun = marks.end()
-        waited: Any = _Waited(transfer.works, lambda: marks.follow(begun))
+        waited: Any = Waited(transfer.works, lambda: marks.follow(begun))
         return transfer._replace(works=[waited])
 
     def all_gather_object(self, obj: T) -> list[T]:

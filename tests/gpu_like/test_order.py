@@ -1,5 +1,7 @@
 """Which uses of memory are races: by hand, without a device."""
 
+from collections.abc import Callable
+
 import pytest
 
 from tests.gpu_like.order import Agent, Marks, Order, Span
@@ -16,6 +18,16 @@ def order() -> Order:
 
 
 MAIN, SIDE = Agent("main"), Agent("side")
+
+
+class Freed:
+    """Says when nobody has it any more."""
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        self._tell = tell
+
+    def __del__(self) -> None:
+        self._tell()
 
 
 @pytest.fixture(autouse=True)
@@ -123,6 +135,20 @@ def test_a_collective_is_over_once_its_handle_is_waited_for(order: Order) -> Non
     order.launch(MAIN, [MEMORY], [MEMORY], "late enough")
     assert not order.races
     assert handle == []
+
+
+def test_memory_that_only_a_handle_has_is_anothers_once_the_handle_has_been_followed(
+    order: Order,
+) -> None:
+    marks = Marks(order, lambda: MAIN)
+    tensor = Freed(lambda: order.freed(1, "its handle"))
+    marks.begin()
+    marks.collective(Agent("group"), [MEMORY], [], "reduce", tensor)
+    handle = marks.end()
+    del tensor
+    marks.follow(handle)
+    assert not order.knows(1)
+    assert not order.races
 
 
 def test_a_collective_without_a_handle_is_waited_for_at_once(order: Order) -> None:

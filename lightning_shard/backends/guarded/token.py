@@ -94,11 +94,22 @@ def host_key(root: Path | None = None) -> bytes:
         root: Where its folder lies; in memory when left out.
 
     Raises:
-        ConfigError: The folder is somebody else's, or others may enter it.
+        ConfigError: The folder is somebody else's, others may enter it, or there is no space.
     """
     if root is None:
         root = _IN_MEMORY if _IN_MEMORY.is_dir() else Path(tempfile.gettempdir())
     folder = root / f"lightning_shard-key-{os.getuid()}"
+    try:
+        return _key_in(folder)
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} is to hold this user's key, got {error.strerror!r}, expected room for a few "
+            f"bytes. Make room (df -h {root}), or set LIGHTNING_SHARD_JOB_TOKEN to the same secret "
+            f"for every rank."
+        ) from error
+
+
+def _key_in(folder: Path) -> bytes:
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     found = folder.lstat()
@@ -117,8 +128,10 @@ def host_key(root: Path | None = None) -> bytes:
 def _make_key(path: Path) -> None:
     """Write a new key, whole or not at all; another rank's that is there already stays."""
     draft = path.with_name(f"draft-{secrets.token_hex(8)}")
-    with os.fdopen(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
-        file.write(secrets.token_bytes(_KEY_BYTES))
-    with contextlib.suppress(FileExistsError):
-        os.link(draft, path)
-    draft.unlink()
+    try:
+        with os.fdopen(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
+            file.write(secrets.token_bytes(_KEY_BYTES))
+        with contextlib.suppress(FileExistsError):
+            os.link(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)

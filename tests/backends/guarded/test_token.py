@@ -1,7 +1,10 @@
 """How a process comes to know its job's token."""
 
+import errno
+import os
 import stat
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -27,6 +30,16 @@ def test_a_users_key_is_made_once_and_is_for_this_user_alone(tmp_path: Path) -> 
     folder.chmod(0o755)
     with pytest.raises(ConfigError, match=r"a folder that user .* alone may enter"):
         host_key(tmp_path)
+
+
+def test_a_folder_without_room_is_an_error_that_says_so_and_holds_no_draft(tmp_path: Path) -> None:
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    message = r"No space left on device.*expected room.*LIGHTNING_SHARD_JOB_TOKEN"
+    with patch.object(os, "link", side_effect=full), pytest.raises(ConfigError, match=message):
+        host_key(tmp_path)
+    [folder] = tmp_path.iterdir()
+    assert list(folder.iterdir()) == []
+    assert len(host_key(tmp_path)) == 32
 
 
 def test_jobs_of_one_host_have_different_tokens_by_their_ports() -> None:

@@ -2,7 +2,10 @@
 
 import json
 import os
+import random
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from datetime import timedelta
@@ -26,7 +29,7 @@ from lightning_shard.errors import (
     ShardError,
 )
 from lightning_shard.settings import rank_and_world_size
-from tests.processes import run_processes
+from tests.processes import REPOSITORY, run_processes
 
 
 def join(*, timeout: float = 20, debug: bool = False) -> Collectives:
@@ -271,15 +274,15 @@ def test_a_full_host_is_an_error_and_no_signal() -> None:
 # --- what is left -------------------------------------------------------------------------------
 
 
-def be_killed(folder: str) -> None:
+def be_killed(folder: str, by: int = signal.SIGKILL, at: int = 20, all_ranks: bool = False) -> None:
     collectives = join()
     full = collectives.new_empty(torch.empty(0), 2 << 20).zero_()
     inode = os.fstat(heap.own_heap().fd).st_ino
     Path(folder, str(collectives.rank)).write_text(json.dumps([os.getpid(), inode]))
     for number in range(1_000_000):
         collectives.reduce_scatter(full[: 1 << 20], full, "sum").wait()
-        if number == 20 and collectives.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if number == at and (collectives.rank == 1 or all_ranks):
+            os.kill(os.getpid(), by)
 
 
 def inodes_in_use() -> set[int]:
@@ -305,6 +308,56 @@ def test_nothing_is_left_of_killed_ranks() -> None:
     assert not {inode for _, inode in told} & inodes_in_use()
     after = {one.name for one in Path("/dev/shm").iterdir()}
     assert not {name for name in after - before if "lightning_shard" in name}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_nothing_is_left_of_a_hundred_killed_fits() -> None:
+    signals = signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS
+    chance, inodes = random.Random(0), set()
+    before = {one.name for one in Path("/dev/shm").iterdir()}
+    for number in range(100):
+        how = {"by": signals[number % 5], "at": chance.randrange(60), "all_ranks": number % 7 == 0}
+        with tempfile.TemporaryDirectory() as folder:
+            with pytest.raises(AssertionError, match="ended with"):
+                run_processes(be_killed, 2, folder=folder, **how)
+            told = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(2)]
+        inodes |= {inode for _, inode in told}
+    assert not inodes & inodes_in_use()
+    after = {one.name for one in Path("/dev/shm").iterdir()}
+    assert not {name for name in after - before if "lightning_shard" in name}
+
+
+def sum_up() -> float:
+    collectives = join()
+    full = collectives.new_empty(torch.empty(0), 4 << 20).fill_(1.0)
+    collectives.all_reduce(full).wait()
+    dist.destroy_process_group()
+    return float(full.max())
+
+
+FULL = "mount -t tmpfs -o size=64k full /dev/shm && ! head -c 1M /dev/zero > /dev/shm/filler"
+
+
+@pytest.mark.hosts  # needs root
+def test_a_full_folder_of_shared_memory_is_not_needed_and_nothing_is_left_there() -> None:
+    code = (
+        "import os; from tests.backends.shm.test_process_group import sum_up; "
+        "from tests.processes import run_processes; "
+        "print(run_processes(sum_up, 2, fresh=True), os.listdir('/dev/shm'))"
+    )
+    shell = f'{FULL} 2>/dev/null && exec {sys.executable} -c "{code}"'
+    command = ["unshare", "--mount", "sh", "-c", shell]
+    token = {"LIGHTNING_SHARD_JOB_TOKEN": "the key of this user has no room there"}
+    run = subprocess.run(
+        command,
+        cwd=REPOSITORY,
+        env=os.environ | token,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.stdout.split("\n")[0] == "[2.0, 2.0] ['filler']", run.stderr
 
 
 def test_no_more_is_staged_than_the_limit() -> None:
