@@ -70,7 +70,7 @@ EXTENSION_POINTS = {
     "torch.Tensor._make_wrapper_subclass",
     *(f"torch.utils._pytree.{name}" for name in ("tree_flatten", "tree_leaves", "tree_map_only")),
     # Names of operators are what programs save.
-    *(f"torch._foreach_{name}_" for name in ("add", "zero")),
+    *(f"torch._foreach_{name}_" for name in ("add", "copy", "zero")),
     "torch.ops.aten._foreach_zero_.default",
     "torch.ops.aten._grouped_mm",
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",

@@ -10,7 +10,7 @@ def tell(error: ShardError, *, debug: bool) -> None:
     """Print an error that is being handled.
 
     Args:
-        error: The error.
+        error: What went wrong, with advice.
         debug: Whether to print where it was raised, too.
     """
     if debug:

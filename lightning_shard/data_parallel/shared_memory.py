@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from lightning_shard.data_parallel.torch_private import storage_key
+from lightning_shard.data_parallel.torch_private import OF_ORIGINAL, storage_key
 from lightning_shard.errors import ConfigError
 
 K = TypeVar("K")
@@ -57,7 +57,7 @@ def _other_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from ((name, one) for name, one in model.named_buffers() if _is_plain(one))
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            if name.startswith("_") or f"{name}_orig" in module._parameters:
+            if name.startswith("_") or name + OF_ORIGINAL in module._parameters:
                 continue  # torch's own, and what `spectral_norm` and `prune` compute anew
             for index, one in enumerate(_listed(value)):
                 if _is_plain(one):

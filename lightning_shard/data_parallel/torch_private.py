@@ -24,6 +24,7 @@ __all__ = [
     "COMPILED_MODULE",
     "FAKE_TENSOR_LOGGER",
     "INITIALISERS",
+    "OF_ORIGINAL",
     "BatchNorm",
     "FakeTensorMode",
     "TorchDispatchMode",
@@ -63,6 +64,7 @@ __all__ = [
 
 COMPILED_MODULE = "_orig_mod"  # where the wrapper of `torch.compile` keeps the module
 FAKE_TENSOR_LOGGER = fake_tensor.__name__
+OF_ORIGINAL = "_orig"  # ends the name of a parameter that `spectral_norm` and `prune` compute from
 INITIALISERS = ("reset_parameters", "_reset_parameters")  # of torch's layers, by their name
 _BACKWARD_HOOKS: Any = vars(torch._C.TensorBase)["_backward_hooks"]
 ACCESS_TO_BACKWARD_HOOKS = (_BACKWARD_HOOKS.__get__, _BACKWARD_HOOKS.__set__)

@@ -154,7 +154,7 @@ def draw(node: Node, memory: Mapping[int, Tensor] | None = None) -> None:
     """Let the generator go on as if the operation were done.
 
     Args:
-        node: The operation.
+        node: The operation that was noted.
         memory: Memory of the tensors whose values it reads, which it may change; None where it
             draws as often whatever they are.
     """
