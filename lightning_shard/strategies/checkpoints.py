@@ -51,6 +51,7 @@ from lightning_shard.checkpoint.sharded.load_hooks import loads_plainly
 from lightning_shard.checkpoint.sharded.run_state import module_boxes, optimizer_boxes
 from lightning_shard.checkpoint.sharded.writing import verify_whole
 from lightning_shard.checkpoint.streamed import StreamedState
+from lightning_shard.checkpoint.streamed_file import StreamedFile
 from lightning_shard.checkpoint.user_shards import join_shards
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.model_split import Unsplit
@@ -85,6 +86,7 @@ class CheckpointingStrategy(ShardStrategy):
     _options: EngineOptions
     _may_stream: bool | None = None  # in the middle of a save, as far as this rank can see
     _streamed: StreamedState | None = None  # in the middle of a save
+    _file: StreamedFile | None = None  # in the middle of a save of a file that is ours
     _left_sharded = False  # by a failed run: there is nothing whole to save
     _resuming: Resuming | None = None  # until everything is known to fit
 
@@ -133,17 +135,27 @@ class CheckpointingStrategy(ShardStrategy):
         self._leave_out_frozen(checkpoint)
         if self._engine is not None and self._options.stage == 3:
             join_shards(checkpoint, self._engine)
+        file = self._file_to_write()
         if "optimizer_states" in checkpoint and (
-            entries := self._kept.entries(self, is_fitting=self._is_fitting())
+            entries := self._kept.entries(self, file, is_fitting=self._is_fitting())
         ):
             writable_section(checkpoint).update(entries)
         try:
             with failing_together(self.present_collectives):
-                self._save(checkpoint, filepath, storage_options)
+                self._save(checkpoint, filepath, storage_options, file)
         except BaseException:
             self._saves.drop_copy()
             raise
+        finally:
+            self._file = None
         self._saves.start()
+
+    def _file_to_write(self) -> StreamedFile | None:
+        """Return the file that is saved, where nobody but its writer sees tensors; None if not."""
+        if self.checkpoint_format == "sharded" or type(self.checkpoint_io) is not CheckpointFiles:
+            return None
+        self._file = self._file or StreamedFile()
+        return self._file
 
     def _leave_out_frozen(self, checkpoint: dict[str, Any]) -> None:
         if self.save_trainable_only and self.lightning_module is not None:
@@ -161,22 +173,28 @@ class CheckpointingStrategy(ShardStrategy):
                 checkpoint, filepath, storage_options=storage_options
             )
 
-    def _save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
+    def _save(
+        self,
+        checkpoint: dict[str, Any],
+        filepath: Any,
+        storage_options: Any,
+        file: StreamedFile | None,
+    ) -> None:
         """Write a checkpoint on rank 0; each rank must call."""
         if self.checkpoint_format == "sharded":
             self._check_writer(storage_options)
             self._save_folder(checkpoint, filepath, alone=False)
             return
-        streamed, files = self._streamed, self.checkpoint_io
-        if streamed is None or not isinstance(files, CheckpointFiles):
+        files = self.checkpoint_io
+        if file is None or not isinstance(files, CheckpointFiles):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         with self._seeing_shards():
             try:
                 if self.is_global_zero:
-                    files.save_records(streamed.records(checkpoint), filepath, storage_options)
+                    files.save_records(file.records(checkpoint), filepath, storage_options)
             finally:
-                streamed.finish()
+                file.finish()
 
     def _check_writer(self, storage_options: Any) -> None:
         """Refuse what a folder would pass over.
@@ -287,7 +305,7 @@ class CheckpointingStrategy(ShardStrategy):
         try:
             yield
         finally:
-            self._streamed, self._may_stream = None, None
+            self._streamed = self._file = self._may_stream = None
 
     def _nobody_looks(self, trainer: "pl.Trainer") -> bool:
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
@@ -357,9 +375,10 @@ class CheckpointingStrategy(ShardStrategy):
             return module_boxes(self.lightning_module, self._engine)
         # a callback may be on one rank only
         if self._may_stream is not None and self.reduce_boolean_decision(self._may_stream):
-            self._streamed = self._streamed or StreamedState(
-                self._engine, with_frozen=not self.save_trainable_only
-            )
+            if self._streamed is None and (file := self._file_to_write()) is not None:
+                with_frozen = not self.save_trainable_only
+                self._streamed = StreamedState(self._engine, file, with_frozen=with_frozen)
+            assert self._streamed is not None
             return self._streamed.module_state(self.lightning_module)
         return full_module_state(self.lightning_module, self._engine)
 
