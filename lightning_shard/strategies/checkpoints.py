@@ -20,6 +20,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -339,7 +340,13 @@ class CheckpointingStrategy(ShardStrategy):
         return self.checkpoint_io.load_checkpoint(path)
 
     def _load_folder(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
-        return load_folder(self, path, weights_only, in_full=self._others_see_loaded())
+        checkpoint = load_folder(self, path, weights_only, in_full=self._others_see_loaded())
+        if self._is_fitting() and "loops" not in checkpoint:
+            rank_zero_warn(
+                f"{path} holds weights and optimizers' states, and nothing of a Trainer's: the fit "
+                f"begins with them at its first epoch and step, with schedules at their beginning."
+            )
+        return checkpoint
 
     def _others_see_loaded(self) -> bool:
         """Whether somebody but us looks at what is loaded."""
