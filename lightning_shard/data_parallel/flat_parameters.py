@@ -157,10 +157,11 @@ class FlatParameters:
         stays = not self.reshards and compute == self.master_dtype
         make = partial(self.memory.zeros, like) if stays else like.new_zeros
         staging = make(self.layout.full_numel, dtype=self.master_dtype, device=device)
-        for view, param in zip(full_views(staging, self.layout), self.params, strict=True):
+        of_first = self.params if self.groups.dp.rank == 0 else ()  # the others' are not read
+        for view, param in zip(full_views(staging, self.layout), of_first, strict=False):
             if not param.is_meta:
                 view.copy_(param.data)
-            elif start is not None and self.groups.dp.rank == 0:
+            elif start is not None:
                 start.fill(param, view)
         self.groups.dp.broadcast(staging, src=0).wait()
         own = self.own_part(staging)

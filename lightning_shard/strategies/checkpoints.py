@@ -29,6 +29,7 @@ from lightning_shard.checkpoint.async_save.background_saves import BackgroundSav
 from lightning_shard.checkpoint.files.places import is_folder
 from lightning_shard.checkpoint.frozen import leave_out_frozen, left_out_of
 from lightning_shard.checkpoint.full import full_module_state, load_module_state
+from lightning_shard.checkpoint.lent_values import LentValues
 from lightning_shard.checkpoint.optimizer_state import full_state_dict
 from lightning_shard.checkpoint.resuming import (
     Resuming,
@@ -90,6 +91,8 @@ class CheckpointingStrategy(ShardStrategy):
     _file: StreamedFile | None = None  # in the middle of a save of a file that is ours
     _left_sharded = False  # by a failed run: there is nothing whole to save
     _resuming: Resuming | None = None  # until everything is known to fit
+    _mapped: Mapping[str, Any] | None = None  # weights of the file that was loaded last, if it is
+    _lent: LentValues | None = None  # what parameters show of it, until there is an engine
 
     def __init__(self, **options: Unpack[RunOptions]) -> None:
         super().__init__(**options)
@@ -269,10 +272,17 @@ class CheckpointingStrategy(ShardStrategy):
         self._saves.end(error, is_common=is_common)
         return salvaging(self, error, is_common=is_common, gone=gone, has_all=self._has_all)
 
+    def _take_over_lent(self) -> None:
+        """Let no parameter show a file any more."""
+        if self._lent is not None:
+            self._lent.take_over()
+        self._lent = self._mapped = None
+
     @override
     def teardown(self) -> None:
         for part in (self._saves, self._folders, self._kept):
             part.tear_down()
+        self._take_over_lent()
         self._resuming = None
         super().teardown()
 
@@ -361,9 +371,11 @@ class CheckpointingStrategy(ShardStrategy):
         if type(self.checkpoint_io) is CheckpointFiles and not self._others_see_loaded():
             assert self.lightning_module is not None
             together = None if self.is_in_process else self.present_collectives
-            return self.checkpoint_io.load_mapped(
+            checkpoint = self.checkpoint_io.load_mapped(
                 checkpoint_path, weights_only, self.lightning_module, together, self.global_rank
             )
+            self._mapped = checkpoint.get("state_dict")
+            return checkpoint
         return super().load_checkpoint(checkpoint_path, weights_only)
 
     @property
@@ -401,22 +413,26 @@ class CheckpointingStrategy(ShardStrategy):
             section_of(checkpoint)  # raises for a newer format, before anything is loaded
         left_out = left_out_of(checkpoint)
         averages = self._is_fitting() and self._engine is None
-        if is_stored(checkpoint["state_dict"]):
-            before = self._folders.take_weights(
-                self, checkpoint["state_dict"], strict=strict, left_out=left_out
-            )
+        state = checkpoint["state_dict"]
+        if is_stored(state):
+            before = self._folders.take_weights(self, state, strict=strict, left_out=left_out)
         else:
+            if self._engine is None and self._mapped is not None and state is self._mapped:
+                self._lent = LentValues(self.lightning_module, self._mapped)
             before = load_module_state(
                 self.lightning_module,
-                checkpoint["state_dict"],
+                state,
                 strict=strict,
                 left_out=left_out,
                 engine=self._engine,
                 agree=partial(agree_on_misfit, self.present_collectives),
                 paired=checkpoint.get("current_model_state") if averages else None,  # of averages
+                lent=self._lent,
             )
         if self._engine is None and "optimizer_states" in checkpoint and self._is_fitting():
-            self._resuming = Resuming(checkpoint, before)
+            self._resuming = Resuming(checkpoint, before, self._lent)
+        elif self._lent is not None:
+            self._lent.forget_own()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
