@@ -85,6 +85,7 @@ class CheckpointingStrategy(ShardStrategy):
     saves_shards: ClassVar[bool] = True
     meets_at_steps: ClassVar[bool] = True
     _engine: DataParallelEngine | None = None
+    _cut_states: DataParallelEngine | None = None  # of optimizers, beside a module that is full
     _options: EngineOptions
     _may_stream: bool | None = None  # in the middle of a save, as far as this rank can see
     _streamed: StreamedState | None = None  # in the middle of a save
@@ -380,9 +381,8 @@ class CheckpointingStrategy(ShardStrategy):
 
     @property
     def _saves_boxes(self) -> bool:
-        """Whether states are asked for as boxes."""
-        is_sharded = self.checkpoint_format == "sharded"
-        return is_sharded and self._engine is not None and self.saves_shards
+        """Whether states in shards are asked for as boxes."""
+        return self.checkpoint_format == "sharded" and self.saves_shards
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -392,14 +392,20 @@ class CheckpointingStrategy(ShardStrategy):
             return self.lightning_module.state_dict()
         if self._saves_boxes:
             return module_boxes(self.lightning_module, self._engine)
-        # a callback may be on one rank only
-        if self._may_stream is not None and self.reduce_boolean_decision(self._may_stream):
-            if self._streamed is None and (file := self._file_to_write()) is not None:
-                with_frozen = not self.save_trainable_only
-                self._streamed = StreamedState(self._engine, file, with_frozen=with_frozen)
-            assert self._streamed is not None
-            return self._streamed.module_state(self.lightning_module)
+        streamed = self._stream(self._engine)
+        if streamed is not None:
+            return streamed.module_state(self.lightning_module)
         return full_module_state(self.lightning_module, self._engine)
+
+    def _stream(self, engine: DataParallelEngine) -> StreamedState | None:
+        """Return what is streamed in this save; None if somebody looks. Each rank must call."""
+        if self._streamed is not None or self._may_stream is None:
+            return self._streamed
+        # a callback may be on one rank only
+        if self.reduce_boolean_decision(self._may_stream) and (file := self._file_to_write()):
+            with_frozen = not self.save_trainable_only
+            self._streamed = StreamedState(engine, file, with_frozen=with_frozen)
+        return self._streamed
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -437,14 +443,14 @@ class CheckpointingStrategy(ShardStrategy):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         raw = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        if self._engine is None:
+        engine = self._engine or self._cut_states
+        if engine is None:
             self._check_full()
             return raw.state_dict() if self.is_global_zero else {}
         if self._saves_boxes:
-            return optimizer_boxes(raw, names_of(self), self._engine)
-        if self._streamed is not None:
-            return self._streamed.optimizer_state(raw)
-        return full_state_dict(raw, self._engine)
+            return optimizer_boxes(raw, names_of(self), engine)
+        streamed = self._stream(engine)
+        return full_state_dict(raw, engine) if streamed is None else streamed.optimizer_state(raw)
 
     def _check_full(self) -> None:
         if self._left_sharded:
