@@ -60,6 +60,7 @@ class LocalSGDStrategy(LocalUpdates):
     """
 
     stage = 0
+    saves_shards = False  # ranks agree for a moment only, in which their state is copied
     engine_type: ClassVar[type[DataParallelEngine]] = LocalEngine
 
     @takes(RunConfig, GradientConfig, LocalSGDConfig)

@@ -107,7 +107,16 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize(
     "strategy",
-    ["shard_ddp", "zero1", "zero2", "zero3", "tensor_parallel", "pipeline_parallel", "elastic"],
+    [
+        "shard_ddp",
+        "zero1",
+        "zero2",
+        "zero3",
+        "tensor_parallel",
+        "pipeline_parallel",
+        "elastic",
+        "async_sgd",
+    ],
 )
 def test_a_streamed_file_is_the_one_that_was_written_whole(
     strategy: str,
