@@ -21,7 +21,6 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.adoption import Adoption
 from lightning_shard.data_parallel.agreement import check_same_model
 from lightning_shard.data_parallel.arrival_hooks import ArrivalHooks
-from lightning_shard.data_parallel.blanks import blank
 from lightning_shard.data_parallel.buffers import BufferSync
 from lightning_shard.data_parallel.building import build_gradients, build_units, placed, reducing_of
 from lightning_shard.data_parallel.compression.compressor import Exchange

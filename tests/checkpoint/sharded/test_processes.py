@@ -1,4 +1,4 @@
-"""What processes have saved, over Gloo, shared memory or MPI, goes on in others, on other layouts."""
+"""What processes have saved, over Gloo, shared memory or MPI, goes on in others, laid out anew."""
 
 import warnings
 from pathlib import Path
