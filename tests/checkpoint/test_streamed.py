@@ -12,9 +12,10 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_shard.checkpoint.streamed_file import StreamedFile
-from lightning_shard.errors import CheckpointError
+from lightning_shard.errors import CheckpointError, ConfigError
 from lightning_shard.strategies import checkpoint_files
 from lightning_shard.strategies.checkpoints import CheckpointingStrategy
+from lightning_shard.trainer.hook_advice import explaining_weights_elsewhere
 from tests.checkpoint.files.archives import same
 from tests.strategies.parity import UPSTREAM_WARNINGS
 
@@ -182,8 +183,16 @@ class Looks(Callback):
 
 
 def test_who_reads_a_tensor_that_has_not_come_is_told(tmp_path: Path) -> None:
-    with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
+    with pytest.raises(ConfigError, match=r"asks for elements of a weight .*without elements"):
         fit("zero3", tmp_path, Model(), callbacks=[Looks()])
+
+
+def test_rank_0_was_told_to_read_weights_on_rank_0() -> None:
+    with (
+        pytest.raises(ConfigError, match=r"until then\. Work with them in on_save_checkpoint"),
+        explaining_weights_elsewhere(0),
+    ):
+        float(torch.ones(2, device="meta").sum())
 
 
 def test_a_disk_that_is_full_in_the_middle_ends_all_ranks(
