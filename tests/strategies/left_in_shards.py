@@ -67,6 +67,7 @@ def prepared() -> None:
     ignore_upstream_warnings()
     warnings.filterwarnings("ignore", message=".*you are resuming")
     warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`")
+    warnings.filterwarnings("ignore", message="offload='optimizer' saves nothing on CPU ranks")
 
 
 def made() -> Model:
