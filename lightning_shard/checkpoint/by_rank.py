@@ -1,19 +1,19 @@
 """What each rank keeps for itself, in the section of a checkpoint: an entry for each rank.
 
     checkpoint["lightning_shard"] = {
-        "format": 2,
+        "format": 3,
         "mesh": {"pp": 1, "dp": 2, "tp": 1, "order": "pp dp tp"},
         "rank_0": {"random": ..., "compression": ..., "local_sgd": ...},
         "rank_1": ...
     }
 
-A rank takes up its entry where the mesh is the same, and goes on to the bit. For any other mesh the
-rest of the section has what counts for all ranks together. Entries are nested dictionaries of
-tensors and plain values, so that torch reads them without unpickling code. In a file rank 0 has
-brought them together; in a folder each rank writes its own, see `sharded.rank_entries`.
+A rank takes up its entry where the mesh is the same, and goes on to the bit. On any other mesh
+ranks go on from means of all entries. Entries are nested dictionaries of tensors and plain values,
+so that torch reads them without unpickling code. Rank 0 writes them into a file as they arrive;
+into a folder each rank writes its own, see `sharded.rank_entries`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,10 +21,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.data_parallel.host_copies import host_copy
+from lightning_shard.checkpoint.arriving import ArrivingTensor, SlicedTensor, arriving
+from lightning_shard.checkpoint.streamed_file import StreamedFile
 from lightning_shard.mesh import ParallelMesh
 
 _PREFIX = "rank_"
+_Told = tuple[Any, list[tuple[tuple[int, ...], torch.dtype]]]  # an entry, and what its tensors are
 
 
 def mesh_entry(mesh: ParallelMesh) -> dict[str, Any]:
@@ -79,9 +81,7 @@ def in_memory(value: Any) -> Any:
 def gather_entries(
     own: Mapping[str, Any], mesh: ParallelMesh, collectives: Collectives, device: torch.device
 ) -> dict[str, Any]:
-    """Bring the entries of all ranks together on rank 0; each rank must call.
-
-    Rank 0 holds one tensor of each rank at a time on the device; what is together is on the CPU.
+    """Bring the entries of all ranks together on rank 0, on the CPU; each rank must call.
 
     Args:
         own: This rank's entry.
@@ -92,24 +92,36 @@ def gather_entries(
     Returns:
         On rank 0 the entries of the section, the mesh among them; {} on other ranks.
     """
-    mine = [one.detach() for one in tree_leaves(own) if isinstance(one, Tensor)]
-    forms = [(tuple(one.shape), one.dtype) for one in mine]
-    told = collectives.all_gather_object((_without_elements(own), forms))
-    collected: list[list[Tensor]] = [[] for _ in told]
-    for number in range(max(len(forms) for _, forms in told)):
-        sizes = [_num_bytes(*forms[number]) if number < len(forms) else 0 for _, forms in told]
-        sent = mine[number] if number < len(mine) else torch.empty(0)
-        for rank, data in enumerate(_on_first(sent, sizes, collectives, device)):
-            if number < len(told[rank][1]):
-                shape, dtype = told[rank][1][number]
-                collected[rank].append(data.view(dtype).view(shape))
-    if collectives.rank != 0:
-        return {}
-    entries = {
-        f"{_PREFIX}{rank}": _filled(frame, tensors)
-        for rank, ((frame, _), tensors) in enumerate(zip(told, collected, strict=True))
-    }
-    return {"mesh": mesh_entry(mesh), **entries}
+    told, places = _told(own, collectives)
+    coming = zip(places, _arriving(own, told, collectives, device), strict=True)
+    here = {place: one.tensor().cpu() for place, one in coming if collectives.rank == 0}
+    return _section(told, mesh, lambda rank, number, *_: here[rank, number], collectives)
+
+
+def stream_entries(
+    own: Mapping[str, Any],
+    mesh: ParallelMesh,
+    collectives: Collectives,
+    device: torch.device,
+    file: StreamedFile,
+) -> dict[str, Any]:
+    """Return what `gather_entries` does, with tensors that come while a file is written.
+
+    Each rank must call, and keep its entry as it is until then.
+
+    Args:
+        own: As for `gather_entries`.
+        mesh: As for `gather_entries`.
+        collectives: As for `gather_entries`.
+        device: As for `gather_entries`.
+        file: What is written.
+    """
+    told, places = _told(own, collectives)
+    coming = _arriving(own, told, collectives, device)
+    file.add_source((("kept", *place), one) for place, one in zip(places, coming, strict=True))
+    return _section(
+        told, mesh, lambda *of: file.await_tensor(("kept", *of[:2]), *of[2:]), collectives
+    )
 
 
 class _Place:
@@ -126,24 +138,50 @@ def _filled(frame: Any, tensors: list[Tensor]) -> Any:
     return tree_map_only(_Place, lambda _: next(in_order), frame)
 
 
-def _num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return torch.Size(shape).numel() * dtype.itemsize
+def _told(
+    own: Mapping[str, Any], collectives: Collectives
+) -> tuple[list[_Told], list[tuple[int, int]]]:
+    """Tell each other what entries are like; return it with rank and number of each tensor."""
+    forms = [(tuple(one.shape), one.dtype) for one in _tensors(own)]
+    told: list[_Told] = collectives.all_gather_object((_without_elements(own), forms))
+    return told, [(rank, at) for rank, (_, each) in enumerate(told) for at in range(len(each))]
 
 
-def _on_first(
-    tensor: Tensor, sizes: list[int], collectives: Collectives, device: torch.device
-) -> list[Tensor]:
-    """Return the bytes of each rank's tensor on rank 0, on the CPU; [] on other ranks."""
-    data = tensor.contiguous().view(-1).view(torch.uint8)
-    if collectives.size == 1:
-        return [host_copy(data)]
-    is_first = collectives.rank == 0
-    received = sizes if is_first else [0] * len(sizes)
-    output = torch.empty(sum(received), dtype=torch.uint8, device=device)
-    collectives.all_to_all(
-        output,
-        data.to(device),
-        output_split_sizes=received,
-        input_split_sizes=[data.numel(), *[0] * (len(sizes) - 1)],
-    ).wait()
-    return [host_copy(one) for one in torch.split(output, received)] if is_first else []
+def _arriving(
+    own: Mapping[str, Any],
+    told: Sequence[_Told],
+    collectives: Collectives,
+    device: torch.device,
+) -> Iterator[ArrivingTensor]:
+    """Bring the tensors of entries to rank 0 in turn; each rank must run through them."""
+    mine = iter(_tensors(own))
+    sliced = []
+    for rank, (_, forms) in enumerate(told):
+        for shape, dtype in forms:
+            numels = [0] * collectives.size
+            numels[rank] = torch.Size(shape).numel()
+            here = next(mine) if rank == collectives.rank else None
+            sliced.append(SlicedTensor(shape, dtype, numels, here))
+    return arriving(sliced, collectives, device)
+
+
+def _section(
+    told: Sequence[_Told],
+    mesh: ParallelMesh,
+    tensor: Callable[[int, int, tuple[int, ...], torch.dtype], Tensor],
+    collectives: Collectives,
+) -> dict[str, Any]:
+    """Return the section's entries on rank 0, with what `tensor` returns in their places."""
+    if collectives.rank != 0:
+        return {}
+    entries = {
+        f"{_PREFIX}{rank}": _filled(
+            frame, [tensor(rank, number, *form) for number, form in enumerate(forms)]
+        )
+        for rank, (frame, forms) in enumerate(told)
+    }
+    return {"mesh": mesh_entry(mesh), **entries}
+
+
+def _tensors(entry: Any) -> list[Tensor]:
+    return [one.detach() for one in tree_leaves(entry) if isinstance(one, Tensor)]

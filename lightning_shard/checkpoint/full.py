@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from lightning_shard.checkpoint.lent_values import LentValues
 from lightning_shard.checkpoint.misfits import (
     WEIGHTS_ADVICE,
     dtype_misfit,
@@ -105,6 +106,7 @@ def load_module_state(
     engine: DataParallelEngine | None = None,
     agree: Callable[[CheckpointError | None], None] = lambda error: None,
     paired: Mapping[str, Any] | None = None,
+    lent: LentValues | None = None,
 ) -> ModuleSnapshot:
     """Load a full `state_dict` into a module, or leave the module as it was.
 
@@ -120,16 +122,23 @@ def load_module_state(
         agree: Called with the error of what does not fit on this rank, or None; raises if the
             state does not fit on some rank.
         paired: State that a callback will load into the same module next, to be checked with it.
+        lent: Lends parameters what the state has of them; None to copy all of it.
 
     Returns:
-        A snapshot of the module as it was; without parameters where an engine holds them.
+        A snapshot of the module as it was; without parameters where an engine holds them, and
+        without those that are lent something.
 
     Raises:
         CheckpointError: Names, shapes or kinds of numbers do not fit. Nothing is loaded then.
     """
-    before = ModuleSnapshot(module, with_parameters=engine is None)
+    before = ModuleSnapshot(
+        module, with_parameters=engine is None, without=lent.params if lent is not None else ()
+    )
     missing: list[str] = []
     try:
+        if lent is not None:
+            lent.lend()
+            state = lent.state
         with nullcontext() if engine is None else engine.loading(missing):
             agree(
                 _load(module, state, strict, left_out, missing)
@@ -137,8 +146,32 @@ def load_module_state(
             )
     except BaseException:
         before.restore()
+        if lent is not None:
+            lent.give_back()
         raise
     return before
+
+
+@torch.no_grad()
+def load_into_shards(
+    module: nn.Module, state: Mapping[str, Any], engine: DataParallelEngine
+) -> None:
+    """Copy into this rank's shards what it needs of full tensors; each rank must call.
+
+    Args:
+        module: A module that takes its parameters up by torch's own code, held by the engine.
+        state: Full tensors by name, which are known to fit; other entries are left out.
+        engine: The engine that holds the module's parameters.
+    """
+    held = {param for flat in engine.flats for param in flat.params}
+    params = module.state_dict(keep_vars=True)
+    with engine.optimizer_view():
+        for name, param in params.items():  # the last name of one that is tied counts
+            value = state.get(name)
+            if isinstance(value, Tensor) and param in held:
+                flat, index = engine.owner(param)
+                full = value.reshape(tuple(engine.full_shape(param)))  # torch exchanges () and (1,)
+                flat.load(index, engine.split.local(param, full))
 
 
 def _load(

@@ -9,6 +9,7 @@ file on each host's own disk is read once on each. Whoever looks at the whole ch
 gets ordinary tensors instead, see `CheckpointFiles.load_checkpoint`.
 """
 
+import copy
 import os
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -45,10 +46,24 @@ def load_mapped(
     Raises:
         CheckpointError: The file is missing or no checkpoint, or damaged in this rank's share.
     """
-    loaded = read_mapped(path, weights_only, share=_share_of(path, collectives))
+    loaded = load_together(path, weights_only, collectives)
     if isinstance(loaded, dict):
         _copy_what_may_stay(loaded, module, f"rank_{rank}")
     return loaded
+
+
+def load_together(path: Any, weights_only: bool | None, collectives: Collectives | None) -> Any:
+    """Load a checkpoint file whose tensors are mapped: who keeps one must copy it.
+
+    Args:
+        path: As for `load_mapped`.
+        weights_only: As for `torch.load`.
+        collectives: As for `load_mapped`.
+
+    Raises:
+        CheckpointError: As for `load_mapped`.
+    """
+    return read_mapped(path, weights_only, share=_share_of(path, collectives))
 
 
 def _share_of(path: Any, collectives: Collectives | None) -> Share:
@@ -91,8 +106,13 @@ def _copy_all_but(entries: Any, mapped: Collection[str]) -> None:
         return
     left: Any = entries
     for name in set(entries) - set(mapped):
-        left[name] = tree_map_only(Tensor, _copy, entries[name])
+        left[name] = in_own_memory(entries[name])
+
+
+def in_own_memory(nested: Any) -> Any:
+    """Return nested containers with copies of the tensors in them, which are mapped."""
+    return tree_map_only(Tensor, _copy, nested)
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    return tensor.clone() if type(tensor) is Tensor else tensor
+    return tensor.clone() if type(tensor) is Tensor else copy.deepcopy(tensor)

@@ -6,7 +6,7 @@ of its dictionaries, lists and sets, and the tensors' values are remembered.
 """
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
@@ -23,9 +23,16 @@ class ModuleSnapshot:
     Args:
         module: The module to remember.
         with_parameters: Whether the parameters' values are kept, too, which takes their memory.
+        without: Parameters that somebody else restores.
     """
 
-    def __init__(self, module: nn.Module, *, with_parameters: bool = True) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        with_parameters: bool = True,
+        without: Container[nn.Parameter] = (),
+    ) -> None:
         self._attributes = [(part, dict(vars(part))) for part in module.modules()]
         self._entries = [
             (value, value.copy())
@@ -33,7 +40,7 @@ class ModuleSnapshot:
             for value in attributes.values()
             if type(value) in _CONTAINERS
         ]
-        params = module.parameters() if with_parameters else ()
+        params = [one for one in module.parameters() if with_parameters and one not in without]
         self._values = [
             (tensor, tensor.data, tensor.detach().clone())
             for tensor in (*params, *module.buffers())

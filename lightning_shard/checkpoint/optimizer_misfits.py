@@ -64,17 +64,16 @@ def optimizer_misfits(
         for param, number in zip(group["params"], saved_group["params"], strict=True):
             known.add(number)
             name, shape = named_shapes.get(param, (f"parameter {number}", param.shape))
-            entries = saved["state"].get(number, {})
-            found += _misfits(f"{name!r} in the state of {kind}", entries, trials, shape)
+            entries, trial = saved["state"].get(number, {}), trials.of(param, len(shape))
+            found += _misfits(f"{name!r} in the state of {kind}", entries, trial, shape)
     strays = [key for key in saved["state"] if isinstance(key, int) and key not in known]
     if strays:
         found.append(f"the state of {kind} has entries for {strays}, which no group lists")
     return list(dict.fromkeys(found))
 
 
-def _misfits(owner: str, entries: Any, trials: "_Trials", shape: Sequence[int]) -> Iterator[str]:
+def _misfits(owner: str, entries: Any, trial: "_Trial", shape: Sequence[int]) -> Iterator[str]:
     """Yield the misfits of one parameter's entries; an unused parameter has no entries."""
-    trial = trials.of(len(shape))
     yield from trial.lacks_options
     if not isinstance(entries, Mapping):
         yield f"the entries of {owner} are a {type(entries).__name__}, expected a dictionary"
@@ -136,7 +135,7 @@ class _Trial:
 
 
 class _Trials:
-    """Trial optimizers with the options of a saved group, one for each number of dimensions.
+    """Trial optimizers with the options of a saved group, one for each kind of parameter.
 
     Args:
         optimizer: The optimizer that the state is to be loaded into.
@@ -148,24 +147,24 @@ class _Trials:
         self, optimizer: Optimizer, group: dict[str, Any], saved: Mapping[str, Any]
     ) -> None:
         self._optimizer, self._group, self._saved = optimizer, group, saved
-        self._made: dict[int, _Trial] = {}
+        self._made: dict[tuple[int, torch.dtype], _Trial] = {}
 
-    def of(self, ndim: int) -> _Trial:
-        """Return the trial optimizer for parameters of `ndim` dimensions."""
-        if ndim not in self._made:
+    def of(self, param: nn.Parameter, ndim: int) -> _Trial:
+        """Return the trial optimizer for parameters of a format and of `ndim` dimensions."""
+        kind = ndim, param.dtype
+        if kind not in self._made:
             with torch.random.fork_rng(devices=[]):
-                self._made[ndim] = self._make(ndim)
-        return self._made[ndim]
+                self._made[kind] = self._make(ndim, param)
+        return self._made[kind]
 
     @cached_property
     def _settings(self) -> dict[str, Any]:
         return {key: value for key, value in self._group.items() if key != "params"}
 
-    def _make(self, ndim: int) -> _Trial:
+    def _make(self, ndim: int, like: nn.Parameter) -> _Trial:
         shape = _SIZES[:ndim]
         if len(shape) < ndim:
             return _Trial(None, (), {})
-        like = self._group["params"][0]
         param = nn.Parameter(torch.ones(shape, dtype=like.dtype, device=like.device))
         try:
             trial = trial_optimizer(self._optimizer, {**self._settings, "params": [param]})

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.checkpoint.kept_misfits import kept_misfits
+from lightning_shard.checkpoint.lent_values import LentValues
 from lightning_shard.checkpoint.misfits import misfit_error
 from lightning_shard.checkpoint.module_snapshot import ModuleSnapshot
 from lightning_shard.checkpoint.optimizer_misfits import optimizer_misfits
@@ -78,16 +79,25 @@ class Resuming:
     Args:
         checkpoint: The full checkpoint.
         before: Snapshot of the module before the weights were loaded.
+        lent: What parameters were lent then; None where all were copied.
     """
 
-    def __init__(self, checkpoint: Mapping[str, Any], before: ModuleSnapshot) -> None:
+    def __init__(
+        self,
+        checkpoint: Mapping[str, Any],
+        before: ModuleSnapshot,
+        lent: LentValues | None = None,
+    ) -> None:
         self._checkpoint = checkpoint
-        self._before = before
+        self._before: ModuleSnapshot | None = before
+        self._lent = lent
 
     def check(
         self, misfits: Callable[[Mapping[str, Any]], list[str]], collectives: Collectives
     ) -> None:
         """Restore the module and raise if the checkpoint does not fit on some rank.
+
+        If it fits, the values that the module had are let go of.
 
         Args:
             misfits: Returns the misfits of a checkpoint on this rank, as messages.
@@ -96,8 +106,14 @@ class Resuming:
         try:
             agree_on_misfit(collectives, error_of(misfits(self._checkpoint)))
         except CheckpointError:
+            assert self._before is not None
             self._before.restore_values()
+            if self._lent is not None:
+                self._lent.give_back()
             raise
+        self._before = None
+        if self._lent is not None:
+            self._lent.forget_own()
 
 
 def error_of(misfits: Sequence[str]) -> CheckpointError | None:

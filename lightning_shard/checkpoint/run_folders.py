@@ -26,7 +26,7 @@ from lightning_shard.checkpoint.misfits import WEIGHTS_ADVICE, misfit_error
 from lightning_shard.checkpoint.module_snapshot import ModuleSnapshot
 from lightning_shard.checkpoint.optimizer_state import local_state_dict
 from lightning_shard.checkpoint.resuming import agree_on_misfit
-from lightning_shard.checkpoint.section import FORMAT, writable_section
+from lightning_shard.checkpoint.section import writable_section
 from lightning_shard.checkpoint.sharded.entries import (
     checkpoint_of,
     folder_entries,
@@ -76,7 +76,7 @@ class RunFolders:
         """
         keeps = alone or run.global_rank == 0
         state, meta = folder_entries(checkpoint, run.optimizers, names_of(run), keeps=keeps)
-        section, mesh = writable_section(meta, FORMAT), run.mesh
+        section, mesh = writable_section(meta), run.mesh
         section["layout"] = {
             "scheme": scheme,
             "ranks": run.world_size,

@@ -1,12 +1,12 @@
 """The section of a checkpoint that only this package's strategies read, and its format number.
 
-    checkpoint["lightning_shard"] = {"format": 2, "compression": ..., "rank_0": ..., "rank_1": ...}
+    checkpoint["lightning_shard"] = {"format": 3, "compression": ..., "rank_0": ..., "rank_1": ...}
 
 Everything else in a checkpoint is Lightning's and torch's. A section without a number is of format
-1, which was written before there were numbers; format 2 has what each rank keeps, too, see
-`by_rank`. Format 3 is that of folders: there each rank writes what it keeps, and no means of it are
-saved, see `sharded.rank_entries`; files are still of format 2. The number changes when an older
-version of this package would misread what a newer one writes, or go on from less than there is.
+1, which was written before there were numbers: it has means of what ranks keep. Format 2 has what
+each rank keeps, too, see `by_rank`. Format 3 has that alone: who needs a mean takes it when it
+loads. The number changes when an older version of this package would misread what a newer one
+writes, or go on from less than there is.
 """
 
 from collections.abc import Mapping
@@ -16,13 +16,12 @@ from lightning_shard.errors import CheckpointError
 
 CHECKPOINT_KEY = "lightning_shard"
 FORMAT = 3
-FORMAT_OF_FILES = 2
 
 
-def writable_section(checkpoint: dict[str, Any], number: int = FORMAT_OF_FILES) -> dict[str, Any]:
-    """Return the section of a checkpoint that is about to be saved, with the number of a format."""
+def writable_section(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Return the section of a checkpoint that is about to be saved, with its format's number."""
     section: dict[str, Any] = checkpoint.setdefault(CHECKPOINT_KEY, {})
-    section["format"] = number
+    section["format"] = FORMAT
     return section
 
 

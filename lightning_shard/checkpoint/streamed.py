@@ -1,36 +1,28 @@
-"""A full checkpoint whose tensors come together while its file is written, a few parts at a time.
+"""A model and its optimizers in a checkpoint whose tensors come while its file is written.
 
     trainer.save_checkpoint
-      state_dict, optimizer_state     tensors without elements (on torch's "meta" device)
+      state_dict, optimizer_state     tensors without elements, see `streamed_file`
       callbacks, the data module      may look at shapes; to read an element is an error
-      pickle                          first in the file: it has shapes and numbers, no elements
-      elements                        rank 0 writes its own from where they lie, and those of
-                                      other ranks as they arrive
+      the file                        rank 0 writes its own shards from where they lie, and those
+                                      of other ranks as they arrive
 
 So rank 0 holds a few megabytes above its share, and nothing is brought together before it is
-written. While it is pickled, such a tensor has memory of its full size that nobody touches, and
-that takes none.
+written.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from lightning_shard.checkpoint.arriving import ArrivingTensor
-from lightning_shard.checkpoint.files.torch_archive import Record, records_of
-from lightning_shard.checkpoint.files.untouched import untouched
 from lightning_shard.checkpoint.frozen import frozen_entries
 from lightning_shard.checkpoint.full import detached
 from lightning_shard.checkpoint.full_parameters import full_parameters
 from lightning_shard.checkpoint.optimizer_state import FullOptimizerState
+from lightning_shard.checkpoint.streamed_file import Arriving, StreamedFile
 from lightning_shard.data_parallel.engine import DataParallelEngine
-from lightning_shard.errors import CheckpointError
-
-_Place = tuple[object, ...]
 
 
 class StreamedState:
@@ -38,17 +30,26 @@ class StreamedState:
 
     Args:
         engine: The engine that holds the model.
+        file: What is written.
         with_frozen: Whether frozen parameters are saved. Those that are not stay where they are:
             the state has their shapes only.
+        number: Of the model, where a file has several.
     """
 
-    def __init__(self, engine: DataParallelEngine, *, with_frozen: bool = True) -> None:
-        self._engine, self._with_frozen = engine, with_frozen
-        self._awaited: dict[_Place, Tensor] = {}  # without elements, on the rank that writes
+    def __init__(
+        self,
+        engine: DataParallelEngine,
+        file: StreamedFile,
+        *,
+        with_frozen: bool = True,
+        number: int = 0,
+    ) -> None:
+        self._engine, self._file, self._with_frozen = engine, file, with_frozen
+        self._number = number
         self._module: nn.Module | None = None
         self._stay: Collection[nn.Parameter] = ()
         self._optimizers: list[FullOptimizerState] = []
-        self._tensors = self._bring_together()
+        file.add_source(self._bring_together())
 
     def module_state(self, module: nn.Module) -> dict[str, Any]:
         """Return the full module's `state_dict`, its parameters without elements; see `full`."""
@@ -60,8 +61,8 @@ class StreamedState:
         values = dict(state)
         for name, value in values.items():  # in place: torch's own mapping knows module versions
             if isinstance(value, nn.Parameter) and value in places:
-                state[name] = self._await(
-                    ("parameter", places[value]),
+                state[name] = self._file.await_tensor(
+                    ("parameter", self._number, places[value]),
                     self._engine.full_shape(value),
                     dtypes.get(value, value.dtype),
                 )
@@ -80,72 +81,22 @@ class StreamedState:
         self._optimizers.append(full)
         return full.with_tensors(
             {
-                place: self._await(("state", number, *place), shape, dtype)
+                place: self._file.await_tensor(
+                    ("state", self._number, number, *place), shape, dtype
+                )
                 for place, (shape, dtype) in full.shapes.items()
             }
         )
 
-    def records(self, checkpoint: Mapping[str, Any]) -> Iterator[Record]:
-        """Yield what is written of a checkpoint, in order, on the rank that writes.
-
-        Other ranks call `finish` meanwhile.
-        """
-        with self._pickled(checkpoint) as (records, places):
-            awaited = dict[_Place, Record]()
-            for record in records:
-                place = places.get(_address(record.content))
-                if place is not None:
-                    awaited[place] = record
-                elif record.name == ".format_version":  # 1 would be: records lie in order
-                    yield record._replace(content=b"0")
-                else:
-                    yield record
-        for place, tensor in self._tensors:
-            if place in awaited:
-                yield _filled(awaited.pop(place), tensor)
-        if awaited:
-            raise CheckpointError(
-                f"Nothing was saved: nobody has the elements of {sorted(map(str, awaited))}, "
-                f"expected those of {len(self._awaited)} tensors. Save between two steps."
-            )
-
-    def finish(self) -> None:
-        """Bring together what is left, for the ranks that wait for it; each rank must call."""
-        for _ in self._tensors:
-            pass
-
-    def _await(self, place: _Place, shape: Any, dtype: torch.dtype) -> Tensor:
-        if place not in self._awaited:
-            self._awaited[place] = torch.empty(tuple(shape), dtype=dtype, device="meta")
-        return self._awaited[place]
-
-    def _bring_together(self) -> Iterator[tuple[_Place, ArrivingTensor]]:
+    def _bring_together(self) -> Arriving:
         """Bring every tensor together in turn; each rank must run through it."""
         if self._module is not None:
             places = {param: place for place, param in enumerate(self._engine.model.parameters())}
             for param, full in full_parameters(self._engine, without=self._stay):
-                yield ("parameter", places[param]), full
+                yield ("parameter", self._number, places[param]), full
         for number, optimizer in enumerate(self._optimizers):
             for place, full in optimizer.tensors():
-                yield ("state", number, *place), full
-
-    @contextmanager
-    def _pickled(
-        self, checkpoint: Mapping[str, Any]
-    ) -> Iterator[tuple[list[Record], dict[int, _Place]]]:
-        """Return a checkpoint's records, and by address the places of those without elements."""
-        memory = {
-            place: untouched(tensor.shape, tensor.dtype) for place, tensor in self._awaited.items()
-        }
-        places = {_address(one.untyped_storage()): place for place, one in memory.items()}
-        places.pop(0, None)
-        pairs = [(tensor, memory[place]) for place, tensor in self._awaited.items()]
-        _swap(pairs)
-        try:
-            records = records_of(checkpoint)
-        finally:
-            _swap(pairs)
-        yield records, places
+                yield ("state", self._number, number, *place), full
 
 
 def _full_dtypes(engine: DataParallelEngine) -> dict[nn.Parameter, torch.dtype]:
@@ -156,22 +107,3 @@ def _full_dtypes(engine: DataParallelEngine) -> dict[nn.Parameter, torch.dtype]:
         for param in flat.params
         if engine.split.is_here(param)
     }
-
-
-def _swap(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    for one, other in pairs:
-        torch.utils.swap_tensors(one, other)  # type: ignore[no-untyped-call]
-
-
-def _address(content: object) -> int:
-    return content.data_ptr() if isinstance(content, torch.UntypedStorage) else 0
-
-
-def _filled(record: Record, tensor: ArrivingTensor) -> Record:
-    """Return a record with its elements, which come while it is written."""
-    if tensor.num_bytes != record.num_bytes:
-        raise CheckpointError(
-            f"Nothing was saved: {record.name} has come as {tuple(tensor.shape)} of "
-            f"{tensor.dtype}, expected {record.num_bytes} bytes. Save between two steps."
-        )
-    return record._replace(content=(part.cpu().numpy().data for part in tensor.parts))

@@ -51,6 +51,7 @@ class Adoption:
         rank: int,
     ) -> None:
         self._flats, self._homes = flats, homes
+        self._is_over = False
         has_hooks = any(flat.reshards for flat in flats) or not isinstance(split, Unsplit)
         self._places = ParameterPlaces(model, rank, fixed_modules=has_hooks)
         self._split, self._weights = split, weights
@@ -66,12 +67,18 @@ class Adoption:
         for flat in flats:
             flat.on_assigned = self._adopt_data
 
+    def end(self) -> None:
+        """Take nothing over any more: the parameters are the module's alone."""
+        self._is_over = True
+
     def adopt(self) -> None:
         """Take over values assigned to `param.data`, and those of parameters that were replaced.
 
         Raises:
             ConfigError: An assigned value cannot be the parameter's.
         """
+        if self._is_over:
+            return
         self._note_sources()
         self._adopt_data()
         for one in self._places.put_back(self._adopt_replaced):

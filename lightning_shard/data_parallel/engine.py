@@ -21,7 +21,6 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.adoption import Adoption
 from lightning_shard.data_parallel.agreement import check_same_model
 from lightning_shard.data_parallel.arrival_hooks import ArrivalHooks
-from lightning_shard.data_parallel.blanks import blank
 from lightning_shard.data_parallel.buffers import BufferSync
 from lightning_shard.data_parallel.building import build_gradients, build_units, placed, reducing_of
 from lightning_shard.data_parallel.compression.compressor import Exchange
@@ -41,6 +40,7 @@ from lightning_shard.data_parallel.presenting import look_full
 from lightning_shard.data_parallel.publishing import bring_together, publishing_edits
 from lightning_shard.data_parallel.quantised import refuse_quantised
 from lightning_shard.data_parallel.reducer import Reducer, always
+from lightning_shard.data_parallel.released import give_back
 from lightning_shard.data_parallel.shard_advice import explaining_gradients, explaining_shards
 from lightning_shard.data_parallel.shard_loading import cut_loaded
 from lightning_shard.data_parallel.sharded_parameter import UserCode
@@ -427,8 +427,7 @@ class DataParallelEngine:
                 self._unsharder.reshard_all()
             self._unsharder.copies.restore(self._on_all_ranks if restore else None)
         for flat in self.flats if restore else ():
-            for param, value in zip(flat.params, flat.full_values(), strict=True):
-                param.data = value.clone() if keep else blank((), value.dtype).expand(value.shape)
+            give_back(flat, keep=keep)
         for unit in self.units if not restore else ():
             unit.leave_as_is()
         for param in self.model.parameters():

@@ -48,7 +48,7 @@ from lightning_shard.data_parallel.sharded_parameter import (
 )
 from lightning_shard.data_parallel.stand_ins import StandIns
 from lightning_shard.data_parallel.unrecorded import unrecorded
-from lightning_shard.data_parallel.values_at_start import ValuesAtStart, give_memory
+from lightning_shard.data_parallel.values_at_start import ValuesAtStart, give_memory, put_values
 from lightning_shard.layout.flat import build_layout
 from lightning_shard.layout.owned import OwnedLayout, build_owned_layout
 
@@ -157,11 +157,8 @@ class FlatParameters:
         stays = not self.reshards and compute == self.master_dtype
         make = partial(self.memory.zeros, like) if stays else like.new_zeros
         staging = make(self.layout.full_numel, dtype=self.master_dtype, device=device)
-        for view, param in zip(full_views(staging, self.layout), self.params, strict=True):
-            if not param.is_meta:
-                view.copy_(param.data)
-            elif start is not None and self.groups.dp.rank == 0:
-                start.fill(param, view)
+        if self.groups.dp.rank == 0:  # the others' are not read
+            put_values(self.params, full_views(staging, self.layout), start)
         self.groups.dp.broadcast(staging, src=0).wait()
         own = self.own_part(staging)
         full = staging.to(compute) if stays or self.reshards else self.memory.copy(staging, compute)

@@ -62,7 +62,7 @@ def mean_of_ranks(
             total += rank[name]
         total /= len(ranks)
         pieces = [part[name].to(total) for part in parts if name in part]
-        if sum(piece.numel() for piece in pieces) == total.numel():
+        if pieces and sum(piece.numel() for piece in pieces) == total.numel():
             total += torch.cat(pieces).view(total.shape)
         return total.to(first.dtype)
 

@@ -1,5 +1,6 @@
 """Parameters on torch's "meta" device: who knows their values when a run begins."""
 
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -20,6 +21,23 @@ class ValuesAtStart(Protocol):
 
     def fill(self, param: nn.Parameter, target: Tensor) -> None:
         """Write the values of `param` to a tensor of its shape, in any format."""
+
+
+def put_values(
+    params: Iterable[nn.Parameter], targets: Iterable[Tensor], start: ValuesAtStart | None
+) -> None:
+    """Write parameters' values to tensors of their shapes, in any format.
+
+    Args:
+        params: The parameters.
+        targets: A tensor for each of them.
+        start: Knows the values of those on meta; None leaves their tensors as they are.
+    """
+    for param, target in zip(params, targets, strict=True):
+        if not param.is_meta:
+            target.copy_(param.data)
+        elif start is not None:
+            start.fill(param, target)
 
 
 def give_memory(param: nn.Parameter, value: Tensor) -> None:

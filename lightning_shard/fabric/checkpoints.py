@@ -25,6 +25,7 @@ from lightning_shard.checkpoint.run_folders import RunFolders
 from lightning_shard.checkpoint.section import CHECKPOINT_KEY
 from lightning_shard.checkpoint.sharded.run_state import module_boxes, optimizer_boxes
 from lightning_shard.checkpoint.streamed import StreamedState
+from lightning_shard.checkpoint.streamed_file import StreamedFile
 from lightning_shard.checkpoint.user_shards import join_shards
 from lightning_shard.errors import ConfigError
 from lightning_shard.fabric.folder_state import (
@@ -140,8 +141,8 @@ class Saving:
         with failing_together(self._run.collectives):
             if is_folder:
                 self._save_folder(path)
-            elif (streamed := self._streamed(chosen)) is not None:
-                self._save_streamed(streamed, path, options)
+            elif streamed := self._streamed(file := StreamedFile(), chosen):
+                self._save_streamed(file, streamed, path, options)
             else:
                 self._save_gathered(path, options, chosen)
 
@@ -154,32 +155,42 @@ class Saving:
     def _full(self, value: Any) -> Any:
         return merged(value, self._held.full_state)
 
-    def _streamed(self, chosen: Filter) -> StreamedState | None:
-        """Return what writes one module's state unit by unit; None where rank 0 has to gather."""
-        held = {one for _, value in self._objects if (one := self._held.of(value)) is not None}
-        if len(held) != 1 or chosen or type(self._run.checkpoint_io) is not CheckpointFiles:
-            return None
-        engine = held.pop().present_engine
-        return StreamedState(engine) if engine.options.stage > 0 else None
+    def _streamed(self, file: StreamedFile, chosen: Filter) -> dict[HeldModule, StreamedState]:
+        """Return what writes each module's state as it comes; {} where rank 0 has to gather."""
+        if chosen or type(self._run.checkpoint_io) is not CheckpointFiles:
+            return {}
+        held = dict.fromkeys(one for _, value in self._objects if (one := self._held.of(value)))
+        if all(one.present_engine.options.stage == 0 for one in held):
+            return {}
+        return {
+            one: StreamedState(one.present_engine, file, number=number)
+            for number, one in enumerate(held)
+        }
 
-    def _save_streamed(self, streamed: StreamedState, path: Any, options: Any) -> None:
+    def _save_streamed(
+        self,
+        file: StreamedFile,
+        streamed: Mapping[HeldModule, StreamedState],
+        path: Any,
+        options: Any,
+    ) -> None:
         def awaited(value: Any) -> Any:
             held = self._held.of(value)
             if held is None:
                 return self._held.full_state(value)
             with held.present_engine.user_code.running(False):
                 if isinstance(value, Optimizer):
-                    return streamed.optimizer_state(value)
-                return streamed.module_state(held.module)
+                    return streamed[held].optimizer_state(value)
+                return streamed[held].module_state(held.module)
 
         files = self._run.checkpoint_io
         assert isinstance(files, CheckpointFiles)
         full = self._joined(converted(self._state, lambda _, one: merged(one, awaited)))
         try:
             if self._run.collectives.rank == 0:
-                files.save_records(streamed.records(full), path, options)
+                files.save_records(file.records(full), path, options)
         finally:
-            streamed.finish()
+            file.finish()
 
     def _joined(self, full: dict[str, Any]) -> dict[str, Any]:
         """Exchange shards among the user's own values for full tensors; each rank must call."""

@@ -14,13 +14,15 @@ from torch.optim import Optimizer
 
 from lightning_shard.checkpoint.conversion.whole import whole_checkpoint
 from lightning_shard.checkpoint.files.places import is_folder
-from lightning_shard.checkpoint.full import load_module_state
+from lightning_shard.checkpoint.full import load_into_shards, load_module_state
+from lightning_shard.checkpoint.mapped_file import in_own_memory
 from lightning_shard.checkpoint.misfits import WEIGHTS_ADVICE, misfit_error
 from lightning_shard.checkpoint.optimizer_state import local_state_dict
 from lightning_shard.checkpoint.resuming import agree_on_misfit, failing_together
 from lightning_shard.checkpoint.run_folders import is_stored, load_folder
 from lightning_shard.checkpoint.section import CHECKPOINT_KEY, section_of
 from lightning_shard.checkpoint.sharded.folder import has_stored, read_all
+from lightning_shard.checkpoint.sharded.load_hooks import loads_plainly
 from lightning_shard.checkpoint.sharded.reading import (
     local_optimizer_state,
     placeholders,
@@ -32,6 +34,7 @@ from lightning_shard.fabric.checkpoints import FabricRun, HeldObjects
 from lightning_shard.fabric.folder_state import FolderRun, part_of, users_state, without_prefix
 from lightning_shard.fabric.sharded_module import HeldModule
 from lightning_shard.fabric.state_tree import NamedModules, objects_in, paired
+from lightning_shard.strategies.checkpoint_files import CheckpointFiles
 
 
 class Loading:
@@ -45,6 +48,7 @@ class Loading:
 
     def __init__(self, run: FabricRun, path: Any, weights_only: bool | None) -> None:
         self._run, self._weights_only = run, weights_only
+        self._is_mapped = False  # what was loaded: what somebody keeps must be copied
         self._held = HeldObjects(run)
         self._path = run.collectives.broadcast_object(path)
 
@@ -77,16 +81,26 @@ class Loading:
         for key, one in known.items():
             value = saved.pop(key)
             if next(objects_in(one), None) is None:
-                state[key] = value
+                state[key] = self._to_keep(value)
         saved.pop(CHECKPOINT_KEY, None)
-        return {key: read_all(one) if has_stored(one) else one for key, one in saved.items()}
+        return {key: self._to_keep(one) for key, one in saved.items()}
 
     def _read(self) -> dict[str, Any]:
         if not is_folder(self._path):
-            return self._file()
+            files = self._run.checkpoint_io
+            if type(files) is not CheckpointFiles:
+                return self._file()
+            self._is_mapped = True
+            return files.load_together(self._path, self._weights_only, self._run.collectives)
         collectives = self._run.collectives
         run = FolderRun(collectives, None, (), self._run.root_device)
         return users_state(load_folder(run, self._path, self._weights_only, in_full=False))
+
+    def _to_keep(self, value: Any) -> Any:
+        """Return what was loaded for whoever may hold on to it: read, and in memory of its own."""
+        if self._is_mapped:
+            return in_own_memory(value)
+        return read_all(value) if has_stored(value) else value
 
     def _file(self) -> dict[str, Any]:
         return self._run.checkpoint_io.load_checkpoint(self._path, weights_only=self._weights_only)
@@ -110,7 +124,7 @@ class Loading:
             if isinstance(target, Optimizer):
                 self._load_optimizer(target, state)
             elif not isinstance(target, (nn.Module, NamedModules)):
-                target.load_state_dict(read_all(saved) if has_stored(saved) else saved)
+                target.load_state_dict(self._to_keep(saved))
 
     def _checked(self, target: Any, saved: Any, parts: Mapping[HeldModule, str]) -> Any:
         """Return an optimizer's state by number, which fits; anything else as it is."""
@@ -124,7 +138,7 @@ class Loading:
         held = self._held.of_optimizer(optimizer)
         states = None if held is None else held.state_of(optimizer)
         if held is None or states is None:
-            optimizer.load_state_dict(read_all(dict(state)) if has_stored(state) else dict(state))
+            optimizer.load_state_dict(self._to_keep(dict(state)))
             return
         engine = held.present_engine
         with engine.user_code.running(False):
@@ -135,25 +149,25 @@ class Loading:
         held = self._held.of_module(target)
         agree = partial(agree_on_misfit, self._run.collectives)
         if held is None:
-            full = read_all(dict(saved)) if is_stored(saved) else saved
+            full = saved if self._is_mapped and loads_plainly(target) else self._to_keep(saved)
             load_module_state(target, full, strict=strict, agree=agree)
-        elif is_stored(saved) and held.loads_plainly:
-            self._read_shards(held, saved, strict=strict)
+        elif held.loads_plainly and (is_stored(saved) or self._is_mapped):
+            self._load_shards(held, saved, strict=strict)
         else:
-            engine = held.present_engine
-            full = read_all(dict(saved)) if is_stored(saved) else saved
+            engine, full = held.present_engine, self._to_keep(saved)
             with engine.user_code.running(False), engine.optimizer_view(), held.loading_plainly():
                 load_module_state(held.module, full, strict=strict, engine=engine, agree=agree)
 
-    def _read_shards(self, held: HeldModule, saved: Mapping[str, Any], *, strict: bool) -> None:
-        """Let each rank read what it has of a module from a folder."""
+    def _load_shards(self, held: HeldModule, saved: Mapping[str, Any], *, strict: bool) -> None:
+        """Let each rank read what it has of a module from a folder, or a mapped file."""
         module, engine = held.module, held.present_engine
         found = weight_misfits(module, saved, strict=strict)
         error = misfit_error(type(module).__name__, found, WEIGHTS_ADVICE) if found else None
         agree_on_misfit(self._run.collectives, error)
         with engine.user_code.running(False), torch.no_grad(), held.loading_plainly():
             load_rest(module, saved)
-            read_weights(module, saved, engine)
+            load = read_weights if is_stored(saved) else load_into_shards
+            load(module, saved, engine)
 
 
 def _part(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:

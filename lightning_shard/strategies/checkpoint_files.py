@@ -20,7 +20,7 @@ from lightning_shard.checkpoint.files.places import is_on_the_web, local_path
 from lightning_shard.checkpoint.files.reading import read_file
 from lightning_shard.checkpoint.files.remote_folders import remove_remote
 from lightning_shard.checkpoint.files.torch_archive import Record, records_of, write_archive
-from lightning_shard.checkpoint.mapped_file import load_mapped
+from lightning_shard.checkpoint.mapped_file import load_mapped, load_together
 from lightning_shard.errors import CheckpointError
 
 (_Wrapping,) = AsyncCheckpointIO.__bases__  # what wraps another `CheckpointIO`
@@ -73,6 +73,14 @@ class CheckpointFiles(CheckpointIO):
         if is_on_the_web(path):
             return self.load_checkpoint(path, weights_only=weights_only)
         return _dictionary(path, load_mapped(path, weights_only, module, collectives, rank))
+
+    def load_together(
+        self, path: Any, weights_only: bool | None, collectives: Collectives | None
+    ) -> dict[str, Any]:
+        """Load a file whose tensors are mapped into memory; see `mapped_file.load_together`."""
+        if is_on_the_web(path):
+            return self.load_checkpoint(path, weights_only=weights_only)
+        return _dictionary(path, load_together(path, weights_only, collectives))
 
     @override
     def remove_checkpoint(self, path: Any) -> None:

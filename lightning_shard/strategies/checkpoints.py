@@ -20,6 +20,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -28,6 +29,7 @@ from lightning_shard.checkpoint.async_save.background_saves import BackgroundSav
 from lightning_shard.checkpoint.files.places import is_folder
 from lightning_shard.checkpoint.frozen import leave_out_frozen, left_out_of
 from lightning_shard.checkpoint.full import full_module_state, load_module_state
+from lightning_shard.checkpoint.lent_values import LentValues
 from lightning_shard.checkpoint.optimizer_state import full_state_dict
 from lightning_shard.checkpoint.resuming import (
     Resuming,
@@ -51,6 +53,7 @@ from lightning_shard.checkpoint.sharded.load_hooks import loads_plainly
 from lightning_shard.checkpoint.sharded.run_state import module_boxes, optimizer_boxes
 from lightning_shard.checkpoint.sharded.writing import verify_whole
 from lightning_shard.checkpoint.streamed import StreamedState
+from lightning_shard.checkpoint.streamed_file import StreamedFile
 from lightning_shard.checkpoint.user_shards import join_shards
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.model_split import Unsplit
@@ -86,11 +89,15 @@ class CheckpointingStrategy(ShardStrategy):
     saves_shards: ClassVar[bool] = True
     meets_at_steps: ClassVar[bool] = True
     _engine: DataParallelEngine | None = None
+    _cut_states: DataParallelEngine | None = None  # of optimizers, beside a module that is full
     _options: EngineOptions
     _may_stream: bool | None = None  # in the middle of a save, as far as this rank can see
     _streamed: StreamedState | None = None  # in the middle of a save
+    _file: StreamedFile | None = None  # in the middle of a save of a file that is ours
     _left_sharded = False  # by a failed run: there is nothing whole to save
     _resuming: Resuming | None = None  # until everything is known to fit
+    _mapped: Mapping[str, Any] | None = None  # weights of the file that was loaded last, if it is
+    _lent: LentValues | None = None  # what parameters show of it, until there is an engine
 
     def __init__(self, **options: Unpack[RunOptions]) -> None:
         super().__init__(**options)
@@ -137,17 +144,27 @@ class CheckpointingStrategy(ShardStrategy):
         self._leave_out_frozen(checkpoint)
         if self._engine is not None and self._options.stage == 3:
             join_shards(checkpoint, self._engine)
+        file = self._file_to_write()
         if "optimizer_states" in checkpoint and (
-            entries := self._kept.entries(self, is_fitting=self._is_fitting())
+            entries := self._kept.entries(self, file, is_fitting=self._is_fitting())
         ):
             writable_section(checkpoint).update(entries)
         try:
             with failing_together(self.present_collectives):
-                self._save(checkpoint, filepath, storage_options)
+                self._save(checkpoint, filepath, storage_options, file)
         except BaseException:
             self._saves.drop_copy()
             raise
+        finally:
+            self._file = None
         self._saves.start()
+
+    def _file_to_write(self) -> StreamedFile | None:
+        """Return the file that is saved, where nobody but its writer sees tensors; None if not."""
+        if self.checkpoint_format == "sharded" or type(self.checkpoint_io) is not CheckpointFiles:
+            return None
+        self._file = self._file or StreamedFile()
+        return self._file
 
     def _leave_out_frozen(self, checkpoint: dict[str, Any]) -> None:
         if self.save_trainable_only and self.lightning_module is not None:
@@ -165,22 +182,28 @@ class CheckpointingStrategy(ShardStrategy):
                 checkpoint, filepath, storage_options=storage_options
             )
 
-    def _save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
+    def _save(
+        self,
+        checkpoint: dict[str, Any],
+        filepath: Any,
+        storage_options: Any,
+        file: StreamedFile | None,
+    ) -> None:
         """Write a checkpoint on rank 0; each rank must call."""
         if self.checkpoint_format == "sharded":
             self._check_writer(storage_options)
             self._save_folder(checkpoint, filepath, alone=False)
             return
-        streamed, files = self._streamed, self.checkpoint_io
-        if streamed is None or not isinstance(files, CheckpointFiles):
+        files = self.checkpoint_io
+        if file is None or not isinstance(files, CheckpointFiles):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         with self._seeing_shards():
             try:
                 if self.is_global_zero:
-                    files.save_records(streamed.records(checkpoint), filepath, storage_options)
+                    files.save_records(file.records(checkpoint), filepath, storage_options)
             finally:
-                streamed.finish()
+                file.finish()
 
     def _check_writer(self, storage_options: Any) -> None:
         """Refuse what a folder would pass over.
@@ -254,10 +277,17 @@ class CheckpointingStrategy(ShardStrategy):
         self._saves.end(error, is_common=is_common)
         return salvaging(self, error, is_common=is_common, gone=gone, has_all=self._has_all)
 
+    def _take_over_lent(self) -> None:
+        """Let no parameter show a file any more."""
+        if self._lent is not None:
+            self._lent.take_over()
+        self._lent = self._mapped = None
+
     @override
     def teardown(self) -> None:
         for part in (self._saves, self._folders, self._kept):
             part.tear_down()
+        self._take_over_lent()
         self._resuming = None
         super().teardown()
 
@@ -291,7 +321,7 @@ class CheckpointingStrategy(ShardStrategy):
         try:
             yield
         finally:
-            self._streamed, self._may_stream = None, None
+            self._streamed = self._file = self._may_stream = None
 
     def _nobody_looks(self, trainer: "pl.Trainer") -> bool:
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
@@ -325,7 +355,13 @@ class CheckpointingStrategy(ShardStrategy):
         return self.checkpoint_io.load_checkpoint(path)
 
     def _load_folder(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
-        return load_folder(self, path, weights_only, in_full=self._others_see_loaded())
+        checkpoint = load_folder(self, path, weights_only, in_full=self._others_see_loaded())
+        if self._is_fitting() and "loops" not in checkpoint:
+            rank_zero_warn(
+                f"{path} holds weights and optimizers' states, and nothing of a Trainer's: the fit "
+                f"begins with them at its first epoch and step, with schedules at their beginning."
+            )
+        return checkpoint
 
     def _others_see_loaded(self) -> bool:
         """Whether somebody but us looks at what is loaded."""
@@ -340,16 +376,17 @@ class CheckpointingStrategy(ShardStrategy):
         if type(self.checkpoint_io) is CheckpointFiles and not self._others_see_loaded():
             assert self.lightning_module is not None
             together = None if self.is_in_process else self.present_collectives
-            return self.checkpoint_io.load_mapped(
+            checkpoint = self.checkpoint_io.load_mapped(
                 checkpoint_path, weights_only, self.lightning_module, together, self.global_rank
             )
+            self._mapped = checkpoint.get("state_dict")
+            return checkpoint
         return super().load_checkpoint(checkpoint_path, weights_only)
 
     @property
     def _saves_boxes(self) -> bool:
-        """Whether states are asked for as boxes."""
-        is_sharded = self.checkpoint_format == "sharded"
-        return is_sharded and self._engine is not None and self.saves_shards
+        """Whether states in shards are asked for as boxes."""
+        return self.checkpoint_format == "sharded" and self.saves_shards
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -359,13 +396,20 @@ class CheckpointingStrategy(ShardStrategy):
             return self.lightning_module.state_dict()
         if self._saves_boxes:
             return module_boxes(self.lightning_module, self._engine)
-        # a callback may be on one rank only
-        if self._may_stream is not None and self.reduce_boolean_decision(self._may_stream):
-            self._streamed = self._streamed or StreamedState(
-                self._engine, with_frozen=not self.save_trainable_only
-            )
-            return self._streamed.module_state(self.lightning_module)
+        streamed = self._stream(self._engine)
+        if streamed is not None:
+            return streamed.module_state(self.lightning_module)
         return full_module_state(self.lightning_module, self._engine)
+
+    def _stream(self, engine: DataParallelEngine) -> StreamedState | None:
+        """Return what is streamed in this save; None if somebody looks. Each rank must call."""
+        if self._streamed is not None or self._may_stream is None:
+            return self._streamed
+        # a callback may be on one rank only
+        if self.reduce_boolean_decision(self._may_stream) and (file := self._file_to_write()):
+            with_frozen = not self.save_trainable_only
+            self._streamed = StreamedState(engine, file, with_frozen=with_frozen)
+        return self._streamed
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -379,34 +423,38 @@ class CheckpointingStrategy(ShardStrategy):
             section_of(checkpoint)  # raises for a newer format, before anything is loaded
         left_out = left_out_of(checkpoint)
         averages = self._is_fitting() and self._engine is None
-        if is_stored(checkpoint["state_dict"]):
-            before = self._folders.take_weights(
-                self, checkpoint["state_dict"], strict=strict, left_out=left_out
-            )
+        state = checkpoint["state_dict"]
+        if is_stored(state):
+            before = self._folders.take_weights(self, state, strict=strict, left_out=left_out)
         else:
+            if self._engine is None and self._mapped is not None and state is self._mapped:
+                self._lent = LentValues(self.lightning_module, self._mapped)
             before = load_module_state(
                 self.lightning_module,
-                checkpoint["state_dict"],
+                state,
                 strict=strict,
                 left_out=left_out,
                 engine=self._engine,
                 agree=partial(agree_on_misfit, self.present_collectives),
                 paired=checkpoint.get("current_model_state") if averages else None,  # of averages
+                lent=self._lent,
             )
         if self._engine is None and "optimizer_states" in checkpoint and self._is_fitting():
-            self._resuming = Resuming(checkpoint, before)
+            self._resuming = Resuming(checkpoint, before, self._lent)
+        elif self._lent is not None:
+            self._lent.forget_own()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         raw = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        if self._engine is None:
+        engine = self._engine or self._cut_states
+        if engine is None:
             self._check_full()
             return raw.state_dict() if self.is_global_zero else {}
         if self._saves_boxes:
-            return optimizer_boxes(raw, names_of(self), self._engine)
-        if self._streamed is not None:
-            return self._streamed.optimizer_state(raw)
-        return full_state_dict(raw, self._engine)
+            return optimizer_boxes(raw, names_of(self), engine)
+        streamed = self._stream(engine)
+        return full_state_dict(raw, engine) if streamed is None else streamed.optimizer_state(raw)
 
     def _check_full(self) -> None:
         if self._left_sharded:

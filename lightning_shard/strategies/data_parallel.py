@@ -132,6 +132,7 @@ class DataParallelStrategy(EndingStrategy):
         num_parameters = count_parameters(self.model)
         with self._memory.told("setup"):
             self._start_engine()
+        self._take_over_lent()
         self._check_states_in_shards()
         self._folders.read_weights(self)
         for callback in averaging_callbacks(callbacks, fitting=fitting):

@@ -4,6 +4,8 @@
     rank 0   of ranks of one process, whose others end with the fit: it gathers, they have NaNs
     shards   nothing is gathered. Engine and groups stay as they are, at rest: `save_checkpoint`
              works as in the fit. See `data_parallel.shards_at_rest` for what the module says
+    states   up to stage 2, where parameters are full anyway: the module is as after any fit, and
+             the optimizers' states stay in shards. What says how they are cut is `_cut_states`
     a run    makes the module full first, as at the beginning of any run; after an evaluation its
              ranks have shards again, and the optimizers' states have been there all the time
 
@@ -11,7 +13,7 @@ What "auto" decides is the same on all ranks. After a failure each rank has what
 """
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar, Literal
 from unittest.mock import patch
 from weakref import ref
@@ -91,6 +93,9 @@ class EndingStrategy(CheckpointingStrategy):
         if engine is not None and self._leaves_shards(engine):
             self._leave_shards(engine)
             return
+        if engine is not None and self._leaves_states(engine):
+            self._leave_states(engine)
+            return
         if engine is not None:
             if self._states_in_shards is not None and not self._failed:
                 self._gather_states(engine)
@@ -103,11 +108,22 @@ class EndingStrategy(CheckpointingStrategy):
 
     def _leaves_shards(self, engine: DataParallelEngine) -> bool:
         """Whether shards stay after this run, the same on all ranks; each rank must call."""
-        if self._failed or self._has_full_parameters or self.is_in_process or self._averages:
+        if self._has_full_parameters or self._averages:
+            return False
+        return self._leaves(engine, "the parameters in shards")
+
+    def _leaves_states(self, engine: DataParallelEngine) -> bool:
+        """Whether optimizers' states stay in shards after this run, and parameters are full."""
+        if not (self._has_full_parameters and self._holds_shards):
+            return False
+        return self._leaves(engine, "the optimizers' states in shards")
+
+    def _leaves(self, engine: DataParallelEngine, otherwise: str) -> bool:
+        if self._failed or self.is_in_process:
             return False
         if not self._is_fitting():
             return self._states_in_shards is not None
-        return not (self._would_fit(engine) if self._after_fit == "auto" else self._after_fit)
+        return not (self._fits(engine, otherwise) if self._after_fit == "auto" else self._after_fit)
 
     def _keeps_full(self, engine: DataParallelEngine) -> bool:
         """Whether this rank's module is full after this run; each rank must call.
@@ -120,11 +136,8 @@ class EndingStrategy(CheckpointingStrategy):
             return True
         return self._fits(engine, "full parameters to rank 0 alone") or self.global_rank == 0
 
-    def _would_fit(self, engine: DataParallelEngine) -> bool:
-        """Whether the full state would fit into the memory of every rank; each rank must call."""
-        return self._fits(engine, "the parameters in shards")
-
     def _fits(self, engine: DataParallelEngine, otherwise: str) -> bool:
+        """Whether the full state would fit into the memory of every rank; each rank must call."""
         fits, why = True, ""
         for where, needed, free in self._needs(engine):
             if free is not None and needed > _USED_AT_MOST * free:
@@ -132,7 +145,7 @@ class EndingStrategy(CheckpointingStrategy):
         if self.reduce_boolean_decision(fits):
             return True
         rank_zero_warn(
-            f"The fit leaves {otherwise}: full ones on each rank would take "
+            f"The fit leaves {otherwise}: full ones would take "
             f"{why or 'more than there is on another rank'}. trainer.save_checkpoint, fit, "
             f"validate, test and predict go on from there; full_parameters_after_fit="
             f"{'True' if self.is_in_process else 'True or False'} says so beforehand."
@@ -143,7 +156,7 @@ class EndingStrategy(CheckpointingStrategy):
         """Yield for each memory what the full state takes there of all ranks, and what is free."""
         each = sum(
             torch.Size(engine.full_shape(param)).numel() * param.element_size()
-            for param in engine.model.parameters()
+            for param in (() if self._has_full_parameters else engine.model.parameters())
         )
         state = replicated(engine, self.optimizers).optimizer_state
         on_host = self.num_processes * each + (state if self.node_rank == 0 else 0)
@@ -153,12 +166,14 @@ class EndingStrategy(CheckpointingStrategy):
             sharing = -(-self.num_processes // devices)
             yield "free on the device", sharing * each, free_bytes(self.root_device)
 
-    def _detach(self, engine: DataParallelEngine, *, keep: bool = True) -> None:
+    def _detach(
+        self, engine: DataParallelEngine, *, keep: bool = True, states_stay: bool = False
+    ) -> None:
         """Make the module full on every rank that keeps it, the optimizers' state on rank 0."""
         states = []
         if self._is_fitting():
             self._kept.keep(self, failed=self._failed)
-        if not self._failed and self._holds_shards:
+        if not self._failed and self._holds_shards and not states_stay:
             states = [full_state_dict(sharded.optimizer, engine) for sharded in self._sharded]
         for average in self._averages:
             average.restore(full=not self._failed)
@@ -185,6 +200,16 @@ class EndingStrategy(CheckpointingStrategy):
 
     # --- at rest ----------------------------------------------------------------------------------
 
+    def _leave_states(self, engine: DataParallelEngine) -> None:
+        """Leave the module full, and the optimizers' states in shards; each rank must call."""
+        self._detach(engine, states_stay=True)
+        engine.adoption.end()
+        for gradients in engine.gradients:
+            gradients.buffer.drop()
+        self._states_in_shards = [flat.layout for flat in engine.flats]
+        self._engine, self._cut_states = None, engine
+        self._revert_layer_sync()
+
     def _leave_shards(self, engine: DataParallelEngine) -> None:
         """Gather nothing, and let engine and groups rest; each rank must call."""
         if self._is_fitting():
@@ -208,24 +233,29 @@ class EndingStrategy(CheckpointingStrategy):
     @override
     def teardown(self) -> None:
         module = self.lightning_module
-        if self._at_rest is None or module is None:
+        if module is None or (self._at_rest is None and self._cut_states is None):
             super().teardown()
             return
-        with patch.object(module, "cpu", lambda: module):  # Lightning moves full parameters there
-            super().teardown()
+        stays = self._at_rest is not None
+        with patch.object(module, "cpu", lambda: module) if stays else nullcontext():
+            super().teardown()  # Lightning moves full parameters there
         if self._around_rest is None:
             self._around_rest = ExitStack()
-            self._around_rest.enter_context(self._saving_at_rest(module.trainer, self._at_rest))
-            self._around_rest.enter_context(self.engine.user_code.running())
+            self._around_rest.enter_context(self._saving_at_rest(module.trainer))
+            if stays:
+                self._around_rest.enter_context(self.engine.user_code.running())
 
     @contextmanager
-    def _saving_at_rest(self, trainer: "pl.Trainer", rest: ShardsAtRest) -> Iterator[None]:
+    def _saving_at_rest(self, trainer: "pl.Trainer") -> Iterator[None]:
         """Let the trainer save inside, from shards; each rank must call."""
         save = trainer.save_checkpoint
 
         def save_checkpoint(*args: Any, **kwargs: Any) -> None:
-            code = self.engine.user_code
-            with rest.opened(), code.running(False), self._streaming(trainer):
+            with ExitStack() as opened:
+                if self._at_rest is not None:
+                    opened.enter_context(self._at_rest.opened())
+                    opened.enter_context(self.engine.user_code.running(False))
+                opened.enter_context(self._streaming(trainer))
                 save(*args, **kwargs)
 
         with patch.object(trainer, "save_checkpoint", save_checkpoint):
@@ -241,6 +271,8 @@ class EndingStrategy(CheckpointingStrategy):
         assert module is not None
         if self._engine is not None and self._at_rest is not None:
             self._wake(self._next_states(same_model=self._engine.model is self.model))
+        elif self._cut_states is not None:
+            self._settle_states(self._next_states(same_model=self._cut_states.model is self.model))
         wake(module)  # another strategy's
         super()._begin_run(trainer)
 
@@ -272,6 +304,17 @@ class EndingStrategy(CheckpointingStrategy):
         coming, self.model = self.model, engine.model
         self._revert_layer_sync()
         self.model = self.model if coming is engine.model else coming
+
+    def _settle_states(self, states: StatesAtRest) -> None:
+        """Do with states in shards, beside full parameters, what a run asks for; each must call."""
+        assert self._cut_states is not None
+        assert self._around_rest is not None
+        self._around_rest.close()
+        if states == "gather":
+            self._gather_states(self._cut_states)
+        self._cut_states = self._around_rest = None
+        if states != "keep":
+            self._states_in_shards = None
 
     def _gather_states(self, engine: DataParallelEngine) -> None:
         """Bring the optimizers' states together on rank 0; each rank must call."""

@@ -60,6 +60,7 @@ class LocalSGDStrategy(LocalUpdates):
     """
 
     stage = 0
+    saves_shards = False  # ranks agree for a moment only, in which their state is copied
     engine_type: ClassVar[type[DataParallelEngine]] = LocalEngine
 
     @takes(RunConfig, GradientConfig, LocalSGDConfig)
@@ -77,6 +78,7 @@ class LocalSGDStrategy(LocalUpdates):
         self._loaded: Mapping[str, Any] | None = None  # of a checkpoint, until training starts
         self._loaded_own: Mapping[str, Any] | None = None  # the same of this rank alone
         self._last_state: Mapping[str, Any] = {}  # of the last run, on rank 0
+        self._last_own: Mapping[str, Any] = {}  # the same of this rank alone
         self._num_steps = 0
         self._steps_by_trainer = False
         self._guards: list[RemovableHandle] = []
@@ -126,7 +128,7 @@ class LocalSGDStrategy(LocalUpdates):
     def on_train_start(self) -> None:
         super().on_train_start()
         assert self.lightning_module is not None
-        self._last_state = {}
+        self._last_state, self._last_own = {}, {}
         self._num_steps = self.lightning_module.trainer.global_step
         self._guards = [
             optimizer.register_step_post_hook(self._check_step) for optimizer in self.optimizers
@@ -227,6 +229,7 @@ class LocalSGDStrategy(LocalUpdates):
             return
         self._local.finish()
         self._last_state = self._local.state_dict()
+        self._last_own = {"local_sgd": self._local.own_state()}
         for optimizer in self.optimizers:
             state = self.optimizer_state(optimizer)
             if state:
@@ -259,7 +262,7 @@ class LocalSGDStrategy(LocalUpdates):
     ) -> None:
         state = self._last_state
         if self._local is not None:
-            state = self._local.state_dict(means=self.checkpoint_format != "sharded")
+            state = self._local.state_dict()
         if state and "optimizer_states" in checkpoint:
             writable_section(checkpoint)["local_sgd"] = state
         super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -267,7 +270,7 @@ class LocalSGDStrategy(LocalUpdates):
     @override
     def kept_besides(self) -> Mapping[str, Any]:
         if self._local is None:
-            return {}
+            return self._last_own
         optimizers = [state_by_name(one, names_of(self)) for one in self.optimizers]
         return {"local_sgd": self._local.own_state(), "optimizers": optimizers}
 

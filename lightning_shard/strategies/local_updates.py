@@ -32,7 +32,6 @@ class LocalUpdates(DataParallelStrategy):
     """
 
     keeps_optimizers = True
-    saves_shards = False  # ranks agree for a moment only, in which their state is copied
     meets_at_steps = False
     _in_loops: ExitStack | None = None  # what is put into the loops of a fit
 

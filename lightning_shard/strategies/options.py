@@ -132,8 +132,9 @@ class FitEndOptions(TypedDict, total=False):
     Attributes:
         full_parameters_after_fit: Whether each rank has the full parameters after a fit whose
             ranks had shards. False leaves the shards, for `trainer.save_checkpoint` and further
-            runs; "auto" does so where the full parameters would not fit into the memory that is
-            free then. Ranks of one process end with the fit: True there.
+            runs (up to stage 2, where parameters are full anyway, those of the optimizers' states);
+            "auto" does so where the full state would not fit into the memory that is free then.
+            Ranks of one process end with the fit: True there.
     """
 
     full_parameters_after_fit: AfterFit

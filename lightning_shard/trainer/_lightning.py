@@ -301,6 +301,19 @@ def end_saved_epoch(trainer: "pl.Trainer") -> None:
         one.reset_restart_stage()
 
 
+def count_batches_anew(trainer: "pl.Trainer", num_batches: int) -> None:
+    """Let a fit that is resumed within an epoch have been given so many batches of it.
+
+    Where these are all of them, the last one was given.
+    """
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    current: Any = progress.current
+    left = current.ready - current.completed  # the one in whose hook it was saved
+    current.ready = current.started = current.processed = num_batches
+    current.completed = num_batches - left
+    progress.is_last_batch = num_batches >= trainer.num_training_batches
+
+
 def skip_batches(fetcher: Any, num_batches: int) -> None:
     """Fetch so many batches of a loop's data that has just begun, and drop them.
 

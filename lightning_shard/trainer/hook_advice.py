@@ -80,7 +80,7 @@ def may_see_loaded(module: "pl.LightningModule", callbacks: Sequence[Callback]) 
 
 @contextmanager
 def explaining_weights_elsewhere(rank: int) -> Iterator[None]:
-    """Explain errors of `on_save_checkpoint` where weights are on rank 0 alone.
+    """Explain errors of hooks of saving where weights are on rank 0 alone, or not there yet.
 
     Raises:
         ConfigError: The hook has asked for elements that are not here.
@@ -90,6 +90,13 @@ def explaining_weights_elsewhere(rank: int) -> Iterator[None]:
     except (RuntimeError, NotImplementedError) as error:
         if isinstance(error, ShardError) or "meta tensor" not in str(error):
             raise
+        if rank == 0:
+            raise ConfigError(
+                f"Rank 0: code that is called while a checkpoint is saved asks for elements of a "
+                f"weight ({error}), but weights come to rank 0 as their file is written, and are "
+                f"tensors without elements until then. Work with them in on_save_checkpoint, or "
+                f"with the parameters themselves."
+            ) from error
         raise ConfigError(
             f"Rank {rank}: on_save_checkpoint asks for elements of a weight ({error}), but the "
             f"weights of a checkpoint come together on rank 0, and are tensors without elements "

@@ -1,6 +1,6 @@
 """What a checkpoint holds beside Lightning's and torch's entries, for all ranks and for each.
 
-    shared   compression's averages ...                         for any other mesh
+    shared   compression's steps, PowerSGD's factors ...        the same for all ranks
     own      random streams, place in the data, residuals ...   for this rank of the same mesh
 
 Both are the section `lightning_shard`, see `checkpoint.by_rank`. After a fit each rank keeps its
@@ -23,13 +23,15 @@ from lightning_shard.checkpoint.by_rank import (
     gather_entries,
     in_memory,
     own_entry,
+    stream_entries,
 )
 from lightning_shard.checkpoint.checkpointed_run import CheckpointedRun
 from lightning_shard.checkpoint.section import section_of
+from lightning_shard.checkpoint.streamed_file import StreamedFile
 from lightning_shard.data_parallel.compression.state import (
-    full_state,
-    load_full_state,
+    load_state,
     own_state,
+    shared_by_all,
     with_means,
 )
 from lightning_shard.data_parallel.engine import DataParallelEngine
@@ -93,11 +95,15 @@ class KeptState:
             own["compression"] = compression
         return {**own, **run.kept_besides()}
 
-    def entries(self, run: KeepingRun, *, is_fitting: bool) -> dict[str, Any]:
+    def entries(
+        self, run: KeepingRun, file: StreamedFile | None, *, is_fitting: bool
+    ) -> dict[str, Any]:
         """Return the section's entries; each rank must call.
 
         Args:
             run: The run that is saved.
+            file: The file that is streamed; None where somebody must have all of it, or a folder is
+                saved.
             is_fitting: Whether a fit runs; if not, they are those of the last one.
 
         Returns:
@@ -105,11 +111,10 @@ class KeptState:
             is and not copied, and on rank 0 what counts for all.
         """
         shared, own, engine = self._shared, self._own, run.present_engine
-        is_folder = run.checkpoint_format == "sharded"
         if is_fitting and engine is not None:
-            shared, own = shared_state(engine, means=not is_folder), self._own_state(run, engine)
-        if not is_folder:
-            return {**shared, **_gathered(run, own)}
+            shared, own = shared_state(engine), self._own_state(run, engine)
+        if run.checkpoint_format != "sharded":
+            return {**shared, **_gathered(run, own, file)}
         return {**shared, **(entry_alone(own, run.mesh, run.global_rank) if own else {})}
 
     def keep(self, run: KeepingRun, *, failed: bool) -> None:
@@ -118,8 +123,7 @@ class KeptState:
         if failed:
             return
         assert run.present_engine is not None
-        means = run.checkpoint_format != "sharded"
-        shared = shared_state(run.present_engine, means=means)
+        shared = shared_state(run.present_engine)
         own = self._own_state(run, run.present_engine)
         if run.is_in_process:
             self._shared = {**shared, **_gathered(run, own)}
@@ -136,7 +140,7 @@ class KeptState:
             kept = [entry.get("compression", {}) for _, entry in entries_of_ranks(section)]
             shared = with_means(section.get("compression", {}), kept)
             exchanges = run.present_engine.exchanges
-            load_full_state(compressor, exchanges, shared, own.get("compression"))
+            load_state(compressor, exchanges, shared, own.get("compression"))
         for one in run.dimensions:
             if one.axis in own:
                 one.random_state = in_memory(own[one.axis]["random"])
@@ -149,18 +153,11 @@ def _of_place(entry: Mapping[str, Any]) -> dict[str, Any]:
     return {key: in_memory(entry[key]) for key in PLACE_ENTRIES if key in entry}
 
 
-def shared_state(engine: DataParallelEngine, *, means: bool = True) -> dict[str, Any]:
-    """Return what counts for all ranks, on rank 0; each rank must call.
-
-    Args:
-        engine: The engine of the run.
-        means: Whether the means of what ranks keep are in it.
-    """
-    if engine.options.compression is None:
+def shared_state(engine: DataParallelEngine) -> dict[str, Any]:
+    """Return what counts for all ranks, on rank 0; no communication."""
+    if engine.options.compression is None or not engine.is_first:
         return {}
-    keep = engine.is_first
-    state = full_state(engine.options.compression, engine.exchanges, keep=keep, means=means)
-    return {"compression": state} if keep else {}
+    return {"compression": shared_by_all(engine.options.compression, engine.exchanges)}
 
 
 def _random_dimensions(run: KeepingRun) -> dict[str, Any]:
@@ -169,7 +166,12 @@ def _random_dimensions(run: KeepingRun) -> dict[str, Any]:
     return {axis: {"random": state} for axis, state in states.items() if state is not None}
 
 
-def _gathered(run: KeepingRun, own: Mapping[str, Any]) -> dict[str, Any]:
-    if not own or run.present_collectives is None:
+def _gathered(
+    run: KeepingRun, own: Mapping[str, Any], file: StreamedFile | None = None
+) -> dict[str, Any]:
+    group = run.present_collectives
+    if not own or group is None:
         return {}
-    return gather_entries(own, run.mesh, run.present_collectives, run.root_device)
+    if file is None:
+        return gather_entries(own, run.mesh, group, run.root_device)
+    return stream_entries(own, run.mesh, group, run.root_device, file)

@@ -11,7 +11,8 @@ or sampler with `state_dict` and `load_state_dict`, and a data module that loads
 by themselves, and nothing is dropped.
 
 Where the random streams are not this rank's own (the mesh has changed), the order is drawn as rank
-0 has drawn it, and the streams are those of the new run.
+0 has drawn it, and the streams are those of the new run. Where a batch of all ranks has another
+size now, as many samples are dropped as were given, and not as many batches.
 """
 
 import warnings
@@ -23,12 +24,14 @@ from unittest.mock import patch
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_shard.checkpoint.random_state import load_random_state, random_state
 from lightning_shard.trainer._lightning import (
     around_validation,
     before_making_iterators,
     begin_validation_anew,
+    count_batches_anew,
     end_saved_epoch,
     load_loader_states,
     loader_states,
@@ -63,6 +66,7 @@ class PlaceInData:
         self._at_order: Mapping[str, Any] = {}  # before the first batch of the epoch was drawn
         self._at_validation: Mapping[str, Any] = {}  # before one that an error has ended
         self._resumed: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None
+        self._num_to_drop: int | None = None  # batches, where those of the loop are no measure
 
     def state(self) -> dict[str, Any]:
         """Return the random streams now, and at the beginning of the epoch's data."""
@@ -72,6 +76,8 @@ class PlaceInData:
         data: dict[str, Any] = {"iterators": self._at_iterators, "order": self._at_order}
         if progress.current.ready == 0:
             data["is_at_first"] = True  # stopped before the first batch of an epoch
+        if (samples := _samples_of_a_batch(self._trainer)) is not None:
+            data["samples_of_a_batch"] = samples
         is_within = bool(self._at_order) and not progress.is_last_batch
         random = self._at_validation or {"random": self._now(), **self._besides()}
         own = {**random, "data": data if is_within else {}}
@@ -129,7 +135,31 @@ class PlaceInData:
     def _begin_fit(self, reset: Callable[[], None]) -> None:
         reset()
         if self._resumed is not None:
+            self._count_samples(self._resumed[1])
             end_saved_epoch(self._trainer)
+
+    def _count_samples(self, data: Mapping[str, Any]) -> None:
+        """Go on behind the samples that were given, in batches of another size, too."""
+        before, now = data.get("samples_of_a_batch"), _samples_of_a_batch(self._trainer)
+        progress = self._trainer.fit_loop.epoch_loop.batch_progress
+        if before is None or now is None or before == now or self._places_itself():
+            return
+        given = progress.current.ready * before
+        num_batches, within = given // now, self._trainer.accumulate_grad_batches
+        if progress.current.ready % within == 0:  # saved behind a step
+            num_batches -= num_batches % within
+        if repeated := given - num_batches * now:
+            rank_zero_warn(
+                f"The checkpoint was saved after {given} samples of an epoch, in batches of "
+                f"{before} on all ranks together; this run takes {now}. It goes on after "
+                f"{num_batches * now} samples: {repeated} are trained on once more. Resume with "
+                f"the same batch on all ranks together, or from a checkpoint of an epoch's end, to "
+                f"have each sample once."
+            )
+        if isinstance(self._trainer.limit_train_batches, int):  # of this many batches in any case
+            self._num_to_drop = num_batches
+        else:
+            count_batches_anew(self._trainer, num_batches)
 
     def _before_epoch(self, advance: Callable[[], None]) -> None:
         if self._resumed is not None:
@@ -156,8 +186,10 @@ class PlaceInData:
         self._at_order = self._now()
 
     def _return_to(self, now: Mapping[str, Any], data: Mapping[str, Any], fetcher: Any) -> None:
-        num_batches = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        has_begun = num_batches > 0 or data.get("is_at_first", False)
+        counted = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        num_batches = counted if self._num_to_drop is None else self._num_to_drop
+        self._num_to_drop = None
+        has_begun = counted > 0 or data.get("is_at_first", False)
         if has_begun:
             self._load(data.get("iterators", {}))
         self._at_iterators = self._now()
@@ -176,6 +208,20 @@ class PlaceInData:
         if data is not None and is_overridden("load_state_dict", data, pl.LightningDataModule):
             return True
         return any(_has_place(loader) for loader in training_loaders(self._trainer))
+
+
+def _samples_of_a_batch(trainer: "pl.Trainer") -> int | None:
+    """Return how many samples all ranks together are given at once; None where nobody can tell."""
+    loaders = training_loaders(trainer)
+    if len(loaders) != 1:
+        return None
+    (loader,) = loaders
+    own = getattr(loader, "batch_size", None)
+    if own is None:
+        own = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    alone = 1 if (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1) == 1 else None
+    ranks = getattr(getattr(loader, "sampler", None), "num_replicas", alone)
+    return own * ranks if isinstance(own, int) and isinstance(ranks, int) else None
 
 
 def _has_place(loader: Any) -> bool:

@@ -6,14 +6,22 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.checkpoint.by_rank import entries_of_ranks, gather_entries, own_entry
+from lightning_shard.checkpoint.by_rank import (
+    entries_of_ranks,
+    gather_entries,
+    own_entry,
+    stream_entries,
+)
+from lightning_shard.checkpoint.files.torch_archive import write_archive
 from lightning_shard.checkpoint.random_state import (
     load_random_state,
     random_misfit,
     random_state,
 )
+from lightning_shard.checkpoint.streamed_file import StreamedFile
 from lightning_shard.mesh import ParallelMesh
 from lightning_shard.testing import run_ranks
 from tests.data_parallel.compression.buffers import world
@@ -65,6 +73,24 @@ def test_entries_of_other_forms_come_together_on_the_first_rank(tmp_path: Path) 
     torch.save(first, tmp_path / "section.pt")
     section = torch.load(tmp_path / "section.pt", weights_only=True)
     assert [name for name, _ in entries_of_ranks(section)] == ["rank_0", "rank_1", "rank_2"]
+    for rank in range(3):
+        assert_same(own_entry(section, MESH, rank), entry_of(rank))
+
+
+def test_entries_came_together_on_the_first_rank_before_a_file_was_written(tmp_path: Path) -> None:
+    def save(rank: int) -> None:
+        file, group = StreamedFile(), world("in_process")
+        section = stream_entries(entry_of(rank), MESH, group, CPU, file)
+        assert bool(section) == (rank == 0)
+        tensors = [one for one in tree_leaves(section) if isinstance(one, torch.Tensor)]
+        assert all(one.is_meta for one in tensors)
+        if rank == 0:
+            with (tmp_path / "section.pt").open("wb") as written:
+                write_archive(written, file.records(section))
+        file.finish()
+
+    run_ranks(save, 3)
+    section = torch.load(tmp_path / "section.pt", weights_only=True)
     for rank in range(3):
         assert_same(own_entry(section, MESH, rank), entry_of(rank))
 

@@ -7,7 +7,9 @@ from typing import Any
 import lightning as L  # noqa: N812
 import pytest
 import torch
+from torch import nn
 
+from lightning_shard.checkpoint.optimizer_misfits import optimizer_misfits
 from tests.checkpoint.test_misfits import (
     STRATEGIES,
     Counted,
@@ -73,3 +75,17 @@ def test_what_hooks_leave_alone_keeps_its_value(strategy: str) -> None:
     expected["head.weight"][2] = before["head.weight"][2]
     expected |= {name: before[name] for name in before if name.startswith("embed.")}
     assert_same(dict(loads.got), expected)
+
+
+def test_the_state_of_a_complex_parameter_beside_real_ones_did_not_fit() -> None:
+    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, dtype=torch.complex64))]
+    optimizer = torch.optim.AdamW(params, amsgrad=True)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    shapes = {param: (f"p{number}", param.shape) for number, param in enumerate(params)}
+    saved = optimizer.state_dict()
+    assert optimizer_misfits(saved, optimizer, shapes) == []
+    saved["state"][1] = saved["state"][0]
+    (found, *_) = optimizer_misfits(saved, optimizer, shapes)
+    assert "'exp_avg' of 'p1' in the state of AdamW is of torch.float32, expected complex" in found

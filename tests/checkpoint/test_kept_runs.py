@@ -1,6 +1,7 @@
 """A checkpoint that an earlier version wrote loads, and training goes on with the same losses.
 
-Files of format 1 have what the ranks have kept as means, those of format 2 by rank, too.
+Files of format 1 have what the ranks have kept as means, those of format 2 by rank, too, and those
+of format 3 by rank alone.
 """
 
 import json
@@ -12,8 +13,11 @@ import torch
 from tests.checkpoint.kept_runs import NUM_STEPS, RUNS, SAVED_AFTER, Regressor, fit
 from tests.examples.commands import ignore_upstream_warnings
 
-FORMATS = (1, 2)
-KEPT = {1: Path(__file__).parent / "format_1", 2: Path(__file__).parent / "format_2_full"}
+FORMATS = (1, 2, 3)
+KEPT = {
+    number: Path(__file__).parent / name
+    for number, name in zip(FORMATS, ("format_1", "format_2_full", "format_3_full"), strict=True)
+}
 
 pytestmark = [
     *ignore_upstream_warnings,

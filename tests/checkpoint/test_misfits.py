@@ -289,9 +289,9 @@ def of_local_sgd(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 KEPT: dict[str, tuple[Callable[[], Any], Callable[[dict[str, Any]], Any], str]] = {
-    "residual": (
+    "an older checkpoint's residual": (
         lambda: ZeRO1Strategy(compression="topk", **IN_PROCESS),
-        lambda c: put(of_compression(c)["residual"], "head.bias", lambda w: torch.zeros(4)),
+        lambda c: of_compression(c).update(residual={"head.bias": torch.zeros(4)}),
         r"compression's residual of 'head.bias' has shape \(4,\), expected \(3,\)",
     ),
     "outer momentum": (

@@ -10,7 +10,6 @@ from lightning_shard import DDPStrategy
 from lightning_shard.checkpoint.section import (
     CHECKPOINT_KEY,
     FORMAT,
-    FORMAT_OF_FILES,
     section_of,
     writable_section,
 )
@@ -28,10 +27,9 @@ def test_what_is_written_has_a_number_and_is_read_again() -> None:
     checkpoint: dict[str, Any] = {}
     writable_section(checkpoint)["elastic"] = 7
     writable_section(checkpoint)["compression"] = 8
-    expected = {"format": FORMAT_OF_FILES, "elastic": 7, "compression": 8}
+    expected = {"format": FORMAT, "elastic": 7, "compression": 8}
     assert checkpoint == {CHECKPOINT_KEY: expected}
     assert section_of(checkpoint) == expected
-    assert writable_section(checkpoint, FORMAT) == expected | {"format": FORMAT}
 
 
 @pytest.mark.parametrize("section", [{}, {"elastic": 7}])
@@ -55,7 +53,7 @@ def test_a_run_resumed_from_a_newer_format_as_if_it_knew_it(tmp_path: Path) -> N
     fit(strategy(), tmp_path)
     saved = tmp_path / f"step={SAVED_AFTER}.ckpt"
     checkpoint = torch.load(saved, weights_only=False)
-    assert checkpoint[CHECKPOINT_KEY]["format"] == FORMAT_OF_FILES
+    assert checkpoint[CHECKPOINT_KEY]["format"] == FORMAT
     checkpoint[CHECKPOINT_KEY]["format"] = FORMAT + 1
     torch.save(checkpoint, saved)
     with pytest.raises(CheckpointError, match="a newer lightning-shard has written it"):

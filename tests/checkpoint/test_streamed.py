@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_shard.checkpoint.streamed import StreamedState
-from lightning_shard.errors import CheckpointError
+from lightning_shard.checkpoint.streamed_file import StreamedFile
+from lightning_shard.errors import CheckpointError, ConfigError
 from lightning_shard.strategies import checkpoint_files
 from lightning_shard.strategies.checkpoints import CheckpointingStrategy
+from lightning_shard.trainer.hook_advice import explaining_weights_elsewhere
 from tests.checkpoint.files.archives import same
 from tests.strategies.parity import UPSTREAM_WARNINGS
 
@@ -89,15 +90,17 @@ def saved(strategy: str, folder: Path, model: Model, **options: Any) -> dict[str
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list to which each streamed save adds how many tensors it waited for."""
+    """Return a list to which each streamed save of a model adds how many tensors it waited for."""
     seen = list[int]()
-    records = StreamedState.records
+    records = StreamedFile.records
 
-    def noted(state: StreamedState, checkpoint: Any) -> Any:
-        seen.append(len(state._awaited))
-        return records(state, checkpoint)
+    def noted(file: StreamedFile, checkpoint: Any) -> Any:
+        of_model = [place for place in file._awaited if place[0] != "kept"]
+        if of_model:
+            seen.append(len(of_model))
+        return records(file, checkpoint)
 
-    monkeypatch.setattr(StreamedState, "records", noted)
+    monkeypatch.setattr(StreamedFile, "records", noted)
     return seen
 
 
@@ -105,7 +108,16 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize(
     "strategy",
-    ["shard_ddp", "zero1", "zero2", "zero3", "tensor_parallel", "pipeline_parallel", "elastic"],
+    [
+        "shard_ddp",
+        "zero1",
+        "zero2",
+        "zero3",
+        "tensor_parallel",
+        "pipeline_parallel",
+        "elastic",
+        "async_sgd",
+    ],
 )
 def test_a_streamed_file_is_the_one_that_was_written_whole(
     strategy: str,
@@ -171,8 +183,16 @@ class Looks(Callback):
 
 
 def test_who_reads_a_tensor_that_has_not_come_is_told(tmp_path: Path) -> None:
-    with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
+    with pytest.raises(ConfigError, match=r"asks for elements of a weight .*without elements"):
         fit("zero3", tmp_path, Model(), callbacks=[Looks()])
+
+
+def test_rank_0_was_told_to_read_weights_on_rank_0() -> None:
+    with (
+        pytest.raises(ConfigError, match=r"until then\. Work with them in on_save_checkpoint"),
+        explaining_weights_elsewhere(0),
+    ):
+        float(torch.ones(2, device="meta").sum())
 
 
 def test_a_disk_that_is_full_in_the_middle_ends_all_ranks(
@@ -196,12 +216,7 @@ def test_a_disk_that_is_full_in_the_middle_ends_all_ranks(
 
 
 def test_without_elements_nothing_is_pickled_as_if_it_had_some() -> None:
-    class Never(StreamedState):
-        def _bring_together(self) -> Any:
-            yield from ()
-
-    engine: Any = None
-    state = Never(engine)
-    checkpoint = {"weight": state._await(("parameter", 0), (2,), torch.float32)}
+    file = StreamedFile()
+    checkpoint = {"weight": file.await_tensor(("parameter", 0), (2,), torch.float32)}
     with pytest.raises(CheckpointError, match="nobody has the elements"):
-        list(state.records(checkpoint))
+        list(file.records(checkpoint))

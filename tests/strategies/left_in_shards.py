@@ -21,8 +21,11 @@ from lightning_shard import (
     HybridParallelStrategy,
     PipelineParallelStrategy,
     TensorParallelStrategy,
+    ZeRO1Strategy,
+    ZeRO2Strategy,
     ZeRO3Strategy,
 )
+from lightning_shard.checkpoint.conversion.whole import whole_checkpoint
 from lightning_shard.errors import ConfigError
 from lightning_shard.strategies import fit_ends
 from tests.checkpoint.sharded.runs import SAVED_AFTER, Model, quiet_trainer
@@ -47,6 +50,15 @@ SCHEMES: dict[str, tuple[int, Callable[..., Any]]] = {
         lambda **o: HybridParallelStrategy(data_parallel_size=(2, 2), zero_stage=3, **o),
     ),
 }
+FULL_SCHEMES: dict[str, tuple[int, Callable[..., Any]]] = {  # whose parameters are full anyway
+    "zero1": (3, lambda **o: ZeRO1Strategy(**o)),
+    "zero2": (2, lambda **o: ZeRO2Strategy(bucket_mb=1e-3, **o)),
+    "zero2-offload": (2, lambda **o: ZeRO2Strategy(offload="optimizer", **o)),
+    "copies-zero1": (
+        4,
+        lambda **o: HybridParallelStrategy(data_parallel_size=(2, 2), zero_stage=1, **o),
+    ),
+}
 Tensors = dict[str, Tensor]
 
 
@@ -55,6 +67,7 @@ def prepared() -> None:
     ignore_upstream_warnings()
     warnings.filterwarnings("ignore", message=".*you are resuming")
     warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`")
+    warnings.filterwarnings("ignore", message="offload='optimizer' saves nothing on CPU ranks")
 
 
 def made() -> Model:
@@ -63,14 +76,14 @@ def made() -> Model:
 
 
 def trainer_of(scheme: str, *, left: bool, num_steps: int = SAVED_AFTER, **options: Any) -> Any:
-    num_ranks, make = SCHEMES[scheme]
+    num_ranks, make = (SCHEMES | FULL_SCHEMES)[scheme]
     strategy = make(backend="gloo", announce=False, full_parameters_after_fit=not left, **options)
     return quiet_trainer(strategy, devices=num_ranks, max_steps=num_steps, limit_val_batches=None)
 
 
 def content(path: Path) -> dict[str, Any]:
-    """Return a checkpoint of the full format, with the optimizer's tensors by place."""
-    loaded = torch.load(path, weights_only=True)
+    """Return a checkpoint's weights and optimizers' states, of either format."""
+    loaded = whole_checkpoint(path, "cpu", True)
     return {"weights": loaded["state_dict"], "optimizers": loaded["optimizer_states"]}
 
 
@@ -112,6 +125,30 @@ def left_fit(scheme: str, folder: Path, kind: str) -> dict[str, Any]:
     again.fit(resumed, ckpt_path=path)
     again.save_checkpoint(folder / "resumed.ckpt")
     return found
+
+
+def fit_leaving_states(scheme: str, folder: Path, kind: str) -> dict[str, Any]:
+    """Fit, save, validate, save, edit, save, go on; on every rank, with a module that is full."""
+    prepared()
+    model = made()
+    trainer = trainer_of(scheme, left=True, checkpoint_format=kind)
+    trainer.fit(model)
+    (optimizer,) = trainer.optimizers
+    found = {"held": sum(one["exp_avg"].numel() for one in optimizer.state.values())}
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    trainer.save_checkpoint(folder / "left.ckpt")
+    copy.deepcopy(model)
+    pickle.dumps(model)
+    found["validated"] = trainer.validate(model, verbose=False)
+    trainer.save_checkpoint(folder / "again.ckpt")
+    with torch.no_grad():
+        model.head.weight.add_(1.0)
+    trainer.save_checkpoint(folder / "edited.ckpt")
+    resumed = made()
+    again = trainer_of(scheme, left=True, num_steps=2 * SAVED_AFTER)
+    again.fit(resumed, ckpt_path=folder / "left.ckpt")
+    again.save_checkpoint(folder / "resumed.ckpt")
+    return found | {"weights": weights}
 
 
 def full_fit(scheme: str, folder: Path) -> dict[str, Any]:
@@ -159,18 +196,22 @@ def sent_at_the_end(after_fit: bool) -> int:
     return trainer.strategy._bytes_so_far() - noted.at_end
 
 
-def decided(free: Sequence[int | None]) -> dict[str, Any]:
+def decided(free: Sequence[int | None], scheme: str = "zero3") -> dict[str, Any]:
     """Fit with "auto" where ranks find so many free bytes; return what is left on this rank."""
     prepared()
     model, rank = made(), int(os.environ["RANK"])
-    strategy = ZeRO3Strategy(backend="gloo", announce=False)
+    strategy = (SCHEMES | FULL_SCHEMES)[scheme][1](backend="gloo", announce=False)
     with (
         patch.object(fit_ends, "free_host_bytes", lambda: free[rank]),
         warnings.catch_warnings(record=True) as told,
     ):
         warnings.simplefilter("always")
         quiet_trainer(strategy, devices=2, max_steps=1).fit(model)
-    about = [str(one.message) for one in told if "leaves the parameters" in str(one.message)]
+    about = [str(one.message) for one in told if "The fit leaves the" in str(one.message)]
+    if scheme in FULL_SCHEMES:
+        sizes = [one["exp_avg"].numel() for one in strategy.optimizers[0].state.values()]
+        full = sum(param.numel() for param in model.parameters() if param.requires_grad)
+        return {"told": about, "left": 0 < sum(sizes) < full}
     try:
         model.state_dict()
     except ConfigError:

@@ -14,12 +14,14 @@ from lightning_shard.strategies import fit_ends
 from tests.checkpoint.sharded.runs import quiet_trainer
 from tests.processes import ProcessesFailedError, run_processes
 from tests.strategies.left_in_shards import (
+    FULL_SCHEMES,
     SCHEMES,
     WeightsAtTheEnd,
     averaged,
     bytes_above,
     content,
     decided,
+    fit_leaving_states,
     fit_twice,
     full_fit,
     given_up,
@@ -55,6 +57,37 @@ def test_a_fit_that_leaves_shards_saves_and_goes_on_as_one_that_gathers(
         assert found[rank]["validated"] == expected[rank]["validated"]
         assert all("trainer.save_checkpoint" in one for one in found[rank]["refusals"])
         assert found[rank]["grown"] == 0
+
+
+@pytest.mark.parametrize("kind", ["full", pytest.param("sharded", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        pytest.param(scheme, marks=() if scheme == "zero2" else pytest.mark.slow)
+        for scheme in FULL_SCHEMES
+    ],
+)
+def test_the_end_of_a_fit_up_to_stage_2_gathered_optimizer_state(
+    scheme: str, kind: str, tmp_path: Path
+) -> None:
+    num_ranks, _ = FULL_SCHEMES[scheme]
+    found = run_processes(fit_leaving_states, num_ranks, scheme=scheme, folder=tmp_path, kind=kind)
+    expected = run_processes(full_fit, num_ranks, scheme=scheme, folder=tmp_path)
+    left, full = content(tmp_path / "left.ckpt"), content(tmp_path / "full.ckpt")
+    assert_same(left, full)
+    assert_same(content(tmp_path / "again.ckpt"), left)
+    edited = content(tmp_path / "edited.ckpt")
+    assert_same(edited["optimizers"], left["optimizers"])
+    head = "head.weight"
+    assert_same(edited["weights"][head], left["weights"][head] + 1.0)
+    assert_same(content(tmp_path / "resumed.ckpt"), content(tmp_path / "once.ckpt"))
+    trained = sum(one["exp_avg"].numel() for one in full["optimizers"][0]["state"].values())
+    num_copies = 2 if scheme.startswith("copies") else 1
+    assert sum(one["held"] for one in found) == num_copies * trained
+    assert max(one["held"] for one in found) < trained
+    for one, other in zip(found, expected, strict=True):
+        assert_same(one["weights"], dict(full["weights"]))
+        assert one["validated"] == other["validated"]
 
 
 @pytest.mark.slow
@@ -102,10 +135,19 @@ def test_a_fit_that_leaves_shards_takes_at_most_a_unit_at_its_end(
 
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
-    ("free", "leaves"), [((2**40, 100), True), ((2**40, 2**40), False), ((None, None), False)]
+    ("scheme", "free", "leaves"),
+    [
+        ("zero3", (2**40, 100), True),
+        ("zero3", (2**40, 2**40), False),
+        ("zero3", (None, None), False),
+        ("zero2", (100, 2**40), True),
+        ("zero2", (2**40, 2**40), False),
+    ],
 )
-def test_the_ranks_decide_together_whether_the_parameters_fit(free: Any, leaves: bool) -> None:
-    found = run_processes(decided, 2, free=free)
+def test_the_ranks_decide_together_whether_the_full_state_fits(
+    scheme: str, free: Any, leaves: bool
+) -> None:
+    found = run_processes(decided, 2, free=free, scheme=scheme)
     assert [one["left"] for one in found] == [leaves, leaves]
     assert len(found[0]["told"]) == leaves
     assert not found[1]["told"]

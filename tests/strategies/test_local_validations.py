@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_shard import LocalSGDStrategy
+from tests.checkpoint.saved_sections import own_parameters_in
 from tests.strategies.async_sgd.test_async_sgd import SlowRank
 from tests.strategies.local_sgd.local_training import (
     BATCH,
@@ -129,7 +130,7 @@ def test_a_checkpoint_of_a_validation_with_swapped_weights_is_one_without(
     for plain, swapped in zip(*saved, strict=True):
         assert_same_weights(swapped["state_dict"], plain["state_dict"])
         if way == "diloco":
-            own = [one["lightning_shard"]["local_sgd"]["own"] for one in (swapped, plain)]
+            own = [own_parameters_in(one["lightning_shard"]) for one in (swapped, plain)]
             assert_same_weights(*own)
             assert own[0].keys() == plain["state_dict"].keys()
 

@@ -87,9 +87,49 @@ def test_other_ranks_of_the_same_global_batch_began_the_epoch_anew(tmp_path: Pat
 def test_a_fit_ended_where_more_ranks_had_fewer_batches_than_were_trained_on(
     tmp_path: Path,
 ) -> None:
-    _, got = seen_after(tmp_path / "a", 5, Seeing, DDPStrategy(**(RANKS | {"num_ranks": 4})))
+    with pytest.warns(UserWarning, match="after 16 samples: 4 are trained on once more"):
+        whole, got = seen_after(
+            tmp_path / "a", 5, Seeing, DDPStrategy(**(RANKS | {"num_ranks": 4}))
+        )
     assert len(got) == 1
-    assert len(set(got[0])) == 8
+    assert sorted(got[0]) == sorted([*whole[4], *whole[5]])
+
+
+@pytest.mark.few_cases(2)
+@pytest.mark.parametrize(
+    ("before", "after", "at", "options"),
+    [
+        (4, 2, 1, {}),
+        (2, 4, 4, {}),
+        (2, 3, 3, {}),
+        (2, 4, 6, {}),  # all of the epoch
+        (4, 2, 2, {"limit_train_batches": 3}),
+        (4, 2, 1, {"accumulate_grad_batches": 2}),
+    ],
+)
+def test_a_batch_of_another_size_left_samples_out_or_gave_them_twice(
+    before: int, after: int, at: int, options: Any, tmp_path: Path
+) -> None:
+    options |= {"max_epochs": 2}
+    fits = [
+        fit(
+            DDPStrategy(**(RANKS | {"num_ranks": num_ranks})), steps, callbacks, resume=resume,
+            make_module=Seeing, **options,
+        )
+        for num_ranks, steps, callbacks, resume in (
+            (before, at, [SaveAt(tmp_path / "a", at)], None),
+            (after, -1, [], tmp_path / "a"),
+        )
+    ]  # fmt: skip
+    seen = [sample for one in fits for rows in one.seen for sample in rows]
+    every = 2 if "limit_train_batches" not in options else 1
+    counts = [seen.count(float(number)) for number in range(NUM_SAMPLES)]
+    assert min(counts) >= every - (before == 4 and every == 1)
+    if every == 2:
+        assert counts == [2] * NUM_SAMPLES
+    else:
+        first = [sample for rows in (*fits[0].seen, *fits[1].seen[:1]) for sample in rows]
+        assert len(set(first)) == len(first) == 20
 
 
 class Endless(IterableDataset[Any]):

@@ -1,25 +1,14 @@
-"""A folder of torch.distributed.checkpoint as one checkpoint of Lightning's, with unread tensors.
-
-`state_dict` (or FSDP's `model`) are the weights, `optimizer_<i>` the optimizers, by name; a folder
-of `dcp.save` without these has its tensors as weights.
-"""
+"""A folder of torch.distributed.checkpoint as a checkpoint of Lightning's, with unread tensors."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_shard.checkpoint.conversion.unread import is_unread
 from lightning_shard.checkpoint.section import CHECKPOINT_KEY
-from lightning_shard.checkpoint.sharded.entries import (
-    nothing_kept,
-    optimizer_entry,
-    roots_of,
-)
+from lightning_shard.checkpoint.sharded.entries import nothing_kept
 from lightning_shard.checkpoint.sharded.folder import StoredFolder
+from lightning_shard.checkpoint.sharded.folder_parts import is_flattened, parts_of
 from lightning_shard.checkpoint.sharded.rank_entries import stored_entries
 from lightning_shard.errors import CheckpointError
-
-_OTHERS_OPTIMIZERS = ("optimizer", "optim", "optimizers")
-_OTHERS_STATE = (*_OTHERS_OPTIMIZERS, "lr_scheduler", "lr_schedulers", "dataloader", "train_state")
 
 
 def folder_checkpoint(
@@ -35,26 +24,16 @@ def folder_checkpoint(
     Raises:
         CheckpointError: It has an optimizer in a form that cannot be told from its names.
     """
-    weights, states, others = roots_of(folder)
-    checkpoint = {**nothing_kept(), **meta}
-    if weights is None:
-        names = [root for root in others if root.partition(".")[0] not in _OTHERS_STATE]
-        checkpoint["state_dict"] = _flat({root: folder.nested(root) for root in names}, "")
-        others = [root for root in others if root not in names]
-    else:
-        checkpoint["state_dict"] = folder.nested(weights)
-    states += [root for root in others if root in _OTHERS_OPTIMIZERS]
+    weights, states, others = parts_of(folder)
+    checkpoint = {**nothing_kept(), **meta, "state_dict": weights}
     if weights_only:
         return checkpoint
     if states:
-        checkpoint["optimizer_states"] = [
-            numbered(optimizer_entry(folder, root), folder.path) for root in states
-        ]
+        checkpoint["optimizer_states"] = [numbered(one, folder.path) for one in states]
     if CHECKPOINT_KEY in folder.roots:
         kept = stored_entries(folder)
         checkpoint[CHECKPOINT_KEY] = {**checkpoint.get(CHECKPOINT_KEY, {}), **kept}
-    checkpoint |= {root: folder.nested(root) for root in others if root not in states}
-    return checkpoint
+    return checkpoint | others
 
 
 def numbered(state: Mapping[str, Any], path: Any) -> dict[str, Any]:
@@ -67,6 +46,8 @@ def numbered(state: Mapping[str, Any], path: Any) -> dict[str, Any]:
     Raises:
         CheckpointError: Its groups do not list its parameters.
     """
+    if is_flattened(state):  # as torchtitan saves it
+        raise _unknown_form(path)
     numbers: dict[Any, int] = {}
     groups = []
     for group in state["param_groups"]:
@@ -75,7 +56,7 @@ def numbered(state: Mapping[str, Any], path: Any) -> dict[str, Any]:
         own = list(group["params"])
         numbers |= {name: len(numbers) + at for at, name in enumerate(own)}
         groups.append({**group, "params": [numbers[name] for name in own]})
-    if not groups and (state["state"] or len(state) > 2):  # flattened, as torchtitan saves it
+    if not groups and (state["state"] or len(state) > 2):
         raise _unknown_form(path)
     entries = {numbers.get(name, name): one for name, one in state["state"].items()}
     return {**state, "state": entries, "param_groups": groups}
@@ -86,14 +67,3 @@ def _unknown_form(path: Any) -> CheckpointError:
         f"{path} holds an optimizer's state without groups that list its parameters, expected "
         f"those of torch's get_optimizer_state_dict. Give --weights-only for the weights alone."
     )
-
-
-def _flat(nested: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Return tensors by the path of their keys; other values are no weights."""
-    found: dict[str, Any] = {}
-    for key, value in nested.items():
-        if is_unread(value):
-            found[f"{prefix}{key}"] = value
-        elif isinstance(value, Mapping):
-            found |= _flat(value, f"{prefix}{key}.")
-    return found

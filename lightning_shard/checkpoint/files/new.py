@@ -10,6 +10,7 @@ save into the folder removes the rest.
 """
 
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
@@ -18,7 +19,7 @@ from typing import Any, BinaryIO, cast
 
 from lightning_shard.checkpoint.files.disk_file import DiskFile
 from lightning_shard.checkpoint.files.failures import explaining_failures
-from lightning_shard.checkpoint.files.open_folder import INDEX_FILE, OpenFolder, put
+from lightning_shard.checkpoint.files.open_folder import INDEX_FILE, OpenFolder, link_or_copy, put
 from lightning_shard.checkpoint.files.parts import part_of, remove, remove_leftovers
 from lightning_shard.checkpoint.files.places import (
     as_system_errors,
@@ -35,6 +36,7 @@ from lightning_shard.checkpoint.files.renames import put_in_place, sync_file
 from lightning_shard.errors import CheckpointError
 
 _OF_CHECKPOINTS = (INDEX_FILE, "meta.pt", "*.distcp")
+_OTHERS_OF_CHECKPOINTS = ("checksums*.json", "*.part")
 
 
 @contextmanager
@@ -102,6 +104,7 @@ def new_folder(path: Any, *, replaces: bool = False) -> Iterator[OpenFolder]:
         part.mkdir()
         with _removed_unless_done(part):
             yield OpenFolder(str(part))
+            _keep_others(place, part)
             _sync_all(part)
             put_in_place(part, place)
 
@@ -141,6 +144,21 @@ def _removed_unless_done(part: Path) -> Iterator[None]:
 def _make_room(place: Path) -> None:
     place.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(place.parent)
+
+
+def _keep_others(place: Path, part: Path) -> None:
+    """Give a folder's next checkpoint the files in it that are of none: somebody's notes."""
+    if place.is_symlink() or not place.is_dir():
+        return
+    own = (*_OF_CHECKPOINTS, *_OTHERS_OF_CHECKPOINTS)
+    for path in place.iterdir():
+        if any(map(path.match, own)):
+            continue
+        with suppress(FileNotFoundError):  # somebody has just removed it
+            if path.is_dir() and not path.is_symlink():
+                shutil.copytree(path, part / path.name, symlinks=True, copy_function=link_or_copy)
+            else:
+                link_or_copy(path, part / path.name)
 
 
 def _sync_all(folder: Path) -> None:

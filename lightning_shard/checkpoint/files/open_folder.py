@@ -13,7 +13,6 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from typing_extensions import override
@@ -187,7 +186,7 @@ class OpenFolder:
         for name, own in taken.items():
             source, target = inside(other.path, name), inside(self.path, own)
             if self.is_local:
-                _link(Path(source), Path(target))
+                link_or_copy(source, target)
                 continue
             with as_system_errors():
                 filesystem, inner = remote_place(target)
@@ -219,8 +218,9 @@ def editions_in(names: Iterable[str]) -> set[str]:
     return {edition_in(name) for name in names}
 
 
-def _link(path: Path, name: Path) -> None:
+def link_or_copy(path: Any, name: Any) -> None:
+    """Give a file a second name, or its copy where the filesystem has no such files."""
     try:
-        os.link(path, name)
-    except OSError:  # not every filesystem has files with two names
-        shutil.copyfile(path, name)
+        os.link(path, name, follow_symlinks=False)
+    except OSError:
+        shutil.copyfile(path, name, follow_symlinks=False)

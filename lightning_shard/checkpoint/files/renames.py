@@ -11,6 +11,8 @@ from lightning_shard.checkpoint.files.parts import part_of, remove
 _AT_FDCWD = -100
 _EXCHANGE = 2  # RENAME_EXCHANGE of linux/fs.h
 _CANNOT_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
+_TAKEN = {errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.EISDIR, errno.ENOTDIR}
+_TRIES = 20
 _CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.EISDIR}
 
 
@@ -18,8 +20,20 @@ def put_in_place(part: Path, place: Path) -> None:
     """Give what is complete its name, and remove what had it before.
 
     At each moment one of both has the name, whole. Only on systems that cannot exchange names is
-    there a moment in which a folder that had it is beside its place, as `parts` tells.
+    there a moment in which a folder that had it is beside its place, as `parts` tells. Where
+    another process gives or takes the same name meanwhile, the last one has it.
     """
+    for left in reversed(range(_TRIES)):
+        try:
+            _put(part, place)
+            break
+        except OSError as error:
+            if not left or error.errno not in _TAKEN or not os.path.lexists(part):
+                raise
+    sync_folder(place.parent)
+
+
+def _put(part: Path, place: Path) -> None:
     if not _is_folder(place) and not (_is_folder(part) and os.path.lexists(place)):
         os.replace(part, place)
     elif exchange(part, place):
@@ -33,7 +47,6 @@ def put_in_place(part: Path, place: Path) -> None:
             os.rename(before, place)
             raise
         remove(before)
-    sync_folder(place.parent)
 
 
 def exchange(one: Path, other: Path) -> bool:

@@ -1,15 +1,17 @@
 """Which entry of Lightning's checkpoint goes where in a folder, and back.
 
-"state_dict", averages of it     boxes under the same name; other tools call the first "model"
+"state_dict", averages of it     boxes under the same name
 "optimizer_states"[i]            `optimizer_<i>`, by the parameters' names
 what each rank keeps             `lightning_shard.rank_<i>`
 everything else                  meta.pt
+
+What others call these is in `folder_parts`.
 """
 
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -17,6 +19,7 @@ from torch.optim import Optimizer
 from lightning_shard.checkpoint.section import CHECKPOINT_KEY
 from lightning_shard.checkpoint.sharded.boxed_tensor import BoxedTensor
 from lightning_shard.checkpoint.sharded.folder import StoredFolder, read_all
+from lightning_shard.checkpoint.sharded.folder_parts import by_parameter, is_flattened, parts_of
 from lightning_shard.checkpoint.sharded.named_optimizers import named_state
 from lightning_shard.checkpoint.sharded.rank_entries import (
     OnDemand,
@@ -25,40 +28,6 @@ from lightning_shard.checkpoint.sharded.rank_entries import (
 )
 
 _OPTIMIZER = "optimizer_"
-_WEIGHTS = ("state_dict", "model")  # as the strategies call them
-
-
-class Roots(NamedTuple):
-    """The names under which a folder holds what, see `StoredFolder.nested`.
-
-    Attributes:
-        weights: Name of the module's weights; None where there are none by a known name.
-        optimizers: Names of the optimizers' states, in order.
-        others: All other names, but for what ranks keep.
-    """
-
-    weights: str | None
-    optimizers: list[str]
-    others: list[str]
-
-
-def roots_of(folder: StoredFolder) -> Roots:
-    """Take the names of a folder apart."""
-    weights = next((root for root in _WEIGHTS if root in folder.roots), None)
-    optimizers = sorted((one for one in folder.roots if one.startswith(_OPTIMIZER)), key=_number)
-    known = {weights, CHECKPOINT_KEY, *optimizers}
-    others = [one for one in folder.roots if one not in known]
-    return Roots(weights, optimizers, others)
-
-
-def _number(root: str) -> int:
-    digits = root.removeprefix(_OPTIMIZER)
-    return int(digits) if digits.isdigit() else 0
-
-
-def optimizer_entry(folder: StoredFolder, root: str) -> dict[str, Any]:
-    """Return an optimizer's state as a folder has it, with tensors that are not read."""
-    return {"state": {}, "param_groups": [], **folder.nested(root)}
 
 
 def nothing_kept() -> dict[str, Any]:
@@ -89,16 +58,17 @@ def checkpoint_of(folder: StoredFolder, *, in_full: bool) -> dict[str, Any]:
         folder: The folder to read from.
         in_full: Whether weights are read, full.
     """
-    roots = roots_of(folder)
-    weights = {} if roots.weights is None else folder.nested(roots.weights)
+    weights, states, others = parts_of(folder)
     checkpoint = {**nothing_kept(), "lr_schedulers": [], "callbacks": {}, **folder.meta()}
     checkpoint["state_dict"] = read_all(weights) if in_full else weights
-    if roots.optimizers:
-        checkpoint["optimizer_states"] = [optimizer_entry(folder, one) for one in roots.optimizers]
+    if states:
+        checkpoint["optimizer_states"] = [
+            by_parameter(one) if is_flattened(one) else one for one in states
+        ]
     if CHECKPOINT_KEY in folder.roots:
         kept = {name: OnDemand(entry) for name, entry in stored_entries(folder).items()}
         checkpoint[CHECKPOINT_KEY] = {**checkpoint.get(CHECKPOINT_KEY, {}), **kept}
-    return checkpoint | {root: read_all(folder.nested(root)) for root in roots.others}
+    return checkpoint | {root: read_all(nested) for root, nested in others.items()}
 
 
 def folder_entries(

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from typing_extensions import override
 
 from lightning_shard.checkpoint.files.open_folder import INDEX_FILE, editions_in
@@ -108,7 +108,39 @@ def read_index(path: Any) -> Metadata:
             f"The index {inside(path, INDEX_FILE)!r} of a checkpoint is a {type(index).__name__}, "
             f"expected a Metadata of torch.distributed.checkpoint. Load another checkpoint."
         )
+    if not _is_sound(index):
+        raise CheckpointError(
+            f"The index {inside(path, INDEX_FILE)!r} of a checkpoint is damaged: it says of "
+            f"something in no way that can be read where it lies, expected what "
+            f"torch.distributed.checkpoint writes. Load another checkpoint."
+        )
     return index
+
+
+def _is_sound(index: Metadata) -> bool:
+    """Whether all that an index says has the form that whoever reads it relies on."""
+    try:
+        entries, places = index.state_dict_metadata, index.storage_data or {}
+        return (
+            all(isinstance(key, str) for key in entries)
+            and all(map(_is_entry, entries.values()))
+            and all(isinstance(one.fqn, str) for one in places)
+            and all(
+                isinstance(one.relative_path, str) and one.offset >= 0 and one.length >= 0
+                for one in places.values()
+            )
+            and all(isinstance(path, tuple) for path in (index.planner_data or {}).values())
+        )
+    except Exception:  # of an attribute that is not there, or of any type
+        return False
+
+
+def _is_entry(entry: Any) -> bool:
+    if isinstance(entry, BytesStorageMetadata):
+        return True
+    boxes = [(entry.size, entry.size), *((one.offsets, one.sizes) for one in entry.chunks)]
+    are_sizes = all(isinstance(one, torch.Size) for box in boxes for one in box)
+    return are_sizes and isinstance(entry.properties.dtype, torch.dtype)
 
 
 def edition_of(path: Any, index: Metadata) -> str:

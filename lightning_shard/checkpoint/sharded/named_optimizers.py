@@ -6,7 +6,7 @@
 An optimizer takes the entries of a name for its own parameter of that name, whatever their order.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -56,7 +56,9 @@ def numbered_state(
         return dict(state)
     numbers: dict[str, int] = {}
     groups: list[dict[str, Any]] = []
-    for group, own in zip(state["param_groups"], optimizer.param_groups, strict=True):
+    for group, own in zip(
+        _groups_for(state, optimizer, names), optimizer.param_groups, strict=True
+    ):
         first = len(numbers)
         numbers |= {names[param]: first + at for at, param in enumerate(own["params"])}
         groups.append({**group, "params": list(range(first, len(numbers)))})
@@ -71,8 +73,10 @@ def name_misfits(
     kind = type(optimizer).__name__
     if not is_named(state):
         return []
-    saved = [list(group["params"]) for group in state["param_groups"]]
     own = [[names[param] for param in group["params"]] for group in optimizer.param_groups]
+    if state.get("ungrouped"):
+        return _ungrouped_misfits(state, own, kind)
+    saved = [list(group["params"]) for group in state["param_groups"]]
     lengths, expected = [len(one) for one in saved], [len(one) for one in own]
     if lengths != expected:
         return [
@@ -87,6 +91,44 @@ def name_misfits(
     ]
 
 
+def _groups_for(
+    state: Mapping[str, Any], optimizer: Optimizer, names: Mapping[nn.Parameter, str]
+) -> list[dict[str, Any]]:
+    """Return a state's groups; where it has one for each parameter, put together as an optimizer's.
+
+    Their options are those of the group's first parameter; see `_ungrouped_misfits`.
+    """
+    if not state.get("ungrouped"):
+        return list(state["param_groups"])
+    options = {group["params"][0]: group for group in state["param_groups"]}
+    own = [[names[param] for param in group["params"]] for group in optimizer.param_groups]
+    return [{**options[group[0]], "params": group} if group else {"params": []} for group in own]
+
+
+def _ungrouped_misfits(
+    state: Mapping[str, Any], own: Sequence[Sequence[str]], kind: str
+) -> list[str]:
+    """Return what keeps a state without groups from being the state of these groups."""
+    options = {
+        group["params"][0]: {key: one for key, one in group.items() if key != "params"}
+        for group in state["param_groups"]
+    }
+    expected = {name for group in own for name in group}
+    if lacking := expected ^ options.keys():
+        return [
+            f"the state of {kind} is of {_some(set(options) & lacking)}, expected "
+            f"{_some(expected & lacking)}"
+        ]
+    apart = [
+        (group[0], name) for group in own for name in group if options[name] != options[group[0]]
+    ]
+    return [
+        f"the state of {kind} has {options[one]} for {one!r} and {options[other]} for {other!r}, "
+        f"expected the same for what is in one group"
+        for one, other in apart[:1]
+    ]
+
+
 def _some(names: set[str]) -> str:
-    told = ", ".join(map(repr, sorted(names)[:3]))
+    told = ", ".join(map(repr, sorted(names)[:3])) or "no other parameter"
     return f"{told} and {len(names) - 3} more" if len(names) > 3 else told

@@ -20,7 +20,7 @@ def weight_misfits(
 
     Args:
         module: The module that the weights are for, with full parameters.
-        state: Stored tensors and other values by name.
+        state: Tensors, stored or here, and other values by name.
         strict: Whether the names must be the module's.
         left_out: Names that may be missing all the same.
     """
@@ -35,10 +35,11 @@ def weight_misfits(
 def _tensor_misfits(own: Mapping[str, Any], state: Mapping[str, Any]) -> Iterator[str]:
     for name, value in own.items():
         stored = state.get(name)
-        if not isinstance(stored, StoredTensor) or not isinstance(value, Tensor):
+        if not isinstance(stored, StoredTensor | Tensor) or not isinstance(value, Tensor):
             continue
+        exchanges = isinstance(stored, Tensor) and stored.numel() == value.numel() == 1  # as torch
         for found in (
-            shape_misfit(repr(name), stored.shape, value.shape),
+            None if exchanges else shape_misfit(repr(name), stored.shape, value.shape),
             dtype_misfit(repr(name), stored.dtype, value.dtype),
         ):
             if found is not None:

@@ -168,20 +168,16 @@ class Exchange(ABC):
     def wait(self) -> None:
         """Return once `out` holds the average; each rank must call."""
 
-    @abstractmethod
-    def state(self) -> State:
-        """Return the state that further steps depend on, free of ranks and sizes; each must call.
+    def common_state(self) -> State:
+        """Return what further steps depend on that is the same on all ranks; no communication.
 
         Returns:
-            Tensors by kind and tensor name; values to be sent later are averages over the ranks.
+            Tensors by kind and tensor name.
         """
-
-    def common_state(self) -> State:
-        """Return what of `state` is the same on all ranks, and no mean; no communication."""
         return {}
 
     def own_state(self) -> State:
-        """Return what this rank alone keeps, of which `state` has the average; no communication.
+        """Return what further steps depend on that this rank alone keeps; no communication.
 
         Returns:
             Tensors by kind and tensor name, which may share memory with the kept ones; {} where

@@ -170,21 +170,6 @@ class ErrorFeedback:
         ranks.all_reduce(self._momentum, "avg").wait()
         return ring_share(2 * self._momentum.numel(), ranks.size) * self._momentum.element_size()
 
-    def state(self) -> State:
-        """Return the kept values' averages over the ranks, by kind and name; each must call."""
-        ranks, kept = self._buffer.ranks, dict[str, Tensor]()
-        if self._residual is not None:
-            kept["residual"] = self._residual.clone()
-        if self._momentum is not None:
-            kept["momentum"] = self._momentum.clone()
-        for full in kept.values():
-            ranks.all_reduce(full, "avg").wait()
-        if self._owner_residual is not None:
-            owned = torch.empty_like(kept["residual"])
-            ranks.all_gather(owned.view(-1), self._owner_residual).wait()
-            kept["residual"] += owned
-        return {kind: self._buffer.views(full.view(-1)) for kind, full in kept.items()}
-
     def own_state(self) -> State:
         """Return what this rank keeps; of the averages that it owns, only what lies in them.
 

@@ -306,11 +306,6 @@ class CodecExchange(Exchange):
         return sound
 
     @override
-    @torch.no_grad()
-    def state(self) -> State:
-        return self._kept_values.state()
-
-    @override
     def own_state(self) -> State:
         return self._kept_values.own_state()
 

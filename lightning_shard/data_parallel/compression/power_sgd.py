@@ -263,15 +263,6 @@ class LowRankExchange(Exchange):
         kept.copy_(if_sound(sound, lost[place], kept))
 
     @override
-    @torch.no_grad()
-    def state(self) -> State:
-        if self._first is None:
-            return {}
-        residual = self._residual.clone()
-        self.buffer.ranks.all_reduce(residual, "avg").wait()
-        return {"residual": self.buffer.views(residual), **self.common_state()}
-
-    @override
     def common_state(self) -> State:
         if self._first is None:
             return {}

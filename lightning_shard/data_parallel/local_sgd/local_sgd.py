@@ -252,36 +252,26 @@ class LocalSGD:
         """Return the bytes that this rank has sent compressed, and would have sent dense."""
         return self._sender.tally()
 
-    def state_dict(self, *, means: bool = True) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the state that a checkpoint of the consensus lacks; each rank must call.
 
-        Args:
-            means: Whether the means of what ranks keep are in it, their own parameters and
-                residuals; without them whoever loads it has what `own_state` has returned on each.
-
         Returns:
-            On rank 0 the mean of the ranks' own parameters where the consensus differs from it, the
-            means on their way, and the rule's state; all by parameter name, on the CPU. {} on the
-            other ranks.
+            On rank 0 the means on their way, and the rule's state, by parameter name, on the CPU;
+            {} on the other ranks. What each rank keeps besides is its `own_state`.
         """
         if self._kept is None:
             self._own.settle()
         arrived = [(flight.due, self._arrived(flight)) for flight in self._flights]
-        own = self._own.views if self._kept is None else self._kept
-        moved = self._moved() & self.rule.common.keys()
-        differing = {name: value for name, value in own.items() if means and name in moved}
-        mean = self._own.mean(differing)
-        kept_back = self._sender.state(keep=self._engine.is_first, means=means)
         if not self._engine.is_first:
             return {}
         return {
-            "own": on_cpu(mean),
+            "own": {},  # in older checkpoints the mean of the ranks' own parameters
             "stale": [name for name in self._own.views if name in self._stale],
             "sends": self.rule.sends,
             "arriving": [{"due": due, "mean": on_cpu(one)} for due, one in arrived],
             "common": on_cpu(self._wide()),
             "outer": self.rule.state(),
-            "compression": kept_back,
+            "compression": self._sender.state(),
         }
 
     def own_state(self) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from lightning_shard.data_parallel.compression import (
 )
 from lightning_shard.data_parallel.compression.compressor import State
 from lightning_shard.data_parallel.compression.state import (
-    full_state,
-    load_full_state,
+    load_state,
     own_state,
+    shared_by_all,
 )
 from lightning_shard.errors import ConfigError
 from lightning_shard.layout.flat import build_layout
@@ -83,16 +83,11 @@ class Sender:
         """Return the bytes that this rank has sent compressed, and would have sent dense."""
         return sum((exchange.tally for exchange in self._exchanges), Tally())
 
-    def state(self, *, keep: bool, means: bool) -> dict[str, Any]:
-        """Return the compression's state by parameter name; nothing may be on its way.
-
-        Args:
-            keep: Whether this rank gets the state; each rank must call.
-            means: As for `full_state`.
-        """
+    def state(self) -> dict[str, Any]:
+        """Return what of the compression's state all ranks share; nothing may be on its way."""
         if self._compressor is None:
             return {}
-        return full_state(self._compressor, self._exchanges, keep=keep, means=means)
+        return shared_by_all(self._compressor, self._exchanges)
 
     def own_state(self) -> State:
         """Return what compression keeps on this rank; nothing may be on its way."""
@@ -106,7 +101,7 @@ class Sender:
             own: What `own_state` returned on this rank of as many; None to go on from averages.
         """
         if self._compressor is not None:
-            load_full_state(self._compressor, self._exchanges, state, own)
+            load_state(self._compressor, self._exchanges, state, own)
 
 
 def on_cpu(values: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -196,6 +196,46 @@ def test_a_folder_of_other_files_is_not_replaced(tmp_path: Path) -> None:
     assert names(tmp_path) == ["data"]
 
 
+def test_notes_in_a_folder_went_with_the_checkpoint_that_was_replaced(tmp_path: Path) -> None:
+    place = tmp_path / "last.ckpt"
+    for content in (b"old", b"new"):
+        with new_folder(place) as folder:
+            for name in ("__0_0.distcp", "meta.pt", "checksums.json", ".metadata"):
+                (Path(folder) / name).write_bytes(content)
+        if content == b"old":
+            (place / "__1_0.distcp").write_bytes(content)  # of more ranks
+            (place / "notes.txt").write_text("mine")
+            (place / "notes").mkdir()
+            (place / "notes" / "more.txt").write_text("more")
+            (place / "link").symlink_to("notes.txt")
+    names = ["notes.txt", "notes", "link", "__0_0.distcp", "meta.pt", "checksums.json", ".metadata"]
+    assert sorted(os.listdir(place)) == sorted(names)
+    assert (place / "notes.txt").read_text() == (place / "link").read_text() == "mine"
+    assert (place / "notes" / "more.txt").read_text() == "more"
+    assert os.readlink(place / "link") == "notes.txt"
+
+
+@pytest.mark.parametrize("found", [errno.ENOENT, errno.ENOTEMPTY])
+def test_another_run_that_saved_to_the_same_place_ended_a_save(
+    found: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals = [OSError(found, os.strerror(found)) for _ in range(3)]
+    exchange = renames.exchange
+
+    def races(one: Path, other: Path) -> bool:
+        if refusals:
+            raise refusals.pop()
+        return exchange(one, other)
+
+    monkeypatch.setattr(renames, "exchange", races)
+    for content in (b"old", b"new"):
+        with new_folder(tmp_path / "last.ckpt") as folder:
+            (Path(folder) / ".metadata").write_bytes(content)
+    assert (tmp_path / "last.ckpt" / ".metadata").read_bytes() == b"new"
+    assert not refusals
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
 def test_a_pipe_is_written_and_not_replaced(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)

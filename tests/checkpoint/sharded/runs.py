@@ -46,6 +46,9 @@ LAYOUTS: dict[str, Callable[..., Any]] = {
     "hybrid-8": lambda **o: HybridParallelStrategy(
         **_ranks(8, o), pipeline_parallel_size=2, tensor_parallel_size=2, zero_stage=2
     ),
+    "hybrid3-8": lambda **o: HybridParallelStrategy(
+        **_ranks(8, o), pipeline_parallel_size=2, tensor_parallel_size=2, zero_stage=3
+    ),
     "copies-4": lambda **o: HybridParallelStrategy(
         **_ranks(4, o), data_parallel_size=(2, 2), zero_stage=3
     ),

@@ -7,10 +7,8 @@ import torch
 from torch import nn
 
 from lightning_shard.checkpoint.sharded.entries import (
-    Roots,
     checkpoint_of,
     folder_entries,
-    roots_of,
 )
 from lightning_shard.checkpoint.sharded.folder import StoredFolder, StoredTensor
 from lightning_shard.checkpoint.sharded.writing import write_folder
@@ -19,17 +17,6 @@ from lightning_shard.checkpoint.sharded.writing import write_folder
 def folder_of(path: Path, state: dict[str, Any], meta: Any = None) -> StoredFolder:
     write_folder(path, state, meta or {}, None)
     return StoredFolder(path)
-
-
-def test_names_are_taken_apart(tmp_path: Path) -> None:
-    one = torch.ones(1)
-    names = ("model", "average", *(f"optimizer_{number}" for number in (10, 2, "adam")))
-    folder = folder_of(tmp_path / "folder", {name: {"a": one} for name in names})
-    expected = ["optimizer_adam", "optimizer_2", "optimizer_10"]
-    assert roots_of(folder) == Roots("model", expected, ["average"])
-    loose = folder_of(tmp_path / "loose", {"encoder": {"a": one}})
-    assert roots_of(loose) == Roots(None, [], ["encoder"])
-    assert checkpoint_of(loose, in_full=True)["state_dict"] == {}
 
 
 def test_what_was_taken_apart_comes_back(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What processes have saved, over Gloo or under mpirun, goes on in others, on other layouts."""
+"""What processes have saved, over Gloo, shared memory or MPI, goes on in others, laid out anew."""
 
 import warnings
 from pathlib import Path
@@ -74,6 +74,9 @@ CELLS = [
             (On("pipeline-2", "gloo"), "sharded", On("zero3-3", "gloo")),
             (On("zero3-3", "gloo"), "sharded", On("tensor-4", "gloo")),
             (On("hybrid-8", "in_process"), "sharded", On("pipeline-2", "gloo")),
+            (On("zero3-3", "shm"), "sharded", On("zero2-2", "shm")),
+            (On("zero1-3", "gloo"), "full", On("zero3-3", "shm")),
+            (On("tensor-4", "shm"), "full", On("shard_ddp-2", "gloo")),
         )
     ),
     *(

@@ -17,7 +17,10 @@ from tests.checkpoint.interrupted import RANKS, SaveAt, deviation, fit, with_a_b
 from tests.checkpoint.kept_runs import DILOCO
 from tests.checkpoint.test_same_bits import IGNORED, KEPT, NUM_STEPS, WITHIN, Descending
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in IGNORED]
+pytestmark = [
+    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in IGNORED),
+    pytest.mark.filterwarnings("ignore:The checkpoint was saved after .* samples of an epoch"),
+]
 
 TOP_K: dict[str, Any] = {"compression": TopK(ratio=0.05)}
 DILOCO_TOP_K: dict[str, Any] = {

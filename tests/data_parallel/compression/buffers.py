@@ -21,6 +21,7 @@ from lightning_shard.data_parallel.compression import (
     TopK,
     Turn,
 )
+from lightning_shard.data_parallel.read_when_asked import mean_of_ranks
 from lightning_shard.layout.flat import build_layout
 
 SHIPPED: dict[str, Compressor] = {
@@ -68,6 +69,18 @@ def gradient(buffer: FlatBuffer, rank: int, step: int, seed: int = 0) -> Tensor:
     for view in buffer.views(full).values():
         view.copy_(torch.randn(view.shape, generator=generator))
     return full
+
+
+def state_of(exchange: Exchange) -> dict[str, dict[str, Tensor]]:
+    """Return what further steps depend on, with means of what ranks keep; each rank must call."""
+    kept = exchange.buffer.ranks.all_gather_object(exchange.own_state())
+    owned = [one.get("owned", {}) for one in kept]
+    means = {
+        kind: dict(mean_of_ranks([one[kind] for one in kept], owned if kind == "residual" else ()))
+        for kind in ("residual", "momentum")
+        if kind in kept[0]
+    }
+    return {**means, **exchange.common_state()}
 
 
 def average(exchange: Exchange, values: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from tests.data_parallel.compression.buffers import (
     gradient,
     make_exchange,
     mean,
+    state_of,
 )
 
 
@@ -94,7 +95,7 @@ def test_what_was_sent_and_what_was_kept_make_up_the_full(name: str, keeps_all: 
         buffer = exchange.buffer
         steps = [average(exchange, gradient(buffer, rank, step)) for step in range(5)]
         sent = buffer.views(full(exchange, torch.stack(steps).sum(0)))
-        kept = exchange.state()["residual"]
+        kept = state_of(exchange)["residual"]
         for tensor, exact in buffer.views(mean(buffer, range(5), 3)).items():
             total = sent[tensor] + kept[tensor] if tensor in kept else sent[tensor]
             torch.testing.assert_close(total, exact, rtol=1e-4, atol=1e-4)
@@ -116,7 +117,7 @@ def test_non_finite_values_are_seen_by_all_and_kept_by_none(
             poisoned[3] = bad
         got = full(exchange, average(exchange, poisoned))
         assert got.isnan().any()
-        for kind in exchange.state().values():
+        for kind in state_of(exchange).values():
             assert all(tensor.isfinite().all() for tensor in kind.values())
         after = full(exchange, average(exchange, gradient(exchange.buffer, rank, 2)))
         assert after.isfinite().all()
@@ -129,9 +130,9 @@ def test_a_skipped_step_leaves_a_ranks_residual(momentum: float) -> None:
     def fn(rank: int) -> None:
         exchange = make_exchange(TopK(ratio=0.1, momentum=momentum), keeps_all=False)
         average(exchange, gradient(exchange.buffer, rank, 0))
-        before = exchange.state()
+        before = state_of(exchange)
         average(exchange, torch.full((exchange.buffer.numel,), torch.nan))
-        after = exchange.state()
+        after = state_of(exchange)
         for kind, tensors in before.items():
             assert all(torch.equal(after[kind][name], tensors[name]) for name in tensors), kind
 
@@ -213,7 +214,7 @@ def test_momentum_travels_after_a_warm_up(codec: Codec) -> None:
             assert exchange.passes(gradient(buffer, rank, step))
             exact = 0.9 * exact + 0.1 * mean(buffer, [step], 2)
             assert not exchange.froze_variance
-        momentum = exchange.state()["momentum"]
+        momentum = state_of(exchange)["momentum"]
         for name, view in buffer.views(exact).items():
             torch.testing.assert_close(momentum[name], view, rtol=1e-5, atol=1e-6)
         values = gradient(buffer, rank, 2)
@@ -221,7 +222,7 @@ def test_momentum_travels_after_a_warm_up(codec: Codec) -> None:
         got = average(exchange, values)
         assert exchange.froze_variance
         exact = buffer.views(0.9 * exact + 0.1 * mean(buffer, [2], 2))
-        kept = exchange.state()
+        kept = state_of(exchange)
         num_anew = 0
         for name, view in buffer.views(got).items():
             torch.testing.assert_close(view + kept["residual"][name], exact[name])
@@ -279,7 +280,7 @@ def test_a_state_is_taken_up_on_another_number_of_ranks(name: str) -> None:
         exchange = make_exchange(LOSSY[name], keeps_all=True)
         for step in range(3):
             average(exchange, gradient(exchange.buffer, rank, step))
-        return exchange.state()
+        return state_of(exchange)
 
     state = run_ranks(first, 2)[0]
     assert isinstance(state, dict)
@@ -288,7 +289,7 @@ def test_a_state_is_taken_up_on_another_number_of_ranks(name: str) -> None:
         exchange = make_exchange(LOSSY[name], keeps_all=False)
         exchange.load(state, step=3)
         assert exchange.step == 3
-        again = exchange.state()
+        again = state_of(exchange)
         assert again.keys() == state.keys()
         for kind, tensors in state.items():
             for tensor, value in tensors.items():
@@ -350,12 +351,12 @@ def test_an_overflow_on_one_rank_lost_what_the_others_kept_back(
         exchange = make_exchange(codec, keeps_all=keeps_all)
         for step in range(3):
             average(exchange, gradient(exchange.buffer, rank, step))
-        before = exchange.state()
+        before = state_of(exchange)
         values = gradient(exchange.buffer, rank, 3)
         if rank == 0:
             values[3] = float("inf")
         assert average(exchange, values).isnan().all()
-        after = exchange.state()
+        after = state_of(exchange)
         for kind, tensors in before.items():
             for name, kept in tensors.items():
                 assert torch.equal(after[kind][name], kept), (kind, name)
@@ -370,11 +371,11 @@ def test_a_sum_that_overflowed_moved_what_had_been_kept_of_the_other_segments(co
     def fn(rank: int) -> None:
         exchange = make_exchange(codec, keeps_all=True)
         average(exchange, gradient(exchange.buffer, rank, 0))
-        before = exchange.state()
+        before = state_of(exchange)
         values = gradient(exchange.buffer, rank, 1)
         values[3] = 3e38  # finite; the sum of two is not
         assert average(exchange, values).isnan().all()
-        for kind, tensors in exchange.state().items():
+        for kind, tensors in state_of(exchange).items():
             for name, kept in tensors.items():
                 assert torch.equal(kept, before[kind][name]), (kind, name)
 
@@ -389,9 +390,9 @@ def test_a_residual_that_overflowed_was_kept_for_good(keeps_all: bool) -> None:
         for view in exchange.buffer.views(much).values():
             view.fill_(2e38)  # what is not sent comes to more than float32 holds
         average(exchange, much)
-        before = exchange.state()
+        before = state_of(exchange)
         assert full(exchange, average(exchange, much)).isnan().any()
-        for kind, tensors in exchange.state().items():
+        for kind, tensors in state_of(exchange).items():
             for name, kept in tensors.items():
                 assert torch.equal(kept, before[kind][name]), (kind, name)
 
@@ -419,12 +420,12 @@ def test_one_ranks_overflow_in_a_warm_up_moved_the_others_momentum() -> None:
     def fn(rank: int) -> None:
         exchange = make_exchange(OneBit(warmup_steps=3), keeps_all=True)
         assert exchange.passes(gradient(exchange.buffer, rank, 0))
-        before = exchange.state()["momentum"]
+        before = state_of(exchange)["momentum"]
         values = gradient(exchange.buffer, rank, 1)
         if rank == 0:
             values[3] = float("inf")
         assert exchange.passes(values)  # the dense average has the inf: all ranks skip the step
-        for name, kept in exchange.state()["momentum"].items():
+        for name, kept in state_of(exchange)["momentum"].items():
             assert torch.equal(kept, before[name]), name
 
     run_ranks(fn, 2)

@@ -14,6 +14,7 @@ from tests.data_parallel.compression.buffers import (
     gradient,
     make_exchange,
     mean,
+    state_of,
     world,
 )
 
@@ -35,7 +36,7 @@ def test_what_a_rank_rounds_off_it_sends_later(num_ranks: int, keeps_all: bool) 
         buffer = exchange.buffer
         steps = [average(exchange, gradient(buffer, 0, step)) for step in range(8)]
         sent = buffer.views(full(exchange, torch.stack(steps).sum(0)))
-        kept = exchange.state()["residual"]
+        kept = state_of(exchange)["residual"]
         for name, exact in buffer.views(mean(buffer, range(8), 1)).items():
             torch.testing.assert_close(sent[name] + kept[name], exact, rtol=1e-4, atol=1e-4)
 
@@ -53,7 +54,7 @@ def test_ranks_that_differ_lose_the_averages_rounding_alone(keeps_all: bool) -> 
         large = 1000 * (rank - 1) * gradient(buffer, 3, 0)
         steps = [average(exchange, grads[8 * rank + step] + large) for step in range(8)]
         sent = buffer.views(full(exchange, torch.stack(steps).sum(0)))
-        kept, size = exchange.state()["residual"], full(exchange, torch.stack(steps).abs().sum(0))
+        kept, size = state_of(exchange)["residual"], full(exchange, torch.stack(steps).abs().sum(0))
         for name, exact in buffer.views(torch.stack(grads).sum(0) / 3).items():
             off = (sent[name] + kept[name] - exact).norm()
             assert off <= ROUNDING * buffer.views(size)[name].norm()
@@ -115,7 +116,7 @@ def test_a_value_above_bfloat16s_greatest_is_an_overflow_to_all() -> None:
         if rank:
             exchange.buffer.views(values)["vector"][0] = torch.finfo(torch.float32).max
         assert average(exchange, values).isnan().all()
-        assert not any(one.any() for one in exchange.state()["residual"].values())
+        assert not any(one.any() for one in state_of(exchange)["residual"].values())
         assert average(exchange, gradient(exchange.buffer, rank, 1)).isfinite().all()
 
     run_ranks(fn, 2)

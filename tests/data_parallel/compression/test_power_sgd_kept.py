@@ -8,17 +8,17 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_shard import DDPStrategy, ZeRO2Strategy
 from lightning_shard.data_parallel.compression import Exchange, FlatBuffer, PowerSGD, TopK
-from lightning_shard.data_parallel.compression.state import full_state, load_full_state
+from lightning_shard.data_parallel.compression.state import load_state, shared_by_all
 from lightning_shard.layout.flat import build_layout
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from lightning_shard.testing import run_ranks
-from lightning_shard.trainer.kept_state import shared_state
 from tests.data_parallel.compression.buffers import (
     average,
     full,
     gradient,
     make_exchange,
     mean,
+    state_of,
     world,
 )
 from tests.strategies.parity import UPSTREAM_WARNINGS, quiet_trainer
@@ -38,7 +38,7 @@ def exchange_of(shapes: Shapes, rank: int = 2) -> Exchange:
 def residual_of(exchange: Exchange) -> Tensor:
     """Shape (numel,): what is still to be sent, on average; each rank must call."""
     full = torch.zeros(exchange.buffer.numel)
-    kept = exchange.state()["residual"]
+    kept = state_of(exchange)["residual"]
     for name, view in exchange.buffer.views(full).items():
         if name in kept:
             view.copy_(kept[name])
@@ -67,9 +67,9 @@ def test_the_scale_of_q_was_kept_from_step_to_step(scale: float) -> None:
             values = gradient(plain.buffer, rank, step)
             got = average(scaled, values * scale) / scale
             torch.testing.assert_close(got, average(plain, values), rtol=1e-3, atol=1e-4)
-        for name, q in plain.state()["q"].items():
+        for name, q in state_of(plain)["q"].items():
             torch.testing.assert_close(q.abs().amax(0), torch.ones(2))
-            torch.testing.assert_close(scaled.state()["q"][name], q, rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(state_of(scaled)["q"][name], q, rtol=1e-3, atol=1e-4)
 
     run_ranks(fn, 2)
 
@@ -110,11 +110,11 @@ def test_an_overflow_of_q_was_kept_in_q_and_residual() -> None:
         average(exchange, gradient(exchange.buffer, rank, 0))
         exchange.load({"q": {"w": torch.eye(8)[:, :1]}}, step=1)
         average(exchange, gradient(exchange.buffer, rank, 1) * 0)
-        before, residual = exchange.state(), residual_of(exchange)
+        before, residual = state_of(exchange), residual_of(exchange)
         values = torch.zeros(exchange.buffer.numel)
         exchange.buffer.views(values)["w"][:, 0] = 1e38
         assert average(exchange, values).isnan().all()
-        assert torch.equal(exchange.state()["q"]["w"], before["q"]["w"])
+        assert torch.equal(state_of(exchange)["q"]["w"], before["q"]["w"])
         assert torch.equal(residual_of(exchange), residual)
         assert average(exchange, gradient(exchange.buffer, rank, 2)).isfinite().all()
 
@@ -132,7 +132,7 @@ def test_one_ranks_overflow_of_what_is_lost_stayed_in_its_residual() -> None:
         values[:, 0] = 1.0
         values[:, 1] = torch.tensor([-2.8e38, 2.8e38, 2.8e38]) * (-1.0 if rank else 1.0)
         assert average(exchange, values.view(-1)).isnan().all()
-        assert torch.equal(exchange.state()["q"]["w"], q)
+        assert torch.equal(state_of(exchange)["q"]["w"], q)
         assert torch.equal(residual_of(exchange), torch.zeros(12))
 
     run_ranks(fn, 2)
@@ -142,9 +142,9 @@ def test_a_matrix_without_gradient_keeps_its_warm_start() -> None:
     def fn(rank: int) -> None:
         exchange = exchange_of([("w", (16, 16))])
         exchange.load({"q": {"w": gradient(exchange.buffer, 0, 0).view(16, 16)[:, :2]}}, 0)
-        before = exchange.state()["q"]["w"]
+        before = state_of(exchange)["q"]["w"]
         assert torch.equal(average(exchange, torch.zeros(256)), torch.zeros(256))
-        assert torch.equal(exchange.state()["q"]["w"], before)
+        assert torch.equal(state_of(exchange)["q"]["w"], before)
 
     run_ranks(fn, 2)
 
@@ -158,7 +158,7 @@ def test_topks_residual_of_vectors_and_scalars_was_dropped(keeps_all: bool) -> N
         exchange = make_exchange(settings, keeps_all=True)
         for step in range(5):
             average(exchange, gradient(exchange.buffer, rank, step))
-        return full_state(settings, [exchange], keep=True)
+        return {**shared_by_all(settings, [exchange]), **state_of(exchange)}
 
     saved = run_ranks(first, 2)[0]
     assert isinstance(saved, dict)
@@ -166,8 +166,8 @@ def test_topks_residual_of_vectors_and_scalars_was_dropped(keeps_all: bool) -> N
     def second(rank: int) -> None:
         settings = PowerSGD(rank=2)
         exchange = make_exchange(settings, keeps_all=keeps_all)
-        load_full_state(settings, [exchange], saved)
-        again = full_state(settings, [exchange], keep=True)["residual"]
+        load_state(settings, [exchange], saved)
+        again = state_of(exchange)["residual"]
         for name, residual in saved["residual"].items():
             torch.testing.assert_close(again[name], residual)
         buffer = exchange.buffer
@@ -177,7 +177,7 @@ def test_topks_residual_of_vectors_and_scalars_was_dropped(keeps_all: bool) -> N
                 if name in ("vector", "scalar"):
                     waited = saved["residual"][name] if step == 0 else 0.0
                     torch.testing.assert_close(got[name], exact + waited)
-                    assert not exchange.state()["residual"][name].any()
+                    assert not state_of(exchange)["residual"][name].any()
 
     run_ranks(second, 3)
 
@@ -188,7 +188,7 @@ def test_a_residual_that_met_a_non_finite_average_waits_for_the_next() -> None:
         exchange.load({"residual": {"vector": torch.arange(7.0)}}, step=0)
         bad = torch.full((exchange.buffer.numel,), torch.nan)
         assert average(exchange, bad).isnan().all()
-        assert torch.equal(exchange.state()["residual"]["vector"], torch.arange(7.0))
+        assert torch.equal(state_of(exchange)["residual"]["vector"], torch.arange(7.0))
         got = average(exchange, torch.zeros(exchange.buffer.numel))
         torch.testing.assert_close(exchange.buffer.views(got)["vector"], torch.arange(7.0))
 
@@ -200,7 +200,7 @@ def test_a_residual_waits_for_the_end_of_a_warm_up() -> None:
         exchange = make_exchange(PowerSGD(warmup_steps=1), keeps_all=True)
         exchange.load({"residual": {"vector": torch.arange(7.0)}}, step=0)
         assert exchange.passes(torch.zeros(exchange.buffer.numel))
-        assert torch.equal(exchange.state()["residual"]["vector"], torch.arange(7.0))
+        assert torch.equal(state_of(exchange)["residual"]["vector"], torch.arange(7.0))
         assert not exchange.passes(torch.zeros(exchange.buffer.numel))
 
     run_ranks(fn, 2)
@@ -213,8 +213,8 @@ def test_what_no_rank_used_was_taken_from_the_residual() -> None:
         exchange = make_exchange(PowerSGD(rank=2), keeps_all=True)
         buffer = exchange.buffer
         average(exchange, gradient(buffer, rank, 0))
-        exchange.load({**exchange.state(), "residual": buffer.views(gradient(buffer, 0, 1))}, 1)
-        before, q = buffer.views(residual_of(exchange)), exchange.state()["q"]
+        exchange.load({**state_of(exchange), "residual": buffer.views(gradient(buffer, 0, 1))}, 1)
+        before, q = buffer.views(residual_of(exchange)), state_of(exchange)["q"]
         names = [slot.name for slot in buffer.layout.slots]
         used = [name == "cube" and rank == 1 for name in names]
         values, out = torch.ones(buffer.numel), torch.empty(buffer.numel)
@@ -224,7 +224,7 @@ def test_what_no_rank_used_was_taken_from_the_residual() -> None:
         for name in ("matrix", "vector", "scalar"):
             assert not got[name].any()
             torch.testing.assert_close(after[name], before[name])
-        assert torch.equal(exchange.state()["q"]["matrix"], q["matrix"])
+        assert torch.equal(state_of(exchange)["q"]["matrix"], q["matrix"])
         torch.testing.assert_close(got["cube"] + after["cube"], before["cube"] + 0.5)
 
     run_ranks(fn, 2)
@@ -260,14 +260,15 @@ def test_tied_weights_have_one_residual_and_lose_nothing(
     class Look(L.Callback):
         def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
             assert isinstance(trainer.strategy, DataParallelStrategy)
-            states.append(shared_state(trainer.strategy.engine).get("compression", {}))
+            (exchange,) = trainer.strategy.engine.exchanges
+            states.append(state_of(exchange)["residual"])
 
     made = strategy(backend="in_process", compression=PowerSGD(rank=1))
     plain = {"accumulate_grad_batches": 1, "gradient_clip_val": None}
     trainer = quiet_trainer(strategy=made, devices=2, max_steps=6, callbacks=[Look()], **plain)
     trainer.fit(model, DataLoader(TensorDataset(torch.zeros(12))))
     assert model.second.weight is model.first.weight
-    residual = next(state["residual"] for state in states if state)
+    residual = states[0]
     assert residual.keys() == {"first.weight"}
     moved = before - model.first.weight.detach()
     torch.testing.assert_close(moved + residual["first.weight"], 12 * model.slope)
@@ -311,7 +312,7 @@ def test_what_is_factored(rank_of_approximation: int, factored: dict[str, tuple[
     def fn(rank: int) -> dict[str, tuple[int, ...]]:
         exchange = exchange_of(ODD, rank_of_approximation)
         average(exchange, gradient(exchange.buffer, rank, 0))
-        return {name: tuple(q.shape) for name, q in exchange.state()["q"].items()}
+        return {name: tuple(q.shape) for name, q in state_of(exchange)["q"].items()}
 
     assert run_ranks(fn, 1)[0] == factored
 

@@ -1,6 +1,7 @@
 """What exchanges save and others take up: nothing of frozen buffers, nothing of unknown ones."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -13,16 +14,27 @@ from lightning_shard.data_parallel.compression import (
     PowerSGD,
     TopK,
 )
-from lightning_shard.data_parallel.compression.state import full_state, load_full_state
+from lightning_shard.data_parallel.compression.state import (
+    load_state,
+    own_state,
+    shared_by_all,
+    with_means,
+)
 from lightning_shard.layout.flat import build_layout
 from lightning_shard.testing import run_ranks
-from tests.data_parallel.compression.buffers import average, gradient, world
+from tests.data_parallel.compression.buffers import average, gradient, state_of, world
 
 KINDS: dict[str, Callable[[], Compressor]] = {
     "topk": lambda: TopK(ratio=0.1),
     "onebit": lambda: OneBit(warmup_steps=1),
     "powersgd": lambda: PowerSGD(rank=1),
 }
+
+
+def saved_state(compressor: Compressor, exchanges: Sequence[Exchange]) -> dict[str, Any]:
+    """Return the shared state with means; each rank must call."""
+    kept = world("in_process").all_gather_object(own_state(exchanges))
+    return dict(with_means(shared_by_all(compressor, exchanges), kept))
 
 
 def named(compressor: Compressor, name: str) -> Exchange:
@@ -37,9 +49,9 @@ def test_a_tensor_that_the_checkpoint_did_not_know_could_not_be_loaded(kind: str
         saved = named(compressor, "old")
         if not saved.passes(gradient(saved.buffer, rank, 0)):
             average(saved, gradient(saved.buffer, rank, 0))
-        full = full_state(compressor, [saved], keep=True)
+        full = saved_state(compressor, [saved])
         both = [named(compressor, "old"), named(compressor, "new")]
-        load_full_state(compressor, both, full)
+        load_state(compressor, both, full)
         assert [exchange.step for exchange in both] == [1, 0]
         assert both[0].kept
         assert not both[1].kept
@@ -55,12 +67,12 @@ def test_taking_up_a_checkpoint_made_memory_for_frozen_buffers(kind: str) -> Non
         if not trained.passes(gradient(trained.buffer, rank, 0)):
             average(trained, gradient(trained.buffer, rank, 0))
         assert not frozen.kept
-        full = full_state(compressor, [trained, frozen], keep=True)
+        full = saved_state(compressor, [trained, frozen])
         again = [named(compressor, "trained"), named(compressor, "frozen")]
-        load_full_state(compressor, again, full)
+        load_state(compressor, again, full)
         assert again[0].kept
         assert not again[1].kept
-        for tag, tensors in again[0].state().items():
+        for tag, tensors in state_of(again[0]).items():
             torch.testing.assert_close(tensors["trained"], full[tag]["trained"])
 
     run_ranks(fn, 2)
@@ -76,10 +88,10 @@ def test_a_checkpoint_from_before_a_key_was_renamed_could_not_be_loaded(
         saved = named(compressor, "weight")
         if not saved.passes(gradient(saved.buffer, rank, 0)):
             average(saved, gradient(saved.buffer, rank, 0))
-        full = full_state(compressor, [saved], keep=True)
+        full = saved_state(compressor, [saved])
         full["sends_momentum"] = full.pop("freezes_variance") == is_same
         again = named(compressor, "weight")
-        load_full_state(compressor, [again], full)
+        load_state(compressor, [again], full)
         assert again.step == int(is_same)
 
     run_ranks(fn, 2)

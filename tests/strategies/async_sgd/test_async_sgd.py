@@ -237,6 +237,7 @@ def test_one_rank_resumes_with_the_same_bits(tmp_path: Path) -> None:
     assert_same_weights(weights_of(resumed), weights_of(full), rtol=0, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore:The checkpoint was saved after 60 samples of an epoch")
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_a_checkpoint_is_full_and_other_numbers_of_ranks_resume_it(
     num_ranks: int, tmp_path: Path
@@ -266,6 +267,7 @@ def test_a_checkpoint_is_full_and_other_numbers_of_ranks_resume_it(
     assert min(steps) >= int(state[0]["step"]) + (3 if num_ranks == 1 else 1)
 
 
+@pytest.mark.filterwarnings("ignore:The checkpoint was saved after 60 samples of an epoch")
 def test_a_synchronous_strategy_resumes_it(tmp_path: Path) -> None:
     file, resumed = tmp_path / "five.ckpt", Scheduled("adamw")
     saved(file, 3)

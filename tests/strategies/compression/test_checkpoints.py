@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_shard.checkpoint.section import CHECKPOINT_KEY
 from lightning_shard.data_parallel.compression import Compressor, OneBit, PowerSGD, TopK
+from tests.checkpoint.saved_sections import compression_in
 from tests.strategies.parity import (
     ACCUMULATE,
     STRATEGIES,
@@ -123,14 +124,14 @@ def check_elsewhere(
     kind: str, before: tuple[str, int], after: tuple[str, int], tmp_path: Path
 ) -> None:
     first = save(fit(before, KINDS[kind]()), tmp_path / "first.ckpt")[CHECKPOINT_KEY]
-    state = first["compression"]
+    state = compression_in(first)
     shapes = {name: tuple(value.shape) for name, value in build("lstm").named_parameters()}
     residual = {name: tuple(value.shape) for name, value in state["residual"].items()}
     assert residual.items() <= shapes.items()
     assert any(value.abs().sum() > 0 for value in state["residual"].values())
     assert set(state["step"].values()) == {NUM_STEPS}
     resumed = fit(after, KINDS[kind](), ckpt_path=tmp_path / "first.ckpt")  # no step is left
-    again = save(resumed, tmp_path / "again.ckpt")[CHECKPOINT_KEY]["compression"]
+    again = compression_in(save(resumed, tmp_path / "again.ckpt")[CHECKPOINT_KEY])
     assert_same_state(again, state)
     onwards = fit(after, KINDS[kind](), num_steps=8, ckpt_path=tmp_path / "first.ckpt")
     assert onwards.global_step == 8
@@ -188,9 +189,9 @@ def test_a_dense_checkpoint_starts_without_residuals(tmp_path: Path) -> None:
 def test_another_compressor_takes_the_residual_alone(tmp_path: Path) -> None:
     first = save(fit(("zero1", 2), TopK(ratio=0.1)), tmp_path / "first.ckpt")[CHECKPOINT_KEY]
     resumed = fit(("zero1", 2), OneBit(warmup_steps=2), ckpt_path=tmp_path / "first.ckpt")
-    state = save(resumed, tmp_path / "again.ckpt")[CHECKPOINT_KEY]["compression"]
+    state = compression_in(save(resumed, tmp_path / "again.ckpt")[CHECKPOINT_KEY])
     assert set(state["step"].values()) == {0}
-    for name, value in first["compression"]["residual"].items():
+    for name, value in compression_in(first)["residual"].items():
         torch.testing.assert_close(state["residual"][name], value)
     assert not any(value.any() for value in state["momentum"].values())
 
@@ -203,8 +204,8 @@ def test_a_second_moment_that_learned_from_what_was_compressed_was_frozen_at_onc
     watch, freezing = Watch(), PowerSGD(warmup_steps=2, adam=True)
     path = tmp_path / "first.ckpt"
     again = save(fit(("zero1", 2), freezing, ckpt_path=path), tmp_path / "again.ckpt")
-    state = again[CHECKPOINT_KEY]["compression"]
-    for name, value in first["compression"]["residual"].items():
+    state = compression_in(again[CHECKPOINT_KEY])
+    for name, value in compression_in(first)["residual"].items():
         torch.testing.assert_close(state["residual"][name], value)
     fit(("zero1", 2), freezing, watch, num_steps=8, ckpt_path=path)
     assert watch.steps == [1, 2, 3, 4]

@@ -18,7 +18,8 @@ from lightning_shard import ZeRO1Strategy
 from lightning_shard.data_parallel.compression import Compressor, OneBit, PowerSGD, TopK
 from lightning_shard.errors import ConfigError
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
-from lightning_shard.trainer.kept_state import shared_state
+from tests.checkpoint.saved_sections import compression_in
+from tests.data_parallel.compression.buffers import state_of
 from tests.strategies.parity import STRATEGIES, UPSTREAM_WARNINGS, quiet_trainer
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
@@ -56,8 +57,10 @@ class Linear(L.LightningModule):
         return DataLoader(TensorDataset(torch.zeros(400, 1)), batch_size=1)
 
     def on_train_end(self) -> None:
-        strategy = self.trainer.strategy
-        self.seen["kept"] = shared_state(strategy.engine).get("compression", {}).get("residual", {})
+        states = [state_of(one) for one in self.trainer.strategy.engine.exchanges]
+        self.seen["kept"] = {
+            name: value for one in states for name, value in one.get("residual", {}).items()
+        }
         self.seen["moments"] = [
             optimizer.state[param].get("exp_avg", torch.zeros(1)).mean().item()
             for optimizer in self.trainer.optimizers
@@ -246,7 +249,7 @@ def test_a_validation_after_the_fit_emptied_the_state_of_compression(tmp_path: A
     trainer.validate(model, verbose=False)
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     saved = torch.load(tmp_path / "a.ckpt", weights_only=False)
-    kept = saved["lightning_shard"]["compression"]
+    kept = compression_in(saved["lightning_shard"])
     assert kept["step"] == {"a": 4, "b": 4}
     assert kept["residual"]["a"].abs().sum() > 0
     assert strategy.compression_tally() == tally

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from lightning_shard.data_parallel.compression import PowerSGD, TopK
+from tests.checkpoint.saved_sections import own_parameters_in
 from tests.strategies.local_sgd.local_training import (
     BATCH,
     ByHand,
@@ -173,8 +174,7 @@ def test_validation_and_checkpoints_see_the_consensus(outer: str | None, tmp_pat
     for index, entries in saved.items():
         momenta = torch.stack([state[index]["momentum_buffer"] for state in of_ranks])
         torch.testing.assert_close(entries["momentum_buffer"], momenta.mean(0))
-    own = checkpoint["lightning_shard"]["local_sgd"]["own"]
-    assert_same_weights(own, means if outer else {})
+    assert_same_weights(own_parameters_in(checkpoint["lightning_shard"]), means)
 
 
 class SaveAt(L.Callback):
@@ -216,7 +216,7 @@ def test_another_number_of_ranks_resumes_diloco(num_ranks: int, tmp_path: Path) 
     outer = state["outer"]["state"]
     expected.momentum = {name: one["momentum_buffer"] for name, one in outer.items()}
     for copy, optimizer in zip(expected.copies, expected.optimizers, strict=True):
-        copy.load_state_dict(state["own"])
+        copy.load_state_dict(own_parameters_in(saved["lightning_shard"]))
         optimizer.load_state_dict(deepcopy(saved["optimizer_states"][0]))
     steps = OnRanks()
     module = Tiny()
