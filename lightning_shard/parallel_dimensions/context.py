@@ -6,6 +6,7 @@ from typing_extensions import override
 from lightning_shard.context_parallel.cut_blocks import CutBlocks
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.model_split import ModelSplit
+from lightning_shard.expert_parallel.own_tokens import OwnTokens
 from lightning_shard.parallel_dimensions.dimension import ParallelDimension
 from lightning_shard.parallel_dimensions.run_view import RunView
 from lightning_shard.tensor_parallel.randomness import share_random_state
@@ -26,6 +27,7 @@ class ContextDimension(ParallelDimension):
         super().__init__(size)
         self._blocks: CutBlocks | None = None
         self._same_results: SameResults | None = None
+        self._experts: OwnTokens | None = None
 
     @override
     def split(self, run: RunView) -> ModelSplit | None:
@@ -42,6 +44,8 @@ class ContextDimension(ParallelDimension):
         if self._same_results is not None:
             run = self._run
             self._blocks = CutBlocks(run.model, run.groups[self.axis], joins_each=run.mesh.pp > 1)
+            if run.mesh.size("ep") == 1:  # else they are given their tokens by the exchange
+                self._experts = OwnTokens(run.model)
 
     @override
     def before_backward(self, loss: Tensor) -> None:
@@ -55,4 +59,6 @@ class ContextDimension(ParallelDimension):
     def restore(self, *, full: bool) -> None:
         if self._blocks is not None:
             self._blocks.restore()
-        self._blocks = self._same_results = None
+        if self._experts is not None:
+            self._experts.restore()
+        self._blocks = self._same_results = self._experts = None

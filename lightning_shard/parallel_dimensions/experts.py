@@ -1,6 +1,8 @@
 """Expert parallel as a dimension: whole experts on each rank, ranks with samples of their own."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import lightning.pytorch as pl
 from typing_extensions import override
@@ -18,7 +20,11 @@ from lightning_shard.expert_parallel.shared_experts import SharedExperts
 from lightning_shard.expert_parallel.split import ExpertSplit
 from lightning_shard.parallel_dimensions.dimension import ParallelDimension
 from lightning_shard.parallel_dimensions.run_view import RunView
+from lightning_shard.parallel_dimensions.step_runner import StepRunner, WrappedRunner
 from lightning_shard.planner.description import Description, Measure
+from lightning_shard.tensor_parallel.dim_sharded_tensor import full_tensor
+
+Around = Callable[[], AbstractContextManager[None]]
 
 
 class ExpertDimension(ParallelDimension):
@@ -45,12 +51,6 @@ class ExpertDimension(ParallelDimension):
         num_ranks = run.mesh.size(self.axis)
         if num_ranks == 1:
             return
-        if run.mesh.cp > 1:
-            raise ConfigError(
-                f"expert_parallel_size={num_ranks} and context_parallel_size={run.mesh.cp} were "
-                f"given together, but a part of a sequence is routed as a whole one; expected one "
-                f"of the two. Leave one out."
-            )
         for name, module in run.model.named_modules():
             if COMPILED_MODULE in module._modules or has_compiled_call(module):
                 raise ConfigError(
@@ -82,7 +82,32 @@ class ExpertDimension(ParallelDimension):
                 self._split,
                 self._run.with_shards,
                 in_pipeline=self._run.mesh.pp > 1,
+                counts=self._run.mesh.size("cp") == 1 or self._run.groups["cp"].rank == 0,
             )
+
+            engine.around_backward = self._nested(engine.around_backward)
+
+    def _nested(self, around: Around) -> Around:
+        """Return what is around a backward or a step, with weights that look full inside."""
+
+        @contextmanager
+        def nested() -> Iterator[None]:
+            with around(), self._in_step():
+                yield
+
+        return nested
+
+    def _in_step(self) -> AbstractContextManager[None]:
+        """Inside, weights of experts look full to all code but the experts' own."""
+        return nullcontext() if self._shared is None else self._shared.weights.step()
+
+    @override
+    def wrapped(self, runner: StepRunner) -> StepRunner:
+        return WrappedRunner(runner, self._in_step, full_tensor)
+
+    @override
+    def completed(self, result: Any) -> Any:
+        return full_tensor(result)
 
     @override
     def described(

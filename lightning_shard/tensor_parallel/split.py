@@ -27,10 +27,10 @@ from lightning_shard.tensor_parallel.dim_sharded_tensor import (
     full_tensor,
     own_features,
 )
+from lightning_shard.tensor_parallel.full_view import FullView
 from lightning_shard.tensor_parallel.head_counts import Attributes, count_heads
 from lightning_shard.tensor_parallel.layers import (
     Crossing,
-    FullView,
     LayerContext,
     is_transposed,
     split_layer,
