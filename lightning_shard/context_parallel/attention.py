@@ -91,7 +91,6 @@ def _by_heads(
     options: dict[str, Any],
     drawn: AbstractContextManager[None],
 ) -> Tensor:
-    num_heads = part.local.shape[_HEADS]
     heads = part.local.ndim + _HEADS
     own_others = [one.part for one in others]
     operands = (part.local, *(one.local for one in own_others))
@@ -101,15 +100,21 @@ def _by_heads(
             _heads_for_positions(operands, part.group), (part, *own_others), strict=True
         )
     )
-    if mask is not None and mask.ndim >= 3 and mask.shape[_HEADS] == num_heads > 1:
-        mask = cut_sequence(mask, mask.ndim + _HEADS, part.group)
-    elif mask is not None:
-        mask = part.shared(mask)
+    mask = own_heads_of_mask(mask, part)
     with drawn:
         mixed = func(query, key, value, attn_mask=mask, **options)
     mixed = functional.pad(mixed, (0, 0, 0, part.padding)) if part.padding else mixed
     result: Tensor = part.widen(_positions_for_heads(mixed, part.group))
     return result
+
+
+def own_heads_of_mask(mask: Any, part: SequencePart) -> Any:
+    """Return what this rank's heads need of a mask of all heads; what is no tensor as it is."""
+    if not isinstance(mask, Tensor):
+        return mask
+    if mask.ndim >= 3 and mask.shape[_HEADS] == part.local.shape[_HEADS] > 1:
+        return cut_sequence(full_tensor(mask), mask.ndim + _HEADS, part.group)
+    return part.shared(full_tensor(mask))
 
 
 def _heads_for_positions(
@@ -118,7 +123,8 @@ def _heads_for_positions(
     """Return queries, keys and values of this rank's heads, at the positions of all `ranks`."""
     num_heads, heads = operands[0].shape[_HEADS], operands[0].ndim + _HEADS
     return tuple(
-        exchange(_repeated(one, num_heads, ranks.size), heads, heads + 1, ranks) for one in operands
+        exchange(repeated_heads(one, num_heads, ranks.size), heads, heads + 1, ranks)
+        for one in operands
     )
 
 
@@ -165,7 +171,7 @@ def _by_ring(
     return result
 
 
-def _repeated(local: Tensor, num_queries: int, num_ranks: int) -> Tensor:
+def repeated_heads(local: Tensor, num_queries: int, num_ranks: int) -> Tensor:
     """Repeat heads of keys until each rank gets those that its queries look at."""
     num_heads = local.shape[_HEADS]
     if num_heads == num_queries:

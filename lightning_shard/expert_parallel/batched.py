@@ -10,7 +10,7 @@ travels with the row. Entries that name no expert (dropped tokens) give zeros, a
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ class BatchedExperts:
     Args:
         mixture: The experts and their module.
         group: The W ranks that share them.
+        is_dry: Whether tokens have no elements, so that each expert gets as many of them.
 
     Attributes:
         load: What the experts got.
@@ -43,8 +44,8 @@ class BatchedExperts:
         is_own: Whether the experts' own forward runs.
     """
 
-    def __init__(self, mixture: Mixture, group: Collectives) -> None:
-        self.mixture, self._group = mixture, group
+    def __init__(self, mixture: Mixture, group: Collectives, *, is_dry: bool = False) -> None:
+        self.mixture, self._group, self._is_dry = mixture, group, is_dry
         self.load = Load()
         self.anchor = torch.zeros(0, 1, requires_grad=True)
         self.is_own = False
@@ -68,11 +69,9 @@ class BatchedExperts:
         given = self._given(args, kwargs)
         tokens, experts = given.values[given.tokens], given.values[given.experts]
         weights: Tensor = given.values[given.weights]
-        num_experts, num_each = self.mixture.num_experts, experts.shape[-1]
-        chosen = experts.reshape(-1)  # (S,), S = T K
-        is_sent = (chosen >= 0) & (chosen < num_experts)
-        order = torch.where(is_sent, chosen, num_experts).argsort(stable=True)
-        routes = Routes(torch.bincount(chosen[is_sent], minlength=num_experts), self._group)
+        num_each = experts.shape[-1]
+        order, counts = self._sorted(experts.reshape(-1))  # (S,), S = T K
+        routes = Routes(counts, self._group, peers_alike=self._is_dry)
         order = order[: sum(routes.sent)]
         if module.training and torch.is_grad_enabled() and not in_backward():
             self.load.note(routes.sent, self._group.rank, routes.rows.sum(0))
@@ -80,9 +79,20 @@ class BatchedExperts:
         received = routes.to_experts(rows, weights.reshape(-1, 1)[order])
         numbers = routes.local_experts()
         (back,) = routes.to_tokens(self._computed(module, own, given, numbers, *received))
-        full = back.new_zeros(chosen.shape[0], back.shape[-1]).index_copy(0, order, back)
+        full = back.new_zeros(experts.numel(), back.shape[-1]).index_copy(0, order, back)
         summed = full.view(-1, num_each, back.shape[-1]).sum(1)
         return summed.view(*tokens.shape[:-1], back.shape[-1])
+
+    def _sorted(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the order by expert of rows, (S,), and how many rows each expert gets, (E,)."""
+        num_experts, num_rows = self.mixture.num_experts, chosen.shape[0]
+        if self._is_dry:
+            counts = torch.full((num_experts,), num_rows // num_experts)
+            counts[: num_rows % num_experts] += 1
+            return torch.arange(num_rows), counts
+        is_sent = (chosen >= 0) & (chosen < num_experts)
+        order = torch.where(is_sent, chosen, num_experts).argsort(stable=True)
+        return order, torch.bincount(chosen[is_sent], minlength=num_experts)
 
     def alone(self, module: nn.Module, own: Forward, args: Sequence[Any], kwargs: Any) -> Tensor:
         """Return a result of the right shape and format, zeros; nothing is exchanged."""
@@ -124,7 +134,8 @@ class BatchedExperts:
         if kind not in self._likes:
             number = torch.zeros(1, dtype=torch.int64, device=rows.device)
             one = rows.new_zeros(1, rows.shape[-1]), weights.new_zeros(1, 1)
-            with unobserved(), torch.no_grad(), as_it_was(module):
+            seen = nullcontext() if self._is_dry else unobserved()
+            with seen, torch.no_grad(), as_it_was(module):
                 self._likes[kind] = self._computed(module, own, given, number, *one)[:0]
         like = self._likes[kind]
         sums = [one.reshape(-1)[:0].sum() for one in (rows, weights, *module.parameters())]

@@ -53,6 +53,7 @@ class ListedExperts:
         mixture: The experts and their module.
         group: The W ranks that share them.
         in_pipeline: Whether backwards ask for the gradients of some tensors only.
+        is_dry: Whether tokens have no elements, and peers are taken to do what this rank does.
 
     Attributes:
         load: What the experts got.
@@ -61,8 +62,16 @@ class ListedExperts:
         is_own: Whether an expert's own forward runs, or that of a module with all experts.
     """
 
-    def __init__(self, mixture: Mixture, group: Collectives, *, in_pipeline: bool = False) -> None:
-        self.mixture, self._group, self._in_pipeline = mixture, group, in_pipeline
+    def __init__(
+        self,
+        mixture: Mixture,
+        group: Collectives,
+        *,
+        in_pipeline: bool = False,
+        is_dry: bool = False,
+    ) -> None:
+        self.mixture, self._group = mixture, group
+        self._in_pipeline, self._is_dry = in_pipeline, is_dry
         self.load = Load()
         self.anchor = torch.zeros(0, 1, requires_grad=True)
         self._num_here = mixture.num_experts // group.size
@@ -248,7 +257,8 @@ class ListedExperts:
         """
         first = self._group.rank * self._num_here
         own = self.experts_of(module)[first : first + self._num_here]
-        routes = Routes(self._counts(noted, next(module.parameters()).device), self._group)
+        counts = self._counts(noted, next(module.parameters()).device)
+        routes = Routes(counts, self._group, peers_alike=self._is_dry)
         about = routes.counts.flatten(0, 1).amax(0).tolist()[1:]
         width, code, follows = about[1:]
         if not width:

@@ -38,6 +38,7 @@ class SharedExperts:
         in_pipeline: Whether the model is cut into stages.
         counts: Whether this rank counts tokens that others of its sequence compute as well.
         tries: Whether the first call of each class of mixtures is tried before it is believed.
+        is_dry: Whether nothing has elements, so that tokens go to all experts alike.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class SharedExperts:
         in_pipeline: bool = False,
         counts: bool = True,
         tries: bool = True,
+        is_dry: bool = False,
     ) -> None:
         self._split, self._with_shards, self._tries = split, with_shards, tries
         self._counts = counts
@@ -58,9 +60,9 @@ class SharedExperts:
         self.weights = ExpertWeights(split, in_pipeline=in_pipeline)
         for one in mixtures:
             calls: BatchedExperts | ListedExperts = (
-                BatchedExperts(one, split.group)
+                BatchedExperts(one, split.group, is_dry=is_dry)
                 if one.is_batched
-                else ListedExperts(one, split.group, in_pipeline=in_pipeline)
+                else ListedExperts(one, split.group, in_pipeline=in_pipeline, is_dry=is_dry)
             )
             self._calls[one.name] = calls
             self._change(one.module, _Mixing, (self, calls), calls)

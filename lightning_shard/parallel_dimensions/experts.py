@@ -1,6 +1,6 @@
 """Expert parallel as a dimension: whole experts on each rank, ranks with samples of their own."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -12,8 +12,6 @@ from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.leftovers import refuse_leftover_shards
 from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.data_parallel.quantised import refuse_quantised_parts
-from lightning_shard.data_parallel.torch_private import COMPILED_MODULE, has_compiled_call
-from lightning_shard.errors import ConfigError
 from lightning_shard.expert_parallel.finding import Mixture, check_mixtures, find_mixtures
 from lightning_shard.expert_parallel.load import ExpertLoad
 from lightning_shard.expert_parallel.shared_experts import SharedExperts
@@ -51,13 +49,6 @@ class ExpertDimension(ParallelDimension):
         num_ranks = run.mesh.size(self.axis)
         if num_ranks == 1:
             return
-        for name, module in run.model.named_modules():
-            if COMPILED_MODULE in module._modules or has_compiled_call(module):
-                raise ConfigError(
-                    f"{name or type(run.model).__name__} ({type(module).__name__}) is compiled, "
-                    f"and expert_parallel_size={num_ranks} exchanges tokens inside of mixtures; "
-                    f"expected a module that is not. Leave torch.compile out."
-                )
         check_mixtures(find_mixtures(run.model), run.model, num_ranks)
 
     @override
@@ -109,17 +100,17 @@ class ExpertDimension(ParallelDimension):
     def completed(self, result: Any) -> Any:
         return full_tensor(result)
 
+    @property
+    @override
+    def held_besides(self) -> Sequence[str]:
+        return () if self.size == 1 else ("tokens beyond an even share of the experts",)
+
     @override
     def described(
         self, found: Description, module: "pl.LightningModule", measure: Measure
     ) -> Description:
         if self.size != 1:
-            raise ConfigError(
-                f"A dry run has no tokens, and with expert_parallel_size={self.size} what ranks "
-                f"send and compute depends on which experts the tokens go to; expected "
-                f"expert_parallel_size=1. Leave it out for a dry run, whose parameters, gradients "
-                f"and optimizer state are then those of ranks that have all experts."
-            )
+            check_mixtures(find_mixtures(module), module, found.mesh.size(self.axis))
         return found
 
     def load(self) -> Mapping[str, ExpertLoad]:
