@@ -24,8 +24,10 @@ from lightning_shard.context_parallel.sequence_part import SequencePart, part_of
 from lightning_shard.data_parallel.torch_private import (
     COMPILED_MODULE,
     DropoutLayer,
+    calls_of,
     compiler_of,
     has_compiled_call,
+    has_forward_hooks,
     set_compiled_call,
 )
 from lightning_shard.errors import ConfigError
@@ -35,7 +37,7 @@ _PLACE = "_lightning_shard_rows"
 
 
 class CompiledModules:
-    """Runs the compiled modules of a model on parts, until `restore`.
+    """Runs the compiled modules of a model on parts, from `begin` until `restore`.
 
     Args:
         model: The model.
@@ -51,6 +53,7 @@ class CompiledModules:
     ) -> None:
         self._undo: list[Callable[[], None]] = []
         self._watched: list[_Watched] = []
+        self._group, self._blocks = group, list(blocks.values())
         inside = {one for block in blocks.values() for one in block.modules()}
         compiled = [(name, one) for name, one in model.named_modules() if _is_compiled(one)]
         for name, module in compiled:
@@ -60,15 +63,18 @@ class CompiledModules:
                     f"whole, but context_parallel cuts sequences where its blocks begin; expected "
                     f"that blocks are compiled, each by itself. Use block.compile() for them."
                 )
-        for _, module in compiled:
+        self._compiled = [module for _, module in compiled]
+
+    def begin(self) -> None:
+        """Run them as written where they are given parts; after the hooks that cut sequences."""
+        for module in self._compiled:
             own = module._modules.get(COMPILED_MODULE) or module
-            self._watched.append(_Watched(own, compiler_of(module), group))
-            self._take(module, own, is_block=module in blocks.values())
+            self._watched.append(_Watched(own, compiler_of(module), self._group))
+            self._take(module, own, is_block=module in self._blocks)
 
     def _take(self, module: nn.Module, own: nn.Module, *, is_block: bool) -> None:
         if module is own:
-            compiled = module._compiled_call_impl
-            as_written = module._call_impl  # with hooks
+            compiled, as_written = calls_of(module)  # with hooks
             # a block is given full tensors, which its first hook cuts
             set_compiled_call(module, None if is_block else _by_arguments(as_written, compiled))
             self._undo.append(lambda: set_compiled_call(module, compiled))
@@ -231,12 +237,10 @@ class _Rows:
         """Return the part to run on; None to run as it is written."""
         if self.compiled is None or kwargs or len(args) != 1:
             return None
-        needs_part = any(map(_is_seen, self._modules[1:])) or any(map(_drops, self._modules))
+        needs_part = any(map(has_forward_hooks, self._modules[1:])) or any(
+            map(_drops, self._modules)
+        )
         return None if needs_part else part_of(args[0])
-
-
-def _is_seen(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _drops(module: nn.Module) -> bool:

@@ -67,7 +67,7 @@ def exchange(tensor: Tensor, cut: int, join: int, group: Collectives | RankSubse
 
 
 def _exchanged(tensor: Tensor, cut: int, join: int, group: Collectives | RankSubset) -> Tensor:
-    sent = torch.stack(tensor.chunk(group.size, dim=cut))  # (W, ...)
+    sent = torch.stack(tensor.chunk(group.size, dim=cut)).contiguous()  # (W, ...)
     received = torch.empty_like(sent)
     group.all_to_all(received.view(-1), sent.view(-1)).wait()
     return torch.cat(received.unbind(), dim=join)

@@ -82,6 +82,7 @@ class CutBlocks:
             joins = joins_each or name in last.values()
             leave = _Exit(self, joins=joins, is_last=name == end and not joins_each)
             self._handles.append(block.register_forward_hook(leave, always_call=True))
+        self._compiled.begin()
 
     def check_cut(self, model: nn.Module) -> None:
         """Refuse to train where no block has been given hidden states.

@@ -37,7 +37,7 @@ class AttentionFunctions:
         self._taken: list[str] = []
         if self._registry is None:
             return
-        for name, function in list(self._registry._global_mapping.items()):
+        for name, function in dict(self._registry()).items():
             if name not in _IN_OPERATIONS:
                 known = isinstance(function, _OnParts)
                 taken = function if known else _OnParts(name, function)
@@ -48,7 +48,7 @@ class AttentionFunctions:
     def restore(self) -> None:
         """Register the functions themselves again, once nobody calls them with parts."""
         for name in self._taken:
-            taken = self._registry._global_mapping.get(name)
+            taken = self._registry()[name]
             if isinstance(taken, _OnParts):
                 taken.num_users -= 1
                 if not taken.num_users:

@@ -30,6 +30,7 @@ __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
     "Untraced",
+    "calls_of",
     "check_batch_norm_input",
     "children_of",
     "compiler_of",
@@ -38,6 +39,7 @@ __all__ = [
     "forget_gradient_hooks",
     "gradient_hooks",
     "has_compiled_call",
+    "has_forward_hooks",
     "has_gradient_hooks",
     "in_backward",
     "innermost_function_mode",
@@ -171,6 +173,16 @@ def forget_forward_hooks(module: nn.Module) -> None:
 def has_compiled_call(module: nn.Module) -> bool:
     """Whether `module.compile()` was called."""
     return module._compiled_call_impl is not None
+
+
+def calls_of(module: nn.Module) -> tuple[Callable[..., Any] | None, Callable[..., Any]]:
+    """Return the compiled call of a module, None without one, and that of it as it is written."""
+    return module._compiled_call_impl, module._call_impl
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether code sees what a module is called with or returns."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:

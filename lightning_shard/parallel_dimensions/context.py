@@ -50,7 +50,7 @@ class ContextDimension(ParallelDimension):
     @override
     def before_backward(self, loss: Tensor) -> None:
         same, blocks = self._same_results, self._blocks
-        if blocks is not None and self._run.mesh.pp == 1:
+        if blocks is not None:
             blocks.check_cut(self._run.model)
         if same is not None and loss.numel() == 1 and same.is_due("loss"):
             same.check_loss(loss)
