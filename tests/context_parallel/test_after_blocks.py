@@ -102,7 +102,9 @@ def test_it_equals_that_of_the_full_sequence_and_nothing_is_gathered(
         pytest.param(lambda x, y: x[y >= 0].square().sum(), id="those with labels"),
         pytest.param(lambda x, y: x.amax(1).sum(), id="the largest"),
         pytest.param(
-            lambda x, y: F.mse_loss(x, torch.ones_like(x), weight=torch.arange(x.numel()).view(x.shape)),
+            lambda x, y: F.mse_loss(
+                x, torch.ones_like(x), weight=torch.arange(x.numel()).view(x.shape)
+            ),
             id="another loss by weight",
         ),
         pytest.param(
