@@ -150,9 +150,10 @@ def test_a_kernel_that_takes_no_parts_is_refused_by_name() -> None:
 
     def of_rank(rank: int) -> None:
         model = nn.Sequential(Black(), Black())
-        CutBlocks(model, group())
+        cut = CutBlocks(model, group())
         message = r"block '0' \(Black\) runs with the full sequence, but not with a sequence in 2"
         with pytest.raises(ConfigError, match=message):
             model(torch.ones(2, 4, 16, requires_grad=True))
+        cut.restore()
 
     run_ranks(of_rank, 2)
