@@ -26,7 +26,7 @@ from lightning_shard.expert_parallel.split import ExpertSplit
 from lightning_shard.placeholders import Placeholder, is_placeholder
 from lightning_shard.tensor_parallel.dim_sharded_operations import names_of_rules
 from lightning_shard.tensor_parallel.dim_sharded_tensor import Part, showing, wrapped
-from lightning_shard.tensor_parallel.full_view import WeightView
+from lightning_shard.tensor_parallel.full_view import WeightView, held
 from lightning_shard.tensor_parallel.regions import (
     all_reduced,
     copy_to_region,
@@ -208,12 +208,22 @@ class ExpertView:
         params: The parameters that are split, by name.
         calls: Knows whether an expert's forward runs.
         inner: How they are seen where all experts are here; None for as they are.
+        layer: Name of the module, for error messages.
     """
 
     weights: ExpertWeights
     params: Mapping[str, nn.Parameter]
     calls: OwnForwards
     inner: WeightView | None = None
+    layer: str = ""
+
+    def held(self, name: str, params: Mapping[str, Any]) -> Any:
+        """Return what a module of an expert holds under a parameter's name.
+
+        Raises:
+            ConfigError: The parameter was taken out of the module.
+        """
+        return held(f"{self.layer}.{name}", params, "each rank has some of the experts")
 
     def of(self, name: str, tensor: Tensor) -> Tensor:
         """Return a parameter as the code that reads it now sees it."""

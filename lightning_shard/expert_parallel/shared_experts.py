@@ -23,7 +23,7 @@ from lightning_shard.expert_parallel.own_tokens import OwnRows
 from lightning_shard.expert_parallel.split import ExpertSplit
 from lightning_shard.expert_parallel.trial import try_mixture
 from lightning_shard.placeholders import Placeholder, is_alone
-from lightning_shard.tensor_parallel.full_view import seeing, set_view, view_of
+from lightning_shard.tensor_parallel.full_view import give_class_back, seeing, set_view, view_of
 
 _PLACE = "_lightning_shard_experts"
 
@@ -65,22 +65,25 @@ class SharedExperts:
                 else ListedExperts(one, split.group, in_pipeline=in_pipeline, is_dry=is_dry)
             )
             self._calls[one.name] = calls
-            self._change(one.module, _Mixing, (self, calls), calls)
+            self._change(one.module, one.name, _Mixing, (self, calls), calls)
             for number, expert in enumerate(one.experts):
-                self._change(expert, _OneOfMany, (calls, number), calls)
-                for inner in list(expert.modules())[1:]:
-                    self._change(inner, _Inner, None, calls)
+                name = f"{one.name}.{number}"
+                self._change(expert, name, _OneOfMany, (calls, number), calls)
+                for inner_name, inner in list(expert.named_modules())[1:]:
+                    self._change(inner, f"{name}.{inner_name}", _Inner, None, calls)
 
     def __deepcopy__(self, memo: Any) -> "SharedExperts":
         return self
 
-    def _change(self, module: nn.Module, mixin: type, place: Any, calls: Any) -> None:
+    def _change(self, module: nn.Module, layer: str, mixin: type, place: Any, calls: Any) -> None:
         held: dict[str, Any] = module.__dict__["_parameters"]
         params = {name: one for name, one in held.items() if self._split.is_spread(one)}
         if mixin is _Inner and not params:
             return
         inner = view_of(module)
-        view = ExpertView(weights=self.weights, params=params, calls=calls, inner=inner)
+        view = ExpertView(
+            weights=self.weights, params=params, calls=calls, inner=inner, layer=layer
+        )
         vars(module)[_PLACE] = place, inner
         if params:
             set_view(module, view)
@@ -138,7 +141,7 @@ class SharedExperts:
         for module in self._changed:
             _, inner = vars(module).pop(_PLACE)
             set_view(module, inner)
-            module.__class__ = type(module).__mro__[2]
+            give_class_back(module, (_Mixing, _OneOfMany, _Inner))
         self._changed = []
 
 

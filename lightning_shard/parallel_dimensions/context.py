@@ -1,14 +1,19 @@
 """Context parallel as a dimension: sequences in parts over the ranks of an axis."""
 
+from functools import partial
+
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_shard.context_parallel.cut_blocks import CutBlocks
+from lightning_shard.context_parallel.differentiated import MeanGradients
+from lightning_shard.data_parallel.differentiation import asking
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.expert_parallel.own_tokens import OwnTokens
 from lightning_shard.parallel_dimensions.dimension import ParallelDimension
 from lightning_shard.parallel_dimensions.run_view import RunView
+from lightning_shard.parallel_dimensions.step_runner import StepRunner, WrappedRunner
 from lightning_shard.tensor_parallel.randomness import share_random_state
 from lightning_shard.trainer.same_results import SameResults
 
@@ -46,6 +51,13 @@ class ContextDimension(ParallelDimension):
             self._blocks = CutBlocks(run.model, run.groups[self.axis], joins_each=run.mesh.pp > 1)
             if run.mesh.size("ep") == 1:  # else they are given their tokens by the exchange
                 self._experts = OwnTokens(run.model)
+
+    @override
+    def wrapped(self, runner: StepRunner) -> StepRunner:
+        if self._same_results is None:
+            return runner
+        mean = MeanGradients(self._run.groups[self.axis])
+        return WrappedRunner(runner, partial(asking, mean))
 
     @override
     def before_backward(self, loss: Tensor) -> None:

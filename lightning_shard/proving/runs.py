@@ -6,7 +6,6 @@ ranks, own data ──records──> batches of each rank ──joined──> on
 
 import copy
 import random
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -164,7 +163,9 @@ class Subject:
         options = {**_OURS, **self.options}
         callbacks = copy.deepcopy(list(self.options.get("callbacks") or ()))
         recorder = Recorder(sink, self.accumulate)
-        with quiet(), _drawing(self.seed if seed is None else seed):
+        with quiet():
+            torch.manual_seed(self.seed if seed is None else seed)
+            random.seed(self.seed if seed is None else seed)
             trainer = pl.Trainer(
                 **{**options, "callbacks": [*callbacks, recorder]},
                 strategy=strategy,
@@ -222,18 +223,3 @@ def _replay(owner: pl.LightningDataModule, batches: Sequence[Sequence[Any]]) -> 
     assert owner.trainer is not None
     place = owner.trainer.distributed_sampler_kwargs or {"rank": 0}
     return _Replay(batches[place["rank"]])
-
-
-@contextmanager
-def _drawing(seed: int) -> Iterator[None]:
-    """Draw from random streams of this seed inside, and from those of before afterwards."""
-    before = torch.get_rng_state(), random.getstate()
-    torch.manual_seed(seed)
-    random.seed(seed)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        torch.set_rng_state(before[0])
-        random.setstate(before[1])

@@ -24,13 +24,15 @@ from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.tensor_parallel.attention import ParallelAttention
-from lightning_shard.tensor_parallel.full_view import FullView, seeing, set_view
+from lightning_shard.tensor_parallel.full_view import (
+    FullView,
+    as_it_is,
+    give_class_back,
+    seeing,
+    set_view,
+)
 from lightning_shard.tensor_parallel.regions import copy_to_region
 from lightning_shard.tensor_parallel.sequence import saved_as_slice
-
-
-def _as_it_is(how: Any, tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _drawn_as_ever(tensor: Tensor) -> AbstractContextManager[None]:
@@ -63,7 +65,7 @@ class LayerContext:
     group: Collectives
     num_heads: int = 1
     alike: Callable[[Tensor], AbstractContextManager[None]] = _drawn_as_ever
-    view: FullView = field(default_factory=lambda: FullView(_as_it_is, {}))
+    view: FullView = field(default_factory=lambda: FullView(as_it_is, {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LayerContext":
         """Return this context: a copy of a layer works in the same group."""
@@ -76,11 +78,16 @@ def _with_own_weights(forward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(forward)
     def own(self: Any, *args: Any, **kwargs: Any) -> Any:
         view: FullView = getattr(self, _PLACE).view
+        params = self.__dict__["_parameters"]
+        parts = view.given(params)
+        instead = {name: params[name] for name in parts}
+        params.update(parts)
         before, view.is_own = view.is_own, True
         try:
             return forward(self, *args, **kwargs)
         finally:
             view.is_own = before
+            params.update(instead)
 
     return own
 
@@ -196,7 +203,7 @@ def unsplit_layer(module: nn.Module) -> None:
     if _PLACE in module.__dict__:
         delattr(module, _PLACE)
         set_view(module, None)
-        module.__class__ = type(module).__mro__[2]
+        give_class_back(module, _FORMS.values())
 
 
 def is_plain_linear(module: nn.Module) -> bool:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -88,7 +88,7 @@ SIZES = {
 class Contender:
     """One way to train the model."""
 
-    options: dict[str, Any] = {}
+    options: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, checkpoint: str) -> None:
         model = hf.MixtralForCausalLM.from_pretrained(checkpoint, **self.options)
@@ -136,13 +136,13 @@ class AllExperts(Contender):
 class HuggingFace(Contender):
     """Experts on ranks of FSDP2."""
 
-    options = {"distributed_config": {"ep_size": 2, "fsdp_size": 2}}
+    options: ClassVar[dict[str, Any]] = {"distributed_config": {"ep_size": 2, "fsdp_size": 2}}
 
 
 class HuggingFaceShared(Contender):
     """Experts on ranks that have all samples, and parts of all else."""
 
-    options = {"distributed_config": {"ep_size": 2, "tp_size": 2}}
+    options: ClassVar[dict[str, Any]] = {"distributed_config": {"ep_size": 2, "tp_size": 2}}
 
     def own(self, text: Tensor) -> Tensor:
         return text.flatten(0, 1)
@@ -292,7 +292,9 @@ def main() -> None:
             checkpoint = str(Path(folder) / "mixtral")
             torch.manual_seed(1)
             hf.MixtralForCausalLM(SIZES[name].config()).save_pretrained(checkpoint)
-            found = on_ranks(time_contenders, SIZES[name], checkpoint, options.rounds, options.steps)
+            found = on_ranks(
+                time_contenders, SIZES[name], checkpoint, options.rounds, options.steps
+            )
         print(render(name, found))
 
 
