@@ -9,7 +9,7 @@ from lightning_shard import ContextParallelStrategy, HybridParallelStrategy
 from tests.strategies.expert_parallel.test_parity import build, single_device
 from tests.strategies.parity import (
     ACCUMULATE,
-    MANY_STEPS,
+    LONG_STEPS,
     SMALL_BUCKET_MB,
     UPSTREAM_WARNINGS,
     assert_parity,
@@ -20,7 +20,7 @@ pytestmark = [
     *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
     pytest.mark.filterwarnings("ignore:The block .* which has no rule"),  # experts in lists
 ]
-NUM_TOKENS = 2 * 12 * 16 * ACCUMULATE * MANY_STEPS  # two experts for each word
+NUM_TOKENS = 2 * 12 * 16 * ACCUMULATE * LONG_STEPS  # two experts for each word
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     **{f"stage {stage}": (4, {"zero_stage": stage}) for stage in range(4)},
     "dp2, stage 2": (8, {"zero_stage": 2}),
@@ -60,8 +60,8 @@ def beside(**options: Any) -> HybridParallelStrategy:
 def test_equals_a_single_device(model: str, layout: str) -> None:
     num_ranks, options = LAYOUTS[layout]
     strategy = beside(**options)
-    run = train(build(model), strategy=strategy, devices=num_ranks, num_steps=MANY_STEPS)
-    assert_parity(run, single_device(model), num_steps=MANY_STEPS)
+    run = train(build(model), strategy=strategy, devices=num_ranks, num_steps=LONG_STEPS)
+    assert_parity(run, single_device(model), num_steps=LONG_STEPS)
     if model in ("mixtral", "qwen3_moe", "attending"):  # whose every word has two experts
         for load in strategy.expert_load().values():
             assert sum(load.tokens) == NUM_TOKENS
@@ -70,8 +70,8 @@ def test_equals_a_single_device(model: str, layout: str) -> None:
 @pytest.mark.parametrize("model", ["mixtral", "attending"])
 def test_sequences_in_parts_without_shared_experts_equal_a_single_device(model: str) -> None:
     strategy = ContextParallelStrategy(backend="in_process", zero_stage=2)
-    run = train(build(model), strategy=strategy, devices=2, num_steps=MANY_STEPS)
-    assert_parity(run, single_device(model), num_steps=MANY_STEPS)
+    run = train(build(model), strategy=strategy, devices=2, num_steps=LONG_STEPS)
+    assert_parity(run, single_device(model), num_steps=LONG_STEPS)
 
 
 def test_experts_compute_the_own_positions_only(monkeypatch: pytest.MonkeyPatch) -> None:

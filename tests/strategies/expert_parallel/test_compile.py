@@ -11,7 +11,7 @@ from tests.strategies.context_parallel.test_compile import compile_blocks, wrap_
 from tests.strategies.expert_parallel.test_expert_parallel import sharing
 from tests.strategies.expert_parallel.test_parity import build, single_device
 from tests.strategies.parity import (
-    MANY_STEPS,
+    LONG_STEPS,
     SMALL_BUCKET_MB,
     UPSTREAM_WARNINGS,
     assert_parity,
@@ -62,7 +62,7 @@ def test_equals_a_single_device(
     module = build(model)
     HOW[how](module, backend)
     strategy = sharing(bucket_mb=SMALL_BUCKET_MB, **options)
-    run = train(module, strategy=strategy, devices=num_ranks, num_steps=MANY_STEPS)
+    run = train(module, strategy=strategy, devices=num_ranks, num_steps=LONG_STEPS)
     weights = {name.replace("_orig_mod.", ""): value for name, value in run.weights.items()}
     run = type(run)(losses=run.losses, norms=run.norms, weights=weights)
-    assert_parity(run, single_device(model), num_steps=MANY_STEPS)
+    assert_parity(run, single_device(model), num_steps=LONG_STEPS)
