@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.context_parallel.crossings import cut_sequence, exchange
+from lightning_shard.context_parallel.crossings import cut_sequence, exchange, exchange_together
 from lightning_shard.context_parallel.operations import gathered_for_part
 from lightning_shard.context_parallel.rank_subset import RankSubset, heads_and_ring
 from lightning_shard.context_parallel.ring import ring_attention
@@ -122,10 +122,8 @@ def _heads_for_positions(
 ) -> tuple[Tensor, ...]:
     """Return queries, keys and values of this rank's heads, at the positions of all `ranks`."""
     num_heads, heads = operands[0].shape[_HEADS], operands[0].ndim + _HEADS
-    return tuple(
-        exchange(repeated_heads(one, num_heads, ranks.size), heads, heads + 1, ranks)
-        for one in operands
-    )
+    repeated = [repeated_heads(one, num_heads, ranks.size) for one in operands]
+    return exchange_together(repeated, heads, heads + 1, ranks)
 
 
 def _positions_for_heads(mixed: Tensor, ranks: Collectives | RankSubset) -> Tensor:

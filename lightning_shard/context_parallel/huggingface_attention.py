@@ -8,7 +8,7 @@ block masks. Of tensors that are not cut, the functions are called as ever.
 """
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightning_shard.context_parallel.attention import own_heads_of_mask, repeated_heads
-from lightning_shard.context_parallel.crossings import exchange
+from lightning_shard.context_parallel.crossings import exchange, exchange_together
 from lightning_shard.context_parallel.sequence_part import SequencePart, part_of
 from lightning_shard.errors import ConfigError
 from lightning_shard.tensor_parallel.dim_sharded_tensor import full_tensor
@@ -76,7 +76,7 @@ class _OnParts:
             whole = full_tensor((query, key, value))
             return self.function(module, *whole, attention_mask, **options)
         self._check(part, key, attention_mask)
-        q, k, v = (_own_heads(one, part) for one in parts if one is not None)
+        q, k, v = _own_heads([one for one in parts if one is not None], part)
         drawn: AbstractContextManager[None] = nullcontext()
         if options.get("dropout") and module.training:
             drawn = drawn_apart(part.group, part.local.device)
@@ -103,10 +103,12 @@ class _OnParts:
             )
 
 
-def _own_heads(part: SequencePart, like: SequencePart) -> Tensor:
-    """Return this rank's heads of the full sequence."""
-    repeated = repeated_heads(part.local, like.local.shape[1], like.group.size)
-    return part.without_padding(exchange(repeated, 1, 2, part.group), 2)
+def _own_heads(parts: Sequence[SequencePart], like: SequencePart) -> list[Tensor]:
+    """Return this rank's heads of the full sequence, of queries, keys and values."""
+    num_heads, group = like.local.shape[1], like.group
+    repeated = [repeated_heads(one.local, num_heads, group.size) for one in parts]
+    received = exchange_together(repeated, 1, 2, group)
+    return [part.without_padding(one, 2) for part, one in zip(parts, received, strict=True)]
 
 
 def _own_rows(mixed: Tensor, part: SequencePart) -> Tensor:

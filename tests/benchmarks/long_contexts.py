@@ -41,7 +41,11 @@ from tests.benchmarks.ranks import on_ranks
 from tests.benchmarks.timing import LOSS_TOLERANCE, LossMismatchError, Ratio, Record, turn_order
 
 NUM_CLASSES, NUM_HEADS = 256, 8
-SIZES = {"long": (256, 4, 1, 2048), "short": (256, 4, 4, 256)}  # width, blocks, batch, positions
+SIZES = {  # width, blocks, batch, positions
+    "long": (256, 4, 1, 2048),
+    "short": (256, 4, 4, 256),
+    "tiny": (32, 2, 1, 64),
+}
 GOALS = {"deepspeed": 1.0, "torch": 1.0}
 
 
