@@ -40,7 +40,7 @@ class CompiledModules:
     """Runs the compiled modules of a model on parts, from `begin` until `restore`.
 
     Args:
-        model: The model.
+        model: The model, whose compiled modules are looked for.
         blocks: Its blocks, by name.
         group: Group of the ranks that share each sequence.
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.backends.collectives import Collectives
@@ -113,7 +113,8 @@ class CutBlocks:
     ) -> Arguments | None:
         """Return a block's arguments with the hidden states cut; None to leave them."""
         hidden = _hidden_states(args, kwargs)
-        if hidden is None or isinstance(hidden, Placeholder):
+        stands_in = any(isinstance(one, Placeholder) for one in tree_leaves((args, kwargs)))
+        if hidden is None or stands_in:  # the block only passes on what another stage computes
             return None
         is_tried = (type(block), torch.is_grad_enabled()) in self._tried
         self.in_full.block = name

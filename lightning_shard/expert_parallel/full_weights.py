@@ -204,7 +204,7 @@ class ExpertView:
     """How the weights of one module of an expert are seen.
 
     Attributes:
-        weights: Decides it.
+        weights: Decides how they are seen.
         params: The parameters that are split, by name.
         calls: Knows whether an expert's forward runs.
         inner: How they are seen where all experts are here; None for as they are.

@@ -61,8 +61,8 @@ class OwnRows:
     """The arguments of a call that are here of a sequence in parts.
 
     Attributes:
-        args: Positional arguments.
-        kwargs: Others.
+        args: Positional arguments of the call.
+        kwargs: Its other arguments, by name.
         part: The part of the tokens.
     """
 
