@@ -73,6 +73,7 @@ EXTENSION_POINTS = {
     *(f"torch._foreach_{name}_" for name in ("add", "copy", "zero")),
     "torch.ops.aten._foreach_zero_.default",
     "torch.ops.aten._grouped_mm",
+    "torch.ops.aten._grouped_mm.default",
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
     "_scaled_mm",

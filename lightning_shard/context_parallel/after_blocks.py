@@ -7,6 +7,8 @@ of them is counted there. Logits that are shifted against their labels lose thei
 which become padding: nothing is sent.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -60,14 +62,63 @@ def _count(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
 
 
 def _sum(func: Any, sharded: Any, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Sum or average all elements; along other dimensions as of any sharded tensor."""
+    """Sum or average, also over positions: of what each rank has of them."""
     part = part_of(sharded)
-    if dim is not None or args or set(kwargs) - {"dtype"} or part is None:
+    dims = list(dim) if isinstance(dim, tuple | list) else [dim]
+    if part is None or (dim is not None and not all(type(one) is int for one in dims)):
         return operations.reduced(func, sharded, dim, *args, **kwargs)
-    if not (part.local.is_floating_point() and sharded.numel()):
+    ndim = part.local.ndim
+    places = range(ndim) if dim is None or not dims else {one % ndim for one in dims}
+    if part.dim not in places:
+        return operations.reduced(func, sharded, dim, *args, **kwargs)
+    is_kept = args[0] if args else kwargs.get("keepdim", False)
+    if not (part.local.is_floating_point() and sharded.numel()) or len(args) > 1:
         return NotImplemented
-    result = total(part.own_positions().sum(**kwargs), part.group)
-    return result / sharded.numel() if func.__name__ == "mean" else result
+    if set(kwargs) - {"dtype", "keepdim"} or "out" in kwargs:
+        return NotImplemented
+    result = _total_over(part, sorted(places), keeps=bool(is_kept), dtype=kwargs.get("dtype"))
+    count = math.prod(part.full_shape[one] for one in places)
+    return result / count if func.__name__ == "mean" else result
+
+
+def _total_over(
+    part: SequencePart, places: Sequence[int], *, keeps: bool, dtype: torch.dtype | None
+) -> Tensor:
+    """Sum over dimensions, that of positions among them; `own_positions` has one more."""
+    own = part.own_positions()
+    shifted = [one + (one > part.dim) for one in places] + [part.dim + 1]
+    summed = own.sum(shifted, keepdim=keeps, dtype=dtype)
+    return total(summed.squeeze(part.dim + 1) if keeps else summed, part.group)
+
+
+def _elementwise_loss(
+    func: Any,
+    input: Any,  # noqa: A002
+    target: Any,
+    *args: Any,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    **options: Any,
+) -> Any:
+    """Do a loss that compares two tensors element by element."""
+    part = part_of(input) or part_of(target)
+    is_legacy = size_average is not None or reduce is not None
+    if part is None or args or is_legacy or tuple(input.shape) != tuple(target.shape):
+        return NotImplemented
+    if options.get("weight") is not None and not func.__name__.startswith("binary"):
+        return NotImplemented  # a mean by weight
+    own = [part.operand(input), part.operand(target)]
+    options = {name: part.operand(one) for name, one in options.items()}
+    if any(one is NotImplemented for one in (*own, *options.values())):
+        return NotImplemented
+    result = part.widen(func(*own, reduction="none", **options), part.dim)
+    if reduction == "none":
+        return result
+    if reduction not in ("mean", "sum", "batchmean"):
+        return NotImplemented
+    whole = result.sum()
+    return whole / {"mean": result.numel(), "sum": 1, "batchmean": input.shape[0]}[reduction]
 
 
 def _getitem(func: Any, sharded: Any, index: Any) -> Any:
@@ -113,6 +164,10 @@ def _shortened(sharded: Any, by: int) -> Any:
     return wrapped(replace(part, padding=part.padding + by))
 
 
+_ELEMENTWISE = (
+    "mse_loss l1_loss smooth_l1_loss huber_loss kl_div soft_margin_loss poisson_nll_loss "
+    "binary_cross_entropy binary_cross_entropy_with_logits"
+)
 RULES.update(
     cross_entropy=_loss,
     nll_loss=_loss,
@@ -120,6 +175,7 @@ RULES.update(
     mean=_sum,
     __getitem__=_getitem,
     narrow=_narrow,
+    **dict.fromkeys(_ELEMENTWISE.split(), _elementwise_loss),
 )
 assert functional.cross_entropy.__name__ in RULES
 assert torch.nn.functional.nll_loss.__name__ in RULES

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.context_parallel.crossings import cut_sequence, exchange
+from lightning_shard.context_parallel.crossings import cut_sequence, exchange, exchange_together
 from lightning_shard.context_parallel.operations import gathered_for_part
 from lightning_shard.context_parallel.rank_subset import RankSubset, heads_and_ring
 from lightning_shard.context_parallel.ring import ring_attention
@@ -91,7 +91,6 @@ def _by_heads(
     options: dict[str, Any],
     drawn: AbstractContextManager[None],
 ) -> Tensor:
-    num_heads = part.local.shape[_HEADS]
     heads = part.local.ndim + _HEADS
     own_others = [one.part for one in others]
     operands = (part.local, *(one.local for one in own_others))
@@ -101,10 +100,7 @@ def _by_heads(
             _heads_for_positions(operands, part.group), (part, *own_others), strict=True
         )
     )
-    if mask is not None and mask.ndim >= 3 and mask.shape[_HEADS] == num_heads > 1:
-        mask = cut_sequence(mask, mask.ndim + _HEADS, part.group)
-    elif mask is not None:
-        mask = part.shared(mask)
+    mask = own_heads_of_mask(mask, part)
     with drawn:
         mixed = func(query, key, value, attn_mask=mask, **options)
     mixed = functional.pad(mixed, (0, 0, 0, part.padding)) if part.padding else mixed
@@ -112,14 +108,22 @@ def _by_heads(
     return result
 
 
+def own_heads_of_mask(mask: Any, part: SequencePart) -> Any:
+    """Return what this rank's heads need of a mask of all heads; what is no tensor as it is."""
+    if not isinstance(mask, Tensor):
+        return mask
+    if mask.ndim >= 3 and mask.shape[_HEADS] == part.local.shape[_HEADS] > 1:
+        return cut_sequence(full_tensor(mask), mask.ndim + _HEADS, part.group)
+    return part.shared(full_tensor(mask))
+
+
 def _heads_for_positions(
     operands: Sequence[Tensor], ranks: Collectives | RankSubset
 ) -> tuple[Tensor, ...]:
     """Return queries, keys and values of this rank's heads, at the positions of all `ranks`."""
     num_heads, heads = operands[0].shape[_HEADS], operands[0].ndim + _HEADS
-    return tuple(
-        exchange(_repeated(one, num_heads, ranks.size), heads, heads + 1, ranks) for one in operands
-    )
+    repeated = [repeated_heads(one, num_heads, ranks.size) for one in operands]
+    return exchange_together(repeated, heads, heads + 1, ranks)
 
 
 def _positions_for_heads(mixed: Tensor, ranks: Collectives | RankSubset) -> Tensor:
@@ -165,7 +169,7 @@ def _by_ring(
     return result
 
 
-def _repeated(local: Tensor, num_queries: int, num_ranks: int) -> Tensor:
+def repeated_heads(local: Tensor, num_queries: int, num_ranks: int) -> Tensor:
     """Repeat heads of keys until each rank gets those that its queries look at."""
     num_heads = local.shape[_HEADS]
     if num_heads == num_queries:

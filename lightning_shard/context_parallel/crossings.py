@@ -15,6 +15,7 @@ differentiated once more as those can.
 Source: DeepSpeed Ulysses, arXiv:2309.14509, for the all-to-all.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -52,7 +53,6 @@ def total(tensor: Tensor, group: Collectives) -> Tensor:
     return reduce_from_region(scale_gradient(tensor, float(group.size), group), group)
 
 
-@untraced
 def exchange(tensor: Tensor, cut: int, join: int, group: Collectives | RankSubset) -> Tensor:
     """Give each rank its part along one dimension of what the ranks have along another.
 
@@ -62,25 +62,52 @@ def exchange(tensor: Tensor, cut: int, join: int, group: Collectives | RankSubse
         join: Another dimension, along which what the ranks send is joined in their order.
         group: Group of the W ranks, or some of its ranks.
     """
-    result: Tensor = _Exchange.apply(tensor, cut, join, group)  # type: ignore[no-untyped-call]
+    return exchange_together((tensor,), cut, join, group)[0]
+
+
+@untraced
+def exchange_together(
+    tensors: Sequence[Tensor], cut: int, join: int, group: Collectives | RankSubset
+) -> tuple[Tensor, ...]:
+    """Exchange several tensors in one message, and their gradients in one; see `exchange`.
+
+    Args:
+        tensors: Tensors of any shapes; those of several formats take a message each.
+        cut: Dimension of each that is cut.
+        join: Dimension of each along which it is joined.
+        group: Group of the W ranks, or some of its ranks.
+    """
+    if len({one.dtype for one in tensors}) > 1:
+        return tuple(exchange(one, cut, join, group) for one in tensors)
+    result: tuple[Tensor, ...] = _Exchange.apply(  # type: ignore[no-untyped-call]
+        cut, join, group, *tensors
+    )
     return result
 
 
-def _exchanged(tensor: Tensor, cut: int, join: int, group: Collectives | RankSubset) -> Tensor:
-    sent = torch.stack(tensor.chunk(group.size, dim=cut))  # (W, ...)
+def _exchanged(
+    tensors: Sequence[Tensor], cut: int, join: int, group: Collectives | RankSubset
+) -> tuple[Tensor, ...]:
+    shape = (group.size, -1)
+    parts = [torch.unflatten(one, cut, shape).movedim(cut, 0) for one in tensors]  # (W, ...)
+    widths = [one.numel() // group.size for one in tensors]
+    sent = tensors[0].new_empty(group.size, sum(widths))
     received = torch.empty_like(sent)
+    for own, place in zip(parts, sent.split_with_sizes(widths, 1), strict=True):
+        place.view(own.shape).copy_(own)
     group.all_to_all(received.view(-1), sent.view(-1)).wait()
-    return torch.cat(received.unbind(), dim=join)
+    places = zip(parts, received.split_with_sizes(widths, 1), strict=True)
+    return tuple(torch.cat(place.view(own.shape).unbind(), dim=join) for own, place in places)
 
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, cut: int, join: int, group: Collectives | RankSubset
-    ) -> Tensor:
+        ctx: Any, cut: int, join: int, group: Collectives | RankSubset, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.cut, ctx.join, ctx.group = cut, join, group
-        return _exchanged(tensor, cut, join, group)
+        return _exchanged(tensors, cut, join, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return exchange(grads[0], ctx.join, ctx.cut, ctx.group), None, None, None
+        return None, None, None, *exchange_together(grads, ctx.join, ctx.cut, ctx.group)

@@ -17,15 +17,16 @@ from typing import Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.context_parallel.compiled import CompiledModules
 from lightning_shard.context_parallel.crossings import cut_sequence
 from lightning_shard.context_parallel.full_sequences import FullSequences
+from lightning_shard.context_parallel.huggingface_attention import AttentionFunctions
 from lightning_shard.context_parallel.sequence_part import SequencePart, padded
 from lightning_shard.context_parallel.trial import try_block
-from lightning_shard.data_parallel.torch_private import COMPILED_MODULE, has_compiled_call
 from lightning_shard.data_parallel.units import named_blocks
 from lightning_shard.errors import ConfigError
 from lightning_shard.placeholders import Placeholder
@@ -52,7 +53,7 @@ class CutBlocks:
         in_full: Knows which operations needed the full sequence.
 
     Raises:
-        ConfigError: The model has no repeated blocks, or is compiled.
+        ConfigError: The model has no repeated blocks, or is compiled as a whole.
     """
 
     def __init__(
@@ -71,6 +72,8 @@ class CutBlocks:
         self.num_cut = 0
         self.blocks = dict(named_blocks(model, None))
         _check(model, self.blocks)
+        self._compiled = CompiledModules(model, self.blocks, group)
+        self._functions = AttentionFunctions()
         last = {name.rpartition(".")[0]: name for name in self.blocks}
         end = next(reversed(last.values()), None)
         for name, block in self.blocks.items():
@@ -79,6 +82,7 @@ class CutBlocks:
             joins = joins_each or name in last.values()
             leave = _Exit(self, joins=joins, is_last=name == end and not joins_each)
             self._handles.append(block.register_forward_hook(leave, always_call=True))
+        self._compiled.begin()
 
     def check_cut(self, model: nn.Module) -> None:
         """Refuse to train where no block has been given hidden states.
@@ -98,6 +102,8 @@ class CutBlocks:
 
     def restore(self) -> None:
         """Let blocks be called with full sequences again."""
+        self._compiled.restore()
+        self._functions.restore()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -107,7 +113,8 @@ class CutBlocks:
     ) -> Arguments | None:
         """Return a block's arguments with the hidden states cut; None to leave them."""
         hidden = _hidden_states(args, kwargs)
-        if hidden is None or isinstance(hidden, Placeholder):
+        stands_in = any(isinstance(one, Placeholder) for one in tree_leaves((args, kwargs)))
+        if hidden is None or stands_in:  # the block only passes on what another stage computes
             return None
         is_tried = (type(block), torch.is_grad_enabled()) in self._tried
         self.in_full.block = name
@@ -162,13 +169,6 @@ def _check(model: nn.Module, blocks: dict[str, nn.Module]) -> None:
             f"has no ModuleList or Sequential of two or more modules of one class; expected the "
             f"blocks of a transformer. Use strategy='zero2' or 'zero3'."
         )
-    for name, module in model.named_modules():
-        if COMPILED_MODULE in module._modules or has_compiled_call(module):
-            raise ConfigError(
-                f"{name or type(model).__name__} ({type(module).__name__}) is compiled, and "
-                f"context_parallel works on what a block does operation by operation; expected a "
-                f"module that is not. Leave torch.compile out."
-            )
 
 
 class _Entrance:

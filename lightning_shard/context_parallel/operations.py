@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightning_shard.context_parallel.sequence_part import RULES, SequencePart, part_of
-from lightning_shard.tensor_parallel import dim_sharded_shapes as shapes
 from lightning_shard.tensor_parallel.dim_sharded_tensor import DimShardedTensor, full_tensor
 from lightning_shard.tensor_parallel.regions import gather_to_region
 
@@ -54,6 +53,23 @@ def _matmul(func: Any, left: Any, right: Any, **kwargs: Any) -> Any:
     return like.widen(result, result.ndim - like.place)
 
 
+def _baddbmm(
+    func: Any,
+    input: Any,  # noqa: A002
+    batch1: Any,
+    batch2: Any,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+) -> Any:
+    """Multiply matrices, and add what broadcasts to the product."""
+    product = _matmul(torch.bmm, batch1, batch2)
+    if product is NotImplemented:
+        return NotImplemented
+    scaled = product if alpha == 1 else product * alpha
+    return scaled if beta == 0 else scaled + (input if beta == 1 else input * beta)
+
+
 def left_of(func: Any, part: SequencePart, right: Tensor) -> Tensor:
     """Multiply a part's rows with a full matrix; the sharded dimension stays the last but one."""
     result: Tensor = func(part.local, right)
@@ -67,19 +83,6 @@ def _addmm(func: Any, input: Any, mat1: Any, mat2: Any, **kwargs: Any) -> Any:  
     return part.widen(func(part.shared(input), part.local, part.shared(mat2), **kwargs))
 
 
-def _einsum(func: Any, equation: Any, *operands: Any) -> Any:
-    """Do einsum on the gathered tensors: a letter may be summed over the sequence."""
-    return NotImplemented
-
-
-def _cat(func: Any, tensors: Any, dim: int = 0) -> Any:
-    """Concatenate; what torch passes over, such as a cache that is empty yet, is left out."""
-    given = [one for one in tensors if part_of(one) is not None or tuple(one.shape) != (0,)]
-    if len(given) == 1 and (part := part_of(given[0])) is not None:
-        return part.widen(func([part.local], dim))
-    return shapes.joined(func, given, dim)
-
-
 def _scaled(func: Any, sharded: Any, *args: Any, **kwargs: Any) -> Any:
     """Do an operation of one tensor element by element."""
     part = part_of(sharded)
@@ -87,33 +90,40 @@ def _scaled(func: Any, sharded: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 _ELEMENTWISE = (
-    "elu leaky_relu selu softplus mish hardtanh relu6 hardswish hardsigmoid logsigmoid softsign "
-    "cos sin log log1p expm1 erf "
-    "sign round floor ceil logical_not __invert__ isnan isinf isfinite"
+    "elu leaky_relu selu celu softplus mish hardtanh relu6 hardswish hardsigmoid logsigmoid "
+    "softsign hardshrink softshrink tanhshrink threshold "
+    "cos sin tan acos asin atan cosh sinh acosh asinh atanh log log1p log2 log10 exp2 expm1 "
+    "erf erfc erfinv logit sinc sign sgn round floor ceil trunc frac int long bool "
+    "logical_not bitwise_not __invert__ isnan isinf isfinite"
 )
-_COMPARING = "__gt__ __lt__ __ge__ __le__ __eq__ __ne__ gt lt ge le eq ne maximum minimum"
+_COMBINING = (
+    "__gt__ __lt__ __ge__ __le__ __eq__ __ne__ gt lt ge le eq ne maximum minimum fmax fmin "
+    "logical_and logical_or logical_xor __and__ __or__ __xor__ __rand__ __ror__ "
+    "bitwise_and bitwise_or bitwise_xor lerp addcmul addcdiv float_power __rpow__ rsub "
+    "remainder fmod __mod__ floor_divide __floordiv__ __rfloordiv__ atan2 hypot xlogy logaddexp "
+    "clamp_min clamp_max clip heaviside"
+)
 
 
 def _combined(func: Any, *args: Any, **kwargs: Any) -> Any:
     like = next(one for one in args if isinstance(one, DimShardedTensor))
     part = part_of(like)
-    if part is None or kwargs:
+    if part is None or any(isinstance(one, Tensor) for one in kwargs.values()):
         return NotImplemented
     operands = [part.operand(one) for one in args]
     if any(one is NotImplemented for one in operands):
         return NotImplemented
-    result = func(*operands)
+    result = func(*operands, **kwargs)
     return part.widen(result, result.ndim - part.place)
 
 
 RULES.update(
     linear=_linear,
     addmm=_addmm,
-    einsum=_einsum,
-    cat=_cat,
+    baddbmm=_baddbmm,
     **dict.fromkeys(("matmul", "bmm", "__matmul__"), _matmul),
     **dict.fromkeys(_ELEMENTWISE.split(), _scaled),
-    **dict.fromkeys(_COMPARING.split(), _combined),
+    **dict.fromkeys(_COMBINING.split(), _combined),
 )
 assert torch.addmm.__name__ in RULES
 assert functional.linear.__name__ in RULES

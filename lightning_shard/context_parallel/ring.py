@@ -94,7 +94,8 @@ class _Places:
         runs, rank = range(len(held)), self.ring.rank
         own = dict(zip([r for r in runs if held[r] == rank], tensor.chunk(2, -2), strict=True))
         shape = (*tensor.shape[:-2], self.size, tensor.shape[-1])
-        sent = torch.stack([own[run] for run in sorted(own, key=lambda run: wanted[run])])
+        leaving = [own[run] for run in sorted(own, key=lambda run: wanted[run])]
+        sent = torch.stack(leaving).contiguous()
         received = torch.empty_like(sent)
         mine = sorted((run for run in runs if wanted[run] == rank), key=lambda run: held[run])
         numel = sent[0].numel()

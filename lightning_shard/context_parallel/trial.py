@@ -9,14 +9,15 @@ in evaluation mode so that nothing is dropped, and leaves the block as it was. I
 activations of one block for the full sequence, once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.recomputation import RECOMPUTED
-from lightning_shard.errors import ConfigError
+from lightning_shard.errors import ConfigError, ShardError
 from lightning_shard.tensor_parallel.compared_calls import (
     Arguments,
     Called,
@@ -52,7 +53,7 @@ def try_block(
 
     with as_it_was(block):
         full = Called(lambda given: forward(*given[0], **given[1]), arguments, params)
-    with as_it_was(block):
+    with as_it_was(block), _explained(name, block, group):
         parts = Called(in_parts, arguments, params)
     for grad in parts.of_params:  # the mean over the ranks, as the engine takes it
         group.all_reduce(grad)
@@ -67,6 +68,23 @@ def try_block(
             f"activation_checkpointing='full', or tensor_parallel with sequence_parallel=True; "
             f"please report the block's forward."
         )
+
+
+@contextmanager
+def _explained(name: str, block: nn.Module, group: Collectives) -> Iterator[None]:
+    """Say what has failed inside that works with the full sequence."""
+    try:
+        yield
+    except ShardError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"Rank {group.rank}: the block {name!r} ({type(block).__name__}) runs with the full "
+            f"sequence, but not with a sequence in {group.size} parts ({type(error).__name__}: "
+            f"{error}); expected operations of torch that can be called with a subclass of "
+            f"Tensor. Use scaled_dot_product_attention for attention, or strategy='zero3' with "
+            f"activation_checkpointing='full'."
+        ) from error
 
 
 def own_forward(block: nn.Module) -> Callable[..., Any]:

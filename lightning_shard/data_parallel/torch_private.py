@@ -3,6 +3,7 @@
 `tests/data_parallel/test_torch_private.py` fails when upstream changes them.
 """
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -15,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.dropout import _DropoutNd as DropoutLayer
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.checkpoint import _checkpoint_hook, _recomputation_hook
@@ -26,18 +28,22 @@ __all__ = [
     "INITIALISERS",
     "OF_ORIGINAL",
     "BatchNorm",
+    "DropoutLayer",
     "FakeTensorMode",
     "TorchDispatchMode",
     "Untraced",
     "after_gradient",
+    "calls_of",
     "check_batch_norm_input",
     "children_of",
+    "compiler_of",
     "exchange_contents",
     "exchange_engine_entrance",
     "forget_forward_hooks",
     "forget_gradient_hooks",
     "gradient_hooks",
     "has_compiled_call",
+    "has_forward_hooks",
     "has_gradient_hooks",
     "in_backward",
     "in_transform",
@@ -51,6 +57,7 @@ __all__ = [
     "queue_after_backward",
     "saving_hook",
     "sees_subclasses",
+    "set_compiled_call",
     "storage_key",
     "storage_uses",
     "unobserved",
@@ -215,6 +222,29 @@ def forget_forward_hooks(module: nn.Module) -> None:
 def has_compiled_call(module: nn.Module) -> bool:
     """Whether `module.compile()` was called."""
     return module._compiled_call_impl is not None
+
+
+def calls_of(module: nn.Module) -> tuple[Callable[..., Any] | None, Callable[..., Any]]:
+    """Return the compiled call of a module, None without one, and that of it as it is written."""
+    return module._compiled_call_impl, module._call_impl
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether code sees what a module is called with or returns."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
+    """Let a module be called by another compiled call; None for as it is written."""
+    module._compiled_call_impl = call
+
+
+def compiler_of(module: nn.Module) -> Callable[[F], F]:
+    """Return what compiles a function as a module is compiled."""
+    context = vars(module).get("dynamo_ctx")
+    if context is None:
+        context = inspect.getclosurevars(module._compiled_call_impl).nonlocals["self"]  # type: ignore[arg-type]
+    return cast("Callable[[F], F]", context)
 
 
 def is_compiled_function(function: object) -> bool:

@@ -10,8 +10,8 @@ travels with the row. Entries that name no expert (dropped tokens) give zeros, a
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,31 +23,10 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.expert_parallel.exchange import Routes
 from lightning_shard.expert_parallel.finding import Mixture
 from lightning_shard.expert_parallel.load import Load
+from lightning_shard.expert_parallel.own_tokens import Given
 from lightning_shard.tensor_parallel.compared_calls import as_it_was
 
 Forward = Callable[..., Any]
-
-
-class _Given(NamedTuple):
-    """Arguments of a call, and which of them are which.
-
-    Attributes:
-        values: All arguments by their position or name.
-        tokens: Where the tokens are.
-        experts: Where the experts of each token are.
-        weights: Where their weights are.
-    """
-
-    values: Mapping[int | str, Any]
-    tokens: int | str
-    experts: int | str
-    weights: int | str
-
-    def with_others(self, values: Mapping[int | str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Return the arguments of a call in which some are others."""
-        all_of_them = {**self.values, **values}
-        args = [one for place, one in all_of_them.items() if isinstance(place, int)]
-        return args, {name: one for name, one in all_of_them.items() if isinstance(name, str)}
 
 
 class BatchedExperts:
@@ -56,17 +35,20 @@ class BatchedExperts:
     Args:
         mixture: The experts and their module.
         group: The W ranks that share them.
+        is_dry: Whether tokens have no elements, so that each expert gets as many of them.
 
     Attributes:
         load: What the experts got.
         mixture: The experts and their module.
         anchor: A leaf without elements; each backward has gradients of the tokens.
+        is_own: Whether the experts' own forward runs.
     """
 
-    def __init__(self, mixture: Mixture, group: Collectives) -> None:
-        self.mixture, self._group = mixture, group
+    def __init__(self, mixture: Mixture, group: Collectives, *, is_dry: bool = False) -> None:
+        self.mixture, self._group, self._is_dry = mixture, group, is_dry
         self.load = Load()
         self.anchor = torch.zeros(0, 1, requires_grad=True)
+        self.is_own = False
         self._num_here = mixture.num_experts // group.size
         self._likes: dict[tuple[int, torch.dtype, bool], Tensor] = {}  # results without rows
 
@@ -87,11 +69,9 @@ class BatchedExperts:
         given = self._given(args, kwargs)
         tokens, experts = given.values[given.tokens], given.values[given.experts]
         weights: Tensor = given.values[given.weights]
-        num_experts, num_each = self.mixture.num_experts, experts.shape[-1]
-        chosen = experts.reshape(-1)  # (S,), S = T K
-        is_sent = (chosen >= 0) & (chosen < num_experts)
-        order = torch.where(is_sent, chosen, num_experts).argsort(stable=True)
-        routes = Routes(torch.bincount(chosen[is_sent], minlength=num_experts), self._group)
+        num_each = experts.shape[-1]
+        order, counts = self._sorted(experts.reshape(-1))  # (S,), S = T K
+        routes = Routes(counts, self._group, peers_alike=self._is_dry)
         order = order[: sum(routes.sent)]
         if module.training and torch.is_grad_enabled() and not in_backward():
             self.load.note(routes.sent, self._group.rank, routes.rows.sum(0))
@@ -99,9 +79,20 @@ class BatchedExperts:
         received = routes.to_experts(rows, weights.reshape(-1, 1)[order])
         numbers = routes.local_experts()
         (back,) = routes.to_tokens(self._computed(module, own, given, numbers, *received))
-        full = back.new_zeros(chosen.shape[0], back.shape[-1]).index_copy(0, order, back)
+        full = back.new_zeros(experts.numel(), back.shape[-1]).index_copy(0, order, back)
         summed = full.view(-1, num_each, back.shape[-1]).sum(1)
         return summed.view(*tokens.shape[:-1], back.shape[-1])
+
+    def _sorted(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the order by expert of rows, (S,), and how many rows each expert gets, (E,)."""
+        num_experts, num_rows = self.mixture.num_experts, chosen.shape[0]
+        if self._is_dry:
+            counts = torch.full((num_experts,), num_rows // num_experts)
+            counts[: num_rows % num_experts] += 1
+            return torch.arange(num_rows), counts
+        is_sent = (chosen >= 0) & (chosen < num_experts)
+        order = torch.where(is_sent, chosen, num_experts).argsort(stable=True)
+        return order, torch.bincount(chosen[is_sent], minlength=num_experts)
 
     def alone(self, module: nn.Module, own: Forward, args: Sequence[Any], kwargs: Any) -> Tensor:
         """Return a result of the right shape and format, zeros; nothing is exchanged."""
@@ -115,7 +106,7 @@ class BatchedExperts:
         self,
         module: nn.Module,
         own: Forward,
-        given: _Given,
+        given: Given,
         numbers: Tensor,
         rows: Tensor,
         weights: Tensor,
@@ -125,21 +116,26 @@ class BatchedExperts:
             return self._without_rows(module, own, given, rows, weights)
         others = {given.tokens: rows, given.experts: numbers.unsqueeze(1), given.weights: weights}
         args, kwargs = given.with_others(others)
-        with self._counting_own(module):
-            result = own(*args, **kwargs)
+        before, self.is_own = self.is_own, True
+        try:
+            with self._counting_own(module):
+                result = own(*args, **kwargs)
+        finally:
+            self.is_own = before
         if not isinstance(result, Tensor) or result.shape[:1] != rows.shape[:1]:
             raise self._refused(module, f"returns {_told(result)} for {rows.shape[0]} tokens")
         return result
 
     def _without_rows(
-        self, module: nn.Module, own: Forward, given: _Given, rows: Tensor, weights: Tensor
+        self, module: nn.Module, own: Forward, given: Given, rows: Tensor, weights: Tensor
     ) -> Tensor:
         """Return no result, which depends on all that others do, as gradients go back together."""
         kind = rows.shape[-1], rows.dtype, torch.is_autocast_enabled(rows.device.type)
         if kind not in self._likes:
             number = torch.zeros(1, dtype=torch.int64, device=rows.device)
             one = rows.new_zeros(1, rows.shape[-1]), weights.new_zeros(1, 1)
-            with unobserved(), torch.no_grad(), as_it_was(module):
+            seen = nullcontext() if self._is_dry else unobserved()
+            with seen, torch.no_grad(), as_it_was(module):
                 self._likes[kind] = self._computed(module, own, given, number, *one)[:0]
         like = self._likes[kind]
         sums = [one.reshape(-1)[:0].sum() for one in (rows, weights, *module.parameters())]
@@ -151,23 +147,17 @@ class BatchedExperts:
         names = [n for n, value in vars(module).items() if "expert" in n and value == total]
         return _set(module, dict.fromkeys(names, self._num_here))
 
-    def _given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Given:
+    def _given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Given:
         """Return which of a call's arguments are which.
 
         Raises:
             ConfigError: They are not tokens, experts and weights.
         """
-        values: dict[int | str, Any] = dict(enumerate(args))
-        values.update(kwargs)
-        tensors = {name: one for name, one in values.items() if isinstance(one, Tensor)}
-        numbers = [n for n, one in tensors.items() if not _is_float(one) and one.ndim > 1]
-        floats = [name for name, one in tensors.items() if _is_float(one)]
-        if len(numbers) == 1 and len(floats) == len(tensors) - 1 == 2:
-            tokens, weights = floats
-            shape = tensors[numbers[0]].shape
-            if tensors[weights].shape == shape and tensors[tokens].shape[:-1] == shape[:-1]:
-                return _Given(values, tokens, numbers[0], weights)
-        told = ", ".join(_told(one) for one in values.values())
+        given = Given.of(args, kwargs)
+        if given is not None:
+            return given
+        values = [*args, *kwargs.values()]
+        told = ", ".join(map(_told, values))
         raise self._refused(self.mixture.module, f"is called with {told}")
 
     def _refused(self, module: nn.Module, what: str) -> ConfigError:
@@ -187,10 +177,6 @@ def _set(module: nn.Module, values: dict[str, Any]) -> Any:
         yield
     finally:
         vars(module).update(before)
-
-
-def _is_float(tensor: Tensor) -> bool:
-    return tensor.is_floating_point()
 
 
 def _told(value: Any) -> str:

@@ -35,6 +35,7 @@ class Routes:
             with other numbers that travel along.
         group: The W ranks that share the experts, each of which must make one; E is divisible
             by W.
+        peers_alike: Whether to take it that each rank has the same numbers, as in a dry run.
 
     Attributes:
         counts: The same numbers of every rank, for this rank's experts; shape (W, E / W[, C]).
@@ -42,12 +43,14 @@ class Routes:
         received: Number of rows from each rank.
     """
 
-    def __init__(self, counts: Tensor, group: Collectives) -> None:
+    def __init__(self, counts: Tensor, group: Collectives, *, peers_alike: bool = False) -> None:
         self.group = group
         own = counts.reshape(group.size, -1)
         theirs = torch.empty_like(own)
         group.all_to_all(theirs.view(-1), own.contiguous().view(-1)).wait()
-        self.counts = theirs.view(group.size, counts.shape[0] // group.size, *counts.shape[1:])
+        if peers_alike:
+            theirs = own[group.rank].expand_as(own)
+        self.counts = theirs.reshape(group.size, counts.shape[0] // group.size, *counts.shape[1:])
         sent = counts.view(group.size, counts.shape[0] // group.size, -1)[..., 0].sum(1)
         both = torch.stack([sent, self.rows.sum(1)]).tolist()  # waits for the device once
         self.sent: list[int] = both[0]

@@ -81,6 +81,8 @@ def check_mixtures(mixtures: Sequence[Mixture], model: nn.Module, num_ranks: int
                 f"{', '.join(map(str, fitting))}. {advice}"
             )
         _check_buffers(one)
+        _check_frozen(one)
+    _check_ties(mixtures, model, num_ranks, advice)
     if len({one.is_batched for one in mixtures}) > 1:
         first, other = (next(one for one in mixtures if one.is_batched is kind) for kind in (1, 0))
         raise ConfigError(
@@ -103,6 +105,47 @@ def _check_buffers(mixture: Mixture) -> None:
                 f"The expert {mixture.name}.{number} has the buffer {name!r}, which would only be "
                 f"kept up to date on the rank that has the expert; expected experts without "
                 f"buffers. Leave expert_parallel_size out, or exchange batch norms for layer norms."
+            )
+
+
+def _check_frozen(mixture: Mixture) -> None:
+    """Refuse experts of which some are trained: ranks would hold other parameters in shards."""
+    kinds = [[param.requires_grad for param in one.parameters()] for one in mixture.experts]
+    other = next((n for n, kind in enumerate(kinds) if kind != kinds[0]), None)
+    if other is None:
+        return
+    at = next(n for n, kind in enumerate(kinds[0]) if kind != kinds[other][n])
+    name, param = list(mixture.experts[other].named_parameters())[at]
+    first, second = ("trained", "frozen") if not param.requires_grad else ("frozen", "trained")
+    raise ConfigError(
+        f"{mixture.name}.0.{name} is {first} and {mixture.name}.{other}.{name} is {second}, but "
+        f"ranks that share experts have other ones of them; expected that all experts train the "
+        f"same parameters. Freeze all or none, or leave expert_parallel_size out."
+    )
+
+
+def _check_ties(mixtures: Sequence[Mixture], model: nn.Module, num_ranks: int, advice: str) -> None:
+    """Refuse parameters of experts that are used where not all ranks have them."""
+    users: dict[nn.Parameter, dict[object, str]] = {}
+    holders: dict[nn.Module, object] = {}
+    for one in mixtures:
+        for number, expert in enumerate(one.experts):
+            rank = number * num_ranks // one.num_experts
+            holders |= dict.fromkeys(expert.modules(), (id(one), rank))
+        if one.is_batched:
+            holders[one.module] = "experts in tensors"
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, param in module._parameters.items():
+            if param is not None:
+                full_name = f"{path}.{name}".lstrip(".")
+                users.setdefault(param, {}).setdefault(holders.get(module), full_name)
+    for found in users.values():
+        if len(found) > 1 and any(holder is not None for holder in found):
+            first, second = list(found.values())[:2]
+            raise ConfigError(
+                f"{first!r} and {second!r} are one parameter, but with "
+                f"expert_parallel_size={num_ranks} they would be on different ranks, each of which "
+                f"has some experts; expected experts that share nothing with others. {advice}"
             )
 
 
@@ -130,8 +173,7 @@ def _are_equal(modules: Sequence[nn.Module]) -> bool:
     if len(modules) < 2 or len({id(one) for one in modules}) < len(modules):
         return False
     forms = [
-        (type(one), [(n, p.shape, p.dtype, p.requires_grad) for n, p in one.named_parameters()])
-        for one in modules
+        (type(one), [(n, p.shape, p.dtype) for n, p in one.named_parameters()]) for one in modules
     ]
     return bool(forms[0][1]) and all(one == forms[0] for one in forms)
 

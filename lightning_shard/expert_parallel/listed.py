@@ -29,6 +29,7 @@ from lightning_shard.expert_parallel.exchange import Routes
 from lightning_shard.expert_parallel.finding import Mixture
 from lightning_shard.expert_parallel.load import Load
 from lightning_shard.tensor_parallel.compared_calls import as_it_was
+from lightning_shard.tensor_parallel.dim_sharded_tensor import DimShardedTensor
 
 Forward = Callable[..., Any]
 
@@ -52,22 +53,32 @@ class ListedExperts:
         mixture: The experts and their module.
         group: The W ranks that share them.
         in_pipeline: Whether backwards ask for the gradients of some tensors only.
+        is_dry: Whether tokens have no elements, and peers are taken to do what this rank does.
 
     Attributes:
         load: What the experts got.
         mixture: The experts and their module.
         anchor: A leaf without elements of which each backward of an exchange has a gradient.
+        is_own: Whether an expert's own forward runs, or that of a module with all experts.
     """
 
-    def __init__(self, mixture: Mixture, group: Collectives, *, in_pipeline: bool = False) -> None:
-        self.mixture, self._group, self._in_pipeline = mixture, group, in_pipeline
+    def __init__(
+        self,
+        mixture: Mixture,
+        group: Collectives,
+        *,
+        in_pipeline: bool = False,
+        is_dry: bool = False,
+    ) -> None:
+        self.mixture, self._group = mixture, group
+        self._in_pipeline, self._is_dry = in_pipeline, is_dry
         self.load = Load()
         self.anchor = torch.zeros(0, 1, requires_grad=True)
         self._num_here = mixture.num_experts // group.size
         self._path = mixture.name.rpartition(".")[2]
         self._noted: list[_Call] | None = None  # while a rehearsal runs
         self._results: list[tuple[_Call, Tensor]] | None = None  # while a forward runs
-        self._is_plain = False  # while a module with all experts runs
+        self.is_own = False
         self._widths: dict[tuple[int, torch.dtype, bool], tuple[int, torch.dtype]] = {}
 
     def __deepcopy__(self, memo: Any) -> "ListedExperts":
@@ -87,11 +98,11 @@ class ListedExperts:
         """Return the call of a module that has all experts."""
 
         def called(*args: Any, **kwargs: Any) -> Any:
-            before, self._is_plain = self._is_plain, True
+            before, self.is_own = self.is_own, True
             try:
                 return own(*args, **kwargs)
             finally:
-                self._is_plain = before
+                self.is_own = before
 
         return called
 
@@ -150,8 +161,9 @@ class ListedExperts:
     ) -> Any:
         """Stand in for the forward of an expert."""
         is_again = in_backward() and self._noted is None and self._results is None
-        if self._is_plain or is_again:  # what it was given is here, for a recomputation
-            return own(*args, **kwargs)
+        if self.is_own or is_again:  # what it was given is here, for a recomputation
+            self._check_here(number, expert)
+            return self.whole(expert, own)(*args, **kwargs)
         if self._noted is None and self._results is None:
             raise ConfigError(
                 f"Rank {self._group.rank}: expert {number} of {self.mixture.name!r} was called "
@@ -164,6 +176,18 @@ class ListedExperts:
             self._noted.append(_Call(number, tokens))
             return self._blank(tokens)
         return self._result(number, tokens)
+
+    def _check_here(self, number: int, expert: nn.Module) -> None:
+        """Refuse to compute with an expert of another rank, as a checkpoint within would."""
+        if all(param.numel() for param in expert.parameters()):
+            return
+        raise ConfigError(
+            f"Rank {self._group.rank}: expert {number} of {self.mixture.name!r}, which another "
+            f"rank has, was called in a backward: the forward of "
+            f"{class_name(self.mixture.module)} recomputes a part of itself. Expected checkpoints "
+            f"around the mixture or in its experts. Use activation_checkpointing='full', or "
+            f"checkpoint the blocks that have mixtures."
+        )
 
     def _result(self, number: int, tokens: Tensor) -> Tensor:
         assert self._results is not None
@@ -233,7 +257,8 @@ class ListedExperts:
         """
         first = self._group.rank * self._num_here
         own = self.experts_of(module)[first : first + self._num_here]
-        routes = Routes(self._counts(noted, next(module.parameters()).device), self._group)
+        counts = self._counts(noted, next(module.parameters()).device)
+        routes = Routes(counts, self._group, peers_alike=self._is_dry)
         about = routes.counts.flatten(0, 1).amax(0).tolist()[1:]
         width, code, follows = about[1:]
         if not width:
@@ -356,7 +381,9 @@ def _attached(result: Any, anchor: Tensor) -> Any:
     first = next((one for one in tree_leaves(result) if _is_float(one)), None)
     if first is None or not anchor.requires_grad:
         return result
-    tied = _Tied.apply(first, anchor)  # type: ignore[no-untyped-call]
+    part = first.part if isinstance(first, DimShardedTensor) else None
+    tied = _Tied.apply(first if part is None else part.local, anchor)  # type: ignore[no-untyped-call]
+    tied = tied if part is None else part.widen(tied)
     return tree_map_only(Tensor, lambda one: tied if one is first else one, result)
 
 

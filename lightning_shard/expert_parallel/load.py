@@ -18,12 +18,14 @@ class Load:
         num_sent_away: Rows, one for each token and expert, that went to experts of other ranks.
         num_kept: Rows whose expert is on this rank.
         received: Rows that came to each of this rank's experts, int64, shape (E / W,).
+        is_counted: Whether calls are counted.
     """
 
     num_calls: int = 0
     num_sent_away: int = 0
     num_kept: int = 0
     received: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    is_counted: bool = True
 
     def note(self, sent: Sequence[int], rank: int, received: Tensor) -> None:
         """Count one call.
@@ -33,6 +35,8 @@ class Load:
             rank: This rank, of those that share the experts.
             received: Rows for each of this rank's experts, shape (E / W,).
         """
+        if not self.is_counted:
+            return
         self.num_calls += 1
         self.num_kept += sent[rank]
         self.num_sent_away += sum(sent) - sent[rank]

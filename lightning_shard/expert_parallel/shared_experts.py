@@ -16,11 +16,14 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.torch_private import untraced
 from lightning_shard.expert_parallel.batched import BatchedExperts
 from lightning_shard.expert_parallel.finding import Mixture
+from lightning_shard.expert_parallel.full_weights import ExpertView, ExpertWeights
 from lightning_shard.expert_parallel.listed import ListedExperts
 from lightning_shard.expert_parallel.load import ExpertLoad, loads_of_ranks
+from lightning_shard.expert_parallel.own_tokens import OwnRows
 from lightning_shard.expert_parallel.split import ExpertSplit
 from lightning_shard.expert_parallel.trial import try_mixture
 from lightning_shard.placeholders import Placeholder, is_alone
+from lightning_shard.tensor_parallel.full_view import give_class_back, seeing, set_view, view_of
 
 _PLACE = "_lightning_shard_experts"
 
@@ -33,7 +36,9 @@ class SharedExperts:
         split: How they are split.
         with_shards: Makes a context inside which parameters are what this rank has of them.
         in_pipeline: Whether the model is cut into stages.
+        counts: Whether this rank counts tokens that others of its sequence compute as well.
         tries: Whether the first call of each class of mixtures is tried before it is believed.
+        is_dry: Whether nothing has elements, so that tokens go to all experts alike.
     """
 
     def __init__(
@@ -43,30 +48,47 @@ class SharedExperts:
         with_shards: Callable[[], AbstractContextManager[None]],
         *,
         in_pipeline: bool = False,
+        counts: bool = True,
         tries: bool = True,
+        is_dry: bool = False,
     ) -> None:
         self._split, self._with_shards, self._tries = split, with_shards, tries
+        self._counts = counts
         self._tried: set[tuple[type[nn.Module], bool]] = set()
         self._calls: dict[str, BatchedExperts | ListedExperts] = {}
         self._changed: list[nn.Module] = []
+        self.weights = ExpertWeights(split, in_pipeline=in_pipeline)
         for one in mixtures:
             calls: BatchedExperts | ListedExperts = (
-                BatchedExperts(one, split.group)
+                BatchedExperts(one, split.group, is_dry=is_dry)
                 if one.is_batched
-                else ListedExperts(one, split.group, in_pipeline=in_pipeline)
+                else ListedExperts(one, split.group, in_pipeline=in_pipeline, is_dry=is_dry)
             )
             self._calls[one.name] = calls
-            self._change(one.module, _Mixing, (self, calls))
+            self._change(one.module, one.name, _Mixing, (self, calls), calls)
             for number, expert in enumerate(one.experts):
-                self._change(expert, _OneOfMany, (calls, number))
+                name = f"{one.name}.{number}"
+                self._change(expert, name, _OneOfMany, (calls, number), calls)
+                for inner_name, inner in list(expert.named_modules())[1:]:
+                    self._change(inner, f"{name}.{inner_name}", _Inner, None, calls)
 
     def __deepcopy__(self, memo: Any) -> "SharedExperts":
         return self
 
-    def _change(self, module: nn.Module, mixin: type, place: tuple[Any, Any]) -> None:
-        vars(module)[_PLACE] = place
+    def _change(self, module: nn.Module, layer: str, mixin: type, place: Any, calls: Any) -> None:
+        held: dict[str, Any] = module.__dict__["_parameters"]
+        params = {name: one for name, one in held.items() if self._split.is_spread(one)}
+        if mixin is _Inner and not params:
+            return
+        inner = view_of(module)
+        view = ExpertView(
+            weights=self.weights, params=params, calls=calls, inner=inner, layer=layer
+        )
+        vars(module)[_PLACE] = place, inner
+        if params:
+            set_view(module, view)
         own: Any = type(module)
-        module.__class__ = _with(mixin, own)
+        module.__class__ = _with(mixin, own, tuple(params))
         self._changed.append(module)
 
     @untraced
@@ -82,6 +104,20 @@ class SharedExperts:
             return calls.whole(module, own)(*arguments[0], **arguments[1])
         if is_alone():
             return calls.alone(module, own, *arguments)
+        rows = OwnRows.of(*arguments) if isinstance(calls, BatchedExperts) else None
+        calls.load.is_counted = self._counts or rows is not None
+        if rows is None:
+            return self._call(calls, module, own, arguments)
+        here = self._call(calls, module, own, (tuple(rows.args), dict(rows.kwargs)))
+        return rows.of_all(here)
+
+    def _call(
+        self,
+        calls: BatchedExperts | ListedExperts,
+        module: nn.Module,
+        own: Callable[..., Any],
+        arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    ) -> Any:
         with self._with_shards():
             if calls.is_full(module):  # a copy with full weights
                 return calls.whole(module, own)(*arguments[0], **arguments[1])
@@ -103,8 +139,9 @@ class SharedExperts:
     def restore(self) -> None:
         """Give the mixtures their own forwards back."""
         for module in self._changed:
-            del vars(module)[_PLACE]
-            module.__class__ = type(module).__mro__[2]
+            _, inner = vars(module).pop(_PLACE)
+            set_view(module, inner)
+            give_class_back(module, (_Mixing, _OneOfMany, _Inner))
         self._changed = []
 
 
@@ -112,7 +149,7 @@ class _Mixing:
     """A mixture whose experts are on several ranks."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        shared, calls = vars(self)[_PLACE]
+        shared, calls = vars(self)[_PLACE][0]
         own = super().forward  # type: ignore[misc]
         return shared.run(calls, self, own, (args, kwargs))
 
@@ -121,12 +158,16 @@ class _OneOfMany:
     """An expert of a list."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        calls, number = vars(self)[_PLACE]
+        calls, number = vars(self)[_PLACE][0]
         return calls.expert_called(number, self, super().forward, args, kwargs)  # type: ignore[misc]
 
 
+class _Inner:
+    """A module inside of an expert."""
+
+
 @cache
-def _with(mixin: type, own: type[nn.Module]) -> type[nn.Module]:
+def _with(mixin: type, own: type[nn.Module], seen: tuple[str, ...]) -> type[nn.Module]:
     """Return a class with another forward, which stands for the model's own."""
     name = str(vars(own).get("stands_for", own.__name__))
-    return type(f"Shared{own.__name__}", (mixin, own), {"stands_for": name})
+    return type(f"Shared{own.__name__}", (mixin, own), seeing(seen) | {"stands_for": name})

@@ -100,6 +100,10 @@ class ExpertSplit:
         """No group, of what every rank has, and that of the experts."""
         return ((), (self.group,))
 
+    def is_batched(self, param: nn.Parameter) -> bool:
+        """Whether a parameter has the experts as its first dimension."""
+        return param in self._batched
+
     def _is_expert(self, param: nn.Parameter) -> bool:
         return param in self._batched or param in self._owners
 

@@ -10,6 +10,7 @@ from lightning_shard.context_parallel.differentiated import MeanGradients
 from lightning_shard.data_parallel.differentiation import asking
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.model_split import ModelSplit
+from lightning_shard.expert_parallel.own_tokens import OwnTokens
 from lightning_shard.parallel_dimensions.dimension import ParallelDimension
 from lightning_shard.parallel_dimensions.run_view import RunView
 from lightning_shard.parallel_dimensions.step_runner import StepRunner, WrappedRunner
@@ -31,6 +32,7 @@ class ContextDimension(ParallelDimension):
         super().__init__(size)
         self._blocks: CutBlocks | None = None
         self._same_results: SameResults | None = None
+        self._experts: OwnTokens | None = None
 
     @override
     def split(self, run: RunView) -> ModelSplit | None:
@@ -47,6 +49,8 @@ class ContextDimension(ParallelDimension):
         if self._same_results is not None:
             run = self._run
             self._blocks = CutBlocks(run.model, run.groups[self.axis], joins_each=run.mesh.pp > 1)
+            if run.mesh.size("ep") == 1:  # else they are given their tokens by the exchange
+                self._experts = OwnTokens(run.model)
 
     @override
     def wrapped(self, runner: StepRunner) -> StepRunner:
@@ -58,7 +62,7 @@ class ContextDimension(ParallelDimension):
     @override
     def before_backward(self, loss: Tensor) -> None:
         same, blocks = self._same_results, self._blocks
-        if blocks is not None and self._run.mesh.pp == 1:
+        if blocks is not None:
             blocks.check_cut(self._run.model)
         if same is not None and loss.numel() == 1 and same.is_due("loss"):
             same.check_loss(loss)
@@ -67,4 +71,6 @@ class ContextDimension(ParallelDimension):
     def restore(self, *, full: bool) -> None:
         if self._blocks is not None:
             self._blocks.restore()
-        self._blocks = self._same_results = None
+        if self._experts is not None:
+            self._experts.restore()
+        self._blocks = self._same_results = self._experts = None

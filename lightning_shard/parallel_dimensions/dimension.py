@@ -15,7 +15,7 @@ those before it have left; restoring goes the other way. What the first does aro
 outermost; one that has a step run in another way, as a pipeline does, is the last.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
@@ -122,6 +122,11 @@ class ParallelDimension:
 
     def restore(self, *, full: bool) -> None:
         """Undo `split` and `attach`, as far as they have come; with `full` each rank must call."""
+
+    @property
+    def held_besides(self) -> Sequence[str]:
+        """Names of what each rank of a fit holds besides what a dry run can know."""
+        return ()
 
     def described(
         self, found: Description, module: "pl.LightningModule", measure: Measure

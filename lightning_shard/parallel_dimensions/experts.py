@@ -1,6 +1,8 @@
 """Expert parallel as a dimension: whole experts on each rank, ranks with samples of their own."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import lightning.pytorch as pl
 from typing_extensions import override
@@ -10,15 +12,17 @@ from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.leftovers import refuse_leftover_shards
 from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.data_parallel.quantised import refuse_quantised_parts
-from lightning_shard.data_parallel.torch_private import COMPILED_MODULE, has_compiled_call
-from lightning_shard.errors import ConfigError
 from lightning_shard.expert_parallel.finding import Mixture, check_mixtures, find_mixtures
 from lightning_shard.expert_parallel.load import ExpertLoad
 from lightning_shard.expert_parallel.shared_experts import SharedExperts
 from lightning_shard.expert_parallel.split import ExpertSplit
 from lightning_shard.parallel_dimensions.dimension import ParallelDimension
 from lightning_shard.parallel_dimensions.run_view import RunView
+from lightning_shard.parallel_dimensions.step_runner import StepRunner, WrappedRunner
 from lightning_shard.planner.description import Description, Measure
+from lightning_shard.tensor_parallel.dim_sharded_tensor import full_tensor
+
+Around = Callable[[], AbstractContextManager[None]]
 
 
 class ExpertDimension(ParallelDimension):
@@ -45,19 +49,6 @@ class ExpertDimension(ParallelDimension):
         num_ranks = run.mesh.size(self.axis)
         if num_ranks == 1:
             return
-        if run.mesh.cp > 1:
-            raise ConfigError(
-                f"expert_parallel_size={num_ranks} and context_parallel_size={run.mesh.cp} were "
-                f"given together, but a part of a sequence is routed as a whole one; expected one "
-                f"of the two. Leave one out."
-            )
-        for name, module in run.model.named_modules():
-            if COMPILED_MODULE in module._modules or has_compiled_call(module):
-                raise ConfigError(
-                    f"{name or type(run.model).__name__} ({type(module).__name__}) is compiled, "
-                    f"and expert_parallel_size={num_ranks} exchanges tokens inside of mixtures; "
-                    f"expected a module that is not. Leave torch.compile out."
-                )
         check_mixtures(find_mixtures(run.model), run.model, num_ranks)
 
     @override
@@ -82,19 +73,44 @@ class ExpertDimension(ParallelDimension):
                 self._split,
                 self._run.with_shards,
                 in_pipeline=self._run.mesh.pp > 1,
+                counts=self._run.mesh.size("cp") == 1 or self._run.groups["cp"].rank == 0,
             )
+
+            engine.around_backward = self._nested(engine.around_backward)
+
+    def _nested(self, around: Around) -> Around:
+        """Return what is around a backward or a step, with weights that look full inside."""
+
+        @contextmanager
+        def nested() -> Iterator[None]:
+            with around(), self._in_step():
+                yield
+
+        return nested
+
+    def _in_step(self) -> AbstractContextManager[None]:
+        """Inside, weights of experts look full to all code but the experts' own."""
+        return nullcontext() if self._shared is None else self._shared.weights.step()
+
+    @override
+    def wrapped(self, runner: StepRunner) -> StepRunner:
+        return WrappedRunner(runner, self._in_step, full_tensor)
+
+    @override
+    def completed(self, result: Any) -> Any:
+        return full_tensor(result)
+
+    @property
+    @override
+    def held_besides(self) -> Sequence[str]:
+        return () if self.size == 1 else ("tokens beyond an even share of the experts",)
 
     @override
     def described(
         self, found: Description, module: "pl.LightningModule", measure: Measure
     ) -> Description:
         if self.size != 1:
-            raise ConfigError(
-                f"A dry run has no tokens, and with expert_parallel_size={self.size} what ranks "
-                f"send and compute depends on which experts the tokens go to; expected "
-                f"expert_parallel_size=1. Leave it out for a dry run, whose parameters, gradients "
-                f"and optimizer state are then those of ranks that have all experts."
-            )
+            check_mixtures(find_mixtures(module), module, found.mesh.size(self.axis))
         return found
 
     def load(self) -> Mapping[str, ExpertLoad]:

@@ -21,6 +21,7 @@ from lightning_shard.pipeline_parallel.simulation import replay
 from lightning_shard.planner.activation_bytes import ActivationBytes
 from lightning_shard.planner.no_elements import NoElements
 from lightning_shard.planner.report import DryRun, RankFigures
+from lightning_shard.planner.simulated_experts import ProductsOfGroups
 from lightning_shard.planner.simulated_model import SimulatedModel, WorldOptions
 from lightning_shard.planner.simulated_rank import SimulatedRank
 from lightning_shard.planner.simulation import SimulatedPipeline, run_unpipelined
@@ -82,7 +83,7 @@ def dry_run(
         zero_stage=options.engine.stage,
         schedule="" if table is None else table.name,
         num_microbatches=1 if table is None else table.num_microbatches,
-        batch_size=size * options.mesh.dp,
+        batch_size=size * options.mesh.dp * options.mesh.size("ep"),
         ranks=figures,
         not_counted=not_counted,
     )
@@ -105,6 +106,7 @@ def _figures(rank: SimulatedRank, activations: ActivationBytes, idle_share: floa
 @contextmanager
 def apart() -> Iterator[None]:
     """Restore the random streams and suppress warnings of the simulated steps inside."""
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+    products: Any = ProductsOfGroups  # which torch does not annotate
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), products():
         warnings.simplefilter("ignore")  # of addresses that tensors without elements do not have
         yield

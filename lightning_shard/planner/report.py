@@ -109,7 +109,8 @@ class DryRun:
 
     def __rich__(self) -> RenderableType:
         table = Table(title=self._title, caption=self._caption, box=box.SIMPLE_HEAD)
-        columns = [one for one in _COLUMNS if one[0] != _SENT_CP or self.mesh.cp > 1]
+        left_out = {name for name, axis in _OF_AXES.items() if self.mesh.size(axis) == 1}
+        columns = [one for one in _COLUMNS if one[0] not in left_out]
         for heading in ("pipeline rank", *(name for name, _ in columns)):
             table.add_column(heading, justify="right")
         for rank, figures in enumerate(self.ranks):
@@ -140,10 +141,11 @@ class DryRun:
         return Text("\n".join(lines))
 
     def __str__(self) -> str:
-        return plain_text(self, width=170 if self.mesh.cp == 1 else 185)
+        num_more = sum(self.mesh.size(axis) > 1 for axis in _OF_AXES.values())
+        return plain_text(self, width=170 + 15 * num_more)
 
 
-_SENT_CP = "sent cp"
+_OF_AXES: dict[str, Axis] = {"sent ep": "ep", "sent cp": "cp"}  # shown where they have ranks
 _COLUMNS: tuple[tuple[str, Callable[[RankFigures], "int | float"]], ...] = (
     ("parameters", lambda one: one.memory.parameters),
     ("gathered", lambda one: one.memory.gathered),
@@ -156,7 +158,8 @@ _COLUMNS: tuple[tuple[str, Callable[[RankFigures], "int | float"]], ...] = (
     ("on host", lambda one: one.memory.offloaded),
     ("sent pp", lambda one: one.sent["pp"]),
     ("sent dp", lambda one: one.sent["dp"]),
-    (_SENT_CP, lambda one: one.sent["cp"]),
+    ("sent ep", lambda one: one.sent["ep"]),
+    ("sent cp", lambda one: one.sent["cp"]),
     ("sent tp", lambda one: one.sent["tp"]),
     ("idle", lambda one: one.idle_share),
 )

@@ -19,11 +19,14 @@ from lightning_shard.context_parallel.cut_blocks import CutBlocks
 from lightning_shard.data_parallel.checkpointed_blocks import checkpointed_blocks
 from lightning_shard.data_parallel.options import EngineOptions, Offload
 from lightning_shard.errors import ConfigError, ShardError
+from lightning_shard.expert_parallel.own_tokens import OwnTokens
+from lightning_shard.expert_parallel.split import ExpertSplit
 from lightning_shard.mesh import ParallelMesh
 from lightning_shard.pipeline_parallel.microbatches import Microbatch
 from lightning_shard.pipeline_parallel.partition import Partition, Stages, parameter_stages
 from lightning_shard.pipeline_parallel.stage_run import Probe
 from lightning_shard.pipeline_parallel.staged_model import StagedModel, StepRun
+from lightning_shard.planner.simulated_experts import split_experts
 from lightning_shard.planner.simulated_group import SimulatedCollectives
 from lightning_shard.planner.skips import Skips
 from lightning_shard.tensor_parallel.plan import PlannedLayer
@@ -72,6 +75,7 @@ class SimulatedModel:
     Attributes:
         module: The module, whose layers are split.
         layers: The simulated tensor-parallel group.
+        experts: How experts are split over a simulated group; None where all are here.
         sequences: The simulated context-parallel group.
         parts: By parameter, its part here before an engine has it.
         full_shapes: Full shape of each parameter that is a part.
@@ -97,9 +101,15 @@ class SimulatedModel:
                 module, layers, self.layers, sequence_parallel=options.sequence_parallel
             )
             self.full_shapes, self._forget = split.full_shapes, split.forget_activations
+        self.experts: ExpertSplit | None = None
+        if options.mesh.size("ep") > 1:
+            self.experts = split_experts(module, options.mesh)
+            self.full_shapes = {**self.experts.full_shapes, **self.full_shapes}
         self.sequences = SimulatedCollectives(0, options.mesh.cp)
         if options.mesh.cp > 1:
             CutBlocks(module, self.sequences, joins_each=options.mesh.pp > 1, tries=False)
+            if self.experts is None:
+                OwnTokens(module)
         self.parts = {param: param.data for param in module.parameters()}
         shapes = {param: part.shape for param, part in self.parts.items()}
         self.stages: Mapping[nn.Parameter, Stages] = dict.fromkeys(self.parts, (0,))

@@ -6,7 +6,7 @@
 Everything that trains is the code that trains; only the groups are `SimulatedCollectives`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
@@ -18,6 +18,7 @@ from lightning_shard.backends.traffic import Traffic
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.model_split import Unsplit
+from lightning_shard.expert_parallel.split import ExpertSplit
 from lightning_shard.mesh import Axis
 from lightning_shard.pipeline_parallel.backward import (
     Rest,
@@ -61,20 +62,28 @@ class SimulatedRank:
             param: tuple(sorted({owners[stage] for stage in stages}))
             for param, stages in model.stages.items()
         }
-        self._here = [param for param, ranks in self._owners.items() if rank in ranks]
+        experts = model.experts
+        self._here = [
+            param
+            for param, ranks in self._owners.items()
+            if rank in ranks and (experts is None or experts.is_here(param))
+        ]
         self._trained = [param for param in self._here if param.requires_grad]
         self._pipeline = SimulatedCollectives(rank, mesh.pp)
-        data, own = _data_groups(mesh.dp * mesh.cp, self.options.shard_size)
+        averaging = mesh.dp * mesh.cp * mesh.size("ep")
+        data, own = _data_groups(averaging, self.options.shard_size)
         self._groups: dict[Axis, Sequence[Collectives]] = {
             "pp": [self._pipeline],
-            "dp": own,
+            "dp": own if experts is None else [*own, experts.shared_out.data.dp],
+            "ep": [] if experts is None else [experts.group],
             "cp": [model.sequences],
             "tp": [model.layers],
         }
-        elsewhere = {p: t.shape for p, t in model.parts.items() if rank not in self._owners[p]}
+        here = set(self._here)
+        elsewhere = {p: t.shape for p, t in model.parts.items() if p not in here}
         for param in self._here:
             param.data = model.parts[param]  # which the engine of another rank may have, too
-        split = _SimulatedSplit(self._here, {**elsewhere, **model.full_shapes})
+        split = _SimulatedSplit(here, {**elsewhere, **model.full_shapes}, experts)
         self.engine = DataParallelEngine(model.module, data, self.options.engine, data, split)
         self.saved: dict[tuple[int, int], Kept] = {}
         self.sent: dict[Axis, int] = dict.fromkeys(self._groups, 0)
@@ -297,10 +306,18 @@ class _SimulatedSplit(Unsplit):
     """The split of the model: which parameters are here, and the full shapes of parts."""
 
     def __init__(
-        self, here: Sequence[nn.Parameter], full_shapes: Mapping[nn.Parameter, torch.Size]
+        self,
+        here: Container[nn.Parameter],
+        full_shapes: Mapping[nn.Parameter, torch.Size],
+        experts: ExpertSplit | None,
     ) -> None:
-        self._here = set(here)
+        self._here, self._experts = here, experts
         self.full_shapes = full_shapes
+        self.shared_out = None if experts is None else experts.shared_out
+
+    def groups_of(self, param: nn.Parameter) -> Sequence[Collectives]:
+        """Return the group of an expert's parameter, which is averaged over fewer ranks."""
+        return () if self._experts is None else self._experts.groups_of(param)
 
     def is_here(self, param: nn.Parameter) -> bool:
         """Whether a stage of this rank has `param`."""

@@ -28,7 +28,9 @@ def shard_size(strategy: Any) -> int:
 
 def held_besides(strategy: Any) -> list[str]:
     """Names of what each rank of a fit holds besides the bytes that can be known before it."""
-    return [] if strategy._options.compression is None else ["what compression keeps"]
+    compressed = strategy._options.compression is not None
+    found = [name for one in strategy.dimensions for name in one.held_besides]
+    return [*["what compression keeps"] * compressed, *found]
 
 
 def placement(strategy: Any, ranks_per_node: int) -> NodePlacement:

@@ -300,6 +300,11 @@ _RULES: dict[str, Rule] = {
 }
 
 
+def names_of_rules() -> frozenset[str]:
+    """Return the names of the operations that have a rule."""
+    return frozenset(_RULES)
+
+
 def _getters(names: str) -> set[Any]:
     return {getattr(Tensor, name).__get__ for name in names.split()}
 

@@ -21,7 +21,7 @@ tensor: the wrapper is a node of the graph that cuts the gradient, and `__torch_
 its values. Because a gather is collective, each rank must do the same with its part.
 """
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -73,6 +73,13 @@ class Part:
     def width(self) -> int:
         """Size of the full tensor along `dim`."""
         return self.local.shape[self.dim] * self.group.size
+
+    @property
+    def full_shape(self) -> Sequence[int]:
+        """Shape of the full tensor."""
+        shape = list(self.local.shape)
+        shape[self.dim] = self.width
+        return shape
 
     def own_length(self, length: int) -> int | None:
         """Return how much of a block of `length` a rank has; None if it is not shared like this."""
@@ -388,10 +395,8 @@ class _Widen(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, part: Part, link: _Link) -> Tensor:
         ctx.part, ctx.link = replace(part, local=_nothing_like(local)), link
-        shape = list(local.shape)
-        shape[part.dim] = part.width
         wrapper: Tensor = Tensor._make_wrapper_subclass(
-            DimShardedTensor, shape, dtype=local.dtype, device=local.device
+            DimShardedTensor, part.full_shape, dtype=local.dtype, device=local.device
         )
         return wrapper
 

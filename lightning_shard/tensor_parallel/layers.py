@@ -12,8 +12,7 @@ becomes a subclass made here, and its own again in the end. Weights of Linear an
 in place. A bias that belongs to the full result is added after the sum, once.
 """
 
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, wraps
@@ -23,18 +22,17 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from lightning_shard.backends.call_site import is_called_by_user
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.data_parallel.assigned import taken_out
-from lightning_shard.data_parallel.torch_private import is_traced
 from lightning_shard.tensor_parallel.attention import ParallelAttention
-from lightning_shard.tensor_parallel.dim_sharded_tensor import showing
+from lightning_shard.tensor_parallel.full_view import (
+    FullView,
+    as_it_is,
+    give_class_back,
+    seeing,
+    set_view,
+)
 from lightning_shard.tensor_parallel.regions import copy_to_region
 from lightning_shard.tensor_parallel.sequence import saved_as_slice
-
-
-def _as_it_is(how: Any, tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _drawn_as_ever(tensor: Tensor) -> AbstractContextManager[None]:
@@ -45,55 +43,6 @@ Crossing = Callable[[Tensor], Tensor]
 """A function of an activation where a parallel region begins or ends."""
 
 _PLACE = "_tensor_parallel_place"
-_LISTING = nn.Module.named_parameters.__code__.co_filename
-
-
-@dataclass
-class FullView:
-    """Shows the full shapes of a layer's weights to code outside of the layer during a step.
-
-    Attributes:
-        widen: Makes a tensor that looks full of how a parameter is sharded and its part, while a
-            step runs.
-        names: By name, how each sharded parameter of the layer is cut.
-        narrow: Makes this rank's part of how a parameter is sharded and what stands in its place.
-        layer: Name of the layer, for error messages.
-        is_own: Whether the layer's own forward runs, which works with the parts.
-    """
-
-    widen: Callable[[Any, Tensor], Tensor]
-    names: Mapping[str, Any]
-    narrow: Callable[[Any, Tensor], Tensor] = _as_it_is
-    layer: str = ""
-    is_own: bool = False
-
-    def of(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a parameter as the code that reads it now sees it."""
-        if self.is_own or name not in self.names:
-            return tensor
-        return showing(self.widen(self.names[name], tensor), tensor)
-
-    def held(self, name: str, params: Mapping[str, Any]) -> Any:
-        """Return what a layer holds under a parameter's name.
-
-        Raises:
-            ConfigError: The parameter was taken out of the layer.
-        """
-        if name not in params:
-            raise taken_out(f"{self.layer}.{name}", "ranks that share the layer have parts of it")
-        return params[name]
-
-    def given(self, params: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return the parts of what stands among a layer's parameters and looks full, by name.
-
-        `torch.func.functional_call` puts such tensors there for a call.
-        """
-        parts = {}
-        for name, how in self.names.items():
-            tensor = self.held(name, params)
-            if tensor is not None and (part := self.narrow(how, tensor)) is not tensor:
-                parts[name] = part
-        return parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +65,7 @@ class LayerContext:
     group: Collectives
     num_heads: int = 1
     alike: Callable[[Tensor], AbstractContextManager[None]] = _drawn_as_ever
-    view: "FullView" = field(default_factory=lambda: FullView(_as_it_is, {}))
+    view: FullView = field(default_factory=lambda: FullView(as_it_is, {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LayerContext":
         """Return this context: a copy of a layer works in the same group."""
@@ -237,42 +186,14 @@ _FORMS: dict[str, type] = {
 
 @cache
 def _parallel_class(form: str, own: type[nn.Module], seen: tuple[str, ...]) -> type[nn.Module]:
-    views: dict[str, Any] = {name: _seen_full(name) for name in seen}
-    if seen:
-        views["_parameters"] = property(_listed_full)
-    views["stands_for"] = own.__name__  # of `units.class_name`
+    views = seeing(seen) | {"stands_for": own.__name__}  # of `units.class_name`
     return type(f"{form.capitalize()}{own.__name__}", (_FORMS[form], own), views)
-
-
-def _seen_full(name: str) -> property:
-    """Return the property by which a parameter is read, which shows it full."""
-
-    def get(self: Any) -> Tensor:
-        view: FullView = getattr(self, _PLACE).view
-        return view.of(name, view.held(name, self.__dict__["_parameters"]))
-
-    def put(self: Any, value: Any) -> None:
-        getattr(self, _PLACE).view.held(name, self.__dict__["_parameters"])
-        nn.Module.__setattr__(self, name, value)
-
-    return property(get, put)
-
-
-def _listed_full(module: nn.Module) -> Mapping[str, Any]:
-    """Return a layer's parameters, full where `parameters()` lists them for the user's code."""
-    own: dict[str, Any] = module.__dict__["_parameters"]
-    if torch.compiler.is_compiling() or is_traced():
-        return own
-    code = sys._getframe(1).f_code
-    if code.co_name != "<lambda>" or code.co_filename != _LISTING or not is_called_by_user():
-        return own
-    view: FullView = getattr(module, _PLACE).view
-    return {name: view.of(name, param) for name, param in own.items()}
 
 
 def split_layer(module: nn.Module, form: str, place: LayerContext) -> None:
     """Give a layer, whose parameters have been cut, its parallel forward."""
     setattr(module, _PLACE, place)
+    set_view(module, place.view)
     own: Any = type(module)
     module.__class__ = _parallel_class(form, own, tuple(place.view.names))
 
@@ -281,16 +202,8 @@ def unsplit_layer(module: nn.Module) -> None:
     """Give a layer its own forward back."""
     if _PLACE in module.__dict__:
         delattr(module, _PLACE)
-        seen, parallel = type(module), next(one for one in type(module).__mro__ if _is_made(one))
-        own = parallel.__bases__[1]
-        if seen is parallel:
-            module.__class__ = own
-        else:  # a class that user code has made of it since, as a parametrization does
-            seen.__bases__ = tuple(own if one is parallel else one for one in seen.__bases__)
-
-
-def _is_made(one: type) -> bool:
-    return one.__bases__[:1] in {(form,) for form in _FORMS.values()}
+        set_view(module, None)
+        give_class_back(module, _FORMS.values())
 
 
 def is_plain_linear(module: nn.Module) -> bool:

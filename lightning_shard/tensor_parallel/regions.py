@@ -111,7 +111,7 @@ def all_gathered(tensor: Tensor, dim: int, group: Collectives) -> Tensor:
 
 def reduce_scattered(tensor: Tensor, dim: int, group: Collectives) -> Tensor:
     """Return this rank's slice along `dim` of the sum over the ranks."""
-    slices = torch.stack(tensor.chunk(group.size, dim=dim))  # (W, ...)
+    slices = torch.stack(tensor.chunk(group.size, dim=dim)).contiguous()  # (W, ...)
     own = torch.empty_like(slices[0])
     if not is_placeholder(own):
         group.reduce_scatter(own.view(-1), slices.view(-1)).wait()

@@ -29,6 +29,7 @@ from lightning_shard.tensor_parallel.dim_sharded_tensor import (
     from_local,
     full_tensor,
 )
+from lightning_shard.tensor_parallel.full_view import FullView
 from lightning_shard.tensor_parallel.head_counts import Attributes, count_heads
 from lightning_shard.tensor_parallel.hooks_of_gradients import (
     put_first,
@@ -36,7 +37,6 @@ from lightning_shard.tensor_parallel.hooks_of_gradients import (
     show_full,
 )
 from lightning_shard.tensor_parallel.layers import (
-    FullView,
     LayerContext,
     is_transposed,
     split_layer,

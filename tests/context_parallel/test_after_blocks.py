@@ -47,6 +47,20 @@ LOSSES: dict[str, Loss] = {
     "log-softmax": lambda x, y: F.nll_loss(F.log_softmax(x, -1).flatten(0, 1), y.flatten()),
     "in float64": lambda x, y: flat(x.double(), y).float(),
     "a mean of squares": lambda x, y: x.square().mean() + x[:, :-1].sum() / 10,
+    "a mean of positions": lambda x, y: (
+        x.mean(1).square().sum() + x.sum((1, 2), keepdim=True).mean()
+    ),
+    "another loss": lambda x, y: F.mse_loss(x, torch.ones_like(x)),
+    "of each class": lambda x, y: (
+        F.binary_cross_entropy_with_logits(
+            x, F.one_hot(y.clamp_min(0), NUM_CLASSES).float(), pos_weight=WEIGHT, reduction="sum"
+        )
+        / 10
+    ),
+    "a teacher's": lambda x, y: F.kl_div(
+        F.log_softmax(x[:, :-1], -1), x.detach()[:, :-1].cos().softmax(-1), reduction="batchmean"
+    ),
+    "hits": lambda x, y: x.sum() / 10 + (x.argmax(-1) == y).float().mean(),
     "other classes": lambda x, y: x.sum(-1).square().mean(),
 }
 
@@ -87,7 +101,12 @@ def test_it_equals_that_of_the_full_sequence_and_nothing_is_gathered(
         pytest.param(lambda x, y: x[torch.tensor([1, 0])].square().sum(), id="samples"),
         pytest.param(lambda x, y: x[y >= 0].square().sum(), id="those with labels"),
         pytest.param(lambda x, y: x.amax(1).sum(), id="the largest"),
-        pytest.param(lambda x, y: F.mse_loss(x, torch.ones_like(x)), id="another loss"),
+        pytest.param(
+            lambda x, y: F.mse_loss(
+                x, torch.ones_like(x), weight=torch.arange(x.numel()).view(x.shape)
+            ),
+            id="another loss by weight",
+        ),
         pytest.param(
             lambda x, y: x.reshape(-1, 3, NUM_CLASSES).mean(1).square().sum(), id="pooled"
         ),

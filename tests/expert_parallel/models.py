@@ -2,6 +2,7 @@
 
 mixtral, qwen3_moe, deepseek_v3, deepseek_v2, gpt_oss     experts in tensors
 listed      experts in lists, the best two for each word, and a shared one
+attending   the same after attention, in blocks of a class of their own
 seldom      experts in lists, used on all ranks, on one, now and then, and never
 """
 
@@ -128,6 +129,38 @@ class Listed(Trained):
         return TensorDataset(*_text(num_samples, _VOCABULARY))
 
 
+class AttendingBlock(nn.Module):
+    """Causal attention of four heads, then a mixture."""
+
+    def __init__(self, width: int, num_experts: int) -> None:
+        super().__init__()
+        self.attention_norm, self.norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mixture = ListedMixture(width, num_experts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = self.qkv(self.attention_norm(x)).chunk(3, -1)
+        heads = [one.unflatten(-1, (4, -1)).transpose(1, 2) for one in qkv]
+        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.mixture(self.norm(x))
+
+
+class Attending(Listed):
+    """Words in, the next ones out, through two blocks."""
+
+    def __init__(self, width: int = 16, num_experts: int = 4) -> None:
+        super().__init__(width, num_experts)
+        self.blocks = nn.ModuleList(AttendingBlock(width, num_experts) for _ in range(2))
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        text, following = batch
+        x = self.embedding(text)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), following.flatten())
+
+
 class SeldomMixture(nn.Module):
     """Adds to each sample what its expert makes of it, as told; leaves other experts alone."""
 
@@ -182,5 +215,6 @@ EXPERT_MODELS: dict[str, Callable[[], Trained]] = {
     "deepseek_v3": deepseek_v3,
     "gpt_oss": gpt_oss,
     "listed": Listed,
+    "attending": Attending,
     "seldom": Seldom,
 }

@@ -109,6 +109,28 @@ class Curve(L.Callback):
             self.losses = [sum(losses) / len(losses) for losses in zip(*ranks, strict=True)]
 
 
+@dataclass
+class Gradients(Curve):
+    """Records the norm of each parameter's gradient, too; -1 where it has none."""
+
+    of_params: list[list[float]] = field(default_factory=list)
+
+    def on_before_optimizer_step(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        super().on_before_optimizer_step(trainer, pl_module, optimizer)
+        grads = [param.grad for param in pl_module.parameters()]
+        self.of_params.append([-1.0 if grad is None else grad.norm().item() for grad in grads])
+
+    def assert_close(self, expected: "Gradients") -> None:
+        """Compare by rtol 1e-5, and by atol 1e-6 of the largest."""
+        assert self.of_params
+        largest = max(map(max, expected.of_params))
+        torch.testing.assert_close(
+            self.of_params, expected.of_params, rtol=1e-5, atol=1e-6 * largest
+        )
+
+
 class GlobalBatches(L.LightningDataModule):
     """A model's data, such that the ranks' batches together are the single device's batch."""
 
@@ -146,9 +168,11 @@ def quiet_trainer(**options: Any) -> L.Trainer:
     return L.Trainer(**(defaults | options))
 
 
-def train(model: Trained, *, num_steps: int = NUM_STEPS, **options: Any) -> Run:
+def train(
+    model: Trained, *, num_steps: int = NUM_STEPS, curve: Curve | None = None, **options: Any
+) -> Run:
     """Train `model` for `num_steps` steps; on several processes each must call."""
-    curve = Curve()
+    curve = Curve() if curve is None else curve
     trainer = quiet_trainer(**({"callbacks": [curve], "max_steps": num_steps} | options))
     trainer.fit(model, datamodule=GlobalBatches(model, num_steps))
     weights = {name: value.detach().clone() for name, value in model.state_dict().items()}

@@ -12,6 +12,7 @@ from tests.strategies.parity import (
     LONG_STEPS,
     SMALL_BUCKET_MB,
     UPSTREAM_WARNINGS,
+    Gradients,
     Run,
     assert_parity,
     train,
@@ -51,9 +52,15 @@ def build(name: str) -> Any:
 
 
 @cache
+def with_gradients(model: str) -> tuple[Run, Gradients]:
+    """Return what a single device makes of it, and the norm of each parameter's gradient."""
+    seen = Gradients()
+    return train(build(model), num_steps=LONG_STEPS, curve=seen), seen
+
+
 def single_device(model: str) -> Run:
     """Return what a single device makes of it."""
-    return train(build(model), num_steps=LONG_STEPS)
+    return with_gradients(model)[0]
 
 
 @pytest.mark.few_cases(4)
@@ -73,5 +80,8 @@ def test_equals_a_single_device(model: str, layout: str) -> None:
         **({"expert_parallel_size": 2} | options), backend="in_process"
     )
     strategy._options.__dict__["bucket_mb"] = SMALL_BUCKET_MB
-    run = train(build(model), strategy=strategy, devices=num_ranks, num_steps=LONG_STEPS)
-    assert_parity(run, single_device(model), num_steps=LONG_STEPS)
+    own = Gradients()
+    run = train(build(model), strategy=strategy, devices=num_ranks, num_steps=LONG_STEPS, curve=own)
+    expected, gradients = with_gradients(model)
+    assert_parity(run, expected, num_steps=LONG_STEPS)
+    own.assert_close(gradients)

@@ -1,11 +1,12 @@
 """What cannot be right with shared experts is refused by name, before anything is trained."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_shard.errors import ConfigError
@@ -70,6 +71,54 @@ class Counted(ListedMixture):
             expert.register_buffer("seen", torch.zeros(()))
 
 
+def tied(numbers: Iterable[int], width: int) -> ListedMixture:
+    """Return a mixture of which some experts have one matrix."""
+    mixture = ListedMixture(width, 4)
+    first, *others = (mixture.experts[number] for number in numbers)
+    for other in others:
+        other.down.weight = first.down.weight
+    return mixture
+
+
+class SharedWithItself(ListedMixture):
+    """The shared expert has a matrix of one of the others."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, 4)
+        self.shared.down.weight = self.experts[0].down.weight
+
+
+class OneFrozen(ListedMixture):
+    """Trains three of four."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, 4)
+        self.experts[2].requires_grad_(False)
+
+
+class Checkpointed(ListedMixture):
+    """Recomputes itself, from within."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return result
+
+
+class Counting(ListedMixture):
+    """Works with the memory of its experts' weights."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        held = dict(self.experts[3].up.named_parameters())["weight"].data_ptr() * 0
+        weights = [expert.up.__dict__["_parameters"]["weight"] for expert in self.experts]
+        return super().forward(x) + sum(one[held, 0].detach() for one in weights)
+
+
 class OutsideCalled(Listed):
     """Calls an expert beside its mixture."""
 
@@ -107,10 +156,36 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     ),
     "no mixture": (Unlisted, {}, "but Unlisted has none"),
     "calls outside": (OutsideCalled, {}, "was called outside of the forward of ListedMixture"),
-    "parts of sequences": (
-        Listed,
-        {"context_parallel_size": 2},
-        "expert_parallel_size=2 and context_parallel_size=2 were given together",
+    "weights that all experts share": (
+        lambda: with_mixture(lambda width: tied(range(4), width)),
+        {},
+        r"'blocks.1.1.experts.0.down.weight' and 'blocks.1.1.experts.2.down.weight' are one param",
+    ),
+    "weights that experts of two ranks share": (
+        lambda: with_mixture(lambda width: tied((1, 3), width)),
+        {},
+        r"'blocks.1.1.experts.1.down.weight' and 'blocks.1.1.experts.3.down.weight' are one param",
+    ),
+    "weights shared with another layer": (
+        lambda: with_mixture(SharedWithItself),
+        {},
+        r"'blocks.1.1.experts.0.down.weight' and 'blocks.1.1.shared.down.weight' are one parameter",
+    ),
+    "experts of which one is frozen": (
+        lambda: with_mixture(OneFrozen),
+        {},
+        r"experts.0.up.weight is trained and blocks.1.1.experts.2.up.weight is frozen",
+    ),
+    "a checkpoint within the mixture": (
+        lambda: with_mixture(Checkpointed),
+        {},
+        r"which another rank has, was called in a backward: the forward of Checkpointed recomputes",
+    ),
+    "what fails with some experts": (
+        lambda: with_mixture(Counting),
+        {},
+        r"\(Counting\) runs with all experts on one rank, but not with its 4 experts on 2 ranks "
+        r"\(IndexError",
     ),
     "whole matrices": (
         lambda: with_adafactor(Listed()),
@@ -133,28 +208,13 @@ def test_what_cannot_be_right_is_refused_by_name(case: str) -> None:
         fit(
             make(),
             strategy,
-            4 if case in ("parts of sequences", "a number that does not divide") else 2,
+            4 if case == "a number that does not divide" else 2,
         )
 
 
 def test_several_copies_of_the_state_are_refused() -> None:
     with pytest.raises(ConfigError, match="experts and other parameters are on different ranks"):
         sharing(data_parallel_size=(2, 2))
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's compiler
-def test_compiled_models_are_refused() -> None:
-    model = Listed()
-    model.blocks[0].compile()
-    with pytest.raises(ConfigError, match=r"is compiled, and expert_parallel_size=2"):
-        fit(model, sharing())
-
-
-def test_a_dry_run_is_refused() -> None:
-    model = Listed()
-    batch = list(model.data(4)[:4])
-    with pytest.raises(ConfigError, match="A dry run has no tokens"):
-        sharing().dry_run(model, batch, world_size=4)
 
 
 class Predicting(Listed):

@@ -1,0 +1,119 @@
+"""Experts in tensors compute this rank's tokens where a sequence is in parts.
+
+    tokens (B S, H)      experts (B S, K)      weights (B S, K)       each cut over C ranks, or full
+       └── the own rows of each ──> own forward ──> the own rows of the result (B S, H)
+
+A row of the result is made of the same row of tokens, so nothing has to be gathered. Experts in
+lists choose their rows themselves: they are given the whole sequence.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_shard.context_parallel.sequence_part import SequencePart, part_of
+from lightning_shard.expert_parallel.finding import find_mixtures
+
+
+@dataclass(frozen=True)
+class Given:
+    """Arguments of experts' call, and which of them are which.
+
+    Attributes:
+        values: All arguments by their position or name.
+        tokens: Where the tokens are, (..., H).
+        experts: Where the experts of each token are, (..., K).
+        weights: Where their weights are, (..., K).
+    """
+
+    values: Mapping[int | str, Any]
+    tokens: int | str
+    experts: int | str
+    weights: int | str
+
+    @classmethod
+    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "Given | None":
+        """Return which of a call's arguments are which; None where they are others."""
+        values: dict[int | str, Any] = dict(enumerate(args))
+        values.update(kwargs)
+        tensors = {name: one for name, one in values.items() if isinstance(one, Tensor)}
+        floats = [name for name, one in tensors.items() if one.is_floating_point()]
+        numbers = [n for n, one in tensors.items() if n not in floats and one.ndim > 1]
+        if len(numbers) == 1 and len(floats) == len(tensors) - 1 == 2:
+            shape = tensors[numbers[0]].shape
+            for tokens, weights in (floats, floats[::-1]):
+                if tensors[weights].shape == shape and tensors[tokens].shape[:-1] == shape[:-1]:
+                    return cls(values, tokens, numbers[0], weights)
+        return None
+
+    def with_others(self, values: Mapping[int | str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Return the arguments of a call in which some are others."""
+        all_of_them = {**self.values, **values}
+        args = [one for place, one in all_of_them.items() if isinstance(place, int)]
+        return args, {name: one for name, one in all_of_them.items() if isinstance(name, str)}
+
+
+@dataclass(frozen=True)
+class OwnRows:
+    """The arguments of a call that are here of a sequence in parts.
+
+    Attributes:
+        args: Positional arguments of the call.
+        kwargs: Its other arguments, by name.
+        part: The part of the tokens.
+    """
+
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    part: SequencePart
+
+    @classmethod
+    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "OwnRows | None":
+        """Return what is here of experts' arguments; None where no part of them is enough."""
+        given = Given.of(args, kwargs)
+        part = None if given is None else part_of(given.values[given.tokens])
+        if given is None or part is None or part.place == 1:
+            return None
+        names = (given.tokens, given.experts, given.weights)
+        own = {name: part.operand(given.values[name]) for name in names}
+        if any(one is NotImplemented for one in own.values()):
+            return None
+        return cls(*given.with_others(own), part)
+
+    def of_all(self, result: Tensor) -> Any:
+        """Return the result of the own rows as that of all rows."""
+        return self.part.widen(result, self.part.dim)
+
+
+class OwnTokens:
+    """Lets a model's experts in tensors compute the tokens of this rank, until `restore`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._changed = [one.module for one in find_mixtures(model) if one.is_batched]
+        for module in self._changed:
+            own: Any = type(module)
+            module.__class__ = _with_own_tokens(own)
+
+    def restore(self) -> None:
+        """Give the experts their own forwards back."""
+        for module in self._changed:
+            module.__class__ = type(module).__mro__[2]
+        self._changed = []
+
+
+class _OnOwnTokens:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        forward, rows = super().forward, OwnRows.of(args, kwargs)  # type: ignore[misc]
+        if rows is None:
+            return forward(*args, **kwargs)
+        return rows.of_all(forward(*rows.args, **rows.kwargs))
+
+
+@cache
+def _with_own_tokens(own: type[nn.Module]) -> type[nn.Module]:
+    """Return a class with another forward, which stands for the model's own."""
+    name = str(vars(own).get("stands_for", own.__name__))
+    return type(f"OwnTokens{own.__name__}", (_OnOwnTokens, own), {"stands_for": name})

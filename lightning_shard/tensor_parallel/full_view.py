@@ -1,0 +1,171 @@
+"""Weights of which a rank has a part look full, in a step, to all code but their layers' own.
+
+    layer.weight           in the layer's own forward        this rank's part
+                           in user code, within a step       a tensor that looks full
+    module.parameters()    called by user code               the same
+
+A layer's class gets a property for each such weight, and one for the mapping that `parameters()`
+goes through; the view, which lies in the layer, says what is seen.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lightning_shard.backends.call_site import is_called_by_user
+from lightning_shard.data_parallel.assigned import taken_out
+from lightning_shard.data_parallel.torch_private import is_traced
+from lightning_shard.tensor_parallel.dim_sharded_tensor import showing
+
+_VIEW = "_lightning_shard_view"
+_LISTING = nn.Module.named_parameters.__code__.co_filename
+
+
+def as_it_is(how: Any, tensor: Tensor) -> Tensor:
+    """Return a tensor as it is."""
+    return tensor
+
+
+class WeightView(Protocol):
+    """Says what is seen of a module's weights."""
+
+    def held(self, name: str, params: Mapping[str, Any]) -> Any:
+        """Return what a module holds under a parameter's name, which may have been taken out."""
+
+    def of(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a parameter as the code that reads it now sees it."""
+
+
+@dataclass
+class FullView:
+    """Shows the full shapes of a layer's weights to code outside of the layer during a step.
+
+    Attributes:
+        widen: Makes a tensor that looks full of how a parameter is sharded and its part, while a
+            step runs.
+        names: By name, how each sharded parameter of the layer is cut.
+        narrow: Makes this rank's part of how a parameter is sharded and what stands in its place.
+        layer: Name of the layer, for error messages.
+        is_own: Whether the layer's own forward runs, which works with the parts.
+    """
+
+    widen: Callable[[Any, Tensor], Tensor]
+    names: Mapping[str, Any]
+    narrow: Callable[[Any, Tensor], Tensor] = as_it_is
+    layer: str = ""
+    is_own: bool = False
+
+    def of(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a parameter as the code that reads it now sees it."""
+        if self.is_own or name not in self.names:
+            return tensor
+        return showing(self.widen(self.names[name], tensor), tensor)
+
+    def held(self, name: str, params: Mapping[str, Any]) -> Any:
+        """Return what a layer holds under a parameter's name.
+
+        Raises:
+            ConfigError: The parameter was taken out of the layer.
+        """
+        return held(f"{self.layer}.{name}", params, "ranks that share the layer have parts of it")
+
+    def given(self, params: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return the parts of what stands among a layer's parameters and looks full, by name.
+
+        `torch.func.functional_call` puts such tensors there for a call.
+        """
+        parts = {}
+        for name, how in self.names.items():
+            tensor = self.held(name, params)
+            if tensor is not None and (part := self.narrow(how, tensor)) is not tensor:
+                parts[name] = part
+        return parts
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FullView":
+        """Return this view: a copy of a layer is split as the layer is."""
+        return self
+
+
+def held(path: str, params: Mapping[str, Any], why: str) -> Any:
+    """Return what a module holds under the last name of a path.
+
+    Args:
+        path: The parameter's name in the model.
+        params: What the module holds, by name.
+        why: Why it cannot be taken out.
+
+    Raises:
+        ConfigError: The parameter was taken out of the module.
+    """
+    name = path.rpartition(".")[-1]
+    if name not in params:
+        raise taken_out(path, why)
+    return params[name]
+
+
+def view_of(module: nn.Module) -> WeightView | None:
+    """Return what says how a module's weights are seen; None where they are seen as they are."""
+    return vars(module).get(_VIEW)
+
+
+def set_view(module: nn.Module, view: WeightView | None) -> None:
+    """Let a module's weights be seen by a view, of which its class asks; None ends that."""
+    if view is None:
+        vars(module).pop(_VIEW, None)
+    else:
+        vars(module)[_VIEW] = view
+
+
+def seeing(names: Iterable[str]) -> dict[str, Any]:
+    """Return what a class needs so that parameters of these names are seen by a view."""
+    found: dict[str, Any] = {name: _seen_full(name) for name in names}
+    if found:
+        found["_parameters"] = property(_listed_full)
+    return found
+
+
+def _seen_full(name: str) -> property:
+    """Return the property by which a parameter is read, which shows it full."""
+
+    def get(self: Any) -> Tensor:
+        view, params = view_of(self), self.__dict__["_parameters"]
+        return params[name] if view is None else view.of(name, view.held(name, params))
+
+    def put(self: Any, value: Any) -> None:
+        if (view := view_of(self)) is not None:
+            view.held(name, self.__dict__["_parameters"])
+        nn.Module.__setattr__(self, name, value)
+
+    return property(get, put)
+
+
+def _listed_full(module: nn.Module) -> Mapping[str, Any]:
+    """Return a layer's parameters, full where `parameters()` lists them for the user's code."""
+    own: dict[str, Any] = module.__dict__["_parameters"]
+    if torch.compiler.is_compiling() or is_traced():
+        return own
+    code, view = sys._getframe(1).f_code, view_of(module)
+    if view is None or code.co_name != "<lambda>" or code.co_filename != _LISTING:
+        return own
+    if not is_called_by_user():
+        return own
+    return {name: view.of(name, param) for name, param in own.items()}
+
+
+def give_class_back(module: nn.Module, mixins: Iterable[type]) -> None:
+    """Take the first of some mixins off a module's class.
+
+    A class that user code has made of it since, as a parametrization does, stays.
+    """
+    firsts = {(mixin,) for mixin in mixins}
+    seen = type(module)
+    made = next(one for one in seen.__mro__ if one.__bases__[:1] in firsts)
+    own = made.__bases__[1]
+    if seen is made:
+        module.__class__ = own
+    else:
+        seen.__bases__ = tuple(own if one is made else one for one in seen.__bases__)

@@ -1,0 +1,197 @@
+"""Twenty steps of long contexts: losses, norms, gradients of every parameter, and weights."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from lightning_shard import HybridParallelStrategy
+from tests.strategies.models import VOCABULARY, ExampleGPT, HuggingFaceLM, Trained, bert, llama
+from tests.strategies.parity import (
+    LONG_STEPS,
+    SMALL_BUCKET_MB,
+    UPSTREAM_WARNINGS,
+    Gradients,
+    Run,
+    assert_parity,
+    train,
+)
+
+pytestmark = [
+    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
+    pytest.mark.filterwarnings("ignore:.*'__getitem__', which has no rule"),  # windows of a cache
+    pytest.mark.filterwarnings("ignore:.*microbatches are fewer than the"),
+    pytest.mark.filterwarnings("ignore:.*is deprecated"),
+]
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+}
+GEMMA: dict[str, Any] = SIZES | {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4}
+
+
+class Packed(HuggingFaceLM):
+    """Two documents in a row, which do not look at each other."""
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        (text,) = batch
+        length = text.shape[1]
+        first = length // 3
+        positions = torch.cat([torch.arange(first), torch.arange(length - first)])
+        positions = positions.to(text.device).expand(text.shape)
+        loss: Tensor = self.network(input_ids=text, labels=text, position_ids=positions).loss
+        return loss
+
+
+class Padded(HuggingFaceLM):
+    """Texts of several lengths."""
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        (text,) = batch
+        lengths = 8 + text[:, :1] % 8
+        mask = (torch.arange(text.shape[1], device=text.device) < lengths).long()
+        loss: Tensor = self.network(input_ids=text, labels=text, attention_mask=mask).loss
+        return loss
+
+
+class Pictures(Trained):
+    """Sixteen patches and the class token: 17 positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {name: SIZES[name] for name in list(SIZES)[1:5]}
+        config = hf.ViTConfig(**sizes, image_size=(16, 16), patch_size=4)
+        self.network = hf.ViTForImageClassification(config)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        loss: Tensor = self.network(pixel_values=batch[0], labels=batch[1]).loss
+        return loss
+
+    @staticmethod
+    def data(num_samples: int) -> TensorDataset:
+        generator = torch.Generator().manual_seed(1)
+        pictures = torch.randn(num_samples, 3, 16, 16, generator=generator)
+        return TensorDataset(pictures, torch.randint(2, (num_samples,), generator=generator))
+
+
+class Speech(Trained):
+    """An encoder of 24 positions, and a decoder that looks at it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sides = ("encoder", "decoder")
+        config = hf.WhisperConfig(
+            vocab_size=64,
+            d_model=32,
+            num_mel_bins=8,
+            max_source_positions=24,
+            max_target_positions=32,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            decoder_start_token_id=1,
+            suppress_tokens=None,
+            begin_suppress_tokens=None,
+            **{f"{side}_layers": 2 for side in sides},
+            **{f"{side}_attention_heads": 4 for side in sides},
+            **{f"{side}_ffn_dim": 48 for side in sides},
+        )
+        self.network = hf.WhisperForConditionalGeneration(config)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        loss: Tensor = self.network(input_features=batch[0], labels=batch[1]).loss
+        return loss
+
+    @staticmethod
+    def data(num_samples: int) -> TensorDataset:
+        generator = torch.Generator().manual_seed(1)
+        sound = torch.randn(num_samples, 8, 48, generator=generator)
+        return TensorDataset(sound, torch.randint(3, 60, (num_samples, 16), generator=generator))
+
+
+def qwen2(kind: type[HuggingFaceLM]) -> Trained:
+    return kind(hf.Qwen2ForCausalLM(hf.Qwen2Config(**SIZES, num_key_value_heads=2)))
+
+
+def gemma3() -> Trained:
+    kinds = ["sliding_attention", "full_attention"]
+    config = hf.Gemma3TextConfig(**GEMMA, layer_types=kinds, use_cache=False)
+    return HuggingFaceLM(hf.Gemma3ForCausalLM(config))
+
+
+def gemma2() -> Trained:
+    config = hf.Gemma2Config(**GEMMA, attn_implementation="eager", use_cache=False)
+    return HuggingFaceLM(hf.Gemma2ForCausalLM(config))
+
+
+MODELS: dict[str, Callable[[], Trained]] = {
+    "gpt": ExampleGPT,
+    "llama": llama,
+    "qwen2": lambda: qwen2(HuggingFaceLM),
+    "qwen2, packed": lambda: qwen2(Packed),
+    "qwen2, padded": lambda: qwen2(Padded),
+    "gemma3, sliding": gemma3,
+    "gemma2, sliding, soft cap": gemma2,
+    "bert": bert,
+    "vit": Pictures,
+    "whisper": Speech,
+}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks, and options beside cp 2 and stage 0
+    "cp2": (2, {}),
+    "cp3, a ring": (3, {"context_parallel_size": 3}),
+    "cp4": (4, {"context_parallel_size": 4}),
+    "cp8, heads on 4 and rings of 2": (8, {"context_parallel_size": 8, "zero_stage": 1}),
+    **{f"cp2, dp2, stage {stage}": (4, {"zero_stage": stage}) for stage in range(4)},
+    "cp4, stage 3": (4, {"context_parallel_size": 4, "zero_stage": 3}),
+    "cp2, tp2": (4, {"tensor_parallel_size": 2}),
+    "cp2, pp2": (4, {"pipeline_parallel_size": 2, "num_microbatches": 2}),
+}
+QUICK = {("qwen2, packed", "cp3, a ring"), ("gemma3, sliding", "cp2, dp2, stage 3")}
+
+
+def build(name: str) -> Any:
+    torch.manual_seed(7)
+    return MODELS[name]()
+
+
+def trained(name: str, **options: Any) -> tuple[Run, Gradients]:
+    seen = Gradients()
+    return train(build(name), num_steps=LONG_STEPS, curve=seen, **options), seen
+
+
+@cache
+def alone(name: str) -> tuple[Run, Gradients]:
+    return trained(name)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+        for name in MODELS
+        for layout in LAYOUTS
+        for case in [(name, layout)]
+        if case != ("whisper", "cp2, pp2")  # a pipeline refuses two lists of blocks
+    ],
+)
+def test_twenty_steps_are_those_of_one_device(name: str, layout: str) -> None:
+    num_ranks, options = LAYOUTS[layout]
+    strategy = HybridParallelStrategy(
+        **({"context_parallel_size": 2, "zero_stage": 0, "announce": False} | options),
+        backend="in_process",
+        bucket_mb=SMALL_BUCKET_MB,
+    )
+    expected, gradients = alone(name)
+    run, own = trained(name, strategy=strategy, devices=num_ranks)
+    assert_parity(run, expected, num_steps=LONG_STEPS)
+    own.assert_close(gradients)
