@@ -5,6 +5,7 @@
     does one device's loss of a batch follow from its parts' losses? sum, unequal counts, batch
     do ranks compute otherwise what one device is given as well?    rank, number of ranks
     is it gone without a hook, a callback, with shard_ddp?          edits, matrices
+    does one device's gradient follow from its parts' gradients?    batch
 
 Each changes one thing and runs again; nothing is guessed from names.
 """
@@ -13,23 +14,24 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from lightning_shard.errors import ShardError
 from lightning_shard.proving import changes
 from lightning_shard.proving.comparison import compare
 from lightning_shard.proving.laboratory import Laboratory
-from lightning_shard.proving.loss_causes import cause_in_loss
-from lightning_shard.proving.records import Place
+from lightning_shard.proving.loss_causes import cause_in_gradient, cause_in_loss
+from lightning_shard.proving.records import RATE, Place, bare_name, option_of
 from lightning_shard.proving.runs import RunFailedError
 from lightning_shard.proving.update_causes import cause_in_update
-from lightning_shard.proving.verdict import Cause
+from lightning_shard.proving.verdict import Cause, CauseName
 
 Experiment = Callable[[Laboratory], Cause | None]
 
 
 def find_cause(lab: Laboratory) -> Cause:
     """Return why the ranks differ; experiments that fail say nothing."""
-    for experiment in (_randomness, _batch_norm, cause_in_loss, _edits, cause_in_update):
+    for experiment in _EXPERIMENTS:
         try:
             found = experiment(lab)
         except (RunFailedError, ShardError):
@@ -155,16 +157,33 @@ def _module_hooks(lab: Laboratory) -> Cause | None:
         if not lab.vanishes(changes.without_hook(name)):
             continue
         is_clipping = name == "configure_gradient_clipping"
-        is_rate = lab.first.place.name.startswith("the learning rate")
+        is_rate = option_of(lab.first.place) == RATE
+        named: CauseName = (
+            "clipping" if is_clipping else "learning rate" if is_rate else "module hook"
+        )
+        return _by_what(lab, named, f"the module's {name}", f"without {name}")
+    return None
+
+
+def _by_what(lab: Laboratory, named: CauseName, who: str, without: str) -> Cause:
+    """Return what a hook depends on: a rank's samples, or the number of ranks."""
+    evidence = f"{without} the ranks and one device are equal"
+    because = f"{who} does something else on a rank than on one device: "
+    if lab.are_one_on_same_samples():
         return Cause(
-            name="clipping" if is_clipping else "learning rate" if is_rate else "module hook",
-            because=f"the module's {name} does something else on a rank than on one device: it "
-            "uses what only this rank knows, its loss or its samples",
-            evidence=f"without {name} the ranks and one device are equal",
+            name=named,
+            because=because + "it uses what only this rank knows, its loss or its samples",
+            evidence=evidence + "; with the same samples on all ranks they are, too",
             advice="let all ranks compute from the same numbers: average them first, "
             "self.trainer.strategy.reduce(value, reduce_op='mean')",
         )
-    return None
+    return Cause(
+        name=named,
+        because=because + "it uses the rank, the number of ranks, or a collective call",
+        evidence=evidence + "; with the same samples on all ranks they still differ",
+        advice="leave ranks and sums over them out of it: the strategy has averaged the gradients "
+        "already",
+    )
 
 
 def _callbacks(lab: Laboratory) -> Cause | None:
@@ -172,15 +191,18 @@ def _callbacks(lab: Laboratory) -> Cause | None:
     for at, one in enumerate(callbacks):
         options = changes.without_callback(at, lab.subject.options)
         if lab.vanishes(lambda _: None, subject=replace(lab.subject, options=options)):
-            return Cause(
-                name="callback",
-                because=f"the callback {type(one).__name__} does something else on a rank than on "
-                "one device",
-                evidence="without it the ranks and one device are equal",
-                advice="let it compute from the same numbers on all ranks: average them first, "
-                "trainer.strategy.reduce(value, reduce_op='mean')",
-            )
+            return _by_what(lab, "callback", f"the callback {type(one).__name__}", "without it")
     return None
+
+
+_EXPERIMENTS: tuple[Experiment, ...] = (
+    _randomness,
+    _batch_norm,
+    cause_in_loss,
+    _edits,
+    cause_in_update,
+    cause_in_gradient,
+)
 
 
 def log_cause(lab: Laboratory, place: Place) -> Cause:
@@ -188,6 +210,8 @@ def log_cause(lab: Laboratory, place: Place) -> Cause:
     found = [records[0].values[place][-1].double() for records in lab.ranks.by_data_rank]
     expected = lab.alone.records[0].values[place][-1].double()
     values = torch.stack(found)
+    if bare_name(place.name) not in lab.ranks.records[0].unsynced:
+        return _averaged_log(place.name, values, expected)
     if lab.same(values.mean(0), expected, 1.0):
         evidence = f"the ranks' mean, {float(values.mean()):.6g}, is one device's"
         advice = f"self.log({place.name!r}, ..., sync_dist=True)"
@@ -203,4 +227,17 @@ def log_cause(lab: Laboratory, place: Place) -> Cause:
         "own samples, and what a callback monitors is rank 0's",
         evidence=evidence,
         advice=advice,
+    )
+
+
+def _averaged_log(name: str, values: Tensor, expected: Tensor) -> Cause:
+    return Cause(
+        name="averaged log",
+        because=f"{name!r} is brought together over the ranks, but what they have is not what one "
+        "device makes of all samples: a function of a mean (an exponential, a root, a ratio), a "
+        "sum, or a mean of unequal counts",
+        evidence=f"it is logged with sync_dist=True or as a metric; rank 0 has "
+        f"{float(values[0]):.6g}, one device {float(expected):.6g}",
+        advice="log what is a mean over samples and compute the rest from it afterwards, or log a "
+        "torchmetrics.Metric, which adds up what it needs over the ranks",
     )

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_shard.proving.records import Kind, Place, Record, Run
+from lightning_shard.proving.records import Kind, Place, Record, Run, option_of
 
 _PHASES = (
     "data",
@@ -136,8 +136,8 @@ def deviation(got: Tensor, expected: Tensor, scale: float = 0.0) -> float:
 def _when(place: Place) -> tuple[int, int, int, int]:
     if place.phase == "log":  # once, at the end
         return (1 << 30, 0, 0, 0)
-    is_rate = place.name.startswith("the learning rate")
-    kinds: dict[str, int] = {"buffer": 0, "weight": 2, "optimizer state": 1 if is_rate else 3}
+    is_option = option_of(place) is not None
+    kinds: dict[str, int] = {"buffer": 0, "weight": 2, "optimizer state": 1 if is_option else 3}
     # the forwards and losses of a step's batches come before its gradients
     return (place.step, _PHASES.index(place.phase), place.micro, kinds.get(place.kind, 0))
 
@@ -174,7 +174,7 @@ def _pairs(
     """Yield what can be compared: a rank, or None for all, what it got, and what is expected."""
     if place.kind == "output":
         yield from _outputs(ranks, place, expected)
-    elif place.kind in ("loss", "metric") or place.name.startswith("the learning rate"):
+    elif place.kind in ("loss", "metric") or option_of(place):
         yield from _numbers(ranks, place, expected[-1])
     else:
         first = ranks.records[0]
@@ -188,7 +188,7 @@ def _pairs(
 def _numbers(
     ranks: Run, place: Place, expected: Tensor
 ) -> Iterator[tuple[int | None, Tensor, Tensor]]:
-    """Losses are averaged over the ranks; a metric and a learning rate is each rank's own."""
+    """Losses are averaged over the ranks; a metric and an optimizer's option is each rank's own."""
     found = [records[0] for records in ranks.by_data_rank if place in records[0].values]
     if place.kind == "loss":
         if found:

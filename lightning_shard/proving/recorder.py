@@ -20,9 +20,19 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
 from lightning_shard.data_parallel.torch_private import in_backward
-from lightning_shard.proving.records import Kind, Phase, Place, Record, Sink
+from lightning_shard.proving.records import (
+    Kind,
+    Phase,
+    Place,
+    Record,
+    Sink,
+    group_option_name,
+    is_number,
+)
 from lightning_shard.proving.strategies import full_gradients, place_in_data
 
+# How an optimizer computes, not what.
+_NOT_COMPARED = ("params", "foreach", "fused", "capturable", "differentiable")
 _LOG = inspect.signature(pl.LightningModule.log)
 
 
@@ -174,16 +184,18 @@ class Recorder(Callback):
         if (batch_idx + 1) % self._accumulate:
             return
         for number, optimizer in enumerate(trainer.optimizers):
-            self._note_learning_rates(number, optimizer)
+            self._note_options(number, optimizer)
         self._note_state(trainer, pl_module, "update")
         for number, optimizer in enumerate(trainer.optimizers):
             self._note_optimizer(trainer, pl_module, number, optimizer)
 
-    def _note_learning_rates(self, number: int, optimizer: Optimizer) -> None:
+    def _note_options(self, number: int, optimizer: Optimizer) -> None:
         for at, group in enumerate(optimizer.param_groups):
-            name = f"the learning rate of group {at} of optimizer {number}"
-            rate = torch.as_tensor(group.get("lr", 0.0), dtype=torch.float64)
-            self._add("update", "optimizer state", name, rate)
+            for option, value in group.items():
+                if option not in _NOT_COMPARED and is_number(value):
+                    name = group_option_name(option, at, number)
+                    value = torch.as_tensor(value, dtype=torch.float64)
+                    self._add("update", "optimizer state", name, value)
 
     def _note_optimizer(
         self,

@@ -14,9 +14,11 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from lightning.pytorch.strategies import Strategy
 
+from lightning_shard.checkpoint.random_state import load_random_state, random_state
 from lightning_shard.errors import ConfigError, ShardError
 from lightning_shard.launchers._copy import copy_with_functions
 from lightning_shard.proving.batches import Join, join_batches
@@ -227,13 +229,13 @@ def _replay(owner: pl.LightningDataModule, batches: Sequence[Sequence[Any]]) -> 
 @contextmanager
 def _drawing(seed: int) -> Iterator[None]:
     """Draw from random streams of this seed inside, and from those of before afterwards."""
-    before = torch.get_rng_state(), random.getstate()
+    before = random_state(torch.device("cpu"))
     torch.manual_seed(seed)
     random.seed(seed)
+    np.random.seed(seed)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        torch.set_rng_state(before[0])
-        random.setstate(before[1])
+        load_random_state(before, torch.device("cpu"))
