@@ -18,9 +18,9 @@ from torch import Tensor
 
 from lightning_shard.errors import ShardError
 from lightning_shard.proving import changes
-from lightning_shard.proving.comparison import compare
 from lightning_shard.proving.laboratory import Laboratory
 from lightning_shard.proving.loss_causes import cause_in_gradient, cause_in_loss
+from lightning_shard.proving.random_causes import cause_in_random_numbers
 from lightning_shard.proving.records import RATE, Place, bare_name, option_of
 from lightning_shard.proving.runs import RunFailedError
 from lightning_shard.proving.update_causes import cause_in_update
@@ -46,61 +46,6 @@ def find_cause(lab: Laboratory) -> Cause:
         advice="look at the tensor that is named above, on that rank; "
         "strategy='shard_ddp' is the simplest case to compare with",
     )
-
-
-def _randomness(lab: Laboratory) -> Cause | None:
-    moved = _first_random(lab)
-    if moved is None:
-        return None
-    names = changes.dropouts_of(lab.subject.module)
-    told = ", ".join(map(repr, names[:3])) + (" and others" if len(names) > 3 else "")
-    advice = (
-        "it is no mistake: ranks draw for different samples, and so do steps. To compare the rest, "
-        "prove with dropout off (dropout=False, --no-dropout)"
-    )
-    if names and _first_random(lab, changes.without_dropout) is None:
-        return Cause(
-            name="dropout",
-            because=f"dropout in {told}: each rank drops other elements than one device does",
-            evidence="one device differs from itself with another seed, and does not with p=0"
-            + _rest(lab, changes.without_dropout),
-            advice=advice,
-        )
-    if _first_random(lab, changes.still) is None:
-        return Cause(
-            name="dropout",
-            because=f"dropout that {moved} calls as a function, or something like it: each rank "
-            "drops other elements than one device does",
-            evidence="one device differs from itself with another seed, and does not when the "
-            "modules are in evaluation mode" + _rest(lab, changes.still),
-            advice=advice,
-        )
-    return Cause(
-        name="random numbers",
-        because=f"{moved} draws random numbers, other ones on each rank",
-        evidence="one device differs from itself with another seed, in evaluation mode as well",
-        advice="it is no mistake if each sample gets numbers of its own; what all samples share "
-        "(a mask of layers, a permutation) has to be drawn alike on all ranks: from a "
-        "torch.Generator that is seeded with the number of the step",
-    )
-
-
-def _rest(lab: Laboratory, change: changes.Change) -> str:
-    return "; nothing else differs" if lab.vanishes(change) else "; something else differs, too"
-
-
-def _first_random(lab: Laboratory, change: changes.Change | None = None) -> str | None:
-    """Return what differs first between two seeds on one device, in words; None for nothing."""
-    subject = lab.subject
-    one, two = (
-        subject.on_one_device(lab.joined, change=change, seed=subject.seed + more)
-        for more in (0, 1)
-    )
-    first = compare(two, one, lab.tolerance)
-    if not first.differences:
-        return None
-    place = first.differences[0].place
-    return f"the forward of {place.name!r}" if place.kind == "output" else "the step"
 
 
 def _batch_norm(lab: Laboratory) -> Cause | None:
@@ -196,7 +141,7 @@ def _callbacks(lab: Laboratory) -> Cause | None:
 
 
 _EXPERIMENTS: tuple[Experiment, ...] = (
-    _randomness,
+    cause_in_random_numbers,
     _batch_norm,
     cause_in_loss,
     _edits,

@@ -37,6 +37,11 @@ def tolerance_of(precision: str) -> float:
     return _TOLERANCES.get(precision, _LOW_PRECISION)
 
 
+def is_low_precision(precision: str) -> bool:
+    """Whether a precision computes in half precision, in which no fixed bound tells rounding."""
+    return precision not in _TOLERANCES
+
+
 @dataclass(frozen=True, kw_only=True)
 class Difference:
     """One value that differs.
@@ -106,7 +111,7 @@ def compare(ranks: Run, alone: Run, tolerance: float) -> Comparison:
     scales = _scales(expected)
     for place in sorted(expected, key=_when):  # stable: within a phase as it happened
         scale = scales.get(_alike(place), 0.0)
-        for rank, got, want in _pairs(ranks, place, expected[place]):
+        for rank, got, want in pairs(ranks, place, expected[place]):
             apart = deviation(got, want, scale)
             if place.kind != "output":
                 found.deviations[place.kind] = max(found.deviations.get(place.kind, 0.0), apart)
@@ -168,7 +173,22 @@ def _size(tensor: Tensor) -> float:
     return float(finite.double().abs().max()) if finite.numel() else 0.0
 
 
-def _pairs(
+def norm_of_deviation(ranks: Run, alone: Run, kind: Kind) -> float:
+    """Return how far all values of a kind together are off, as norms: of the rest over the value.
+
+    Single elements that are next to nothing, which an optimizer may step by the rate whatever their
+    size, do not count for more than they are.
+    """
+    apart, size = 0.0, 0.0
+    for place, expected in alone.records[0].values.items():
+        for _, got, want in pairs(ranks, place, expected) if place.kind == kind else ():
+            if got.shape == want.shape:
+                apart += float((got.double() - want.double()).square().sum())
+                size += float(want.double().square().sum())
+    return math.sqrt(apart / size) if size else 0.0
+
+
+def pairs(
     ranks: Run, place: Place, expected: Sequence[Tensor]
 ) -> Iterator[tuple[int | None, Tensor, Tensor]]:
     """Yield what can be compared: a rank, or None for all, what it got, and what is expected."""

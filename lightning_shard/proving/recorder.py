@@ -29,7 +29,11 @@ from lightning_shard.proving.records import (
     group_option_name,
     is_number,
 )
-from lightning_shard.proving.strategies import full_gradients, place_in_data
+from lightning_shard.proving.strategies import (
+    full_gradients,
+    place_in_data,
+    trains_by_itself,
+)
 
 # How an optimizer computes, not what.
 _NOT_COMPARED = ("params", "foreach", "fused", "capturable", "differentiable")
@@ -147,8 +151,11 @@ class Recorder(Callback):
         self, trainer: "pl.Trainer", module: "pl.LightningModule", phase: Phase
     ) -> None:
         params = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-        state = trainer.strategy.lightning_module_state_dict()
-        if trainer.global_rank == 0:
+        if trains_by_itself(trainer.strategy):
+            state = module.state_dict()
+        else:
+            state = trainer.strategy.lightning_module_state_dict()
+        if trainer.global_rank == 0 or trains_by_itself(trainer.strategy):
             state = {**dict(module.named_buffers()), **state}
             for name, value in state.items():
                 if isinstance(value, Tensor):
@@ -206,8 +213,11 @@ class Recorder(Callback):
     ) -> None:
         names = {param: name for name, param in module.named_parameters()}
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        state: dict[str, Any] = trainer.strategy.optimizer_state(optimizer)
-        for at, entries in state.get("state", {}).items() if trainer.global_rank == 0 else ():
+        is_own = trains_by_itself(trainer.strategy)
+        state: dict[str, Any]
+        state = optimizer.state_dict() if is_own else trainer.strategy.optimizer_state(optimizer)
+        is_told = is_own or trainer.global_rank == 0
+        for at, entries in state.get("state", {}).items() if is_told else ():
             param = names.get(params[at], f"parameter {at}") if isinstance(at, int) else at
             for key, value in entries.items() if isinstance(entries, dict) else ():
                 if isinstance(value, Tensor):

@@ -27,6 +27,7 @@ CauseName = Literal[
     "clipping",
     "buffer of own samples",
     "kept from own samples",
+    "half precision",
     "unsynchronised log",
     "averaged log",
     "shared memory",
