@@ -13,7 +13,7 @@ from typing import Any
 from lightning_shard.errors import ShardError
 from lightning_shard.proving.comparison import Comparison, Difference, compare, tolerance_of
 from lightning_shard.proving.random_causes import first_random
-from lightning_shard.proving.records import Kind, Run
+from lightning_shard.proving.records import Kind, Record, Run
 from lightning_shard.proving.rounding import exact_tolerance
 from lightning_shard.proving.runs import EXACT, RunFailedError, Subject
 from lightning_shard.proving.samples import wrong_data
@@ -30,9 +30,8 @@ class _Rank:
 
     @property
     def first(self) -> Difference | None:
-        """What is trained and differs first; what is logged is each rank's own."""
-        counting = [one for one in self.found.counting if one.place.kind != "metric"]
-        return self.found.first if counting else None
+        """What differs first, but for what is logged, which is each rank's own."""
+        return self.found.first
 
 
 def compared_alone(subject: Subject, verdict: Verdict) -> Verdict:
@@ -75,8 +74,8 @@ def compared_alone(subject: Subject, verdict: Verdict) -> Verdict:
 def _ranks(subject: Subject, run: Run) -> list[_Rank]:
     made = list[_Rank]()
     for record, batches in zip(run.records, run.batches, strict=True):
-        own = Run(records=[replace(record, data_rank=0, num_data_ranks=1)])
-        alone = subject.on_one_device(batches)
+        own = _before_the_end(replace(record, data_rank=0, num_data_ranks=1))
+        alone = _before_the_end(subject.on_one_device(batches).records[0])
         tolerance = tolerance_of(subject.precision)
         found = compare(own, alone, tolerance)
         if subject.precision == EXACT and found.first is not None:
@@ -84,6 +83,17 @@ def _ranks(subject: Subject, run: Run) -> list[_Rank]:
             found = compare(own, alone, tolerance)
         made.append(_Rank(batches=batches, found=found, tolerance=tolerance))
     return made
+
+
+def _before_the_end(record: Record) -> Run:
+    """Return a run without what it leaves when it ends: there the ranks meet after all."""
+    last = max(place.step for place in record.values)
+    values = {
+        place: one
+        for place, one in record.values.items()
+        if place.phase != "log" and (place.step, place.phase) != (last, "hooks after the update")
+    }
+    return Run(records=[replace(record, values=values)])
 
 
 def _first_of(ranks: Sequence[_Rank]) -> Difference | None:
@@ -95,8 +105,7 @@ def _largest(ranks: Sequence[_Rank]) -> dict[Kind, float]:
     largest: dict[Kind, float] = {}
     for one in ranks:
         for kind, value in one.found.deviations.items():
-            if kind != "metric":
-                largest[kind] = max(largest.get(kind, 0.0), value)
+            largest[kind] = max(largest.get(kind, 0.0), value)
     return largest
 
 

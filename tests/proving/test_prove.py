@@ -257,7 +257,7 @@ def test_a_wide_model_is_made_narrow_by_its_configuration() -> None:
     module = Llama()
     verdict = prove(module, _tokens(), strategy="tensor_parallel", narrow=4, shrink=2, num_steps=2)
     assert verdict.is_equal, verdict
-    assert verdict.remarks[0] == "the model was made narrow, from 71,488 to 7,312 parameters"
+    assert verdict.remarks[0] == "the model was made narrow, from 96,704 to 6,896 parameters"
     assert verdict.remarks[1].startswith("the model was shrunk")
     assert module.network.config.hidden_size == 64
     small, _ = narrowed(module, 4)
