@@ -214,10 +214,12 @@ class Recorder(Callback):
         names = {param: name for name, param in module.named_parameters()}
         params = [param for group in optimizer.param_groups for param in group["params"]]
         is_own = trains_by_itself(trainer.strategy)
-        state: dict[str, Any]
-        state = optimizer.state_dict() if is_own else trainer.strategy.optimizer_state(optimizer)
+        state: dict[str, Any] = (
+            dict(optimizer.state_dict()) if is_own else trainer.strategy.optimizer_state(optimizer)
+        )
+        entries_of: dict[Any, Any] = state.get("state", {})
         is_told = is_own or trainer.global_rank == 0
-        for at, entries in state.get("state", {}).items() if is_told else ():
+        for at, entries in entries_of.items() if is_told else ():
             param = names.get(params[at], f"parameter {at}") if isinstance(at, int) else at
             for key, value in entries.items() if isinstance(entries, dict) else ():
                 if isinstance(value, Tensor):
