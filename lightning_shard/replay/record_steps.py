@@ -107,7 +107,7 @@ class RecordSteps(OnlyLooks, Callback):
         self._close()
         self._in_fit.enter_context(self._noting_batches(trainer))
         if self._results is not None:
-            self._in_fit.enter_context(self._results.noting())
+            self._in_fit.enter_context(_noting_steps(trainer, self._results))
 
     @contextmanager
     def _noting_batches(self, trainer: "pl.Trainer") -> Iterator[None]:
@@ -251,6 +251,22 @@ class RecordSteps(OnlyLooks, Callback):
         self._in_fit.close()
         self._record, self._must_begin, self._begun_at = None, True, -1
         self._has_told_loss, self._buffers = False, HostBuffers()
+
+
+@contextmanager
+def _noting_steps(trainer: "pl.Trainer", results: ResultRecorder) -> Iterator[None]:
+    """Note what steps get: a replay neither validates nor saves."""
+    save = trainer.save_checkpoint
+
+    def save_apart(*args: Any, **kwargs: Any) -> None:
+        with results.paused():
+            save(*args, **kwargs)
+
+    with (
+        patch.object(trainer, "save_checkpoint", save_apart),
+        results.noting(lambda: bool(trainer.training)),
+    ):
+        yield
 
 
 def _note(exception: BaseException, text: str) -> None:

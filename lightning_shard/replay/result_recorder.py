@@ -3,8 +3,10 @@
     this package, Lightning, user code ──> torch.distributed ──> ProcessGroup.allreduce ──> Gloo
                                                                   noted here
 
-The methods of c10d's groups are patched while a fit runs. What calls from C++ (functional
-collectives, DTensor) does not pass here; the recorded strategies have none.
+The methods of c10d's groups are patched while a fit runs. Calls of the thread that trains are
+noted, and those of autograd's own threads, which run hooks of a backward pass on a GPU; those of
+other threads are not, whose order is chance. What calls from C++ (functional collectives, DTensor)
+does not pass here; the recorded strategies have none.
 """
 
 import threading
@@ -19,6 +21,7 @@ from typing_extensions import override
 
 from lightning_shard.backends.debug_wrapper import DebugGroup
 from lightning_shard.backends.group_handle import GroupHandle
+from lightning_shard.data_parallel.torch_private import in_backward
 from lightning_shard.replay.tape import WITHOUT_RESULT, Result, copies
 
 _OPERATIONS = {
@@ -51,7 +54,7 @@ _OPERATIONS = {
 
 
 class ResultRecorder:
-    """Keeps the results of the calls that the thread makes which has entered `noting`.
+    """Keeps the results of calls of the thread that has entered `noting`, and of its backward.
 
     Attributes:
         results: The calls since `clear`, each with its result once it has been waited for.
@@ -60,6 +63,7 @@ class ResultRecorder:
     def __init__(self) -> None:
         self.results: list[Result] = []
         self._is_paused = False
+        self._is_on: Callable[[], bool] = bool
         self._thread = 0
 
     def clear(self) -> None:
@@ -67,9 +71,9 @@ class ResultRecorder:
         self.results = []
 
     @contextmanager
-    def noting(self) -> Iterator[None]:
-        """Note calls inside."""
-        self._thread = threading.get_ident()
+    def noting(self, is_on: Callable[[], bool]) -> Iterator[None]:
+        """Note calls inside, whenever `is_on` says so."""
+        self._thread, self._is_on = threading.get_ident(), is_on
         with ExitStack() as patches:
             for name, operation in _OPERATIONS.items():
                 method = getattr(dist.ProcessGroup, name, None)  # torch has renamed some
@@ -90,7 +94,8 @@ class ResultRecorder:
             self._is_paused = False
 
     def _is_noting(self) -> bool:
-        return not self._is_paused and threading.get_ident() == self._thread
+        is_ours = threading.get_ident() == self._thread or in_backward()
+        return not self._is_paused and is_ours and self._is_on()
 
     def _noted(self, method: Callable[..., Any], operation: str) -> Callable[..., Any]:
         def noted(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
