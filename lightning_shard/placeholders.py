@@ -20,8 +20,10 @@ from typing import Any
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_shard.errors import ConfigError
+from lightning_shard.tensor_calls import SeesCalls, SeesOperations
 
 _UPDATES_STATISTICS = ("batch_norm",)  # of another stage: they are its own to keep
 _written_to: ContextVar[dict[str, None] | None] = ContextVar("written_to", default=None)
@@ -56,7 +58,7 @@ class OtherStageError(ConfigError):
         self.origins = origins
 
 
-class Placeholder(Tensor):
+class Placeholder(SeesCalls, SeesOperations):
     """A tensor whose elements are known on another stage only.
 
     Attributes:
@@ -114,39 +116,33 @@ class Placeholder(Tensor):
         return f"Placeholder(of={self.origin!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod
-    def __torch_function__(
+    @override
+    def called(
         cls,
         func: Callable[..., Any],
         types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """Compute with the values that are known, which autograd sees."""
         if func == _SETS_DATA and isinstance(args[0], Placeholder):
             _note_write(args[0])
         param = getattr(args[0], "param", None) if func in _OF_TRAINING and args else None
         if param is not None:
-            result = func(param, *args[1:], **(kwargs or {}))
+            result = func(param, *args[1:], **kwargs)
             return args[0] if result is param else result
         with torch._C.DisableTorchFunctionSubclass():
-            return func(
-                *map(_known, args), **{key: _known(one) for key, one in (kwargs or {}).items()}
-            )
+            return func(*map(_known, args), **{key: _known(one) for key, one in kwargs.items()})
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    @override
+    def dispatched(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute shape and format only.
 
         Raises:
             ConfigError: The operation needs the elements, or would write them into another tensor.
         """
-        given = (args, dict(kwargs or {}))
+        given = (args, kwargs)
         sources: list[Placeholder] = []
         apply_to_collection(given, cls, sources.append)
         source = sources[0]

@@ -48,12 +48,12 @@ SCHEMES: dict[str, Scheme] = {
     "context_parallel": Scheme(
         class_name="ContextParallelStrategy",
         text="Ranks share every sequence.",
-        needs="blocks of attention whose sequences the number of ranks divides",
+        needs="repeated blocks that take tensors of shape (batch, positions, features)",
     ),
     "hybrid_parallel": Scheme(
         class_name="HybridParallelStrategy",
-        text="Tensor, context, pipeline and data parallel at once.",
-        needs="what each of the four needs; a mesh that multiplies to the number of ranks",
+        text="Tensor, context, expert, pipeline and data parallel at once.",
+        needs="what each of those asked for needs; a mesh that multiplies to the number of ranks",
     ),
     "shard_auto": Scheme(
         class_name="AutoStrategy",

@@ -2,25 +2,27 @@
 
 Products of parameters are more than `make test` has time for where each case is a training. In the
 folders `SAMPLED`, and where a test is marked `each_value`, it runs cases that have each value of
-each parameter between them. Of a test that is marked `few_cases(n)` it runs n, others for each test
-so that all tests together have each scheme. `make test-all` runs every case.
+each parameter between them. Of a test that is marked `few_cases(n)` it runs n that have as many
+values as so few can, others for each test so that all tests together have each scheme.
+`make test-all` runs every case.
 
     stage 0 to 3  x  2 ranks, 4 ranks
         each_value      (0, 2) (1, 4) (2, 2) (3, 2)
-        few_cases(2)    (1, 4) (3, 4)
+        few_cases(2)    (1, 4) (3, 2)
+
+Torch is imported by fixtures only: the process that hands tests to others needs none of it.
 """
 
 import gc
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 import pytest
-import torch
-from lightning.pytorch.utilities import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only
 
 TESTS = Path(__file__).parent
 SAMPLED = {
@@ -35,6 +37,8 @@ _skipped: Counter[str] = Counter()
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
     """Compute on one thread: with models this small several only wait for each other."""
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -44,6 +48,8 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def own_environment() -> Iterator[None]:
     """Put back what launchers and trainers leave: `os.environ`, who warns, determinism."""
+    import torch
+
     before = dict(os.environ)
     rank_before = getattr(rank_zero_only, "rank", None)
     mode_before = torch.get_deterministic_debug_mode()
@@ -84,26 +90,38 @@ def _is_sampled(item: pytest.Item) -> bool:
 
 
 def _sample(name: str, group: Sequence[Any]) -> set[int]:
+    cases = [{(k, repr(v)) for k, v in one.callspec.params.items()} for one in group]
     few = group[0].get_closest_marker("few_cases")
-    if few is not None:
-        return spread(name, len(group), *few.args)
-    return covering([{(k, repr(v)) for k, v in one.callspec.params.items()} for one in group])
+    if few is None:
+        return covering(cases, range(len(cases)))
+    return covering(cases, spread(name, len(cases), *few.args), *few.args)
 
 
-def spread(name: str, num_cases: int, num_quick: int) -> set[int]:
-    """Return the numbers of so many cases, evenly spread from one that the test's name draws."""
+def spread(name: str, num_cases: int, num_quick: int) -> list[int]:
+    """Return the numbers of all cases, the first so many evenly spread from one by the name."""
     first = crc32(name.encode())
-    return {(first + k * num_cases // num_quick) % num_cases for k in range(num_quick)}
+    even = [(first + k * num_cases // num_quick) % num_cases for k in range(num_quick)]
+    return list(dict.fromkeys((*even, *((first + k) % num_cases for k in range(num_cases)))))
 
 
-def covering(cases: Sequence[set[tuple[str, str]]]) -> set[int]:
-    """Return the numbers of a few cases that have each value of the others, too; greedily."""
-    found: set[int] = set()
-    missing = set().union(*cases)
-    while missing:
-        best = max(range(len(cases)), key=lambda number: len(cases[number] & missing))
+def covering(
+    cases: Sequence[set[tuple[str, str]]], order: Iterable[int], num_quick: int | None = None
+) -> set[int]:
+    """Return the numbers of a few cases that have each value of the others, too; greedily.
+
+    Args:
+        cases: Name and value of each parameter, by case.
+        order: Numbers of the cases, those first that are taken where others have as many values.
+        num_quick: Number of cases that are wanted, if there are as many; None for as few as can be.
+    """
+    left, found = list(order), set[int]()
+    every = set().union(*cases)
+    missing = set(every)
+    while left and (missing if num_quick is None else len(found) < num_quick):
+        best = max(left, key=lambda number: len(cases[number] & missing))
+        left.remove(best)
         found.add(best)
-        missing -= cases[best]
+        missing = (missing - cases[best]) or (every if num_quick is not None else set())
     return found
 
 

@@ -2,6 +2,7 @@
 
 from itertools import product
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,13 +15,25 @@ def test_a_sample_has_each_value_of_each_parameter(sizes: list[int]) -> None:
         {(str(parameter), str(value)) for parameter, value in enumerate(case)}
         for case in product(*map(range, sizes))
     ]
-    chosen = [cases[number] for number in covering(cases)]
+    chosen = [cases[number] for number in covering(cases, range(len(cases)))]
     assert set().union(*chosen) == set().union(*cases)
     assert len(chosen) <= sum(sizes)
 
 
 @given(st.text(max_size=5), st.integers(1, 30), st.integers(1, 30))
 def test_a_few_cases_are_as_many_as_were_asked_for(name: str, num_cases: int, asked: int) -> None:
-    quick = spread(name, num_cases, asked)
-    assert quick <= set(range(num_cases))
+    order = spread(name, num_cases, asked)
+    assert sorted(order) == list(range(num_cases))
+    quick = covering([{("number", str(one))} for one in range(num_cases)], order, asked)
+    assert quick == set(order[:asked])
     assert len(quick) == min(num_cases, asked)
+
+
+@pytest.mark.parametrize("name", ["a test", "another", "one more"])
+def test_few_cases_of_a_product_were_all_of_one_value(name: str) -> None:
+    """As many layouts as the inner parameter has, evenly spread, were of the same layout."""
+    cases = [
+        {("model", model), ("layout", layout)} for model in "abcde" for layout in ("x", "y", "z")
+    ]
+    quick = [cases[number] for number in covering(cases, spread(name, 15, 5), 5)]
+    assert set().union(*quick) == set().union(*cases)

@@ -65,6 +65,7 @@ UNITS: dict[str, list[Any]] = {
     "units": [*NOT_TEXTS, []],
     "bucket_mb": [*optional(NOT_REAL), 0, -1.0],
     "activation_checkpointing": [True, 1, "none", [], [1]],
+    "activation_offload": NOT_FLAG,
 }
 REDUCED: dict[str, list[Any]] = {"reduce_dtype": [*NOT_TEXT, "float8"]}
 SHARED = EVERYWHERE | UNITS | REDUCED

@@ -194,7 +194,12 @@ class FullOptimizerState:
         """Return the entries that lie in shards, in the order in which they come."""
         position = {param: place for place, param in enumerate(self._engine.model.parameters())}
         entries = [(index, key) for index, keys in self._slices.items() for key in keys]
-        return sorted(entries, key=lambda one: (str(one[1]), position[self._params[one[0]]]))
+
+        def order(entry: tuple[int, str]) -> tuple[str, int]:
+            index, key = entry  # a parameter that a module has lost comes after all others
+            return str(key), position.get(self._params[index], len(position) + index)
+
+        return sorted(entries, key=order)
 
     def _sliced(self, entry: tuple[int, str], ranks: Collectives) -> SlicedTensor:
         index, key = entry

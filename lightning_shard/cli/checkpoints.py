@@ -2,7 +2,6 @@
 
 import json
 import sys
-import traceback
 from argparse import Namespace
 from math import prod
 from typing import Any
@@ -17,6 +16,7 @@ from rich.tree import Tree
 from lightning_shard.checkpoint.conversion.consolidating import Consolidation, Outcome, consolidate
 from lightning_shard.checkpoint.conversion.description import describe
 from lightning_shard.cli.parsers import dtype_name
+from lightning_shard.cli.refusals import tell
 from lightning_shard.errors import ShardError
 
 _UNITS = ("B", "KB", "MB", "GB", "TB")
@@ -27,10 +27,7 @@ def run(subcommand: str, arguments: Namespace) -> int:
     try:
         return _consolidate(arguments) if subcommand == "consolidate" else _describe(arguments)
     except ShardError as error:
-        if arguments.debug:
-            traceback.print_exc()
-        else:
-            print(f"lightning-shard: {type(error).__name__}: {error}", file=sys.stderr)
+        tell(error, debug=arguments.debug)
         return 1
 
 

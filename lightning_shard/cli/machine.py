@@ -5,8 +5,6 @@ Answers that need no torch come first, within a second; torch is imported for ba
 """
 
 import json
-import sys
-import traceback
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -16,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lightning_shard.cli.refusals import tell
 from lightning_shard.doctor.finding import Finding, size
 from lightning_shard.doctor.host import host
 from lightning_shard.doctor.launcher import launcher
@@ -35,10 +34,7 @@ def run(subcommand: str, given: Namespace) -> int:
     try:
         return _doctor(given) if subcommand == "doctor" else _strategies(given)
     except ShardError as error:
-        if given.debug:
-            traceback.print_exc()
-        else:
-            print(f"lightning-shard: {type(error).__name__}: {error}", file=sys.stderr)
+        tell(error, debug=given.debug)
         return 1
 
 

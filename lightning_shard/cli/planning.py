@@ -5,7 +5,6 @@ its precision and its number of samples are what the search starts from.
 """
 
 import sys
-import traceback
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from lightning.pytorch.cli import LightningCLI
 from rich.console import Console
 from typing_extensions import override
 
+from lightning_shard.cli.refusals import tell
 from lightning_shard.errors import ConfigError, ShardError
 from lightning_shard.planning.plan import Plan
 from lightning_shard.planning.search import plan
@@ -112,10 +112,7 @@ def run(subcommand: str, given: Namespace) -> int:
         if given.picture is not None:
             found.save_picture(given.picture)
     except ShardError as error:
-        if given.debug:
-            traceback.print_exc()
-        else:
-            print(f"lightning-shard: {type(error).__name__}: {error}", file=sys.stderr)
+        tell(error, debug=given.debug)
         return 1
     if given.json:
         print(found.to_json())

@@ -6,7 +6,6 @@ with one message and exit code 1; with `--debug` the traceback comes too.
 """
 
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
 from lightning_shard.cli.nearest import NearestNamesParser
+from lightning_shard.cli.refusals import tell
 from lightning_shard.errors import ShardError
 
 DEBUG_FLAG = "--debug"
@@ -81,9 +81,6 @@ def run() -> int:
     try:
         ShardCLI()
     except ShardError as error:
-        if DEBUG_FLAG in sys.argv:
-            traceback.print_exc()
-        else:
-            print(f"lightning-shard: {type(error).__name__}: {error}", file=sys.stderr)
+        tell(error, debug=DEBUG_FLAG in sys.argv)
         return 1
     return 0

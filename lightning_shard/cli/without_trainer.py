@@ -1,7 +1,6 @@
 """What subcommands share that read a fit's configuration, and make Trainers of their own."""
 
 import sys
-import traceback
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -11,6 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
 
+from lightning_shard.cli.refusals import tell
 from lightning_shard.cli.shard_cli import DEBUG_FLAG, ShardCLI, find_classes_here
 from lightning_shard.errors import ShardError
 
@@ -83,8 +83,5 @@ def run_told(function: Callable[[], int]) -> int:
     try:
         return function()
     except ShardError as error:
-        if DEBUG_FLAG in sys.argv:
-            traceback.print_exc()
-        else:
-            print(f"lightning-shard: {type(error).__name__}: {error}", file=sys.stderr)
+        tell(error, debug=DEBUG_FLAG in sys.argv)
         return REFUSED

@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lightning_shard.backends.pending import Pending
 from lightning_shard.context_parallel.rank_subset import RankSubset
 from lightning_shard.context_parallel.tiles import TiledAttention, Visible
 from lightning_shard.data_parallel.torch_private import untraced
+from lightning_shard.errors import ConfigError
 
 
 @untraced
@@ -187,8 +187,14 @@ class _Ring(torch.autograd.Function):
         return places.left(result)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        is_differentiated = torch.is_grad_enabled()
+        with torch.no_grad():
+            grads = _Ring._gradients(ctx, grad)
+        return *(not_twice(grads) if is_differentiated else grads), None, None, None
+
+    @staticmethod
+    def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
         query, key, value, result, lse = ctx.saved_tensors
         places: _Places = ctx.places
         tiled, groups = _tiled(ctx, query, key), key.shape[-3]
@@ -206,11 +212,35 @@ class _Ring(torch.autograd.Function):
         assert of_pair is not None
         of_key, of_value = _Pair(of_pair, (key.shape, value.shape)).both()
         of_all = (of_query.flatten(-4, -3), of_key, of_value)
-        grads = (
+        return tuple(
             places.left(found.to(one.dtype))
             for found, one in zip(of_all, (query, key, value), strict=True)
         )
-        return *grads, None, None, None
+
+
+class _NotTwice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
+        return tuple(grad.view_as(grad) for grad in grads)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        raise ConfigError(
+            "A gradient is differentiated once more, as by a penalty of it, through attention "
+            "whose keys and values travel between the ranks, which has no second derivative; "
+            "expected ranks that can share the heads. Use fewer ranks for each sequence, or "
+            "strategy='zero2'."
+        )
+
+
+def not_twice(grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return gradients whose own gradient is an error, where a constant would be wrong in silence.
+
+    torch's `once_differentiable` takes them for constants where what comes in is one.
+    """
+    anchor = torch.zeros((), requires_grad=True)
+    made: tuple[Tensor, ...] = _NotTwice.apply(anchor, *grads)  # type: ignore[no-untyped-call]
+    return made
 
 
 def _home(flat: Tensor, step: int, like: Tensor, ring: RankSubset) -> Tensor:

@@ -6,7 +6,7 @@ from itertools import zip_longest
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.shared_memory import refuse_shared_memory
@@ -47,8 +47,15 @@ def check_same_optimizers(
 
     Raises:
         ConfigError: The ranks' optimizers differ; raised on every rank, with the first param
-            group that differs.
+            group that differs. Or one takes sparse gradients only.
     """
+    if any(isinstance(optimizer, SparseAdam) for optimizer in optimizers):
+        raise ConfigError(
+            f"Rank {collectives.rank}: SparseAdam takes sparse gradients only, but ranks exchange "
+            f"dense ones, of embeddings with sparse=True too; expected an optimizer of dense "
+            f"gradients. Use torch.optim.Adam, or SGD or Adagrad, whose update of rows without a "
+            f"gradient is nothing."
+        )
     names = {param: name for name, param in model.named_parameters()}
     mine = [
         f"group {number} of {type(optimizer).__name__}: "
@@ -91,11 +98,48 @@ def _compare(mine: list[str], collectives: Collectives, what: str, advice: str) 
             )
 
 
-def check_trainable(module: nn.Module) -> None:
-    """Raise ConfigError if a module that is to be trained has nothing to train."""
+def check_trainable(module: nn.Module, num_parts: int = 1) -> None:
+    """Raise ConfigError if a module that is to be trained has nothing to train, or wrongly so.
+
+    Args:
+        module: The module, before a fit.
+        num_parts: Into how many parts the ranks divide each batch.
+    """
     if not any(param.requires_grad for param in module.parameters()):
         raise ConfigError(
             f"{type(module).__name__} has no parameter that requires a gradient, expected at least "
             f"one to train. Unfreeze some, or call trainer.validate, test or predict instead of "
             f"fit."
         )
+    if num_parts > 1:
+        refuse_embeddings_of_batches(module, f"{num_parts} ranks have parts of it")
+
+
+def refuse_embeddings_of_batches(module: nn.Module, why: str) -> None:
+    """Raise ConfigError if what an embedding does to a row depends on the whole batch.
+
+    Args:
+        module: The module, before a fit.
+        why: Says who does not have the whole batch.
+    """
+    for name, one in module.named_modules():
+        if not isinstance(one, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        option = "max_norm" if one.max_norm is not None else "scale_grad_by_freq"
+        if getattr(one, option) and (option == "max_norm" or one.weight.requires_grad):
+            raise ConfigError(
+                f"{name!r} has {option}={getattr(one, option)}, which counts or changes the rows "
+                f"that a batch has, but {why}; expected an embedding that treats each row alike. "
+                f"{_INSTEAD[option]}"
+            )
+
+
+_INSTEAD = {
+    "max_norm": (
+        "Leave max_norm out and limit all rows in on_train_batch_start, with torch.no_grad(): "
+        "weight.copy_(weight.renorm(2, 0, max_norm))."
+    ),
+    "scale_grad_by_freq": (
+        "Leave it out, and count rows in on_after_backward, where gradients are the whole batch's."
+    ),
+}

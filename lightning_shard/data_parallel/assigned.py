@@ -11,11 +11,13 @@ assigned to several parameters, or lies in our own buffers, is shared by nobody 
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_shard.data_parallel.tensor_properties import addresses_of
 from lightning_shard.errors import ConfigError
 
 
@@ -34,7 +36,7 @@ class ShownViews:
     def show(self, views: Sequence[Tensor]) -> None:
         """Note that the parameters show these views from now on."""
         self._views = views
-        self._addresses = [view.data_ptr() for view in views]
+        self._addresses = addresses_of(views)
 
     @property
     def are(self) -> Sequence[Tensor]:
@@ -44,7 +46,15 @@ class ShownViews:
     @property
     def stand(self) -> bool:
         """Whether every parameter's memory begins where its view does; a quick check."""
-        return not self._addresses or [p.data_ptr() for p in self._params] == self._addresses
+        return not self._addresses or addresses_of(self._params) == self._addresses
+
+    @property
+    def have_their_form(self) -> bool:
+        """Whether every parameter has the shape and the strides of its view."""
+        return all(
+            [*map(form, self._params)] == [*map(form, self._views)]
+            for form in (Tensor.size, Tensor.stride)
+        )
 
     @property
     def lie_straight(self) -> bool:
@@ -125,14 +135,17 @@ class ParameterPlaces:
             for name, param in module._parameters.items()
             if param is not None
         ]
-        self._watched: list[tuple[dict[str, Any], str, object]] = [
-            *((place.module._parameters, place.name, place.param) for place in self._places),
-            *((m._modules, name, child) for _, m in modules for name, child in m._modules.items()),
+        children = [(m._modules, *item) for _, m in modules for item in m._modules.items()]
+        self._holders: list[dict[str, Any]] = [
+            *(place.module._parameters for place in self._places),
+            *(held for held, _, _ in children),
         ]
+        self._names = [*(place.name for place in self._places), *(name for _, name, _ in children)]
+        self._known = [*(place.param for place in self._places), *(one for _, _, one in children)]
 
     @property
     def _are_as_known(self) -> bool:
-        return not [name for held, name, known in self._watched if held.get(name) is not known]
+        return all(map(is_, map(dict.get, self._holders, self._names), self._known))
 
     def put_back(
         self, take: Callable[[nn.Parameter, Tensor], None]
@@ -160,7 +173,11 @@ class ParameterPlaces:
                 newcomers.setdefault(place.param, {})[place] = new
         left = set(self._model.parameters())
         for param, news in newcomers.items():
-            self._check(param, news, left, modules)
+            try:
+                self._check(param, news, left, modules)
+            except ConfigError:
+                self._put_own_back()  # the run's end is to meet what it knows
+                raise
             new = next(iter(news.values()))
             take(param, new.detach())
             param.requires_grad_(new.requires_grad)
@@ -169,6 +186,10 @@ class ParameterPlaces:
                 replaced.append(ReplacedParameter(place.full_name, modules[place.path], one, param))
         self._look()
         return replaced
+
+    def _put_own_back(self) -> None:
+        for place in self._places:
+            place.module._parameters[place.name] = place.param
 
     def _check(
         self,
@@ -185,6 +206,7 @@ class ParameterPlaces:
                 f"shared out over the ranks. Load the new values into it: "
                 f"module.load_state_dict(other.state_dict())."
             )
+        self._refuse_tie(place, set(news.values()))
         same = all(one.shape == first.shape and torch.equal(one, first) for one in news.values())
         if param in left or not same:
             raise ConfigError(
@@ -192,6 +214,23 @@ class ParameterPlaces:
                 f"the model holds the old one in several places, expected all of them to be "
                 f"replaced by equal values. Copy the value into it: "
                 f"with torch.no_grad(): module.{place.name}.copy_(value)."
+            )
+
+    def _refuse_tie(self, place: _ParameterPath, news: Collection[nn.Parameter]) -> None:
+        """Refuse a parameter that stands in the place of another one, and in a place of its own."""
+        others = [
+            other.full_name
+            for other in self._places
+            if other.param is not place.param
+            and (other.param in news or other.module._parameters.get(other.name) in news)
+        ]
+        if others:
+            raise ConfigError(
+                f"Rank {self._rank}: {place.full_name!r} was replaced by the parameter of "
+                f"{others[0]!r} during the run, expected one that stands nowhere else: the ranks "
+                f"and the optimizers have a place for each. Tie parameters before the fit, in "
+                f"__init__ or configure_model, or copy the value: with torch.no_grad(): "
+                f"module.{place.name}.copy_(value)."
             )
 
 
@@ -223,4 +262,13 @@ def refuse_moved(names: Sequence[str], rank: int) -> ConfigError:
         f"forward and its backward, which under ZeRO stage 3 gathers it again and needs the values "
         f"of the forward; expected it to stay. Assign in on_train_batch_start or "
         f"on_train_batch_end, or use strategy='zero2'."
+    )
+
+
+def taken_out(name: str, why: str) -> ConfigError:
+    """Return the error for a parameter that user code has taken out of its module in a run."""
+    return ConfigError(
+        f"Prune, or parametrize, the model before the fit, or after it, or use strategy='zero2'. "
+        f"{name!r} was taken out of its module in the middle of a run, as torch.nn.utils.prune "
+        f"does, but {why}; expected the names that the model had."
     )

@@ -14,17 +14,19 @@ What user code computes from it element by element is an `AveragedGradient`, too
 its own, and can be put into `.grad` in turn.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
+from typing_extensions import override
 
 from lightning_shard.data_parallel.sharded_tensor import ShardedTensor, refusal, refuse
 from lightning_shard.data_parallel.torch_private import is_traced
 from lightning_shard.errors import ConfigError
+from lightning_shard.tensor_calls import SeesCalls, SeesOperations
 
 _ADD = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
 _ZERO = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
@@ -75,7 +77,7 @@ class GradientNote:
             self.source.changed()
 
 
-class AveragedGradient(Tensor):
+class AveragedGradient(SeesCalls, SeesOperations):
     """Stands for the averaged gradient of one parameter; holds no memory.
 
     Attributes:
@@ -167,12 +169,13 @@ class AveragedGradient(Tensor):
             note.source.changed()
 
     @classmethod
-    def __torch_function__(
+    @override
+    def called(
         cls,
         func: Callable[..., Any],
         types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """Compute what user code asks of the full gradient, on each rank with its own elements.
 
@@ -180,24 +183,18 @@ class AveragedGradient(Tensor):
             ConfigError: The function is neither elementwise nor yields a number for the full
                 gradient.
         """
-        given = tuple(args), dict(kwargs or {})
         if not all(issubclass(one, AveragedGradient) for one in types):
             return NotImplemented  # together with a sharded parameter, which knows what to do
         with torch._C.DisableTorchFunctionSubclass():
             if func in _OF_STAND_IN or is_traced():
-                return func(*given[0], **given[1])
+                return func(*args, **kwargs)
             if func in _ITSELF:
-                return given[0][0]
-            return _computed(func, *given)
+                return args[0]
+            return _computed(func, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    @override
+    def dispatched(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Take note of the gradient that autograd adds, and of zeroing."""
         if func in _ZERO:
             return _zero(args[0])

@@ -28,10 +28,11 @@ from lightning_shard.data_parallel.compression.compressor import Exchange
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.equal_weights import EqualWeights
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
+from lightning_shard.data_parallel.full_values import FullValues
 from lightning_shard.data_parallel.gradient_shards import AbsentGradients, GradientShards
 from lightning_shard.data_parallel.hand_edits import HandEdits
 from lightning_shard.data_parallel.leftovers import mark_leftover, refuse_leftover_shards
-from lightning_shard.data_parallel.model_split import ModelSplit, Unsplit, ranks_of
+from lightning_shard.data_parallel.model_split import ModelSplit, Unsplit
 from lightning_shard.data_parallel.offload.copier import HostCopier
 from lightning_shard.data_parallel.optimizer_view import OptimizerView
 from lightning_shard.data_parallel.options import EngineOptions
@@ -44,7 +45,7 @@ from lightning_shard.data_parallel.shard_advice import explaining_gradients, exp
 from lightning_shard.data_parallel.shard_loading import cut_loaded
 from lightning_shard.data_parallel.sharded_parameter import UserCode
 from lightning_shard.data_parallel.torch_private import gradient_hooks
-from lightning_shard.data_parallel.unit import Unit, of_one_unit
+from lightning_shard.data_parallel.unit import Unit
 from lightning_shard.data_parallel.unsharding import Unsharder
 from lightning_shard.data_parallel.usage import agreement
 
@@ -71,8 +72,8 @@ class DataParallelEngine:
         edits: Averages the gradients that user code has made or edited.
         owners: Who updates the parameters that an optimizer needs full.
         copier: Copies to and from host memory, and counts them; None without offload.
-        around_step: Makes the context in which each step and backward runs, which a hook may have
-            begun.
+        seeing_shards: Makes the context in which the engine works: each step and backward, and what
+            takes over values, which a hook that sees full weights may have begun.
         around_backward: Makes the context in which each backward, with its recomputed forwards,
             runs.
 
@@ -134,9 +135,12 @@ class DataParallelEngine:
         self._loading = cut_loaded(model, self._homes, self.split) if options.stage == 3 else []
         rank = self.collectives.rank
         self.adoption = Adoption(model, self.flats, self._homes, self.split, self._weights, rank)
+        self._full_values = FullValues(
+            model, self._homes, self.units, self.groups, self.split, lambda: self.adopt_assigned()
+        )
         self.user_code = self._look_full()
         self.adoption.sources = self.user_code.sources
-        self.around_step: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.seeing_shards: Callable[[], AbstractContextManager[None]] = nullcontext
         self.around_backward: Callable[[], AbstractContextManager[None]] = nullcontext
         self.hook_trainable()
 
@@ -194,9 +198,15 @@ class DataParallelEngine:
         self._arrivals.watch()
 
     def _arrival(self, position: int, index: int) -> Callable[[Tensor], None]:
+        arrivals = self.gradients[position].arrivals
+        waits = arrivals.waiting.append
+
         def arrived(_: Tensor) -> None:
-            self.shards.changed()
-            self.reducer.arrive(position, index)
+            if arrivals.gathers and index not in arrivals.ends:
+                waits(index)
+            else:
+                self.shards.changed()
+                self.reducer.arrive(position, index)
 
         return arrived
 
@@ -207,7 +217,8 @@ class DataParallelEngine:
             ConfigError: An assigned value cannot be the parameter's.
         """
         self.view.end_interrupted()
-        self.adoption.adopt()
+        with self.seeing_shards():
+            self.adoption.adopt()
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -217,7 +228,7 @@ class DataParallelEngine:
         self.hook_trainable()
         self._buffers.follow(training=self.model.training and torch.is_grad_enabled())
         full = self._unsharder.step(self.user_code) if self._unsharder else nullcontext()
-        with self.around_step(), full, self.explaining_shards():
+        with self.seeing_shards(), full, self.explaining_shards():
             yield
 
     def explaining_shards(self) -> AbstractContextManager[None]:
@@ -241,7 +252,7 @@ class DataParallelEngine:
         if self._unsharder is not None:
             self._unsharder.unshard_root_units()
         with (
-            self.around_step(),
+            self.seeing_shards(),
             self.around_backward(),
             self.reducer.backward(is_used),
             explaining_gradients(self.options.stage),
@@ -350,8 +361,7 @@ class DataParallelEngine:
         """Return the buffer that holds `param`, and its index there."""
         return self._homes[param]
 
-    @contextmanager
-    def loading(self, missing: Container[str]) -> Iterator[None]:
+    def loading(self, missing: Container[str]) -> AbstractContextManager[None]:
         """Let every parameter be full inside, without values, and take in what they are set to.
 
         Elements that nobody sets keep their value.
@@ -359,35 +369,11 @@ class DataParallelEngine:
         Args:
             missing: Names of the parameters that keep their value; read at the end.
         """
-        self.adopt_assigned()
-        for flat in self.flats:
-            flat.present_shards(sharded=False)
-        shown = [(param, param.data, param.grad) for param in self.model.parameters()]
-        for param, value, _ in shown:
-            param.grad = None
-            param.data = blank(self.full_shape(param), value.dtype)
-        try:
-            yield
-            for name, param in self.model.named_parameters():
-                if param in self._homes and name not in missing:
-                    flat, index = self.owner(param)
-                    flat.load(index, self.split.local(param, param.data))
-        finally:
-            for param, value, grad in shown:
-                param.data, param.grad = value, grad
-            for unit in self.units:
-                for flat in unit.flats if unit.is_resharded else ():
-                    flat.present_shards(sharded=True)
+        return self._full_values.loading(missing)
 
     def full_shape(self, param: nn.Parameter) -> Sequence[int]:
         """Return the full shape of `param`, however it shows itself now."""
-        shape = self.split.full_shapes.get(param)
-        if shape is not None:
-            return shape
-        if param not in self._homes:  # user code has added it since
-            return param.shape
-        flat, index = self.owner(param)
-        return flat.layout.slots[index].shape
+        return self._full_values.shape(param)
 
     def full_parameters(
         self, *, everywhere: bool = False, without: Container[nn.Parameter] = ()
@@ -402,25 +388,7 @@ class DataParallelEngine:
             Each parameter with its full value in the optimizer's format, on the ranks that are
             the first of their data-parallel group; nothing on the others.
         """
-        self.adopt_assigned()
-        if not self.groups.is_first_copy:
-            return
-        come: dict[FlatParameters, list[Tensor]] = {}
-        for param in self.model.parameters():
-            if param in without:
-                continue
-            value = param.data
-            if param in self._homes:
-                flat, index = self.owner(param)
-                if flat not in come:
-                    come = of_one_unit(come, flat, self.units)
-                    come[flat] = flat.full_values()
-                value = come[flat][index]
-            if everywhere or ranks_of(param, self.groups, self.split).dp.rank == 0:
-                value = self.split.full(param, value.detach())
-            if everywhere or self.collectives.rank == 0:
-                yield param, value
-            del value  # its unit is let go of before the next one comes
+        return self._full_values.each(everywhere=everywhere, without=without)
 
     def numbered_shards(self) -> dict[tuple[int, int], int]:
         """Return by address and size a number for each shard on this rank, also of copies."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.content import contents
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
+from lightning_shard.data_parallel.tensor_properties import VERSION
 from lightning_shard.errors import ConfigError
 
 _COMPARE_EVERY = 64  # agreements
@@ -61,7 +62,7 @@ class EqualWeights:
         self._was_assigned = True
 
     def _versions(self) -> int:
-        return sum(param._version for flat in self._flats for param in flat.params)
+        return sum(sum(map(VERSION, flat.params)) for flat in self._flats)
 
     @property
     def have_moved(self) -> bool:

@@ -18,11 +18,13 @@ then on is its `GradientState`; the memory, and what stands in `.grad`, are thos
 
 from collections.abc import Sequence
 from operator import and_
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from lightning_shard.backends.pending import Pending
+from lightning_shard.data_parallel.arrivals import Arrivals
 from lightning_shard.data_parallel.averaged_gradient import AveragedGradient
 from lightning_shard.data_parallel.compression.compressor import Exchange
 from lightning_shard.data_parallel.data_groups import DataGroups
@@ -30,7 +32,13 @@ from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.gradient_buffer import GradientBuffer
 from lightning_shard.data_parallel.gradient_state import GradientStates
 from lightning_shard.data_parallel.own_gradients import OwnGradients
-from lightning_shard.data_parallel.sharded_parameter import OWN_GRAD, as_they_are
+from lightning_shard.data_parallel.sharded_parameter import as_they_are
+from lightning_shard.data_parallel.tensor_properties import (
+    IS_SPARSE,
+    OWN_GRAD,
+    REQUIRES_GRAD,
+    num_trained,
+)
 from lightning_shard.data_parallel.unrecorded import unrecorded
 from lightning_shard.errors import ConfigError
 
@@ -48,6 +56,7 @@ class FlatGradients:
     Attributes:
         buffer: The memory in which the gradients lie.
         states: States of the parameters' gradients, in buffer order.
+        arrivals: Gradients that have come, and wait to be taken.
         own: The gradients that user code has made or edited.
         was_reduced: Whether a reduction has begun in this backward.
         is_owed: Whether gradients were accumulated that no reduction has taken, on any rank.
@@ -73,7 +82,8 @@ class FlatGradients:
         self.own = OwnGradients(self.buffer, groups.dp)
         self._groups = groups
         self._reduce_dtype = reduce_dtype or flat.full.dtype
-        self._seen: set[int] = set()  # arrived in this backward
+        self.arrivals = Arrivals(flat.params)
+        self._seen: dict[int, None] = {}  # arrived in this backward, in their order
         self._expected = 0  # of _seen; a lower bound while backward runs
         self._averages: dict[int, Tensor] = {}  # of full gradients, while others travel
         self._pending: tuple[Pending | Exchange, Tensor] | None = None
@@ -96,16 +106,18 @@ class FlatGradients:
         return self._num_trained > 0
 
     @property
+    @as_they_are
     def _num_trained(self) -> int:
-        return [param.requires_grad for param in self.flat.params].count(True)
+        return num_trained(self.flat.params)
 
     @property
     def is_complete(self) -> bool:
         """Whether every parameter that can has had its gradient in this backward."""
         if self.is_closed:
             return True
-        if len(self._seen) < self._expected:
+        if len(self._seen) + len(self.arrivals.waiting) < self._expected:
             return False
+        self.accept_waiting()
         self._expected = self._num_trained
         return len(self._seen) >= self._expected
 
@@ -144,7 +156,7 @@ class FlatGradients:
         else:
             self.buffer.observe(index)
             self.buffer.store(index, self._with_users(index, grad))
-        self._seen.add(index)
+        self._seen[index] = None
 
     @as_they_are
     def _with_users(self, index: int, grad: Tensor) -> Tensor:
@@ -174,7 +186,38 @@ class FlatGradients:
             self.states.arrive(index)
         else:
             self.buffer.store(index, self._arrived(index, grad))
-        self._seen.add(index)
+        if not self._seen:
+            self.buffer.forget_absent()
+            self.arrivals.begin()
+        self._seen[index] = None
+
+    @as_they_are
+    def accept_waiting(self) -> None:
+        """Take the gradients that have come since the last one was taken."""
+        if not self.arrivals.waiting:
+            return
+        indices = self.arrivals.take()
+        params = [self.flat.params[index] for index in indices]
+        grads = [*map(OWN_GRAD, params)]
+        if self._are_ordinary(indices, params, grads):
+            self.buffer.store_all(indices, cast("list[Tensor]", grads))
+            self._seen.update(dict.fromkeys(indices))
+            return
+        for index in indices:
+            self.accept(index)
+
+    def _are_ordinary(
+        self, indices: Sequence[int], params: Sequence[Tensor], grads: Sequence[Tensor | None]
+    ) -> bool:
+        """Whether gradients are tensors that autograd has just made, each for its first time."""
+        is_first = len({*indices}) == len(indices) and self._seen.keys().isdisjoint(indices)
+        if not is_first or self.was_reduced or self.buffer.must_set_aside:
+            return False
+        if {*map(type, grads)} != {Tensor} or num_trained(params) < len(params):
+            return False
+        made = cast("Sequence[Tensor]", grads)
+        is_plain = not (any(map(REQUIRES_GRAD, made)) or any(map(IS_SPARSE, made)))
+        return is_plain and self.states.are_none(indices)
 
     def _expect(self, index: int) -> None:
         if not self._seen:
@@ -207,6 +250,7 @@ class FlatGradients:
         Raises:
             ConfigError: The gradient has not been averaged, or is gone.
         """
+        self.accept_waiting()
         self.buffer.observe(index)
         if (
             self.states.is_local[index]
@@ -225,6 +269,7 @@ class FlatGradients:
     def begin_reduce(self) -> None:
         """Start averaging the full buffer over the ranks; each rank must call."""
         self.finish_reduce()
+        self.accept_waiting()
         self.was_reduced, self.is_owed = True, False
         full = self.buffer.allocate()
         self.own.send_along(self.buffer.observe_all())
@@ -235,13 +280,16 @@ class FlatGradients:
         self._clear_unused(used)
         self.states.all_leave()
         if not self.accumulates:
-            self.buffer.give_up_full()
+            self.buffer.send_off()
         if self.exchange is not None and not self._passes(self.exchange, full, used, twice):
             out = full if self.flat.stage == 0 else self._target(self.flat.master_dtype)
             self.exchange.begin(full, out, used)
             self._pending = self.exchange, out
         else:
-            self._send(full.to(self._reduce_dtype))
+            send = full.to(self._reduce_dtype)
+            if send is not full:
+                self.buffer.free_sent()
+            self._send(send)
 
     def _clear_unused(self, used: Sequence[bool]) -> None:
         for index in (index for index, is_used in enumerate(used) if not is_used):
@@ -325,6 +373,7 @@ class FlatGradients:
         pending, out = self._pending
         pending.wait()
         self._pending = None
+        self.buffer.free_sent()
         if self.flat.stage == 0:
             full = self.buffer.allocate()
             if out is not full:
@@ -351,6 +400,7 @@ class FlatGradients:
 
     def end_backward(self) -> None:
         """Forget which gradients this backward has brought."""
+        self.arrivals.end([*self._seen])
         self._seen.clear()
         self._expected = self._num_trained
         self.was_reduced = self.is_closed = False

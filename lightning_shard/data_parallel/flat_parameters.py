@@ -206,8 +206,13 @@ class FlatParameters:
         """Let every parameter show its full shape; `full` must be unsharded."""
         self.present_shards(sharded=False)
         self.see_assigned()  # the views are others after it
-        self._point(self._all, self.full_views)
-        self._shown.show(self.full_views)
+        self._show(self.full_views)
+
+    def _show(self, views: list[Tensor]) -> None:
+        """Point parameters at views, unless they show these; `see_assigned` has been called."""
+        if self._shown.are is not views or not self._shown.have_their_form:
+            self._point(self._all, views)
+            self._shown.show(views)
 
     def _point(self, indices: Sequence[int], views: Sequence[Tensor]) -> None:
         lifted = self.stand_ins.lift(indices)
@@ -366,8 +371,7 @@ class FlatParameters:
     def present_local(self) -> None:
         """Let every parameter show this rank's shard."""
         self.see_assigned()
-        self._point(self._all, self.local_views)
-        self._shown.show(self.local_views)
+        self._show(self.local_views)
 
     @as_they_are
     @unrecorded
@@ -375,8 +379,7 @@ class FlatParameters:
         """Let every parameter show the shard that the optimizer updates."""
         self.see_assigned()
         self.settle()
-        self._point(self._all, self.master_views)
-        self._shown.show(self.master_views)
+        self._show(self.master_views)
 
     def settle(self) -> None:
         """Under offload, carry user code's changes of the shard over to the optimizer's."""

@@ -12,7 +12,7 @@ as the full gradient does. The buffer learns what user code has done to `.grad` 
 
 from collections.abc import Sequence
 from itertools import compress
-from operator import and_
+from operator import and_, is_
 from sys import getrefcount
 
 import torch
@@ -23,7 +23,8 @@ from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.flat_views import full_views
 from lightning_shard.data_parallel.gradient_state import GradientStates
 from lightning_shard.data_parallel.offload.host_gradients import HostGradients
-from lightning_shard.data_parallel.sharded_parameter import OWN_GRAD, as_they_are
+from lightning_shard.data_parallel.sharded_parameter import as_they_are
+from lightning_shard.data_parallel.tensor_properties import OWN_GRAD, SET_OWN_GRAD, addresses_of
 from lightning_shard.data_parallel.torch_private import storage_uses
 from lightning_shard.data_parallel.unrecorded import unrecorded
 
@@ -46,6 +47,7 @@ class GradientBuffer:
         accumulates: Whether gradients stay in `full` until a backward that synchronises.
         is_plain: Whether `.grad` stays a full gradient once it is an average.
         shows_sums: Whether `.grad` is a view of `full` while this rank adds up.
+        sets_aside: Whether the averages lie in a part of `full`, which takes new gradients.
     """
 
     def __init__(self, flat: FlatParameters) -> None:
@@ -61,7 +63,10 @@ class GradientBuffer:
         self.accumulates = flat.stage < 2
         self.is_plain = not flat.has_local_form
         self.shows_sums = self.is_plain
+        self.sets_aside = self.accumulates and not self.is_plain
         self._stash: Tensor | None = None
+        self._sent: tuple[Tensor, list[Tensor]] | None = None
+        self._spare: tuple[Tensor, list[Tensor]] | None = None  # without memory, for the next
         self._addresses: list[int] = []  # of the views
         self._own_uses = 0  # of the memory of `full`, by us
 
@@ -71,15 +76,19 @@ class GradientBuffer:
         if self.full is not None:
             return self.full
         kind = self.flat.master_dtype if self.accumulates else self.flat.full.dtype
-        self.full = self.flat.memory.like(self.flat.full, kind)
-        self.views = full_views(self.full, self.flat.layout)
+        if self._spare is not None:
+            (self.full, self.views), self._spare = self._spare, None
+            self.full.untyped_storage().resize_(self.full.nbytes)
+        else:
+            self.full = self.flat.memory.like(self.flat.full, kind)
+            self.views = full_views(self.full, self.flat.layout)
         for start, stop in self.flat.layout.gaps:  # padding travels too: keep it zero
             self.full[start:stop].zero_()
         if self.accumulates and self.local is None:
             bounds = self.flat.layout.shard_bounds(self.flat.shard_index)
             self.local = self.full[slice(*bounds)]
             self.local_views = self.flat.shard_views(self.local)
-        self._addresses = [view.data_ptr() for view in self.views]
+        self._addresses = addresses_of(self.views)
         self._own_uses = storage_uses(self.full)
         return self.full
 
@@ -92,7 +101,7 @@ class GradientBuffer:
         """Where user code has assigned `.grad.data`, know the tensor in `.grad` for the user's."""
         if self.full is None or not self.shows_sums:
             return
-        addresses = [view.data_ptr() for view in self.views]
+        addresses = addresses_of(self.views)
         if addresses == self._addresses:
             return
         for index, slot in enumerate(self.flat.layout.slots):
@@ -116,8 +125,25 @@ class GradientBuffer:
             self.give_up_full()
 
     def give_up_full(self) -> None:
-        """Keep `full` no longer: it is on its way."""
+        """Keep `full` no longer."""
         self.full, self.views = None, []
+
+    def send_off(self) -> None:
+        """Let `full` be on its way, so that what comes meanwhile gets memory of its own."""
+        assert self.full is not None
+        self._sent = self.full, self.views
+        self.give_up_full()
+
+    def free_sent(self) -> None:
+        """Free what was sent off, once nobody reads it any more, but keep its views for the next.
+
+        To make the views of a buffer anew takes longer than to copy small gradients into them.
+        """
+        sent, self._sent = self._sent, None
+        if sent is None or self.full is not None or not sent[0].untyped_storage().resizable():
+            return
+        sent[0].untyped_storage().resize_(0)
+        self._spare = sent
 
     def target(self, dtype: torch.dtype, *, travels_on: bool) -> Tensor:
         """Return the tensor for a new average: `local`, or new memory when `local` is taken.
@@ -149,9 +175,36 @@ class GradientBuffer:
             self.flat.stand_ins.put([index])
         self.states.arrive(index)
 
+    def store_all(self, indices: Sequence[int], grads: list[Tensor]) -> None:
+        """Put the first gradients of some parameters into `full`, and show them.
+
+        Args:
+            indices: Parameters whose gradients are NONE.
+            grads: Their gradients, dense and in no graph; nothing must be set aside for them.
+        """
+        views = [self.views[index] for index in indices]
+        torch._foreach_copy_(views, grads)
+        if self.shows_sums:
+            for index, view in zip(indices, views, strict=True):
+                SET_OWN_GRAD(self.flat.params[index], view)
+        else:
+            self.flat.stand_ins.put(indices)
+        self.states.all_arrive(indices)
+
+    @property
+    def must_set_aside(self) -> bool:
+        """Whether averages lie in a part of `full` that new gradients overwrite."""
+        return self.sets_aside and self.states.any_reduced
+
+    @as_they_are
+    def forget_absent(self) -> None:
+        """Note that gradients are gone which stand in no `.grad` any more."""
+        grads = enumerate(map(OWN_GRAD, self.flat.params))
+        self.forget([index for index, grad in grads if grad is None])
+
     def set_aside(self) -> None:
         """Keep the averages that lie in a part of `full` before new gradients overwrite it."""
-        if not self.accumulates or self.is_plain or not self.states.any_reduced:
+        if not self.must_set_aside:
             return
         if self._stash is not None or self.is_on_host:
             return
@@ -239,8 +292,10 @@ class GradientBuffer:
         Returns:
             The indices of tensors of the user's, where the engine would let a stand-in stand.
         """
-        own = []
         grads = [*map(OWN_GRAD, self.flat.params)]
+        if self.shows_sums and len(self.views) == len(grads) and all(map(is_, grads, self.views)):
+            return []
+        own = []
         self.forget([index for index, grad in enumerate(grads) if grad is None])
         for index, (grad, note) in enumerate(zip(grads, self.flat.stand_ins.notes, strict=True)):
             if isinstance(grad, AveragedGradient):
@@ -277,6 +332,7 @@ class GradientBuffer:
             param.grad = None
         self.forget(range(len(self.states)))
         self.full, self.views, self._stash = None, [], None
+        self._sent = self._spare = None
         self.local, self.local_views = None, []
         if self.host is not None:
             self.host.drop()

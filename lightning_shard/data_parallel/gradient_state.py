@@ -64,6 +64,11 @@ class GradientStates:
         somewhere = self.is_local[index] or self.is_reduced[index]
         return not (somewhere or self.is_used[index] or self.is_valid[index])
 
+    def are_none(self, indices: Sequence[int]) -> bool:
+        """Whether there is none of some gradients, and has been none since `forget`."""
+        known = (self.is_local, self.is_reduced, self.is_used, self.is_valid)
+        return not any(_YES in map(one.__getitem__, indices) for one in known)
+
     @property
     def all_reduced(self) -> bool:
         """Whether an average of every gradient lies in the shard."""
@@ -82,6 +87,11 @@ class GradientStates:
     def arrive(self, index: int) -> None:
         """Note that this rank has a new gradient."""
         self.is_local[index] = self.is_used[index] = _YES
+
+    def all_arrive(self, indices: Iterable[int]) -> None:
+        """Note that this rank has new gradients."""
+        for index in indices:
+            self.is_local[index] = self.is_used[index] = _YES
 
     def leave(self, index: int) -> None:
         """Note that nothing lies in the full buffer any more: the gradient was zeroed."""

@@ -5,6 +5,7 @@ modules are walked through once, and again only after one was added, removed or 
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from operator import is_
 
 from torch import nn
@@ -25,11 +26,15 @@ class KnownModules:
 
     def _walk(self) -> None:
         self._modules = tuple(self._root.modules())
-        self._children = children_of(self._modules)
+        self._held = children_of(self._modules)
+        self._children = self._children_now()
+
+    def _children_now(self) -> list[nn.Module | None]:
+        return [*chain.from_iterable(map(dict.values, self._held))]
 
     def now(self) -> Sequence[nn.Module]:
         """Return the modules that there are now, in the order of `nn.Module.modules`."""
-        children = children_of(self._modules)
+        children = self._children_now()
         if len(children) != len(self._children) or not all(map(is_, children, self._children)):
             self._walk()
         return self._modules

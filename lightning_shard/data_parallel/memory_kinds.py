@@ -26,6 +26,9 @@ class MemoryKinds:
         communication: Bytes of full gradients that are on their way to the ranks that have them.
         optimizer_state: Bytes of the optimizer's state.
         offloaded: Bytes in host memory besides, under offload.
+        activations_on_host: Bytes of the host memory that activations lie in.
+        gathered_matrices: Bytes of matrices and their gradients that an optimizer of full matrices
+            needs on this rank while it updates them, where layers are in parts.
         others: Bytes of activations and all else that torch has allocated on the device; None where
             that cannot be told, as on a CPU.
         process: Bytes of the whole process, where `others` cannot be told; None where neither can.
@@ -37,6 +40,8 @@ class MemoryKinds:
     communication: int
     optimizer_state: int
     offloaded: int = 0
+    activations_on_host: int = 0
+    gathered_matrices: int = 0
     others: int | None = None
     process: int | None = None
 
@@ -56,6 +61,11 @@ class MemoryKinds:
         ]
         if self.offloaded:
             parts.append(f"in host memory {format_bytes(self.offloaded)}")
+        if self.activations_on_host:
+            parts.append(f"activations in host memory {format_bytes(self.activations_on_host)}")
+        if self.gathered_matrices:
+            size = format_bytes(self.gathered_matrices)
+            parts.append(f"matrices gathered while an optimizer updates them {size}")
         if self.others is not None:
             parts.append(f"activations and others {format_bytes(self.others)}")
         elif self.process is not None:
@@ -65,12 +75,20 @@ class MemoryKinds:
         return ", ".join(parts)
 
 
-def memory_kinds(engine: DataParallelEngine, optimizers: Iterable[Optimizer]) -> MemoryKinds:
+def kinds_of(
+    engine: DataParallelEngine,
+    optimizers: Iterable[Optimizer],
+    *,
+    activations_on_host: int = 0,
+    gathered_matrices: int = 0,
+) -> MemoryKinds:
     """Return what this rank holds now.
 
     Args:
         engine: The engine whose model it is.
         optimizers: All optimizers of the model.
+        activations_on_host: Bytes of the host memory that activations lie in.
+        gathered_matrices: Bytes that this rank gathers for an update.
     """
     counted = held(engine, optimizers)
     gathered = storage_bytes(flat.full for flat in engine.flats if flat.reshards)
@@ -86,6 +104,8 @@ def memory_kinds(engine: DataParallelEngine, optimizers: Iterable[Optimizer]) ->
         communication=on_their_way,
         optimizer_state=counted.optimizer_state,
         offloaded=counted.offloaded,
+        activations_on_host=activations_on_host,
+        gathered_matrices=gathered_matrices,
     )
     return _with_others(found, engine.device)
 

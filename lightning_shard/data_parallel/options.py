@@ -52,6 +52,8 @@ class EngineOptions:
             matrices; see `layout/owned`.
         activation_checkpointing: Blocks whose activations are computed again in backward: see
             `checkpointed_blocks`.
+        activation_offload: Whether what autograd saves lies in host memory until backward: see
+            `offload.activations`.
         offload: What lies in host memory, see `offload`: "optimizer", the optimizer's shards, their
             gradients and its state, from stage 1 on; "parameters", under stage 3, the parameters'
             shards as well, which the device then has only while they are unsharded.
@@ -66,6 +68,7 @@ class EngineOptions:
     compression: Compressor | None = None
     owned: Collection[nn.Parameter] = frozenset()
     activation_checkpointing: ActivationCheckpointing | None = None
+    activation_offload: bool = False
     offload: Offload | None = None
     prefetch: int | None = None
 

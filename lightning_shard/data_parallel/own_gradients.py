@@ -6,13 +6,15 @@ reduced as those of a backward are, see `FlatGradients.reduce_given`.
 """
 
 from collections.abc import Sequence
+from operator import is_
 
 from torch import Tensor
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.averaged_gradient import AveragedGradient
 from lightning_shard.data_parallel.gradient_buffer import GradientBuffer
-from lightning_shard.data_parallel.sharded_parameter import OWN_GRAD, as_they_are
+from lightning_shard.data_parallel.sharded_parameter import as_they_are
+from lightning_shard.data_parallel.tensor_properties import OWN_GRAD
 from lightning_shard.data_parallel.unrecorded import unrecorded
 from lightning_shard.errors import ConfigError
 
@@ -61,7 +63,9 @@ class OwnGradients:
     @property
     def which_are_there(self) -> list[bool]:
         """Whether each parameter has a gradient here, under stage 0; later stages have agreed."""
-        return [param.grad is not None for param in self._flat.params if self._flat.stage == 0]
+        if self._flat.stage > 0:
+            return []
+        return [param.grad is not None for param in self._flat.params]
 
     @as_they_are
     def _which_are_own(self) -> list[bool]:
@@ -69,6 +73,8 @@ class OwnGradients:
         self._buffer.see_assigned()
         views = self._buffer.views_or_none
         grads = [*map(OWN_GRAD, self._flat.params)]
+        if all(map(is_, grads, views)):
+            return [False] * len(grads)
         return [
             not (grad is None or grad is view or isinstance(grad, AveragedGradient))
             for grad, view in zip(grads, views, strict=True)

@@ -9,23 +9,44 @@ A gradient refuses operations that cannot be computed from its shards; a paramet
 the one operation, tensor by tensor. Each rank must do the same, in the same order.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
+from typing_extensions import override
 
 from lightning_shard.data_parallel.averaged_gradient import AveragedGradient
 from lightning_shard.data_parallel.sharded_tensor import NotShardedError, ShardedTensor
 from lightning_shard.data_parallel.torch_private import is_composite
 from lightning_shard.errors import ConfigError
+from lightning_shard.tensor_calls import SeesCalls, SeesOperations
 
 _Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
-class ParameterShard(ShardedTensor):
+class _ComputedInFull(SeesCalls, SeesOperations):
+    """Tensors of which user code computes as with full ones."""
+
+    @classmethod
+    @override
+    def called(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """See to what never reaches `dispatched`, and to graphs."""
+        if any(issubclass(one, nn.Parameter) for one in types):
+            return NotImplemented  # together with a sharded parameter, which knows what to do
+        with torch._C.DisableTorchFunctionSubclass():
+            return computed(func, args, kwargs)
+
+
+class ParameterShard(_ComputedInFull, ShardedTensor):  # type: ignore[misc]
     """Looks like a full parameter, or a result of one, of which this rank has `local`."""
 
     gathers = True
@@ -36,32 +57,14 @@ class ParameterShard(ShardedTensor):
         return full.view(self.shape).to(self.device)
 
     @classmethod
-    def __torch_function__(  # type: ignore[override]
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """See to what never reaches `__torch_dispatch__`, and to graphs."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return computed(func, tuple(args), dict(kwargs or {}))
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    @override
+    def dispatched(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute in shards, over the ranks, or on full copies."""
-        kwargs = dict(kwargs or {})
         if is_composite(func):
             return func.decompose(*args, **kwargs)  # as under inference mode
         if torch.Tag.nondeterministic_seeded not in func.tags:
             try:
-                return super().__torch_dispatch__(func, types, args, kwargs)
+                return super().dispatched(func, args, kwargs)
             except NotShardedError:
                 pass  # decided by what is alike on all ranks, before anything was sent
         if func.is_view and isinstance(args[0], ParameterShard):
@@ -91,7 +94,7 @@ class _Step:
         return chosen
 
 
-class ShardView(Tensor):
+class ShardView(_ComputedInFull):
     """Some of the elements of a `ParameterShard`, brought together whenever they are used.
 
     Attributes:
@@ -125,27 +128,9 @@ class ShardView(Tensor):
         return self.taken_from(self.base.full_tensor()).clone()
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """See to what never reaches `__torch_dispatch__`, and to graphs."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return computed(func, tuple(args), dict(kwargs or {}))
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    @override
+    def dispatched(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Look at other elements, or compute on full copies."""
-        kwargs = dict(kwargs or {})
         if is_composite(func):
             return func.decompose(*args, **kwargs)
         if func.is_view and isinstance(args[0], ShardView):

@@ -9,7 +9,7 @@ unshards a block for its backward, and what is computed again finds its paramete
 recomputation draws the forward's random numbers and leaves everything beside its tensors as it was.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
@@ -20,13 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    SelectiveCheckpointContext,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from lightning_shard.data_parallel.kept_inputs import by_position
+from lightning_shard.data_parallel.kept_results import KeptResults, policy
+from lightning_shard.data_parallel.offload.activations import Here, Saved, kept_by
 from lightning_shard.data_parallel.recomputed_state import (
     Drawn,
     attributes_kept,
@@ -36,7 +34,6 @@ from lightning_shard.data_parallel.recomputed_state import (
     statistics_kept,
 )
 from lightning_shard.data_parallel.torch_private import (
-    TorchDispatchMode,
     in_backward,
     is_checkpointing,
     saving_hook,
@@ -45,22 +42,6 @@ from lightning_shard.data_parallel.torch_private import (
 
 CACHES = "transformers.cache_utils"  # what they keep of a block is for that block alone
 RECOMPUTED = "_lightning_shard_recomputed"  # set on blocks
-_aten = torch.ops.aten
-_KEPT = {
-    _aten.mm.default,
-    _aten.addmm.default,
-    _aten.bmm.default,
-    _aten.baddbmm.default,
-    _aten.convolution.default,
-    _aten._grouped_mm.default,
-    _aten._scaled_mm.default,
-}
-_KEPT_WITHOUT_DROPOUT = {  # position of the probability: a skipped draw would shift later ones
-    _aten._scaled_dot_product_flash_attention.default: 3,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default: 3,
-    _aten._scaled_dot_product_efficient_attention.default: 5,
-    _aten._scaled_dot_product_cudnn_attention.default: 5,
-}
 
 
 class Recomputed:
@@ -125,7 +106,7 @@ def _fully(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _selectively(self: Any, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
-        contexts = partial(create_selective_checkpoint_contexts, _policy)
+        contexts = partial(create_selective_checkpoint_contexts, policy)
         own = _own_forward(self)
         return checkpoint(own, *args, use_reentrant=False, context_fn=contexts, **kwargs)
     return _eagerly(self, _selective_contexts, args, kwargs)
@@ -140,11 +121,19 @@ def _own_forward(block: Any) -> Callable[..., Any]:
 
 
 class _Call(NamedTuple):
-    """One call of a block, with the tensors that it was given."""
+    """One call of a block.
+
+    Attributes:
+        block: The block that is called.
+        name: Name of the block, for messages.
+        inputs: The tensors that it was given, where an observer asks for them.
+        keep: Keeps a tensor without a graph from forward to backward.
+    """
 
     block: nn.Module
     name: str
-    inputs: list[Tensor]
+    inputs: Sequence[Tensor]
+    keep: Callable[[Tensor], Saved]
 
 
 def _eagerly(
@@ -156,18 +145,32 @@ def _eagerly(
     """Call a block in a checkpoint, unless there is none to make or it is in one already."""
     own = _own_forward(block)
     checkpoints_itself = getattr(block, "gradient_checkpointing", False) and block.training
-    is_inside = in_backward() or is_checkpointing(saving_hook())
+    hook = saving_hook()
+    is_inside = in_backward() or is_checkpointing(hook)
     if not torch.is_grad_enabled() or is_inside or checkpoints_itself:
         return own(*args, **kwargs)
     args, kwargs = _without_caches(args), _without_caches(kwargs)
-    inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    made = partial(contexts, _Call(block, vars(block)[RECOMPUTED].name, inputs))
-    if (observer := _observer.get()) is not None:
-        # a hook on saved tensors, as an observer has, would get a sharded input gathered
+    observer, keep = _observer.get(), kept_by(hook) or Here
+    inputs: list[Tensor] = []
+    if observer is not None:
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         observer.keep(inputs)
-        called = partial(own, *args, **kwargs)
-        return checkpoint(called, use_reentrant=False, context_fn=made)
-    return checkpoint(own, *args, use_reentrant=False, context_fn=made, **kwargs)
+        keep = _Observed(keep, observer)
+    call = _Call(block, vars(block)[RECOMPUTED].name, inputs, keep)
+    called, values = by_position(own, args, kwargs, None if hook is None else keep)
+    return checkpoint(called, *values, use_reentrant=False, context_fn=partial(contexts, call))
+
+
+class _Observed:
+    """Keeps tensors, of which an observer hears."""
+
+    def __init__(self, keep: Callable[[Tensor], Saved], observer: Observer) -> None:
+        self._keep, self._observer = keep, observer
+
+    def __call__(self, tensor: Tensor) -> Saved:
+        """Keep a tensor."""
+        self._observer.keep([tensor])
+        return self._keep(tensor)
 
 
 def _without_caches(arguments: Any) -> Any:
@@ -188,29 +191,24 @@ def _full_contexts(call: _Call) -> tuple[Any, Any]:
 
 
 def _selective_contexts(call: _Call) -> tuple[Any, Any]:
-    drawn = Drawn()
-    caching, cached = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
+    drawn, results = Drawn(), KeptResults(call.keep)
     return (
-        _Anew(partial(_keeping, drawn, caching)),
-        _Anew(partial(_recomputing_rest, call, drawn, cached)),
+        _Anew(partial(_keeping, drawn, results)),
+        _Anew(partial(_recomputing_rest, call, drawn, results)),
     )
 
 
 @contextmanager
-def _keeping(drawn: Drawn, caching: AbstractContextManager[Any]) -> Iterator[None]:
+def _keeping(drawn: Drawn, results: KeptResults) -> Iterator[None]:
     """Run a forward inside that keeps some results."""
-    observer = _observer.get()
-    noting = nullcontext() if observer is None else _NotingKept(observer)
-    with drawn.noting(), noting, caching:
+    with drawn.noting(), results.keeping():
         yield
 
 
 @contextmanager
-def _recomputing_rest(
-    call: _Call, drawn: Drawn, cached: AbstractContextManager[Any]
-) -> Iterator[None]:
+def _recomputing_rest(call: _Call, drawn: Drawn, results: KeptResults) -> Iterator[None]:
     """Run a recomputation inside that finds what was kept."""
-    with explained(call.block, call.name), _recomputing(call, drawn), cached:
+    with explained(call.block, call.name), _recomputing(call, drawn), results.finding():
         yield
 
 
@@ -258,37 +256,3 @@ class _Anew:
 
     def __exit__(self, *error: Any) -> bool | None:
         return self._entered.pop().__exit__(*error)
-
-
-def _policy(
-    context: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any
-) -> CheckpointPolicy:
-    """Say whether the result of an operation is kept."""
-    return CheckpointPolicy.MUST_SAVE if _is_kept(operation, args, kwargs) else _RECOMPUTE
-
-
-_RECOMPUTE = CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _is_kept(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    place = _KEPT_WITHOUT_DROPOUT.get(operation)
-    if place is None:
-        return operation in _KEPT
-    given = args[place] if len(args) > place else kwargs.get("dropout_p", 0.0)
-    return not given
-
-
-class _NotingKept(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tells an observer of the results that a selective checkpoint keeps."""
-
-    def __init__(self, observer: Observer) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._observer = observer
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if _is_kept(func, args, kwargs or {}):
-            self._observer.keep([one for one in tree_leaves(result) if isinstance(one, Tensor)])
-        return result

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.data_parallel.content import content
+from lightning_shard.data_parallel.offload.stretch import ChangedError
 from lightning_shard.data_parallel.torch_private import BatchNorm
 from lightning_shard.errors import ConfigError
 
@@ -146,17 +147,13 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 @contextmanager
 def explained(block: nn.Module, name: str) -> Iterator[None]:
-    """Say what to do where torch cannot use a result that it has kept."""
+    """Say what to do where a result that was kept has been changed."""
     try:
         yield
-    except RuntimeError as error:
-        text = str(error)
-        if "has been mutated" not in text and "backward an extra time" not in text:
-            raise
+    except ChangedError as error:
         raise ConfigError(
             f"activation_checkpointing='selective' keeps results of matrix products in "
-            f"{name!r} ({type(block).__name__}) for one backward, but they were changed "
-            f"in place since, or a second backward asks for them ({text}). Use "
-            f"activation_checkpointing='full', or take what works in place out of the block "
+            f"{name!r} ({type(block).__name__}), but one was changed in place since ({error}). "
+            f"Use activation_checkpointing='full', or take what works in place out of the block "
             f"(inplace=True)."
         ) from error

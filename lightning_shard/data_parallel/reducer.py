@@ -115,7 +115,11 @@ class Reducer:
             queue_after_backward(self.flush)  # a bare loss.backward()
         gradients = self._gradients[position]
         self.has_arrived = True
-        gradients.accept(index)
+        if gradients.arrivals.gathers:
+            gradients.arrivals.waiting.append(index)
+            gradients.accept_waiting()
+        else:
+            gradients.accept(index)
         self._arrived(position, gradients)
 
     @as_they_are
@@ -174,6 +178,8 @@ class Reducer:
     @as_they_are
     def flush(self) -> None:
         """End a backward: reduce what is left, agree on usage, wait for everything."""
+        for gradients in self._gradients:
+            gradients.accept_waiting()
         for position in self._order:
             gradients = self._gradients[position]
             if gradients.must_reduce and self._reduces_now(gradients):

@@ -43,6 +43,7 @@ class ShardCopies:
         self._made = 0
         self._depth = 0
         self._shards: list[tuple[nn.Parameter, Tensor]] = []  # while their copies are full
+        self._looked_full: list[nn.Parameter] = []  # those of them that seemed to be
         self._params = [param for flat in flats for param in flat.params]
         self._originals = [(flat, index) for flat in flats for index in range(len(flat.params))]
         for flat in flats:
@@ -94,7 +95,8 @@ class ShardCopies:
         if torch.is_grad_enabled() and any(param.requires_grad for param in params):
             self._depth -= 1
             self._refuse(module)
-        present(params, sharded=False)
+        self._looked_full = [param for param in params if type(param) is ShardedParameter]
+        present(self._looked_full, sharded=False)
         self._shards = [(param, param.data) for param in params]
         self._gather(params)
 
@@ -104,8 +106,8 @@ class ShardCopies:
         if self._depth == 0:
             for param, shard in self._shards:
                 param.data = shard
-            present([param for param, _ in self._shards], sharded=True)
-            self._shards = []
+            present(self._looked_full, sharded=True)
+            self._shards, self._looked_full = [], []
 
     def _refuse(self, module: nn.Module) -> NoReturn:
         raise ConfigError(

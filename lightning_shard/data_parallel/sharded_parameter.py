@@ -7,6 +7,9 @@
 Blocks, compiled code and the optimizer's step meet plain parameters only, which cost nothing. While
 the class is changed, a call comes from the engine or Lightning unless `UserCode` says that a hook
 or step of the user's runs; the engine's own functions see parameters `as_they_are` even then.
+
+Parameters of split layers are shown full by a mode for torch functions instead, while a hook runs
+(`trainer/weights_in_hooks.py`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,6 +21,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from lightning_shard.backends.call_site import is_called_by_user
@@ -137,10 +141,15 @@ def move_out(param: nn.Parameter) -> None:
 
 
 def present(params: Iterable[nn.Parameter], *, sharded: bool) -> None:
-    """Let user code see full parameters where there are shards, or plain ones."""
+    """Let user code see full parameters where there are shards, or plain ones.
+
+    Args:
+        params: Parameters that have settled in.
+        sharded: Whether they are in shards.
+    """
     before, after = _CLASSES if sharded else reversed(_CLASSES)
     for param in params:
-        if type(param) is before and _HOME in vars(param):
+        if type(param) is before:
             param.__class__ = after
 
 
@@ -190,6 +199,8 @@ class ShardedParameter(nn.Parameter):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Compute what user code asks of the full parameter."""
+        if func is torch.autograd.grad:
+            return _differentiated(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
             if func in _AS_IT_IS:
                 return func(*args, **(kwargs or {}))
@@ -206,10 +217,6 @@ class ShardedParameter(nn.Parameter):
             return _of_user(func, params, *given)
 
 
-# A parameter's own `.grad`, for functions that see parameters as they are; quicker than asking one
-# that may be in shards.
-OWN_GRAD: Callable[[nn.Parameter], Tensor | None] = _TENSOR.grad.__get__
-SET_OWN_GRAD: Callable[[nn.Parameter, Tensor | None], None] = _TENSOR.grad.__set__
 _CLASSES: tuple[type[nn.Parameter], ...] = (nn.Parameter, ShardedParameter)
 _SET_GRAD = _TENSOR.grad.__set__
 _SHARDS = (ParameterShard, AveragedGradient, ShardView)
@@ -320,6 +327,25 @@ def _of_user(
     return tree_map_only(ParameterShard, lambda one: back.get(id(one), one), result)
 
 
+def _differentiated(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run `torch.autograd.grad`: what it computes again, as a checkpoint does, sees subclasses."""
+    sharded = [one for one in tree_flatten(inputs)[0] if type(one) is ShardedParameter]
+    with torch._C.DisableTorchFunctionSubclass():
+        for param in sharded:
+            home = _home_of(param)
+            is_of_user = home.user_code.runs and (not home.is_of_part or is_called_by_user())
+            if is_of_user and param.requires_grad:
+                home.bring()
+        left = [param for param in sharded if type(param) is ShardedParameter]
+        if kwargs.get("materialize_grads") and left:
+            return torch.autograd.grad(outputs, inputs, *args, **kwargs)
+        edges = {param: get_gradient_edge(param) for param in left if param.requires_grad}
+    given = tree_map_only(ShardedParameter, lambda param: edges.get(param, param), inputs)
+    if len(edges) < len(left):  # torch says that these do not require a gradient
+        given = tree_map_only(ShardedParameter, _TENSOR.data.__get__, given)
+    return torch.autograd.grad(outputs, given, *args, **kwargs)
+
+
 def _is_in_place(func: Callable[..., Any]) -> bool:
     name = getattr(func, "__name__", "")
     in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
@@ -372,6 +398,13 @@ def _set_gradient(param: nn.Parameter, value: Tensor | None) -> None:
     """Set `.grad` to a result of user code, which the engine adopts later."""
     home: ParameterHome = param.__dict__[_HOME]
     if value is None or not home.user_code.runs:
+        if value is not None and value.shape != param.shape:
+            raise ConfigError(
+                f".grad of {home.spread.name!r} was set to a tensor of shape {tuple(value.shape)} "
+                f"in the middle of a backward, where this rank has a shard of the parameter, of "
+                f"shape {tuple(param.shape)}; expected gradients that autograd adds. Set them in "
+                f"on_after_backward, in manual optimization, or use strategy='zero2'."
+            )
         _SET_GRAD(param, value)
         return
     if not isinstance(value, ParameterShard):

@@ -8,15 +8,17 @@ Without it a reduction would silently give another number on every rank. A reduc
 call: each rank that has a part must make it.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
+from typing_extensions import override
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.errors import ConfigError
+from lightning_shard.tensor_calls import SeesOperations
 
 Operation = Callable[..., Any]
 
@@ -66,7 +68,7 @@ REDUCTIONS: dict[str, Callable[..., Any]] = {}
 """Reductions by the operation's name, whatever its overload; `global_values` registers them."""
 
 
-class ShardedTensor(Tensor):
+class ShardedTensor(SeesOperations):
     """Looks like the full tensor of which this rank has `local`.
 
     Attributes:
@@ -114,19 +116,13 @@ class ShardedTensor(Tensor):
         return type(self)(local, self.spread, self.shape)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    @override
+    def dispatched(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute element by element, or over the groups.
 
         Raises:
             ConfigError: The operation is neither elementwise nor a known reduction.
         """
-        kwargs = dict(kwargs or {})
         name = func._schema.name.partition("::")[2]
         if name in REDUCTIONS:
             return REDUCTIONS[name](func, *args, **kwargs)

@@ -1,9 +1,11 @@
-"""Parameters that share memory without being one parameter: no rank could keep them tied.
+"""Tensors that share a parameter's memory without being it: no rank could keep them tied.
 
     b.weight = a.weight              one parameter in two places: tied, as everywhere
     b.weight.data = a.weight.data    two parameters on one memory: a step on one device moves both
+    self.first = a.weight.data[0]    a tensor that follows the parameter on one device
 
-Flat buffers have a place for each parameter, so that the second kind would come apart in silence.
+Flat buffers have a place for each parameter, so that the second and third kind would come apart in
+silence.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,24 +22,56 @@ K = TypeVar("K")
 
 
 def refuse_shared_memory(model: nn.Module, rank: int) -> None:
-    """Raise ConfigError if two parameters of a model have elements in the same memory.
+    """Raise ConfigError if a parameter of a model has elements in the memory of something else.
 
     Args:
         model: The model, as the user has built it.
         rank: Global rank of this process, for the message.
     """
-    named = [
-        (name, param.data)
+    params = {
+        name: param.data
         for name, param in model.named_parameters()
         if not isinstance(param, UninitializedParameter)
-    ]
-    for (first, _), (second, _) in overlapping(named):
-        raise ConfigError(
-            f"Rank {rank}: the parameters {first!r} and {second!r} of {type(model).__name__} "
-            f"share memory without being one parameter, as after b.data = a.data, so that the "
-            f"ranks would untie them; expected memory of their own, or one parameter in both "
-            f"places. Tie them by it: b.weight = a.weight."
-        )
+    }
+    others = dict(_other_tensors(model))
+    for (first, _), (second, _) in overlapping([*params.items(), *others.items()]):
+        if first in params and second in params:
+            raise ConfigError(
+                f"Rank {rank}: the parameters {first!r} and {second!r} of {type(model).__name__} "
+                f"share memory without being one parameter, as after b.data = a.data, so that the "
+                f"ranks would untie them; expected memory of their own, or one parameter in both "
+                f"places. Tie them by it: b.weight = a.weight."
+            )
+        if first in params or second in params:
+            param, other = (first, second) if first in params else (second, first)
+            raise ConfigError(
+                f"Rank {rank}: {other!r} of {type(model).__name__} shares memory with the "
+                f"parameter {param!r}, and would not follow it on the ranks, which keep parameters "
+                f"in memory of their own; expected a tensor of its own. Keep a copy, "
+                f"weight.detach().clone(), or read the parameter where the tensor is used."
+            )
+
+
+def _other_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers and the tensors that modules keep as attributes, also in lists there."""
+    yield from ((name, one) for name, one in model.named_buffers() if _is_plain(one))
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name.startswith("_") or f"{name}_orig" in module._parameters:
+                continue  # torch's own, and what `spectral_norm` and `prune` compute anew
+            for index, one in enumerate(_listed(value)):
+                if _is_plain(one):
+                    yield f"{path}.{name}[{index}]".lstrip("."), one.detach()
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) is Tensor and value.layout is torch.strided and not value.is_nested
+
+
+def _listed(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, (list, tuple)) else [value]
 
 
 def overlapping(

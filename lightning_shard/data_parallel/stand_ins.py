@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from lightning_shard.data_parallel.averaged_gradient import AveragedGradient, GradientNote
-from lightning_shard.data_parallel.sharded_parameter import OWN_GRAD, SET_OWN_GRAD, as_they_are
+from lightning_shard.data_parallel.sharded_parameter import as_they_are
+from lightning_shard.data_parallel.tensor_properties import OWN_GRAD, SET_OWN_GRAD
 
 _OWN_REFERENCES = 2  # to a stand-in that nobody else holds: that of the dict, and getrefcount's own
 
@@ -43,21 +44,25 @@ class StandIns:
         for index in indices:
             param, made = self._params[index], self._made[index]
             form = param.shape, param.dtype
-            if form not in made:
-                made[form] = AveragedGradient(param, self.notes[index])
-            SET_OWN_GRAD(param, made[form])
+            stand_in = made.get(form)
+            if stand_in is None:
+                stand_in = made[form] = AveragedGradient(param, self.notes[index])
+            SET_OWN_GRAD(param, stand_in)
 
     @as_they_are
-    def lift(self, indices: Iterable[int]) -> list[int]:
+    def lift(self, indices: Sequence[int]) -> list[int]:
         """Take stand-ins out of `.grad` while their parameters come to show other shapes.
 
         Returns:
             The indices of the parameters that had one, for `put`.
         """
+        grads = [*map(OWN_GRAD, map(self._params.__getitem__, indices))]
+        if AveragedGradient not in map(type, grads):
+            return []
         lifted = []
-        for index in indices:
-            grad, note = OWN_GRAD(self._params[index]), self.notes[index]
+        for index, grad in zip(indices, grads, strict=True):
             if isinstance(grad, AveragedGradient):
+                note = self.notes[index]
                 if grad.note is not note or grad.own is not None:
                     grad.settle(note)
                 SET_OWN_GRAD(self._params[index], None)

@@ -5,6 +5,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -27,15 +28,18 @@ __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
     "Untraced",
+    "after_gradient",
     "check_batch_norm_input",
     "children_of",
     "exchange_contents",
+    "exchange_engine_entrance",
     "forget_forward_hooks",
     "forget_gradient_hooks",
     "gradient_hooks",
     "has_compiled_call",
     "has_gradient_hooks",
     "in_backward",
+    "in_transform",
     "innermost_function_mode",
     "is_checkpointing",
     "is_compiled_function",
@@ -51,8 +55,10 @@ __all__ = [
     "unobserved",
     "untraced",
     "untraced_alone",
+    "versions_shared",
     "with_buffers",
     "without_function_modes",
+    "without_saving_hooks",
 ]
 
 COMPILED_MODULE = "_orig_mod"  # where the wrapper of `torch.compile` keeps the module
@@ -62,8 +68,25 @@ _BACKWARD_HOOKS: Any = vars(torch._C.TensorBase)["_backward_hooks"]
 ACCESS_TO_BACKWARD_HOOKS = (_BACKWARD_HOOKS.__get__, _BACKWARD_HOOKS.__set__)
 F = TypeVar("F", bound=Callable[..., Any])
 
+# whether `torch.func.grad`, `vmap` or another transform runs now
+in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
 # whether subclasses of tensors see now what is done to them, by `__torch_function__`
 sees_subclasses: Callable[[], bool] = torch._C._is_torch_function_enabled
+
+
+_AUTOGRAD: Any = torch.autograd
+_ENGINE: Callable[..., Any] = _AUTOGRAD._engine_run_backward
+
+
+def exchange_engine_entrance(entrance: Callable[..., Any] | None) -> None:
+    """Let `torch.autograd.grad` and `backward` enter autograd's engine through a function.
+
+    Args:
+        entrance: Called with the engine's own entrance and its arguments; None for that alone.
+    """
+    through = _ENGINE if entrance is None else partial(entrance, _ENGINE)
+    _AUTOGRAD._engine_run_backward = through
 
 
 def untraced(function: F) -> F:
@@ -114,6 +137,20 @@ def saving_hook() -> Callable[..., object] | None:
     return None if hooks is None else hooks[0]
 
 
+@contextmanager
+def without_saving_hooks() -> Iterator[None]:
+    """Inside, autograd saves tensors as they are: a checkpoint around does not hear of them."""
+    kept: list[Any] = []
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        kept.append(top)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(kept):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
 def is_checkpointing(hook: Callable[..., object] | None) -> bool:
     """Whether a hook from `saving_hook` is a checkpoint's, or that of its recomputation."""
     name = getattr(hook, "__qualname__", "")
@@ -131,6 +168,11 @@ def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def versions_shared() -> AbstractContextManager[None]:
+    """Make a context, for a dispatch mode, in which views count changes with what they are of."""
+    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
+
+
 def queue_after_backward(callback: Callable[[], None]) -> None:
     """Call `callback` when the running backward has finished; only from inside one."""
     Variable._execution_engine.queue_callback(callback)
@@ -141,9 +183,14 @@ def gradient_hooks(param: Tensor) -> dict[int, Callable[[Tensor], Tensor | None]
     return param._backward_hooks or {}
 
 
+def after_gradient(param: Tensor) -> dict[int, object] | None:
+    """Return the hooks that are called once a gradient has been added up: the dictionary itself."""
+    return getattr(param, "_post_accumulate_grad_hooks", None)
+
+
 def hooks_after_gradient(param: Tensor) -> list[Callable[[Tensor], None]]:
     """Return the hooks that are called once a gradient has been added up."""
-    return list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
+    return cast("list[Callable[[Tensor], None]]", [*(after_gradient(param) or {}).values()])
 
 
 def has_gradient_hooks(param: Tensor) -> bool:
@@ -153,7 +200,7 @@ def has_gradient_hooks(param: Tensor) -> bool:
 
 def forget_gradient_hooks(param: Tensor) -> None:
     """Remove all hooks of a parameter's gradient."""
-    for hooks in (param._backward_hooks, getattr(param, "_post_accumulate_grad_hooks", None)):
+    for hooks in (param._backward_hooks, after_gradient(param)):
         (hooks or {}).clear()
 
 
@@ -173,9 +220,9 @@ def is_compiled_function(function: object) -> bool:
     return hasattr(function, "_torchdynamo_orig_callable")
 
 
-def children_of(modules: Iterable[nn.Module]) -> list[nn.Module | None]:
-    """Return what each module holds as its children, one module after the other."""
-    return [child for module in modules for child in module._modules.values()]
+def children_of(modules: Iterable[nn.Module]) -> list[dict[str, nn.Module | None]]:
+    """Return the dictionary in which each module holds its children."""
+    return [module._modules for module in modules]
 
 
 def with_buffers(modules: Iterable[nn.Module]) -> list[nn.Module]:

@@ -13,6 +13,7 @@ from lightning_shard.backends.pending import Pending
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.leftovers import mark_leftover
 from lightning_shard.data_parallel.offload.host_shard import Uploaded
+from lightning_shard.data_parallel.passages import Passages
 
 
 class Unit:
@@ -22,9 +23,7 @@ class Unit:
         name: Name of the unit, for error messages.
         modules: The blocks whose forward needs the parameters; empty for the root unit.
         flats: One flat buffer per format and `requires_grad`.
-        open_calls: Forwards whose backward has not reached the module's inputs yet.
-        open_backwards: Backwards that have entered a module and not reached its inputs yet; a
-            second backward through a retained graph has no open call.
+        passages: What backwards have entered of the blocks, and what they have left.
         on_unshard: Called when an unshard begins.
         kept: Whether the unit stays unsharded until the step ends, since a backward that its hooks
             do not see may need it.
@@ -39,8 +38,7 @@ class Unit:
         self.name = name
         self.modules = tuple(modules)
         self.flats = tuple(flats)
-        self.open_calls = 0
-        self.open_backwards = 0
+        self.passages = Passages()
         self.kept = self.brought = self.was_met = False
         self._forwarded: set[nn.Module] = set()
         self._pending: list[Pending | Uploaded] | None = None
@@ -73,7 +71,7 @@ class Unit:
             ConfigError: User code has assigned a parameter between its forward and its backward.
         """
         if self.is_resharded:
-            for flat in self.flats if self.open_calls else ():
+            for flat in self.flats if self.passages.open_calls else ():
                 flat.refuse_assigned()
             self.on_unshard()
             pending = [flat.begin_unshard() for flat in self.flats]
@@ -121,7 +119,7 @@ class Unit:
 
     def forget_calls(self) -> None:
         """Forget open calls and what they keep, since none of their backwards comes any more."""
-        self.open_calls = self.open_backwards = 0
+        self.passages.forget()
         self.kept = False
 
     def note_forward(self, module: nn.Module) -> bool:

@@ -11,26 +11,26 @@ Parameters of the root unit stay from the start of a step to the end of its back
 step, for as long as any module that holds one is in its forward.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_shard.data_parallel.known_modules import KnownModules
+from lightning_shard.data_parallel.graph_borders import (
+    LeftGraphs,
+    outputs_with_gradient,
+)
+from lightning_shard.data_parallel.passages import Passage
 from lightning_shard.data_parallel.shard_copies import ShardCopies
 from lightning_shard.data_parallel.sharded_parameter import UserCode
 from lightning_shard.data_parallel.torch_private import in_backward, untraced
 from lightning_shard.data_parallel.unit import Unit
 from lightning_shard.data_parallel.unshard_record import UnshardRecord
-
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
 class Unsharder:
@@ -75,7 +75,9 @@ class Unsharder:
         self.record = UnshardRecord()
         for index, unit in enumerate(units):
             unit.on_unshard = partial(self.record.note, index, unit.name)
-        self._modules_in: dict[nn.Module, KnownModules] = {}  # blocks
+            unit.passages.on_entry = partial(self._before_backward, unit)
+            unit.passages.on_exit = partial(self._after_backward, unit)
+        self._left_graphs: dict[nn.Module, LeftGraphs] = {}  # by block
         self._install(model)
 
     def _install(self, model: nn.Module) -> None:
@@ -83,7 +85,7 @@ class Unsharder:
         for unit in self._units:
             for module in unit.modules:
                 inside.update(module.modules())
-                self._modules_in[module] = KnownModules(module)
+                self._left_graphs[module] = LeftGraphs(module)
                 self._hook_block(unit, module)
                 for part in module.modules():
                     if (
@@ -98,11 +100,11 @@ class Unsharder:
 
     def _hook_block(self, unit: Unit, module: nn.Module) -> None:
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-            self._before_forward(unit, (args, kwargs))
+            self._before_forward(unit, args, kwargs)
 
         def before_other(called: nn.Module, args: Any, kwargs: Any) -> None:
             if not self._enter_copy(called):
-                self._before_forward(unit, (args, kwargs))
+                self._before_forward(unit, args, kwargs)
 
         def after(called: nn.Module, _: Any, output: Any) -> None:
             self._after_forward(unit, called, output)
@@ -206,7 +208,7 @@ class Unsharder:
     @property
     def _awaits_backward(self) -> bool:
         """Whether a forward's backward, or one of parameters that were brought, may come."""
-        return any(unit.open_calls or unit.kept for unit in self._units)
+        return any(unit.passages.open_calls or unit.kept for unit in self._units)
 
     def hold(self) -> None:
         """Unshard everything for good: ranks may take different numbers of steps.
@@ -307,7 +309,7 @@ class Unsharder:
             self._previous = {after: before for before, after in self._next.items()}
             self._trace = {}
 
-    def _before_forward(self, unit: Unit, inputs: Any) -> None:
+    def _before_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         unit.ensure_full()
         if in_backward():  # recomputation of a checkpointed block
             return
@@ -316,43 +318,35 @@ class Unsharder:
         self._prefetch(self._next, unit)
         if not torch.is_grad_enabled():
             return
-        unit.open_calls += 1
-        tensors = [tensor for tensor in _tensors(_leaves(inputs)) if tensor.requires_grad]
-        # a leaf's hook runs before what else is ready, such as the backward of a weight norm
-        if tensors and not any(tensor.is_leaf for tensor in tensors):
-
-            def left(_: Any) -> None:
-                self._after_backward(unit)
-
-            register_multi_grad_hook(tensors, left)
+        unit.passages.begin_call(args, kwargs)
 
     def _after_forward(self, unit: Unit, module: nn.Module, output: Any) -> None:
         if in_backward():
             return
         if torch.is_grad_enabled():
-            leaves = _leaves(output)
-            if _hides_tensors(leaves) or _leaves_graph_on(self._modules_in[module].now()):
+            outputs, hides = outputs_with_gradient(output)
+            if hides or self._left_graphs[module].are_there():
                 unit.kept = True  # we cannot see its backward coming
-            if tensors := [tensor for tensor in _tensors(leaves) if tensor.requires_grad]:
-                _on_entry(tensors, lambda: self._before_backward(unit))
+            unit.passages.end_call(outputs)
         if unit.note_forward(module) and not (unit.kept or self._holds):
             unit.reshard(edited=True)  # a forward may keep its own weights small
 
-    def _before_backward(self, unit: Unit) -> None:
+    def _before_backward(self, unit: Unit, passage: Passage) -> None:
+        if unit.is_full and passage in unit.passages.open_backwards:
+            return
         unit.ensure_full()
         if self._within:
             return
-        unit.open_backwards += 1
+        unit.passages.open_backwards.add(passage)
         self._prefetch(self._previous, unit)
 
-    def _after_backward(self, unit: Unit) -> None:
+    def _after_backward(self, unit: Unit, passage: Passage) -> None:
         if self._within:
             return
-        unit.open_calls = max(unit.open_calls - 1, 0)
-        unit.open_backwards = max(unit.open_backwards - 1, 0)
+        unit.passages.close(passage)
         if torch.is_grad_enabled():
             unit.kept = True  # create_graph: a second backward reads the parameters again
-        elif not (unit.open_calls or unit.open_backwards or unit.kept):
+        elif not (unit.passages.are_open or unit.kept):
             self._on_left(unit)
             unit.reshard()
 
@@ -361,7 +355,9 @@ class Unsharder:
         unit: Unit | None = running
         for _ in range(self._units_ahead):
             unit = order.get(unit) if unit is not None else None
-            if unit is not None and unit.is_trained == running.is_trained:
+            if unit is None or not unit.is_resharded:
+                continue
+            if unit.is_trained == running.is_trained:
                 unit.begin_unshard()
 
     def _enter_holder(self) -> None:
@@ -409,56 +405,3 @@ class _Hook(_TracedHook):
     @untraced
     def __call__(self, *args: Any) -> None:
         self._function(*args)
-
-
-def _on_entry(outputs: Sequence[Tensor], entered: Callable[[], None]) -> None:
-    """Call a function when a backward enters a block, once and after what waits for its gradients.
-
-    The block after it is left by a hook of the same tensor, and is to be resharded first.
-    """
-    arrived: list[None] = []
-
-    def enter(_: Any) -> None:
-        if arrived:
-            arrived.clear()
-            entered()
-
-    def arrive(grad: Any) -> None:
-        arrived.append(None)
-        if has_leaf:  # which has no hook of the other kind
-            enter(grad)
-
-    has_leaf = any(tensor.grad_fn is None for tensor in outputs)
-    register_multi_grad_hook(outputs, arrive, mode="any")
-    for node in {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}:
-        node.register_prehook(enter)
-
-
-def _tensors(leaves: Iterable[Any]) -> list[Tensor]:
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-
-def _hides_tensors(leaves: Iterable[Any]) -> bool:
-    """Whether an object that we do not know may carry tensors out of a block."""
-    return bool([leaf for leaf in leaves if not isinstance(leaf, (Tensor, *_PLAIN))])
-
-
-def _leaves_graph_on(modules: Iterable[nn.Module]) -> bool:
-    """Whether forward has left a tensor with a graph on some module, as MoE routers do."""
-    values = [value for module in modules for value in vars(module).values()]
-    return bool([one for one in values if isinstance(one, Tensor) and one.grad_fn is not None])
-
-
-def _leaves(collection: Any) -> list[Any]:
-    """Return what is in nested mappings, sequences and dataclasses."""
-    if isinstance(collection, Tensor):
-        return [collection]
-    if isinstance(collection, (list, tuple)):
-        children: Iterable[Any] = collection
-    elif isinstance(collection, Mapping):
-        children = collection.values()
-    elif is_dataclass(collection):
-        children = [getattr(collection, field.name) for field in fields(collection)]
-    else:
-        return [collection]
-    return [leaf for child in children for leaf in _leaves(child)]

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.torch_private import untraced
+from lightning_shard.tensor_parallel.regions import scaled_crossing
 
 
 class Routes:
@@ -124,7 +125,13 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         back = _Exchange.apply(ctx.group, ctx.received, ctx.sent, 1.0, *grads)  # type: ignore[no-untyped-call]
-        return None, None, None, None, *(one * ctx.factor for one in back)
+        return (
+            None,
+            None,
+            None,
+            None,
+            *(scaled_crossing(one, ctx.factor, ctx.group) for one in back),
+        )
 
 
 def _exchanged(

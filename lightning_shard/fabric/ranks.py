@@ -1,8 +1,6 @@
 """What a strategy of Fabric knows of its ranks: which they are, how they start and exchange."""
 
-import atexit
 from typing import Any, TypeVar, Unpack
-from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -12,10 +10,8 @@ from lightning.fabric.utilities.seed import reset_seed
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_shard import settings
 from lightning_shard.backends.base import Backend
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.backends.registry import auto_backend, get_backend
 from lightning_shard.environments import check_adopted
 from lightning_shard.errors import ConfigError
 from lightning_shard.fabric.launching import FabricProcessLauncher, FabricThreadLauncher
@@ -25,14 +21,12 @@ from lightning_shard.strategies.checkpoint_files import with_files
 from lightning_shard.strategies.configs import RanksConfig
 from lightning_shard.strategies.flat_options import part, takes
 from lightning_shard.strategies.joining import (
+    LocalRanks,
     check_num_nodes,
-    check_num_ranks,
     destroy_groups,
-    environment_for,
     join,
+    leave_at_exit,
     note_user,
-    num_local_ranks,
-    take_place,
 )
 from lightning_shard.strategies.names import check_interactive
 from lightning_shard.strategies.option_names import OptionNames
@@ -52,10 +46,7 @@ class RankedStrategy(ParallelStrategy, metaclass=OptionNames):
     @takes(RanksConfig, of=ParallelStrategy)
     def __init__(self, **options: Unpack[FabricRanksOptions]) -> None:
         run = RanksConfig.of(options)
-        self._backend: Backend | None = None if run.backend == "auto" else get_backend(run.backend)
-        self._timeout = run.longest_wait
-        self._debug = settings.debug() or run.debug
-        self._num_ranks = run.num_ranks
+        self._local_ranks = LocalRanks(run, "Fabric")
         self._num_nodes = 1  # Fabric sets it
         self.checkpoint_format = run.checkpoint_format
         self._collectives: Collectives | None = None
@@ -70,12 +61,12 @@ class RankedStrategy(ParallelStrategy, metaclass=OptionNames):
     @property
     def is_in_process(self) -> bool:
         """Whether all ranks run inside this process."""
-        return self._backend is not None and self._backend.name == "in_process"
+        return self._local_ranks.are_in_process
 
     @property
     def backend(self) -> Backend:
         """The communication backend in use."""
-        return (self._backend or auto_backend(self.root_device)).with_debug(self._debug)
+        return self._local_ranks.backend_on(self.root_device)
 
     @property
     def collectives(self) -> Collectives:
@@ -100,9 +91,7 @@ class RankedStrategy(ParallelStrategy, metaclass=OptionNames):
     @property
     @override
     def root_device(self) -> torch.device:
-        if not self.parallel_devices:
-            raise ConfigError("The strategy has no devices yet; pass it to a Fabric first.")
-        return self.parallel_devices[self.local_rank % len(self.parallel_devices)]
+        return self._local_ranks.device(self.parallel_devices, self.local_rank)
 
     @property
     def num_nodes(self) -> int:
@@ -112,9 +101,7 @@ class RankedStrategy(ParallelStrategy, metaclass=OptionNames):
     @property
     def num_processes(self) -> int:
         """Ranks on this host."""
-        return num_local_ranks(
-            self._num_ranks, self.parallel_devices or (), self.cluster_environment
-        )
+        return self._local_ranks.count(self.parallel_devices, self.cluster_environment)
 
     @property
     @override
@@ -122,13 +109,11 @@ class RankedStrategy(ParallelStrategy, metaclass=OptionNames):
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def _take_place(self) -> None:
-        check_num_ranks(self._num_ranks, len(self.parallel_devices or ()), "Fabric")
         if self.is_in_process:
             check_num_nodes(self.num_nodes)
-        found = self.cluster_environment
-        assert found is not None
-        self.cluster_environment = environment_for(found, self._backend, lambda: self.num_processes)
-        take_place(self.cluster_environment, self.num_processes, self.num_nodes)
+        self.cluster_environment = self._local_ranks.placed(
+            self.cluster_environment, self.parallel_devices, self.num_nodes
+        )
 
     @override
     def _configure_launcher(self) -> None:
@@ -151,9 +136,11 @@ class RankedStrategy(ParallelStrategy, metaclass=OptionNames):
             check_adopted(self.global_rank, self.world_size, "Fabric")
         else:
             assert self.cluster_environment is not None
-            join(self.backend, self.cluster_environment, self.root_device, self._timeout)
+            join(
+                self.backend, self.cluster_environment, self.root_device, self._local_ranks.timeout
+            )
             if not self.is_in_process:
-                atexit.register(_leave_at_exit, ref(self))
+                leave_at_exit(self)
         if not self.is_in_process:
             note_user(self)
         group = dist.group.WORLD
@@ -228,11 +215,3 @@ class RankedStrategy(ParallelStrategy, metaclass=OptionNames):
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:
         return self.collectives.broadcast_object(obj, src=src)
-
-
-def _leave_at_exit(strategy: "ref[RankedStrategy]") -> None:
-    alive = strategy()
-    if alive is None:
-        destroy_groups()
-    else:
-        alive.leave()

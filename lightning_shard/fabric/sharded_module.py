@@ -9,7 +9,7 @@ before such an optimizer was, the engine is made anew.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch
@@ -19,12 +19,9 @@ from torch.optim import Optimizer
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.checkpoint.optimizer_state import full_state_dict
 from lightning_shard.checkpoint.sharded.load_hooks import loads_plainly
-from lightning_shard.data_parallel.checkpointed_blocks import (
-    ActivationCheckpointing,
-    checkpointed_blocks,
-)
 from lightning_shard.data_parallel.engine import DataParallelEngine
-from lightning_shard.data_parallel.options import Offload
+from lightning_shard.data_parallel.kept_activations import KeptActivations
+from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.data_parallel.torch_private import Untraced, untraced_alone
 from lightning_shard.errors import ConfigError
 from lightning_shard.fabric.full_state import FullModuleState, FullOptimizerStates
@@ -43,13 +40,13 @@ class HeldModule:
         module: The module, full, on this rank's device.
         optimizers: Optimizers that are known before the engine is made.
         make_engine: Makes an engine of a module, with the parameters that one rank each has full.
-        checkpointing: Which blocks are computed again in backward.
-        units: Class names of the blocks; None finds them.
-        offload: What lies in host memory.
+        options: Options of the engine, of which blocks are computed again in backward and what lies
+            in host memory.
         rank: This rank, for error messages.
 
     Attributes:
         module: The user's module.
+        activations: What is kept of forwards for their backwards.
         sharded: The optimizers that are attached.
         loads_plainly: Whether only torch's own code takes parameters out of a `state_dict`.
     """
@@ -60,9 +57,7 @@ class HeldModule:
         optimizers: Collection[Optimizer],
         make_engine: EngineMaker,
         *,
-        checkpointing: ActivationCheckpointing | None,
-        units: Sequence[str] | None,
-        offload: Offload | None,
+        options: EngineOptions,
         rank: int,
     ) -> None:
         self.module = module
@@ -70,9 +65,9 @@ class HeldModule:
         _hold(module, rank)  # before ranks meet: another thread may be given the same module
         self.sharded: list[ShardedOptimizer] = []
         self.loads_plainly = loads_plainly(module)
-        self._make_engine, self._offload = make_engine, offload
-        self._until_release = ExitStack()
-        self._until_release.enter_context(checkpointed_blocks(module, checkpointing, units))
+        self._make_engine, self._offload = make_engine, options.offload
+        self.activations = KeptActivations()
+        self.activations.begin(module, options)
         self._engine: DataParallelEngine | None = None
         self._states: list[FullOptimizerStates] = []
         try:
@@ -97,6 +92,7 @@ class HeldModule:
         self._state = FullModuleState(self.module)  # its hooks run before the engine's
         self._engine = engine = self._make_engine(self.module, owned if stage_cuts else ())
         self._state.engine = engine
+        self.activations.attach(engine)
         engine.edits.are_expected = True
         engine.user_code.runs = engine.user_code.is_a_loop = True
         self._owned = frozenset(owned)
@@ -166,7 +162,7 @@ class HeldModule:
     def _let_go(self) -> None:
         for param in self._names:
             vars(param).pop(_HELD, None)
-        self._until_release.close()
+        self.activations.end()
 
 
 class ShardedModule(nn.Module):
@@ -190,7 +186,7 @@ class ShardedModule(nn.Module):
             return self.module(*args, **kwargs)
         self._is_inside = True
         try:
-            with Untraced(engine.step()):
+            with Untraced(engine.step()), Untraced(self.held.activations.forward(args, kwargs)):
                 return self.module(*args, **kwargs)
         finally:
             self._is_inside = False

@@ -13,10 +13,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_shard.data_parallel.agreement import check_same_optimizers
-from lightning_shard.data_parallel.compression import find_compressor
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.engine import DataParallelEngine
-from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.errors import ConfigError
 from lightning_shard.fabric._lightning import BackwardSyncControl, empty_initialisation
 from lightning_shard.fabric.checkpoints import Saving
@@ -43,16 +41,7 @@ class FabricStrategy(RankedStrategy):
     def __init__(self, **options: Unpack[FabricOptions]) -> None:
         data = DataParallelConfig.of(options)
         self._reduce_dtype = data.reduce_dtype
-        self._options = EngineOptions(
-            stage=self.stage,
-            units=data.units,
-            bucket_mb=data.bucket_mb,
-            dtypes=dtype_policy("32-true", data.reduce_dtype),
-            compression=find_compressor(data.compression),
-            activation_checkpointing=data.activation_checkpointing,
-            offload=data.offload,
-            prefetch=data.prefetch,
-        )
+        self._options = data.engine_options(self.stage)
         self._held: list[HeldModule] = []
         super().__init__(**part(FabricRanksOptions, options))
         self._backward_sync_control = BackwardSync()
@@ -140,12 +129,10 @@ class FabricStrategy(RankedStrategy):
             module,
             optimizers,
             self._make_engine,
-            checkpointing=self._options.activation_checkpointing,
-            units=self._options.units,
-            offload=self._options.offload,
+            options=self._options,
             rank=self.collectives.rank,
         )
-        warn_of_cpu_ranks(self._options.offload, self.root_device)
+        warn_of_cpu_ranks(self._options, self.root_device)
         self._held.append(held)
         return ShardedModule(held)
 

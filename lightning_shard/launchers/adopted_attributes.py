@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_shard.launchers._copy import copy_with_functions
@@ -43,9 +44,11 @@ def give_attributes(
     others = [source for source, _ in pairs] + [survivor.trainer]
     for source, target in pairs:
         for name, value in _attributes(source):
-            _give(target, name, _copied(value, memo, modules, others))
+            about = f"{type(source).__name__}.{name}"
+            _give(target, name, _copied(value, about, memo, modules, others))
         if isinstance(source, (pl.LightningModule, pl.LightningDataModule)):
-            target.hparams.update(_copied(dict(source.hparams), memo, modules, others))
+            about = f"{type(source).__name__}.hparams"
+            target.hparams.update(_copied(dict(source.hparams), about, memo, modules, others))
 
 
 def _pairs(source: Any, target: Any) -> Iterator[tuple[Any, Any]]:
@@ -66,10 +69,19 @@ def _attributes(owner: Any) -> list[tuple[str, Any]]:
     return [(name, value) for name, value in vars(owner).items() if name not in skipped]
 
 
-def _copied(value: Any, memo: dict[int, Any], modules: list[nn.Module], others: Any) -> Any:
+def _copied(
+    value: Any, about: str, memo: dict[int, Any], modules: list[nn.Module], others: Any
+) -> Any:
     try:
         return copy_with_functions(value, memo, modules, others)
-    except Exception:  # what cannot be copied, a lock say, is in nobody's hands any more
+    except TypeError:  # what Python cannot copy, a lock say, is in nobody's hands any more
+        return value
+    except Exception as error:
+        rank_zero_warn(
+            f"{about} is, after this elastic fit, that of a rank that went on to the end, and what "
+            f"it refers to of that rank's model, too: its copy raised {type(error).__name__} "
+            f"({error}). Set what can be copied there in on_train_end, a detached tensor say."
+        )
         return value
 
 

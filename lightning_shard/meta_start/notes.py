@@ -150,11 +150,21 @@ def covers(ref: Ref, nbytes: int) -> bool:
     return ref.offset == 0 and bytes_of(ref) == nbytes and 0 not in ref.stride
 
 
-def draw(node: Node) -> None:
-    """Let the generator go on as if the operation were done."""
+def draw(node: Node, memory: Mapping[int, Tensor] | None = None) -> None:
+    """Let the generator go on as if the operation were done.
+
+    Args:
+        node: The operation.
+        memory: Memory of the tensors whose values it reads, which it may change; None where it
+            draws as often whatever they are.
+    """
 
     def scratch(note: Any) -> Tensor:
-        return note.scratch() if isinstance(note, Ref) else note.read()
+        if isinstance(note, Constant):
+            return note.read()
+        known = None if memory is None else memory.get(note.storage)
+        found: Tensor = note.scratch() if known is None else note.inside(known)
+        return found
 
     args, kwargs = tree_map_only((Ref, Constant), scratch, (node.args, dict(node.kwargs)))
     assert node.func is not None

@@ -16,6 +16,7 @@ from contextvars import ContextVar
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import (
@@ -48,6 +49,7 @@ _AS_ON_CPU: dict[Any, Any] = {
     Tensor.is_cpu.__get__: True,  # type: ignore[attr-defined]
     Tensor.device.__get__: _CPU,
 }
+_READING = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
 _current: ContextVar[Tape | None] = ContextVar("tape", default=None)
 
 
@@ -152,26 +154,32 @@ class _Recorder(TorchFunctionMode):
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
-        self._noting = _Noting(tape)
+        self._tape, self._noting = tape, _Noting(tape)
 
     @override
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        given = any(map(_on_meta, tree_leaves((args, kwargs))))
+        given = any(map(self._is_noted, tree_leaves((args, kwargs))))
         if not (given or _is_meta(kwargs)) or _is_loading():
             return func(*args, **kwargs)
         if func in _AS_ON_CPU:
             return _AS_ON_CPU[func]
+        if func in _READING:
+            return _read_only(func(self._tape.read(args[0]), *args[1:], **kwargs))
         if func in _COUNTING and not given:
             return func(*args, **{**kwargs, "device": _CPU})
         with self._noting:
             return func(*args, **kwargs)
 
+    def _is_noted(self, value: Any) -> bool:
+        is_on_meta = isinstance(value, Tensor) and value.device == _META
+        return is_on_meta and not self._tape.leaves(value)
+
 
 class _ToMeta(TorchFunctionMode):
-    """Makes new tensors on meta."""
+    """Makes new tensors on meta; those that code puts there itself are left to it."""
 
     @override
     def __torch_function__(
@@ -180,6 +188,9 @@ class _ToMeta(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func in _MAKING and kwargs.get("device") is None and not _is_loading():
             kwargs["device"] = _META
+        elif func in _MAKING and _is_meta(kwargs) and (tape := current_tape()) is not None:
+            with without_function_modes():
+                return tape.leave(func(*args, **kwargs))
         return func(*args, **kwargs)
 
 
@@ -198,6 +209,13 @@ class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._tape.do(func, args, dict(kwargs or {}))
 
 
+def _read_only(read: Any) -> Any:
+    """Return what was read, whose changes would not be the tensor's: an array refuses them."""
+    if isinstance(read, np.ndarray):
+        read.flags.writeable = False
+    return read
+
+
 def _is_meta(kwargs: Mapping[str, Any]) -> bool:
     device = kwargs.get("device")
     return device is not None and torch.device(device) == _META
@@ -211,7 +229,3 @@ def _is_loading() -> bool:
             return str(frame.f_globals.get("__name__")).startswith("transformers.")
         frame = frame.f_back
     return False
-
-
-def _on_meta(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.device == _META

@@ -31,8 +31,9 @@ _EMPTY = {
 }
 _FILLING = {
     *(_aten.normal_, _aten.uniform_, _aten.zero_, _aten.fill_, _aten.copy_, _aten.random_),
-    *(_aten.exponential_, _aten.log_normal_, _aten.cauchy_, _aten.geometric_),
+    *(_aten.exponential_, _aten.log_normal_, _aten.cauchy_, _aten.geometric_, _aten.bernoulli_),
 }
+_DRAWN_BY_SIZE = {*_FILLING, _aten.rand_like, _aten.randn_like, _aten.randint_like}
 _META = torch.device("meta")
 
 
@@ -58,6 +59,7 @@ class Tape:
         self._nodes: list[Node] = []
         self._storages: list[_Storage] = []
         self._numbers: dict[int, int] = {}
+        self._left: dict[int, Any] = {}  # storages of which nothing is noted
         self._at_hand: dict[int, tuple[Tensor, int]] = {}  # what code has asked for, and when
 
     def __deepcopy__(self, memo: object) -> "Tape":
@@ -73,6 +75,20 @@ class Tape:
     def forget_values(self) -> None:
         """Give back the memory of values that code has asked for."""
         self._at_hand.clear()
+
+    def leave(self, tensor: Tensor) -> Tensor:
+        """Note nothing of a tensor, which the code itself has on meta, and return it."""
+        self._left[storage_key(tensor)] = tensor.untyped_storage()
+        return tensor
+
+    def leaves(self, tensor: Tensor) -> bool:
+        """Whether nothing is noted of a meta tensor."""
+        if not self._left:
+            return False
+        try:
+            return storage_key(tensor) in self._left
+        except (NotImplementedError, RuntimeError, ValueError):  # it has no storage of its own
+            return False
 
     def ref(self, tensor: Tensor) -> Ref | None:
         """Return the note of a meta tensor; None for one whose memory nothing here has made."""
@@ -153,8 +169,19 @@ class Tape:
             state,
         )
         if state is not None:
-            draw(node)
+            self._draw(node)
         self._add(node)
+
+    @torch.no_grad()
+    def _draw(self, node: Node) -> None:
+        """Let the generator go on as if an operation were done: some draw as their values ask."""
+        memory: dict[int, Tensor] | None = None
+        packet = getattr(node.func, "overloadpacket", None)
+        if packet not in _DRAWN_BY_SIZE and node.needs:
+            memory = {}
+            with _same_random_state():
+                self._run(dict.fromkeys(node.needs, len(self._nodes)), memory)
+        draw(node, memory)
 
     def _add(self, node: Node) -> None:
         changed = [*(ref.storage for ref in node.writes), *(ref.storage for _, ref in node.outs)]
@@ -197,6 +224,11 @@ class Tape:
             self._run({ref.storage: len(self._nodes)}, memory)
         if not in_place:
             target.copy_(ref.inside(memory[ref.storage]))
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """Return the values of a meta tensor, in memory of its own."""
+        value: Tensor = self._do_now(_aten.clone.default, (tensor,), {})
+        return value
 
     @torch.no_grad()
     def _do_now(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

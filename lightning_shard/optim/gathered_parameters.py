@@ -27,9 +27,14 @@ class GatheredParameters:
     Args:
         optimizer: The user's optimizer, whose parameters lie as this rank has them.
         engine: The engine that holds its parameters.
+
+    Attributes:
+        num_bytes: Bytes of the matrices and gradients that this rank has gathered for the update,
+            the running one or the last.
     """
 
     def __init__(self, optimizer: Optimizer, engine: DataParallelEngine) -> None:
+        self.num_bytes = 0
         self._optimizer, self._owners = optimizer, engine.owners
         self._exchange = None if engine.split.parts is None else _PartExchange(engine.split.parts)
         self._listed: list[list[nn.Parameter]] = []
@@ -42,6 +47,7 @@ class GatheredParameters:
 
         Each rank that has parts of the layers must call.
         """
+        self.num_bytes = 0
         if self._exchange is None:
             return
         owners, groups = self._owners, self._optimizer.param_groups
@@ -76,6 +82,7 @@ class GatheredParameters:
             full = exchange.full(param, next(coming))
             full_grad = exchange.full(param, next(coming)) if param in used else None
             self._shown[param] = param.data, param.grad, full_grad
+            self.num_bytes += full.nbytes + (0 if full_grad is None else full_grad.nbytes)
             param.grad = None
             param.data = full
             param.grad = full_grad

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
 from lightning_shard.data_parallel.engine import DataParallelEngine
-from lightning_shard.data_parallel.options import Offload
+from lightning_shard.data_parallel.options import EngineOptions, Offload
 from lightning_shard.errors import ConfigError
 
 _FUSED = (Adam, SGD, Adagrad)  # AdamW is an Adam
@@ -33,12 +33,14 @@ def refuse_offload(offload: Offload, optimizers: Sequence[Optimizer]) -> ConfigE
     )
 
 
-def warn_of_cpu_ranks(offload: Offload | None, device: torch.device) -> None:
+def warn_of_cpu_ranks(options: EngineOptions, device: torch.device) -> None:
     """Warn, on rank zero, where host memory is the device's own."""
-    if offload is not None and device.type == "cpu":
+    named = [] if options.offload is None else [f"offload={options.offload!r}"]
+    named += ["activation_offload=True"] if options.activation_offload else []
+    for option in named if device.type == "cpu" else ():
         rank_zero_warn(
-            f"offload={offload!r} saves nothing on CPU ranks: what it moves to the host is there "
-            f"already. They run the same code, to be tested without a GPU."
+            f"{option} saves nothing on CPU ranks: what it moves to the host is there already. "
+            f"They run the same code, to be tested without a GPU."
         )
 
 

@@ -71,6 +71,11 @@ class OwnedParameters:
         # a step may raise, and what there is may be saved then
         self._handle = optimizer.register_state_dict_pre_hook(lambda _: self.put_back())
 
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of the matrices and gradients that this rank has gathered for an update."""
+        return self._gathered.num_bytes
+
     def detach(self) -> None:
         """Give the optimizer back with all of its parameters."""
         self._handle.remove()

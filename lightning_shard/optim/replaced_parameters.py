@@ -39,8 +39,16 @@ class ReplacedParameters:
         self._frozen: dict[nn.Parameter, str] = {}
         self._has_told = False
         self._checked: list[int] = []
-        engine.adoption.on_replaced.append(self._follow)
+        self.attach()
         engine.adopt_assigned()  # this optimizer may be given what was replaced just now
+
+    def attach(self) -> None:
+        """Follow; what this optimizer has lost is frozen."""
+        hearers = self._engine.adoption.on_replaced
+        if self._follow not in hearers:
+            hearers.append(self._follow)
+            for param in self._frozen:
+                param.requires_grad = False
 
     def detach(self) -> None:
         """Follow no longer; what was frozen here is as user code left it."""

@@ -76,6 +76,19 @@ class ShardedOptimizer:
         """Every parameter of every group."""
         return [param for group in self.optimizer.param_groups for param in group["params"]]
 
+    def set_aside(self) -> None:
+        """Decide no longer what is trained: other optimizers have this one's place."""
+        self._replaced.detach()
+
+    def take_up(self) -> None:
+        """Be one of the run's optimizers again after `set_aside`."""
+        self._replaced.attach()
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes that this rank gathers for an update, of the running one or the last."""
+        return self._owned.gathered_bytes
+
     def detach(self) -> None:
         """Give the optimizer back as it was, state in shards."""
         for handle in self._handles:

@@ -1,13 +1,18 @@
 """Context parallel as a dimension: sequences in parts over the ranks of an axis."""
 
+from functools import partial
+
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_shard.context_parallel.cut_blocks import CutBlocks
+from lightning_shard.context_parallel.differentiated import MeanGradients
+from lightning_shard.data_parallel.differentiation import asking
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.parallel_dimensions.dimension import ParallelDimension
 from lightning_shard.parallel_dimensions.run_view import RunView
+from lightning_shard.parallel_dimensions.step_runner import StepRunner, WrappedRunner
 from lightning_shard.tensor_parallel.randomness import share_random_state
 from lightning_shard.trainer.same_results import SameResults
 
@@ -42,6 +47,13 @@ class ContextDimension(ParallelDimension):
         if self._same_results is not None:
             run = self._run
             self._blocks = CutBlocks(run.model, run.groups[self.axis], joins_each=run.mesh.pp > 1)
+
+    @override
+    def wrapped(self, runner: StepRunner) -> StepRunner:
+        if self._same_results is None:
+            return runner
+        mean = MeanGradients(self._run.groups[self.axis])
+        return WrappedRunner(runner, partial(asking, mean))
 
     @override
     def before_backward(self, loss: Tensor) -> None:

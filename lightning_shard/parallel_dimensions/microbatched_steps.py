@@ -12,10 +12,12 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_shard.data_parallel.differentiation import asking
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.errors import ConfigError
 from lightning_shard.parallel_dimensions.run_view import RunView
 from lightning_shard.parallel_dimensions.step_runner import ModuleStep, StepKind, StepRunner
+from lightning_shard.pipeline_parallel.differentiated import OfLastStage
 from lightning_shard.pipeline_parallel.gradients import GradientStash
 from lightning_shard.pipeline_parallel.microbatches import (
     Microbatch,
@@ -128,7 +130,8 @@ class MicrobatchedSteps(StepRunner):
         def recorded(microbatch: Microbatch, is_last: bool) -> Any:
             size = microbatch.size
             with self._logs.recording(size, counts=is_last, completed=completed) as note:
-                result = completed(step(microbatch.content, *args[1:], **kwargs))
+                with asking(OfLastStage()):
+                    result = completed(step(microbatch.content, *args[1:], **kwargs))
                 loss = _loss(result)
                 note.loss = None if loss is None or is_placeholder(loss) else loss.detach()
                 return result

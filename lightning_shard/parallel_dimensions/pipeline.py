@@ -1,8 +1,8 @@
 """Pipeline parallel as a dimension: consecutive layers on each rank, microbatches in flight."""
 
 import inspect
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,7 +13,11 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_shard.data_parallel.agreement import check_same_model
+from lightning_shard.data_parallel.agreement import (
+    check_same_model,
+    refuse_embeddings_of_batches,
+)
+from lightning_shard.data_parallel.differentiation import asking
 from lightning_shard.data_parallel.edit_marks import EditMarks
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.leftovers import refuse_leftover_shards
@@ -27,6 +31,7 @@ from lightning_shard.parallel_dimensions.stage_options import StageOptions
 from lightning_shard.parallel_dimensions.step_runner import PlainRunner, StepRunner
 from lightning_shard.pipeline_parallel.absent_advice import explaining_absent
 from lightning_shard.pipeline_parallel.blocks import check_calls, find_blocks
+from lightning_shard.pipeline_parallel.differentiated import AfterSchedule
 from lightning_shard.pipeline_parallel.partition import BlockCosts, Partition
 from lightning_shard.pipeline_parallel.pipeline import Pipeline
 from lightning_shard.pipeline_parallel.split import PipelineSplit
@@ -76,6 +81,8 @@ class PipelineDimension(ParallelDimension):
             _check_steps(run.module)
         num_parts = self.options.num_parts(num_ranks)
         is_in_parts = run.is_fitting and num_ranks > 1 and num_parts > 1
+        if is_in_parts:
+            refuse_embeddings_of_batches(run.model, f"a pipeline has {num_parts} parts of it")
         if is_in_parts and run.layer_sync is not None and batch_norms(run.model):
             raise ConfigError(
                 f"sync_batchnorm=True asks for statistics of the whole batch, but a pipeline runs "
@@ -132,6 +139,7 @@ class PipelineDimension(ParallelDimension):
         if self._pipeline is None:
             return
         self._pipeline.at_hand, self._pipeline.reformats = engine.at_hand, engine.reformats
+        engine.around_backward = partial(_after_schedule, engine.around_backward)
         assert self._run is not None
         assert self._split is not None
         assert self._logs is not None
@@ -236,6 +244,12 @@ class PipelineDimension(ParallelDimension):
                 f"expect each rank to be idle for about {idle:.0%} of a step. Set num_microbatches "
                 f"to {4 * ranks} or more, with a batch of as many samples."
             )
+
+
+@contextmanager
+def _after_schedule(around: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    with around(), asking(AfterSchedule()):
+        yield
 
 
 def _optimizers(module: "pl.LightningModule") -> Sequence[Optimizer]:

@@ -65,7 +65,7 @@ class WrappedRunner:
         self,
         inner: StepRunner,
         around: Callable[[], AbstractContextManager[None]],
-        completed: Callable[[Any], Any],
+        completed: Callable[[Any], Any] = lambda result: result,
     ) -> None:
         self._inner, self._around, self._completed = inner, around, completed
 

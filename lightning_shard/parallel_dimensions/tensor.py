@@ -21,7 +21,7 @@ from lightning_shard.parallel_dimensions.run_view import RunView
 from lightning_shard.parallel_dimensions.step_runner import StepRunner, WrappedRunner
 from lightning_shard.planner.description import Description, Measure
 from lightning_shard.tensor_parallel.automatic import automatic_plan
-from lightning_shard.tensor_parallel.dim_sharded_tensor import full_tensor
+from lightning_shard.tensor_parallel.dim_sharded_tensor import DimShardedTensor, full_tensor
 from lightning_shard.tensor_parallel.fused_layouts import check_layouts
 from lightning_shard.tensor_parallel.plan import PlannedLayer, match_plan
 from lightning_shard.tensor_parallel.randomness import share_random_state
@@ -51,6 +51,7 @@ class TensorDimension(ParallelDimension):
         super().__init__(size)
         self._plan, self._sequence_parallel = plan, sequence_parallel
         self._layers: SplitModel | None = None
+        self._buffers: Sequence[dict[str, Tensor | None]] = ()
         self._found: Sequence[PlannedLayer] = ()  # those that are split in the present run
         self._same_results: SameResults | None = None
         self._engine: DataParallelEngine | None = None
@@ -77,6 +78,7 @@ class TensorDimension(ParallelDimension):
             make=None if run.start is None else run.start.make,
         )
         _forget_graphs(self._layers.shardings)
+        self._buffers = [one._buffers for one in model.modules() if one._buffers]
         ranks = run.mesh.peers(self.axis, run.rank)
         self._same_results = SameResults(group, ranks, run.device)
         return self._layers
@@ -99,7 +101,15 @@ class TensorDimension(ParallelDimension):
     @override
     def wrapped(self, runner: StepRunner) -> StepRunner:
         # What a step returns goes to code that may run on one rank only, so it is made full.
-        return WrappedRunner(runner, self._in_step, full_tensor)
+        return WrappedRunner(runner, self._in_step, self._full)
+
+    def _full(self, result: Any) -> Any:
+        """Make a step's result full, and what it has put into buffers; each rank must call."""
+        for buffers in self._buffers:
+            for name, buffer in buffers.items():
+                if isinstance(buffer, DimShardedTensor):
+                    buffers[name] = full_tensor(buffer)
+        return full_tensor(result)
 
     def _in_step(self) -> AbstractContextManager[None]:
         """Inside, weights of split layers look full to all code but the layers' own."""
@@ -149,6 +159,7 @@ class TensorDimension(ParallelDimension):
             self._layers.restore(full=full)
             _forget_graphs(params)
         self._layers = self._same_results = self._engine = None
+        self._buffers = ()
         self._found = ()
 
     @override

@@ -3,15 +3,9 @@
 `tests/pipeline_parallel/test_torch.py` fails when upstream changes them; checked with torch 2.11
 and 2.13. Of torch's schedules only the order of the computations is taken: no stage, process group
 or runtime of torch's is made. A step crosses this file as a plain (stage, kind, microbatch).
-
-A reentrant checkpoint of activations runs a backward of its own within the backward, which torch
-allows only where gradients go to every leaf; a pipeline asks for those of a stage. So in a stage's
-runs `torch.utils.checkpoint` keeps its checkpoints in the other way, which computes the same.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +20,6 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.utils import checkpoint
 
 __all__ = [
     "Step",
@@ -35,12 +28,9 @@ __all__ = [
     "iterates_powers",
     "stage_backward_input",
     "stage_backward_weight",
-    "without_reentrance",
 ]
 
 Step = tuple[int, str, int]
-_is_in_stage: ContextVar[bool] = ContextVar("is_in_stage", default=False)
-_Reentrant: Any = checkpoint.CheckpointFunction
 
 
 def iterates_powers(module: nn.Module, buffer: str) -> bool:
@@ -50,30 +40,6 @@ def iterates_powers(module: nn.Module, buffer: str) -> bool:
     hooks = module._forward_pre_hooks.values()
     names = [hook.name for hook in hooks if isinstance(hook, SpectralNorm)]
     return buffer in [f"{name}_{vector}" for name in names for vector in "uv"]
-
-
-class _CheckpointFunction(_Reentrant):  # type: ignore[misc]
-    """The function that `checkpoint` calls where it is to be reentrant."""
-
-    @classmethod
-    def apply(cls, function: Any, preserve_rng_state: bool, *args: Any) -> Any:
-        """Make a checkpoint that is not reentrant inside a stage's run, else torch's own."""
-        if not _is_in_stage.get():
-            return _Reentrant.apply(function, preserve_rng_state, *args)
-        return checkpoint.checkpoint(
-            function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state
-        )
-
-
-@contextmanager
-def without_reentrance() -> Iterator[None]:
-    """Make no checkpoint of activations reentrant inside, whatever the user's code asks for."""
-    checkpoint.CheckpointFunction = _CheckpointFunction  # type: ignore[misc]
-    token = _is_in_stage.set(True)
-    try:
-        yield
-    finally:
-        _is_in_stage.reset(token)
 
 
 _CLASSES: dict[str, type[_PipelineScheduleRuntime]] = {

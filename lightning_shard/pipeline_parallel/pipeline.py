@@ -10,7 +10,6 @@ A neighbouring stage on the same rank is handed its tensors without a message.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -32,58 +31,30 @@ from lightning_shard.pipeline_parallel.gradients import (
     hooks_set_aside,
     leaves_of_graph,
 )
-from lightning_shard.pipeline_parallel.leaves import map_tensors, signature
+from lightning_shard.pipeline_parallel.leaves import map_tensors
 from lightning_shard.pipeline_parallel.lending import Lending, Wanted, lendable
-from lightning_shard.pipeline_parallel.messages import ReceiveHandle, StageMessages, TensorMetadata
+from lightning_shard.pipeline_parallel.messages import ReceiveHandle
 from lightning_shard.pipeline_parallel.microbatches import Microbatch
 from lightning_shard.pipeline_parallel.needs import Needs, Step
 from lightning_shard.pipeline_parallel.randomness import StageRandomness
 from lightning_shard.pipeline_parallel.schedules import Action, Kind, Schedule, forward_schedule
 from lightning_shard.pipeline_parallel.stage_run import StageRun
+from lightning_shard.pipeline_parallel.stage_traffic import (
+    LossOf,
+    RunningBatch,
+    StageTraffic,
+    followed,
+)
 from lightning_shard.pipeline_parallel.staged_model import StagedModel
 from lightning_shard.pipeline_parallel.step_buffers import StepBuffers
 from lightning_shard.pipeline_parallel.step_edits import StepEdits
 from lightning_shard.placeholders import OtherStageError
 
-LossOf = Callable[[Any], Tensor | None]
 Observer = Callable[[Action], AbstractContextManager[object]]
 
 _FORWARD = ("F", "RECV_F", "SEND_F")
 _MAX_ATTEMPTS = 4  # to find out what stages want to borrow
 _RECEIVES: dict[Kind, Kind] = {"F": "RECV_F", "B": "RECV_B", "I": "RECV_B"}  # their inputs
-
-
-@dataclass
-class _Batch:
-    """The state of the batch that runs.
-
-    Attributes:
-        kind: Name of the kind of step.
-        microbatches: The batch's microbatches, the same on every rank.
-        step: Runs the user's step on a microbatch.
-        trainable: Whether each parameter of this rank requires a gradient.
-        stash: Sums of gradients; None in an evaluation.
-        loss_of: Finds the loss in the step's result.
-        runs: By stage and microbatch, the runs that are kept.
-        losses: By microbatch, the weighted loss.
-        inbox: Tensors or their receives, by kind ("F" or "B"), stage and microbatch.
-        grads: By stage and microbatch, the gradients of the stage's inputs.
-        halves: By stage and microbatch, the second half of its backward.
-        results: By microbatch, the result of the step.
-    """
-
-    kind: str
-    microbatches: Sequence[Microbatch]
-    step: Step
-    trainable: tuple[bool, ...] = ()
-    stash: GradientStash | None = None
-    loss_of: LossOf = lambda result: None
-    runs: dict[tuple[int, int], StageRun] = field(default_factory=dict)
-    losses: dict[int, Tensor] = field(default_factory=dict)
-    inbox: dict[tuple[str, int, int], ReceiveHandle | list[Tensor]] = field(default_factory=dict)
-    grads: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)  # of inputs
-    halves: dict[tuple[int, int], Callable[[], None]] = field(default_factory=dict)
-    results: dict[int, Any] = field(default_factory=dict)
 
 
 class Pipeline:
@@ -132,7 +103,7 @@ class Pipeline:
             lambda number: order(forward_schedule(self._stage_ranks, number))
         )
         self._device = device
-        self._messages = StageMessages(group, device)
+        self._traffic = StageTraffic(group, device, self._stage_ranks)
         last = len(stage_ranks) - 1
         self._buffers = StepBuffers(model, group, last, has_last=last in stage_params)
         self.edits = StepEdits()
@@ -146,12 +117,9 @@ class Pipeline:
             "B": self._backward,
             "I": self._backward_inputs,
             "W": self._backward_weights,
-            "SEND_F": self._send_outputs,
-            "RECV_F": self._receive_inputs,
-            "SEND_B": self._send_grads,
-            "RECV_B": self._receive_grads,
+            **dict.fromkeys(StageTraffic.KINDS, self._exchange),
         }
-        self._batch: _Batch
+        self._batch: RunningBatch
 
     @property
     def num_stages(self) -> int:
@@ -196,7 +164,7 @@ class Pipeline:
         """
         params = {param: None for own in self._stage_params.values() for param in own}
         stash = GradientStash([param for param in params if param.requires_grad], seed)
-        batch = _Batch(kind, microbatches, step, self._model.trainable, stash, loss_of)
+        batch = RunningBatch(kind, microbatches, step, self._model.trainable, stash, loss_of)
         with hooks_set_aside(stash.params):
             self._run(batch, self._schedules(len(microbatches)))
         return batch.results, stash
@@ -210,11 +178,11 @@ class Pipeline:
             The step's results as of `train`; None, on every rank, where the step does not use the
             network at all.
         """
-        batch = _Batch(kind, microbatches, step)
+        batch = RunningBatch(kind, microbatches, step)
         uses = self._run(batch, self._forward_schedules(len(microbatches)))
         return batch.results if uses else None
 
-    def _run(self, batch: _Batch, schedule: Schedule) -> bool:
+    def _run(self, batch: RunningBatch, schedule: Schedule) -> bool:
         """Run this rank's actions of a schedule; return whether the step uses the network."""
         self._batch = batch
         self.randomness.next_batch()
@@ -230,13 +198,13 @@ class Pipeline:
             for action in schedule.actions[self._group.rank] if uses else ():
                 if not (is_begun and action.microbatch == 0 and action.kind in _FORWARD):
                     self._act(action)
-            self._messages.finish()
+            self._traffic.finish()
         if batch.stash is not None:
             self._lending.give_back(batch.stash)
         del self._batch
         return uses
 
-    def _learn(self, batch: _Batch) -> bool:
+    def _learn(self, batch: RunningBatch) -> bool:
         """Learn what the stages need in a kind of step; return whether it uses the network."""
         for _ in range(_MAX_ATTEMPTS):
             uses = self._needs.learn(
@@ -255,14 +223,14 @@ class Pipeline:
             f"strategy='zero3'."
         )
 
-    def _borrow(self, batch: _Batch, wanted: Sequence[Wanted]) -> None:
+    def _borrow(self, batch: RunningBatch, wanted: Sequence[Wanted]) -> None:
         """Let stages borrow parameters of others from now on."""
         self._model.hide()
         self._lending.add(wanted)
         self._lending.lend(self.at_hand)
         self._needs.forget(batch.kind)
 
-    def _rehearse(self, batch: _Batch) -> bool:
+    def _rehearse(self, batch: RunningBatch) -> bool:
         """Send the first microbatch through all stages, to find what they want to borrow.
 
         Returns:
@@ -276,7 +244,7 @@ class Pipeline:
             self._wanted = {} if attempt + 1 < _MAX_ATTEMPTS else None
             for action in self._forward_schedules(1).actions[self._group.rank]:
                 self._act(action)
-            self._messages.finish()
+            self._traffic.finish()
             asked = [one for one in self._group.all_gather_object(self._wanted) if one]
             self._wanted = None
             if not asked:
@@ -288,10 +256,10 @@ class Pipeline:
         self._rehearsed.add(batch.kind)
         return True
 
-    def _begin_again(self, batch: _Batch, wanted: Sequence[Wanted]) -> None:
+    def _begin_again(self, batch: RunningBatch, wanted: Sequence[Wanted]) -> None:
         for kept in (batch.runs, batch.inbox, batch.results, batch.losses):
             kept.clear()
-        self._messages = StageMessages(self._group, self._device)
+        self._traffic.begin_again()
         self._borrow(batch, wanted)
         self._learn(batch)
 
@@ -312,83 +280,25 @@ class Pipeline:
             with observer(action._replace(kind=receive)):
                 coming.wait()
 
-    def _key(self, boundary: int, microbatch: int) -> tuple[Any, ...]:
-        """Return all that the metadata of the tensors at a boundary depend on."""
-        content = self._batch.microbatches[microbatch].content
-        return boundary, self._batch.kind, self._batch.trainable, signature(content)
-
-    def _tag(self, stage: int, microbatch: int, *, is_grad: bool) -> int:
-        return (microbatch * self.num_stages + stage) * 2 + is_grad
-
-    def _receive_inputs(self, action: Action) -> None:
-        stage, _, index = action
-        peer = self._stage_ranks[stage - 1]
-        tag = self._tag(stage, index, is_grad=False)
-        handle = self._messages.receive(peer, tag, self._key(stage, index))
-        self._batch.inbox["F", stage, index] = handle
-
-    def _send_outputs(self, action: Action) -> None:
-        stage, _, index = action
-        peer = self._stage_ranks[stage + 1]
-        tag = self._tag(stage + 1, index, is_grad=False)
-        run, key = self._batch.runs[stage, index], self._key(stage + 1, index)
-        if run.is_skipped:
-            run.outputs = self._messages.send_skipped(peer, tag, key)
-        else:
-            self._messages.send(run.outputs, peer, tag, key)
-        if self._batch.stash is None:
-            del self._batch.runs[stage, index]
-
-    def _receive_grads(self, action: Action) -> None:
-        stage, _, index = action
-        peer = self._stage_ranks[stage + 1]
-        tag = self._tag(stage, index, is_grad=True)
-        all_metadata = [
-            TensorMetadata.of(one) for one in _followed(self._batch.runs[stage, index].outputs)
-        ]
-        handle = self._messages.receive_known(all_metadata, peer, tag)
-        self._batch.inbox["B", stage, index] = handle
-
-    def _send_grads(self, action: Action) -> None:
-        stage, _, index = action
-        peer = self._stage_ranks[stage - 1]
-        tag = self._tag(stage - 1, index, is_grad=True)
-        self._messages.send_known(self._batch.grads.pop((stage, index)), peer, tag)
-
-    def _inputs(self, stage: int, index: int) -> list[Tensor] | None:
-        """Return the tensors that the previous stage has sent, or handed over on this rank."""
-        if stage == 0:
-            self._is_sender_skipped = False
-            return None
-        came = self._batch.inbox.pop(("F", stage, index), None)
-        runs = self._batch.runs
-        if isinstance(came, ReceiveHandle):
-            tensors = came.wait()
-            self._is_sender_skipped = came.is_skipped
-            return tensors
-        self._is_sender_skipped = runs[stage - 1, index].is_skipped
-        outputs = runs[stage - 1, index].outputs
-        if self._batch.stash is None:
-            del runs[stage - 1, index]
-        return [
-            one.detach().requires_grad_(TensorMetadata.of(one).requires_grad) for one in outputs
-        ]
+    def _exchange(self, action: Action) -> None:
+        self._traffic.do(self._batch, action)
 
     def _forward(self, action: Action) -> None:
         stage, _, index = action
         batch, bounds = self._batch, self._model.partition.bounds
         microbatch = batch.microbatches[index]
+        received, comes_of_skipped = self._traffic.inputs(batch, stage, index)
         run = StageRun(
             stage,
             bounds[stage],
             bounds[stage + 1],
             self._model.block_names,
             needed=self._needs.of(batch.kind, stage + 1),
-            received=self._inputs(stage, index),
+            received=received,
             entering=lambda: self.randomness.enter(index, stage),
             leaving=lambda: self.edits.leaving(stage, self._lending.leaves(stage)),
         )
-        run.is_skipped = self._wanted is not None and self._is_sender_skipped
+        run.is_skipped = self._wanted is not None and comes_of_skipped
         self.randomness.begin(index)
         with self._buffers.forward(stage):
             self._run_step(run, batch, microbatch)
@@ -401,7 +311,7 @@ class Pipeline:
         if batch.stash is None and stage == self.num_stages - 1:
             del batch.runs[stage, index]
 
-    def _run_step(self, run: StageRun, batch: _Batch, microbatch: Microbatch) -> None:
+    def _run_step(self, run: StageRun, batch: RunningBatch, microbatch: Microbatch) -> None:
         """Run a step; in a rehearsal note which parameters of other stages it wants, and go on."""
         if run.is_skipped:
             return
@@ -428,11 +338,8 @@ class Pipeline:
         if stage == self.num_stages - 1:
             loss = batch.losses.pop(index, None)
             return [] if loss is None or not loss.requires_grad else [loss], None
-        outputs = _followed(batch.runs[stage, index].outputs)
-        came = batch.inbox.pop(("B", stage, index), None)
-        grads = (
-            came.wait() if isinstance(came, ReceiveHandle) else batch.grads.pop((stage + 1, index))
-        )
+        outputs = followed(batch.runs[stage, index].outputs)
+        grads = self._traffic.output_grads(batch, stage, index)
         if batch.runs[stage, index].is_skipped:
             return [], None
         return outputs, [grad.detach() for grad in grads]
@@ -448,7 +355,7 @@ class Pipeline:
         self._buffers.before_backward(stage)
         with self._model.running(run, stage):
             input_grads, param_grads = full_backward(
-                roots, grads, _followed(run.inputs), params, reformatted=self.reformats
+                roots, grads, followed(run.inputs), params, reformatted=self.reformats
             )
         stash.add(params, param_grads)
         self._batch.grads[stage, index] = input_grads
@@ -457,7 +364,7 @@ class Pipeline:
         stage, _, index = action
         roots, grads = self._roots(stage, index)
         run, params, stash = self._batch.runs[stage, index], self._params(stage), self._stash
-        inputs = _followed(run.inputs)
+        inputs = followed(run.inputs)
         self._buffers.before_backward(stage)
         with self._model.running(run, stage):
             input_grads, rest = input_backward(roots, grads, inputs, params, self.at_hand)
@@ -487,8 +394,3 @@ def _named(wanted: Sequence[Wanted]) -> str:
 
 def _as_published(schedule: Schedule) -> Schedule:
     return schedule
-
-
-def _followed(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors that require gradients."""
-    return [tensor for tensor in tensors if tensor.requires_grad]

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_shard.data_parallel.kept_inputs import computed
+from lightning_shard.data_parallel.offload.activations import stay
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.leaves import exchange_tensors, map_tensors, tensors_in
 from lightning_shard.pipeline_parallel.skipped_blocks import (
@@ -183,6 +185,7 @@ class StageRun:
             leaves = tensors_in(arguments)
             for place, tensor in zip(places, self.inputs, strict=True):
                 self._received.append(_Received(leaves[place], tensor))
+            stay(self.inputs)
         self._entering()
 
     def _enter_again(self, arguments: Arguments) -> None:
@@ -272,20 +275,8 @@ class _Received:
         self.version = stand_in._version
         self.value: Tensor = tensor
         if tensor.requires_grad:
-            self.value = _Computed.apply(tensor)  # type: ignore[no-untyped-call]
+            self.value = computed(tensor)
         stand_in.value = self.value
-
-
-class _Computed(torch.autograd.Function):
-    """Makes a leaf a computed tensor: blocks may write to their arguments."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: Tensor) -> Tensor:
-        return leaf.data  # in the same memory, but no view
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0]
 
 
 def _value_of(tensor: Tensor) -> Tensor:

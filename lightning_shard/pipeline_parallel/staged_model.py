@@ -14,9 +14,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from lightning_shard.data_parallel.assigned import taken_out
+from lightning_shard.data_parallel.reentrance import without_reentrance
 from lightning_shard.data_parallel.units import class_name
 from lightning_shard.errors import ConfigError
-from lightning_shard.pipeline_parallel._torch import without_reentrance
 from lightning_shard.pipeline_parallel.partition import Partition, Stages, buffer_stages
 from lightning_shard.pipeline_parallel.skipped_blocks import SkippedBlock, Template
 from lightning_shard.placeholders import Placeholder
@@ -232,11 +233,8 @@ class StagedModel:
         for home, name, tensor in places:
             if name not in home:
                 name = self._names.get(tensor, name)  # type: ignore[call-overload]
-                raise ConfigError(
-                    f"Prune, or parametrize, the model before the fit, or after it, or use "
-                    f"strategy='zero2'. {name!r} was taken out of its module in the middle of a "
-                    f"run, as torch.nn.utils.prune does, but stages of the pipeline that do not "
-                    f"have it put a stand-in in its place; expected the names that the model had."
+                raise taken_out(
+                    name, "stages of the pipeline that do not have it put a stand-in in its place"
                 )
 
     def _absent_params(self, stage: int) -> dict[Tensor, Tensor]:

@@ -18,6 +18,7 @@ from lightning_shard.mesh import NodePlacement
 from lightning_shard.pipeline_parallel.microbatches import batch_size_of, split_batch
 from lightning_shard.pipeline_parallel.schedules import Schedule
 from lightning_shard.pipeline_parallel.simulation import replay
+from lightning_shard.planner.activation_bytes import ActivationBytes
 from lightning_shard.planner.no_elements import NoElements
 from lightning_shard.planner.report import DryRun, RankFigures
 from lightning_shard.planner.simulated_model import SimulatedModel, WorldOptions
@@ -87,7 +88,7 @@ def dry_run(
     )
 
 
-def _figures(rank: SimulatedRank, activations: int, idle_share: float) -> RankFigures:
+def _figures(rank: SimulatedRank, activations: ActivationBytes, idle_share: float) -> RankFigures:
     memory = rank.memory(activations)
     rank.count()  # what publishing the updated parameters has sent
     return RankFigures(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from lightning_shard.data_parallel.offload.activations import stretch_bytes
 from lightning_shard.data_parallel.recomputation import observed_by
 from lightning_shard.data_parallel.torch_private import FakeTensorMode, storage_key
 from lightning_shard.tensor_parallel.dim_sharded_tensor import DimShardedTensor
@@ -85,6 +86,7 @@ class SavedBytes(saved_tensors_hooks):
         self.recomputed = 0
         self._known = {storage_key(one): one for one in known}
         self._kept: dict[int, Tensor] = {}
+        self._staying: set[int] = set()
         self._observing = ExitStack()
 
     def __enter__(self) -> "SavedBytes":  # type: ignore[override]
@@ -105,6 +107,10 @@ class SavedBytes(saved_tensors_hooks):
         for tensor in map(_local, tensors):
             if storage_key(tensor) not in self._known:
                 self._kept.setdefault(storage_key(tensor), tensor)
+
+    def stay(self, tensors: Iterable[Tensor]) -> None:
+        """Note tensors that the device has until backward, also where activations are offloaded."""
+        self._staying |= {storage_key(_local(one)) for one in tensors}
 
     def backward(self) -> AbstractContextManager[None]:
         """Make the context of a backward, in which recomputations are counted."""
@@ -131,6 +137,12 @@ class SavedBytes(saved_tensors_hooks):
     def total(self) -> int:
         """Number of bytes counted so far."""
         return storage_bytes(self._kept.values())
+
+    @property
+    def moving(self) -> tuple[int, ...]:
+        """The bytes of each stretch of memory that goes to the host under offload, in order."""
+        leaving = [one for key, one in self._kept.items() if key not in self._staying]
+        return tuple(filter(None, map(stretch_bytes, leaving)))
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ class RankMemory:
         activations: Bytes saved for the backwards of the microbatches that are in flight.
         recomputed: Further bytes of the block whose activations backward computes again, the
             largest; 0 without activation checkpointing.
-        offloaded: Bytes in host memory besides, under offload.
+        offloaded: Bytes in host memory besides, under offload: shards, state, activations.
     """
 
     parameters: int

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.held_bytes import HeldBytes
+from lightning_shard.data_parallel.offload.activations import HostActivations
 from lightning_shard.sizes import format_bytes
 
 _CUTS = {1: "optimizer state", 2: "gradients", 3: "parameters"}  # by stage, what it shares out
@@ -35,6 +36,7 @@ class Situation:
         activations: Bytes of activations, and with "full" checkpointing; None where unknown.
         num_microbatches: Number of microbatches of a pipeline's batch; 1 without one.
         offload: What lies in host memory already.
+        offloads_activations: Whether activations do.
     """
 
     held: HeldBytes
@@ -48,6 +50,7 @@ class Situation:
     activations: tuple[int, int] | None = None
     num_microbatches: int = 1
     offload: str | None = None
+    offloads_activations: bool = False
 
 
 def savings(of: Situation) -> list[str]:
@@ -86,6 +89,10 @@ def _of_activations(of: Situation) -> list[tuple[int, str]]:
     if "activation_checkpointing" in of.options and not of.checkpoints:
         saved = _UNKNOWN if of.activations is None else of.activations[0] - of.activations[1]
         found.append((saved, "activation_checkpointing='full' (activations of blocks)"))
+    if "activation_offload" in of.options and not of.offloads_activations:
+        in_flight = HostActivations.in_flight_bytes
+        saved = _UNKNOWN if of.activations is None else of.activations[0] - in_flight
+        found.append((saved, "activation_offload=True (activations in host memory)"))
     if of.num_microbatches > 1:
         double = f"num_microbatches={2 * of.num_microbatches}"
         found.append((_UNKNOWN, f"{double} (about half of the activations, but under 'gpipe')"))

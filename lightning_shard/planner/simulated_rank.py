@@ -28,6 +28,8 @@ from lightning_shard.pipeline_parallel.backward import (
 from lightning_shard.pipeline_parallel.leaves import tensors_in
 from lightning_shard.pipeline_parallel.microbatches import Microbatch
 from lightning_shard.pipeline_parallel.stage_run import Needed, StageRun
+from lightning_shard.pipeline_parallel.stage_traffic import followed
+from lightning_shard.planner.activation_bytes import ActivationBytes, Kept
 from lightning_shard.planner.no_elements import SavedBytes, storage_bytes
 from lightning_shard.planner.report import RankMemory
 from lightning_shard.planner.simulated_group import SimulatedCollectives
@@ -47,7 +49,7 @@ class SimulatedRank:
         stages: Stages on this rank.
         sent: Bytes that this rank has sent along each axis so far.
         sent_elements: Elements that it has sent.
-        saved: Bytes that the backward of a stage needs of one microbatch, by stage and size.
+        saved: What the backward of a stage needs of one microbatch, by stage and size.
         recomputed: Further bytes of the checkpointed block whose recomputation holds most.
     """
 
@@ -74,7 +76,7 @@ class SimulatedRank:
             param.data = model.parts[param]  # which the engine of another rank may have, too
         split = _SimulatedSplit(self._here, {**elsewhere, **model.full_shapes})
         self.engine = DataParallelEngine(model.module, data, self.options.engine, data, split)
-        self.saved: dict[tuple[int, int], int] = {}
+        self.saved: dict[tuple[int, int], Kept] = {}
         self.sent: dict[Axis, int] = dict.fromkeys(self._groups, 0)
         self.sent_elements = dict(self.sent)
         self.recomputed = 0
@@ -98,7 +100,8 @@ class SimulatedRank:
         with self._saved_bytes(microbatch) as saved, self.model.running(run, stage):
             run.forward(lambda: self.model.step(microbatch))
         saved.keep([*run.inputs, *run.outputs])
-        self.saved[stage, microbatch.size] = saved.total
+        saved.stay([*run.inputs, *run.outputs])
+        self.saved[stage, microbatch.size] = self._kept(saved)
         self._runs[stage, microbatch.index] = run, saved
         self._note_unsharded()
         return run.outputs
@@ -156,7 +159,7 @@ class SimulatedRank:
         """Run a step of a model that is in no pipeline, and hand its gradients to the engine."""
         with self._saved_bytes(microbatch) as saved:
             loss = loss_of(self.model.step(microbatch))
-        self.saved[0, microbatch.size] = saved.total
+        self.saved[0, microbatch.size] = self._kept(saved)
         with self.engine.backward(), saved.backward():
             loss.backward()  # type: ignore[no-untyped-call]
         self.recomputed = saved.recomputed
@@ -165,6 +168,10 @@ class SimulatedRank:
     def _saved_bytes(self, microbatch: Microbatch) -> SavedBytes:
         flats = self.engine.flats
         return SavedBytes([flat.full for flat in flats] + tensors_in(microbatch.content))
+
+    def _kept(self, saved: SavedBytes) -> Kept:
+        saved.stay(self.model.module.buffers())
+        return Kept(saved.total, saved.moving if self.options.engine.activation_offload else ())
 
     def hand_over(self) -> None:
         """Sum the gradients of tied parameters, and give all to the engine."""
@@ -216,7 +223,7 @@ class SimulatedRank:
         """Number of elements of this rank's part of the parameters."""
         return sum(self.model.parts[param].shape.numel() for param in self._here)
 
-    def memory(self, activations: int) -> RankMemory:
+    def memory(self, activations: ActivationBytes) -> RankMemory:
         """Return the memory held when the optimizer steps, and publish the updated parameters."""
         engine = self.engine
         with engine.optimizer_view():
@@ -232,8 +239,9 @@ class SimulatedRank:
             gradients=gradients,
             gradients_in_flight=sum(map(self._gradient_bytes, self._trained)) if in_pipeline else 0,
             optimizer_state=state,
-            activations=activations,
+            activations=activations.on_device,
             recomputed=self.recomputed,
+            offloaded=activations.on_host,
         )
         return found if self.options.offload is None else self._offloaded(found)
 
@@ -253,7 +261,7 @@ class SimulatedRank:
             parameters=parameters,
             gradients=found.gradients if stage < 2 else 0,
             optimizer_state=0,
-            offloaded=shards + found.optimizer_state,
+            offloaded=found.offloaded + shards + found.optimizer_state,
         )
 
     def _most_gathered(self) -> int:
@@ -313,11 +321,6 @@ def _data_groups(size: int, shard_size: int) -> tuple[DataGroups, list[Collectiv
 def _roots(run: StageRun, grads: Sequence[Tensor] | None) -> list[Tensor]:
     """Return the tensors at which a backward begins: the loss where no gradients are given."""
     return followed(run.outputs if grads is not None else [loss_of(run.result)])
-
-
-def followed(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors that require gradients."""
-    return [tensor for tensor in tensors if tensor.requires_grad]
 
 
 def _stash_dtype(param: Tensor) -> torch.dtype:

@@ -7,8 +7,7 @@ Microbatches of one size cost the same: one of them is run and counts for all. U
 the unsharded units depend on the order, so there each microbatch is run.
 """
 
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
@@ -17,6 +16,7 @@ from lightning_shard.pipeline_parallel.microbatches import Microbatch
 from lightning_shard.pipeline_parallel.schedules import Action, Schedule, StageInput
 from lightning_shard.pipeline_parallel.skipped_blocks import UnknownResultError
 from lightning_shard.pipeline_parallel.stage_run import Needed
+from lightning_shard.planner.activation_bytes import ActivationBytes, Kept, at_once, peak
 from lightning_shard.planner.simulated_model import SimulatedModel
 from lightning_shard.planner.simulated_rank import SimulatedRank
 
@@ -149,20 +149,26 @@ class SimulatedPipeline:
             one.detach().requires_grad_(one.requires_grad) for one in tensors
         ]
 
-    def peak_activations(self, rank: SimulatedRank) -> int:
+    def peak_activations(self, rank: SimulatedRank) -> ActivationBytes:
         """Return the most bytes that a rank keeps for the backwards to come."""
+        return peak(state.values() for state in self._in_flight(rank))
 
-        def change(action: Action) -> int:
-            held = rank.saved.get((action.stage, self.microbatches[action.microbatch].size), 0)
-            return {"F": held, "B": -held, "W": -held}.get(action.kind, 0)
+    def _in_flight(self, rank: SimulatedRank) -> Iterator[dict[StageInput, Kept]]:
+        """Yield what is kept after each of a rank's actions, by stage and microbatch."""
+        state: dict[StageInput, Kept] = {}
+        for stage, kind, index in self.schedule.actions[rank.rank]:
+            if kind == "F":
+                size = self.microbatches[index].size
+                state[stage, kind, index] = rank.saved.get((stage, size), Kept(0))
+                yield state
+            elif kind in ("B", "W"):
+                state.pop((stage, "F", index), None)
 
-        return max(accumulate(map(change, self.schedule.actions[rank.rank])), default=0)
 
-
-def run_unpipelined(rank: SimulatedRank, batch: Microbatch) -> int:
-    """Run a step of a model that is full on its rank; return the bytes kept for the backward."""
+def run_unpipelined(rank: SimulatedRank, batch: Microbatch) -> ActivationBytes:
+    """Run a step of a model that is full on its rank; return what is kept for the backward."""
     rank.begin_step()
     with rank.in_step():
         rank.train_full(batch)
     rank.count()
-    return rank.saved[0, batch.size]
+    return at_once([rank.saved[0, batch.size]])

@@ -3,7 +3,7 @@
     ranks = pp x dp x tp      tp within a node, pp at most one stage a block, dp what is left
     dp > 1                    ZeRO stage 0 to 3, without a pipeline also with offload
     pp > 1                    schedule, microbatches
-    all                       samples of a microbatch, activation checkpointing
+    all                       samples of a microbatch, activation checkpointing and offload
 
 What changes the result of a step (local and asynchronous SGD, compression) is no candidate: whether
 a model trains as well so is no question of memory and time.
@@ -45,6 +45,7 @@ class Candidate:
         rounds: Batches of a pipeline whose gradients are accumulated; 1 without a pipeline.
         checkpointing: What is computed again in backward.
         offload: What lies in host memory.
+        activation_offload: Whether activations do.
     """
 
     pp: int
@@ -56,6 +57,7 @@ class Candidate:
     num_microbatches: int
     checkpointing: Checkpointing = None
     offload: Offload | None = None
+    activation_offload: bool = False
     rounds: int = 1
 
     @property
@@ -72,6 +74,11 @@ class Candidate:
     def stages_per_rank(self) -> int:
         """Number of stages that each rank of the pipeline has."""
         return 2 if self.schedule.startswith("interleaved") else 1
+
+    @property
+    def uses_host(self) -> bool:
+        """Whether anything lies in host memory."""
+        return self.offload is not None or self.activation_offload
 
     @property
     def strategy(self) -> str:
@@ -92,6 +99,8 @@ class Candidate:
             found["activation_checkpointing"] = self.checkpointing
         if self.offload is not None:
             found["offload"] = self.offload
+        if self.activation_offload:
+            found["activation_offload"] = True
         if self.strategy in _PURE:
             return found
         if self.strategy == "tensor_parallel":
@@ -121,6 +130,8 @@ class Candidate:
             parts.append(f"{self.checkpointing} checkpointing")
         if self.offload:
             parts.append(f"{self.offload} offloaded")
+        if self.activation_offload:
+            parts.append("activations offloaded")
         return ", ".join(parts)
 
 
@@ -154,7 +165,9 @@ class SearchSpace:
                     made = Candidate(
                         pp=pp, dp=dp, tp=tp, zero_stage=0, schedule="", checkpointing=choice, **cut
                     )
-                    yield from _on_mesh(made, self.num_blocks)
+                    for plain in _on_mesh(made, self.num_blocks):
+                        yield plain
+                        yield _changed(plain, activation_offload=True)
 
     def _cuts(self, pp: int, dp: int) -> Iterator[dict[str, Any]]:
         """Yield the ways to cut a data-parallel rank's samples of a step."""

@@ -9,15 +9,17 @@ stage 3, which gathers as its actions follow each other, is an upper bound. Time
 arithmetic and memory at the profile's peaks, one after the other.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
+from lightning_shard.data_parallel.offload.activations import HostActivations
 from lightning_shard.mesh import Axis
 from lightning_shard.pipeline_parallel.partition import best_bounds
 from lightning_shard.pipeline_parallel.schedules import Action, Schedule, make_schedule
 from lightning_shard.pipeline_parallel.simulation import replay
+from lightning_shard.planner.activation_bytes import ActivationBytes
 from lightning_shard.planner.report import RankMemory
 from lightning_shard.planning.anatomy import Anatomy, Weights
 from lightning_shard.planning.candidates import Candidate
@@ -89,7 +91,7 @@ class Estimator:
         blocks, size = self.anatomy.num_blocks, one.microbatch
         weights = self.weights_of(one.tp, (0, blocks), blocks)
         saved = int(parts.saved.at(size, blocks))
-        memory = self.memory(one, weights, saved, 0, in_pipeline=False)
+        memory = self.memory(one, weights, activations(one, saved), 0, in_pipeline=False)
         flops = self.flops(one, (0, blocks))
         sent_tp = parts.sent.at(size, blocks)
         compute = flops / self.machine.flops(self.anatomy.precision)
@@ -98,6 +100,8 @@ class Estimator:
             inside_node=one.tp <= self.ranks_per_node
         )
         compute += self.waits_of_layers(one, blocks)
+        if one.activation_offload:  # copies go beside what computes
+            compute = max(compute, 2 * saved / self.machine.host_bytes_per_second)
         seconds, sent_dp, hidden = self.with_data_parallel(one, weights, compute)
         return Estimate(
             candidate=one,
@@ -143,7 +147,13 @@ class Estimator:
         return (again * inner + 3 * outer) * one.microbatch / one.tp
 
     def memory(
-        self, one: Candidate, weights: Weights, saved: int, recomputed: int, *, in_pipeline: bool
+        self,
+        one: Candidate,
+        weights: Weights,
+        saved: ActivationBytes,
+        recomputed: int,
+        *,
+        in_pipeline: bool,
     ) -> RankMemory:
         """Return the bytes of a rank by kind."""
         stage, dp = one.zero_stage, one.dp
@@ -165,9 +175,9 @@ class Estimator:
             gradients=gradients,
             gradients_in_flight=self._in_flight(weights) if in_pipeline else 0,
             optimizer_state=state,
-            activations=saved,
+            activations=saved.on_device,
             recomputed=recomputed,
-            offloaded=offloaded,
+            offloaded=offloaded + saved.on_host,
         )
 
     def _in_flight(self, weights: Weights) -> int:
@@ -236,6 +246,16 @@ class Estimator:
         return next((end for end in ends if (weights.used - end) % block == 0), 0)
 
 
+def activations(one: Candidate, saved: int, staying: int = 0) -> ActivationBytes:
+    """Return where so many bytes of activations lie, some of which stay on the device anyway."""
+    if not one.activation_offload:
+        return ActivationBytes(saved)
+    moving = max(0, saved - staying)
+    return ActivationBytes(
+        saved - moving + min(moving, HostActivations.in_flight_bytes), on_host=moving
+    )
+
+
 class _PipelinedEstimate:
     """The figures of one candidate with a pipeline."""
 
@@ -261,7 +281,7 @@ class _PipelinedEstimate:
             for own in ranks
         ]
         memories = [
-            self.of.memory(one, held, self._peak(rank), self._recomputed(), in_pipeline=True)
+            self.of.memory(one, held, self._kept(rank), self._recomputed(), in_pipeline=True)
             for rank, held in enumerate(weights)
         ]
         passing = [self._passing(own) for own in ranks]
@@ -303,10 +323,15 @@ class _PipelinedEstimate:
         """The head's passing bytes on the last stage, what is computed again elsewhere."""
         return self.of.passing(self.one) if self.num_stages - 1 in own else self._recomputed()
 
-    def _peak(self, rank: int) -> int:
+    def _kept(self, rank: int) -> ActivationBytes:
+        size = self.one.microbatch  # what a stage receives and sends stays on the device
+        staying = self._peak(rank, lambda stage: sum(self._messages(stage, size)))
+        return activations(self.one, self._peak(rank, self._saved), staying)
+
+    def _peak(self, rank: int, figure: Callable[[int], float]) -> int:
         def change(action: Action) -> float:
             held = {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
-            return held * self._saved(action.stage) if held else 0.0
+            return held * figure(action.stage) if held else 0.0
 
         return int(max(accumulate(map(change, self.table.actions[rank])), default=0))
 
@@ -339,6 +364,8 @@ class _PipelinedEstimate:
         tp_speed = machine.bytes_per_second(inside_node=one.tp <= node)
         work += self._tp_bytes(stage) / tp_speed
         work += self.of.waits_of_layers(one, self._num_blocks(stage))
+        if one.activation_offload:
+            work = max(work, 2 * self._saved(stage) / machine.host_bytes_per_second)
         share = 1 / 4 if one.checkpointing == "full" else 1 / 3
         speed = machine.bytes_per_second(inside_node=one.pp * one.dp * one.tp <= node)
         forward, backward = (

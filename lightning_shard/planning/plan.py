@@ -26,6 +26,11 @@ _KINDS = {
 }
 
 
+def _kind(one: Estimate) -> tuple[str, str | None, bool]:
+    made = one.candidate
+    return made.strategy, made.offload, made.activation_offload
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """What a search has found; `print` gives a table.
@@ -63,14 +68,13 @@ class Plan:
     @property
     def best(self) -> tuple[Estimate, ...]:
         """Of each strategy the fastest candidate that fits, or the smallest if none does."""
-        found: dict[tuple[str, str | None], Estimate] = {}
+        found: dict[tuple[str, str | None, bool], Estimate] = {}
         for one in self.estimates:
-            key = one.candidate.strategy, one.candidate.offload
+            key = _kind(one)
             if key not in found or self._rank(one) < self._rank(found[key]):
                 found[key] = one
         if self.recommendation is not None:
-            made = self.recommendation.candidate
-            found[made.strategy, made.offload] = self.recommendation
+            found[_kind(self.recommendation)] = self.recommendation
         return tuple(sorted(found.values(), key=self._rank))
 
     def _rank(self, one: Estimate) -> tuple[float, ...]:
@@ -95,12 +99,12 @@ class Plan:
             f"{len(self.estimates)} that fit {limit}, at {cell(chosen.peak_bytes)}."
         ]
         plain = [one for one in self.best if one.candidate.strategy != made.strategy]
-        others = [one for one in plain if self.fits(one) and not one.candidate.offload]
+        others = [one for one in plain if self.fits(one) and not one.candidate.uses_host]
         for one in others[:1]:
             lines.append(
                 f"{one.candidate.strategy} takes {one.seconds / chosen.seconds:.2f} times."
             )
-        too_large = [one for one in plain if not self.fits(one) and not one.candidate.offload]
+        too_large = [one for one in plain if not self.fits(one) and not one.candidate.uses_host]
         if too_large:
             names = ", ".join(
                 f"{one.candidate.strategy} ({cell(one.peak_bytes)})" for one in too_large

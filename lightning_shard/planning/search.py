@@ -62,31 +62,41 @@ def plan(
     """
     profile = machine if isinstance(machine, MachineProfile) else machine_profile(machine)
     per_node = _ranks_per_node(devices, nodes, profile)
-    samples = batch_size_of(batch) * devices if global_batch is None else global_batch
     anatomy = Anatomy(module, batch, precision, tensor_plan)
     tp_sizes, left_out = _tp_sizes(anatomy, min(per_node, devices))
     space = SearchSpace(
         num_ranks=devices,
         ranks_per_node=per_node,
         num_blocks=anatomy.num_blocks,
-        global_batch=samples,
+        global_batch=batch_size_of(batch) * devices if global_batch is None else global_batch,
         tp_sizes=tp_sizes,
         checkpointing=tuple(checkpointing) if anatomy.num_blocks else (None,),
         batch_size=batch_size,
     )
-    found, unsplit = _estimated(Estimator(anatomy, profile, per_node), space)
     limit = profile.device_memory if device_memory is None else device_memory
+    return _searched(anatomy, space, profile, limit, left_out)
+
+
+def _searched(
+    anatomy: Anatomy,
+    space: SearchSpace,
+    profile: MachineProfile,
+    limit: int,
+    left_out: Sequence[str],
+) -> Plan:
+    """Return the plan of all candidates, and the fastest that fits into the limit."""
+    found, unsplit = _estimated(Estimator(anatomy, profile, space.ranks_per_node), space)
     fitting = recommended(found, limit)
-    chosen = fitting and _confirmed(anatomy, fitting, limit, found, per_node)
+    chosen = fitting and _confirmed(anatomy, fitting, limit, found, space.ranks_per_node)
     return Plan(
         machine=profile,
-        num_devices=devices,
-        ranks_per_node=per_node,
+        num_devices=space.num_ranks,
+        ranks_per_node=space.ranks_per_node,
         device_memory=limit,
-        global_batch=samples,
-        precision=precision,
-        num_parameters=sum(param.numel() for param in module.parameters()),
-        tensor_plan=tensor_plan,
+        global_batch=space.global_batch,
+        precision=anatomy.precision,
+        num_parameters=sum(param.numel() for param in anatomy.module.parameters()),
+        tensor_plan=anatomy.plan,
         estimates=tuple(found),
         recommendation=chosen,
         left_out=(*left_out, *unsplit),
@@ -121,11 +131,11 @@ def _estimated(estimator: Estimator, space: SearchSpace) -> tuple[list[Estimate]
 def recommended(found: Sequence[Estimate], limit: int) -> Estimate | None:
     """Return the estimate to train with; None where nothing fits.
 
-    Offload is taken only where nothing else fits: what the host's processor needs for the update
-    is in no profile.
+    Offload is taken only where nothing else fits: what the host's processor needs for the update,
+    and what its memory holds, is in no profile.
     """
     fitting = [one for one in found if one.peak_bytes <= limit]
-    fitting = [one for one in fitting if one.candidate.offload is None] or fitting
+    fitting = [one for one in fitting if not one.candidate.uses_host] or fitting
     if not fitting:
         return None
     fastest = min(one.seconds for one in fitting)

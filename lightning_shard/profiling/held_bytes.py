@@ -33,7 +33,7 @@ class HeldBytesTable(OnlyLooks, Callback):
     """
 
     def __init__(self) -> None:
-        self._stepped_optimizers: set[int] = set()
+        self._stepped_optimizers: set[Optimizer] = set()
         self._is_printed = False
 
     @override
@@ -51,8 +51,8 @@ class HeldBytesTable(OnlyLooks, Callback):
     ) -> None:
         if self._is_printed:
             return
-        if id(optimizer) not in self._stepped_optimizers:
-            self._stepped_optimizers.add(id(optimizer))
+        if optimizer not in self._stepped_optimizers:
+            self._stepped_optimizers.add(optimizer)
             return
         strategy = own_strategy(trainer, type(self).__name__)
         held = strategy.collectives.all_gather_object(strategy.held_bytes())

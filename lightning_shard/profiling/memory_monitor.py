@@ -10,7 +10,6 @@ import torch
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_shard.data_parallel.memory_kinds import memory_kinds
 from lightning_shard.errors import ConfigError
 from lightning_shard.option_checks import checked_options
 from lightning_shard.profiling.run_monitor import RunMonitor, own_strategy
@@ -56,7 +55,7 @@ class MemoryMonitor(RunMonitor):
         if number % self._every_n_steps != 1 % self._every_n_steps:
             return
         strategy = own_strategy(trainer, type(self).__name__)
-        kinds = memory_kinds(strategy.engine, strategy.optimizers)
+        kinds = strategy.memory_kinds()
         held = {name: value for name, value in vars(kinds).items() if value is not None}
         held["besides"] = max(strategy.held_bytes().total - kinds.known, 0)
         self._write(trainer, "memory", held=held, **_peak(strategy.root_device))

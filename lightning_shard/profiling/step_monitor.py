@@ -60,7 +60,7 @@ class StepMonitor(RunMonitor):
         self._clock: StepClock | None = None
         self._counters: AxisCounters | None = None
         self._expectations: Expectations | None = None
-        self._handles: dict[int, RemovableHandle] = {}  # by id of the optimizer
+        self._handles: dict[Optimizer, RemovableHandle] = {}
         self._contents: dict[str, int | None] = {"samples": 0, "tokens": 0}  # of this step so far
         self._losses: list[Tensor] = []
         self._unwritten: dict[str, Any] | None = None  # the record of the last step
@@ -102,8 +102,8 @@ class StepMonitor(RunMonitor):
         if self._clock is None:
             return
         self._clock.begin_update()
-        if id(optimizer) not in self._handles:
-            self._handles[id(optimizer)] = optimizer.register_step_post_hook(self._end_update)
+        if optimizer not in self._handles:
+            self._handles[optimizer] = optimizer.register_step_post_hook(self._end_update)
 
     def _end_update(self, *_: Any) -> None:
         if self._clock is not None:

@@ -6,7 +6,6 @@ ranks, own data ──records──> batches of each rank ──joined──> on
 
 import copy
 import random
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,7 +17,6 @@ import numpy as np
 import torch
 from lightning.pytorch.strategies import Strategy
 
-from lightning_shard.checkpoint.random_state import load_random_state, random_state
 from lightning_shard.errors import ConfigError, ShardError
 from lightning_shard.launchers._copy import copy_with_functions
 from lightning_shard.proving.batches import Join, join_batches
@@ -166,7 +164,8 @@ class Subject:
         options = {**_OURS, **self.options}
         callbacks = copy.deepcopy(list(self.options.get("callbacks") or ()))
         recorder = Recorder(sink, self.accumulate)
-        with quiet(), _drawing(self.seed if seed is None else seed):
+        with quiet():
+            _draw_from(self.seed if seed is None else seed)
             trainer = pl.Trainer(
                 **{**options, "callbacks": [*callbacks, recorder]},
                 strategy=strategy,
@@ -226,16 +225,8 @@ def _replay(owner: pl.LightningDataModule, batches: Sequence[Sequence[Any]]) -> 
     return _Replay(batches[place["rank"]])
 
 
-@contextmanager
-def _drawing(seed: int) -> Iterator[None]:
-    """Draw from random streams of this seed inside, and from those of before afterwards."""
-    before = random_state(torch.device("cpu"))
+def _draw_from(seed: int) -> None:
+    """Let random numbers be drawn from this seed."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        load_random_state(before, torch.device("cpu"))

@@ -1,8 +1,6 @@
 """Takes a recorded step again, with all its ranks as threads of this process."""
 
 import copy
-import random
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -134,17 +132,13 @@ def _check_begun(error: Exception) -> None:
 
 @contextmanager
 def _as_recorded(record: RankRecord) -> Iterator[None]:
-    """As many threads as a rank had, on which sums depend; then the caller's random streams."""
-    before = torch.get_rng_state(), random.getstate(), torch.get_num_threads()
+    """As many threads as a rank had, on which sums depend."""
+    before = torch.get_num_threads()
     torch.set_num_threads(record.setup["threads"])
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
+        yield
     finally:
-        torch.set_num_threads(before[2])
-        torch.set_rng_state(before[0])
-        random.setstate(before[1])
+        torch.set_num_threads(before)
 
 
 def _notes(record: RankRecord) -> list[str]:

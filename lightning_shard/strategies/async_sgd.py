@@ -83,7 +83,7 @@ class AsyncSGDStrategy(LocalUpdates):
         backend = self.backend.with_debug(False)
         if backend.name == "nccl":
             backend = get_backend("gloo")  # messages lie in host memory
-        group = dist.new_group(backend=backend.c10d_name, timeout=self._timeout)
+        group = dist.new_group(backend=backend.c10d_name, timeout=self._local_ranks.timeout)
         self._mail = backend.collectives(group)
         self._mailbox_type = mailbox_type(backend.name)
 

@@ -1,10 +1,8 @@
 """The base of this package's strategies: backend, ranks, processes, small collectives."""
 
-import atexit
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Self, TypeVar, Unpack
-from weakref import ref
 
 import lightning.pytorch as pl
 import torch
@@ -21,7 +19,6 @@ from lightning_shard.backends import liveness
 from lightning_shard.backends.base import Backend
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.in_process.termination import RanksTermination
-from lightning_shard.backends.registry import auto_backend, get_backend
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.environments import check_adopted
 from lightning_shard.errors import ConfigError
@@ -35,14 +32,12 @@ from lightning_shard.strategies.checkpoint_files import with_files
 from lightning_shard.strategies.configs import RunConfig
 from lightning_shard.strategies.flat_options import part, takes
 from lightning_shard.strategies.joining import (
+    LocalRanks,
     check_num_nodes,
-    check_num_ranks,
     destroy_groups,
-    environment_for,
     join,
+    leave_at_exit,
     note_user,
-    num_local_ranks,
-    take_place,
 )
 from lightning_shard.strategies.names import check_interactive
 from lightning_shard.strategies.option_names import OptionNames
@@ -78,15 +73,12 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
     @takes(RunConfig)
     def __init__(self, **options: Unpack[RunOptions]) -> None:
         run = RunConfig.of(options)
-        self._backend: Backend | None = None if run.backend == "auto" else get_backend(run.backend)
-        self._timeout = run.longest_wait
-        self._debug = settings.debug() or run.debug
+        self._local_ranks = LocalRanks(run, "Trainer")
         self._announces = run.announce
         self.checkpoint_format = run.checkpoint_format
         self.save_trainable_only = run.save_trainable_only
         self._save_on_sigterm = run.save_on_sigterm
         self.async_save = run.async_save
-        self._num_ranks = run.num_ranks
         self._num_nodes = 1
         self._collectives: Collectives | None = None
         self._reducing: DataGroups | None = None  # for gradients
@@ -111,7 +103,7 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
     @property
     def is_in_process(self) -> bool:
         """Whether all ranks run inside this process."""
-        return self._backend is not None and self._backend.name == "in_process"
+        return self._local_ranks.are_in_process
 
     def in_process(self, num_ranks: int, **changed: Any) -> Self:
         """Return a new strategy of the same options whose ranks run inside this process.
@@ -140,7 +132,7 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
     @property
     def backend(self) -> Backend:
         """The communication backend in use."""
-        return (self._backend or auto_backend(self.root_device)).with_debug(self._debug)
+        return self._local_ranks.backend_on(self.root_device)
 
     @property
     def collectives(self) -> Collectives:
@@ -187,9 +179,7 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
     @property
     @override
     def root_device(self) -> torch.device:
-        if not self.parallel_devices:
-            raise ConfigError("The strategy has no devices yet; pass it to a Trainer first.")
-        return self.parallel_devices[self.local_rank % len(self.parallel_devices)]
+        return self._local_ranks.device(self.parallel_devices, self.local_rank)
 
     @property
     def num_nodes(self) -> int:
@@ -205,9 +195,7 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
     @property
     def num_processes(self) -> int:
         """Ranks on this host."""
-        return num_local_ranks(
-            self._num_ranks, self.parallel_devices or (), self.cluster_environment
-        )
+        return self._local_ranks.count(self.parallel_devices, self.cluster_environment)
 
     @property
     @override
@@ -219,11 +207,9 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment and Lightning's logging which rank this is."""
-        check_num_ranks(self._num_ranks, len(self.parallel_devices or ()), "Trainer")
-        found = self.cluster_environment
-        assert found is not None
-        self.cluster_environment = environment_for(found, self._backend, lambda: self.num_processes)
-        take_place(self.cluster_environment, self.num_processes, self.num_nodes)
+        self.cluster_environment = self._local_ranks.placed(
+            self.cluster_environment, self.parallel_devices, self.num_nodes
+        )
 
     @override
     def _configure_launcher(self) -> None:
@@ -248,7 +234,7 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
         else:
             self._join()
             if not self.is_in_process:
-                atexit.register(_leave_at_exit, ref(self))  # who gives it up frees what it holds
+                leave_at_exit(self)
         if not self.is_in_process:
             note_user(self)
         self._use_groups()
@@ -294,11 +280,11 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
 
     def _make_groups(self) -> None:
         """Make the groups beside the default one, once for each default group."""
-        self._reducing = self.gradient_groups.duplicate(self._timeout)
+        self._reducing = self.gradient_groups.duplicate(self._local_ranks.timeout)
 
     def _join(self) -> None:
         assert self.cluster_environment is not None
-        join(self.backend, self.cluster_environment, self.root_device, self._timeout)
+        join(self.backend, self.cluster_environment, self.root_device, self._local_ranks.timeout)
 
     def forget_groups(self) -> None:
         """Refer to no group any more; Gloo aborts when somebody does as one is destroyed."""
@@ -308,7 +294,8 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
         """Take over the default group of an earlier run of this process."""
         check_adopted(self.global_rank, self.world_size, "Trainer")
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """End the groups at exit."""
         self.forget_groups()
         destroy_groups()
 
@@ -412,14 +399,6 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
         if self._collectives is None or not dist.is_initialized():
             return obj
         return self._collectives.broadcast_object(obj, src=src)
-
-
-def _leave_at_exit(strategy: "ref[ShardStrategy]") -> None:
-    alive = strategy()
-    if alive is None:
-        destroy_groups()
-    else:
-        alive._leave()
 
 
 accept_compiled_modules(ShardStrategy)

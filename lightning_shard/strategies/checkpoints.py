@@ -65,7 +65,11 @@ from lightning_shard.strategies.names import strategy_name
 from lightning_shard.strategies.options import RunOptions
 from lightning_shard.strategies.salvage import salvaging
 from lightning_shard.trainer._lightning import knowing_saves_in_flight
-from lightning_shard.trainer.hook_advice import may_see_checkpoints, may_see_loaded
+from lightning_shard.trainer.hook_advice import (
+    explaining_weights_elsewhere,
+    may_see_checkpoints,
+    may_see_loaded,
+)
 from lightning_shard.trainer.kept_state import KeptState
 
 
@@ -272,7 +276,7 @@ class CheckpointingStrategy(ShardStrategy):
         save = trainer.save_checkpoint
 
         def save_checkpoint(*args: Any, **kwargs: Any) -> None:
-            with self._streaming(trainer):
+            with self._streaming(trainer), explaining_weights_elsewhere(self.global_rank):
                 save(*args, **kwargs)
 
         self._in_run.enter_context(patch.object(trainer, "save_checkpoint", save_checkpoint))

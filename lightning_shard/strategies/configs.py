@@ -12,10 +12,10 @@ from lightning_shard.backends.base import DEFAULT_TIMEOUT
 from lightning_shard.backends.registry import get_backend
 from lightning_shard.data_parallel.async_sgd.async_sgd import StalenessRule
 from lightning_shard.data_parallel.checkpointed_blocks import ActivationCheckpointing
-from lightning_shard.data_parallel.compression import Compressor
+from lightning_shard.data_parallel.compression import Compressor, find_compressor
 from lightning_shard.data_parallel.local_sgd.outer import OuterOptimizer
 from lightning_shard.data_parallel.local_sgd.schedule import SyncSchedule
-from lightning_shard.data_parallel.options import STAGES, Offload
+from lightning_shard.data_parallel.options import STAGES, EngineOptions, Offload
 from lightning_shard.elastic.membership_table import Bounds
 from lightning_shard.errors import ConfigError
 from lightning_shard.mesh import AXES, Axis, ParallelMesh
@@ -24,6 +24,7 @@ from lightning_shard.parallel_dimensions.stage_options import StageOptions
 from lightning_shard.parallel_dimensions.tensor import TensorDimension
 from lightning_shard.pipeline_parallel.partition import Split
 from lightning_shard.pipeline_parallel.schedules import check_name
+from lightning_shard.precision.policy import dtype_policy
 from lightning_shard.strategies.flat_options import OptionGroup
 from lightning_shard.strategies.hybrid_sharding import DataParallelSize, checked_size
 from lightning_shard.strategies.options import (
@@ -116,6 +117,7 @@ class UnitConfig(OptionGroup):
     units: list[str] | None = None
     bucket_mb: float | None = None
     activation_checkpointing: ActivationCheckpointing | None = None
+    activation_offload: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +153,20 @@ class DataParallelConfig(GradientConfig):
     compression: str | Compressor | dict[str, Any] | None = None
     offload: Offload | None = None
     prefetch: int | None = None
+
+    def engine_options(self, stage: int) -> EngineOptions:
+        """Return what an engine of a stage is told, with dtypes of the precision "32-true"."""
+        return EngineOptions(
+            stage=stage,
+            units=self.units,
+            bucket_mb=self.bucket_mb,
+            dtypes=dtype_policy("32-true", self.reduce_dtype),
+            compression=find_compressor(self.compression),
+            activation_checkpointing=self.activation_checkpointing,
+            activation_offload=self.activation_offload,
+            offload=self.offload,
+            prefetch=self.prefetch,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

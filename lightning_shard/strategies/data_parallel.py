@@ -19,12 +19,12 @@ from typing_extensions import override
 
 from lightning_shard.backends.traffic import Traffic
 from lightning_shard.data_parallel.agreement import check_same_optimizers, check_trainable
-from lightning_shard.data_parallel.checkpointed_blocks import checkpointed_blocks
-from lightning_shard.data_parallel.compression import Compressor, Tally, find_compressor
+from lightning_shard.data_parallel.compression import Compressor, Tally
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.held_bytes import HeldBytes, held, replicated
+from lightning_shard.data_parallel.kept_activations import KeptActivations
 from lightning_shard.data_parallel.model_split import ModelSplit, has_parts
-from lightning_shard.data_parallel.options import DTypePolicy, EngineOptions, Offload
+from lightning_shard.data_parallel.options import DTypePolicy, Offload
 from lightning_shard.errors import ConfigError
 from lightning_shard.meta_start.start import MetaStart, values_at_start
 from lightning_shard.optim.clipping import global_grad_norm
@@ -46,7 +46,7 @@ from lightning_shard.strategies import dry_runs
 from lightning_shard.strategies.configs import DataParallelConfig, FitEndConfig, RunConfig
 from lightning_shard.strategies.fit_ends import EndingStrategy
 from lightning_shard.strategies.flat_options import part, takes
-from lightning_shard.strategies.memory_notes import MemoryNotes
+from lightning_shard.strategies.memory_notes import MemoryNotes, memory_kinds
 from lightning_shard.strategies.names import strategy_name
 from lightning_shard.strategies.options import DataParallelOptions, RunOptions
 from lightning_shard.trainer._lightning import layer_sync
@@ -71,6 +71,7 @@ class DataParallelStrategy(EndingStrategy):
     engine_type: ClassVar[type[DataParallelEngine]] = DataParallelEngine
     keeps_optimizers: ClassVar[bool] = False  # from a fit's beginning to its end
     owns_matrices: ClassVar[bool] = True  # a rank each, for optimizers that need full ones
+    memory_kinds = memory_kinds
     dry_run = dry_runs.dry_run
     described = dry_runs.described
     placement = dry_runs.placement
@@ -84,18 +85,9 @@ class DataParallelStrategy(EndingStrategy):
         self._decide_end(FitEndConfig.of(options).full_parameters_after_fit)
         data = DataParallelConfig.of(options)
         self._reduce_dtype = data.reduce_dtype
-        self._options = EngineOptions(
-            stage=self.stage,
-            units=data.units,
-            bucket_mb=data.bucket_mb,
-            dtypes=dtype_policy("32-true", data.reduce_dtype),
-            compression=find_compressor(data.compression),
-            activation_checkpointing=data.activation_checkpointing,
-            offload=data.offload,
-            prefetch=data.prefetch,
-        )
+        self._options = data.engine_options(self.stage)
         self._offload_traffic = Traffic()
-        self._recomputing = ExitStack()  # around a fit, blocks are checkpointed
+        self._activations = KeptActivations()
         self._step_bytes = StepBytes(self._bytes_so_far, self._tally_of_codecs)
         self._memory = MemoryNotes(self)  # for errors
         self._runner: StepRunner | None = None
@@ -124,7 +116,7 @@ class DataParallelStrategy(EndingStrategy):
         if fitting:
             self._step_bytes = StepBytes(self._bytes_so_far, self._tally_of_codecs)
             assert self.lightning_module is not None
-            check_trainable(self.lightning_module)
+            check_trainable(self.lightning_module, self.data_collectives.size)
             prepare_callbacks(
                 callbacks,
                 trainer,
@@ -152,7 +144,7 @@ class DataParallelStrategy(EndingStrategy):
             self._follow_data(trainer)
         self.setup_precision_plugin()
         if fitting:
-            warn_of_cpu_ranks(self.offload, self.root_device)
+            warn_of_cpu_ranks(self._options, self.root_device)
             if self._announces:
                 announce(self, strategy_name(self), num_parameters)
 
@@ -214,8 +206,12 @@ class DataParallelStrategy(EndingStrategy):
         assert self.model is not None
         check_same_optimizers(raw, self.model, self.collectives)
         known = {one.optimizer: one for one in (*self._sharded, *self._replaced)}
+        given_up = [one for one in self._sharded if one.optimizer not in raw]
+        for one in given_up:
+            one.set_aside()
         sharded = [known.get(one) or ShardedOptimizer(one, self.engine) for one in raw]
-        given_up = [one for one in self._sharded if one not in sharded]
+        for one in sharded:
+            one.take_up()
         self._replaced = WeakSet([*self._replaced, *given_up])  # they live as their optimizers do
         self._sharded = sharded
 
@@ -280,12 +276,8 @@ class DataParallelStrategy(EndingStrategy):
         plugin = self.precision_plugin
         assert isinstance(plugin, ShardedPrecision)
         run = self._run_view()
-        self._recomputing.close()  # of the ranks before, where there were others
         if self._is_fitting():
-            options = self._options
-            self._recomputing.enter_context(
-                checkpointed_blocks(self.model, options.activation_checkpointing, options.units)
-            )
+            self._activations.begin(self.model, self._options)
         splits = [split for one in self.dimensions if (split := one.split(run)) is not None]
         split = combined(splits)
         if self._start is not None and split is not None:
@@ -309,6 +301,7 @@ class DataParallelStrategy(EndingStrategy):
             self._start.end()
             self._start = None
         if self._is_fitting():
+            self._activations.attach(engine)
             callbacks = run.module.trainer.callbacks  # type: ignore[attr-defined]
             engine.edits.are_expected = may_edit_gradients(run.module, callbacks)
         plugin.attach(engine)
@@ -359,7 +352,10 @@ class DataParallelStrategy(EndingStrategy):
     ) -> Any:
         assert self._runner is not None
         with self._memory.running(kind, args[0]):
-            return self._runner.run(kind, self._memory.noting(step), args, kwargs)
+            step = self._memory.noting(step)
+            if kind == "training":
+                step = self._activations.around(step)
+            return self._runner.run(kind, step, args, kwargs)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -447,6 +443,11 @@ class DataParallelStrategy(EndingStrategy):
         return replicated(self.engine, self.optimizers)
 
     @property
+    def activation_traffic(self) -> Traffic:
+        """What this rank has copied of activations, as `offload_traffic` counts parameters."""
+        return self._activations.traffic
+
+    @property
     def compression(self) -> Compressor | None:
         """The compressor of gradients; None without compression."""
         return self._options.compression
@@ -483,7 +484,7 @@ class DataParallelStrategy(EndingStrategy):
     @override
     def teardown(self) -> None:
         self._in_hooks.close()
-        self._recomputing.close()
+        self._activations.end()
         self._end_run()
         self._sharded, self._averages, self._failed = [], [], False
         self._runner, self._replaced = None, ()

@@ -111,7 +111,7 @@ class ElasticStrategy(DataParallelStrategy):
         return GroupSetup(
             backend=self.backend,
             device=self.root_device,
-            timeout=self._timeout,
+            timeout=self._local_ranks.timeout,
             environment=self.cluster_environment,
         )
 
@@ -128,7 +128,7 @@ class ElasticStrategy(DataParallelStrategy):
             return
         rules = JobRules(
             initial_size=self.num_processes * self.num_nodes,
-            timeout_seconds=self._timeout.total_seconds(),
+            timeout_seconds=self._local_ranks.timeout.total_seconds(),
             **asdict(self._elastic.bounds),
         )
         self._launcher = ElasticLauncher(
@@ -215,8 +215,8 @@ class ElasticStrategy(DataParallelStrategy):
         return self._ends_in_common or super().has_shut_down_together
 
     @override
-    def _leave(self) -> None:
-        super()._leave()
+    def leave(self) -> None:
+        super().leave()
         self._ranks.leave()
 
     # --- a fit ------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ class ElasticStrategy(DataParallelStrategy):
             data_assignment=DataAssignment(trainer, batch_size, scaling),
             snapshot_every=rules.snapshot_every,
             max_failures=rules.max_failures,
-            timeout=self._timeout,
+            timeout=self._local_ranks.timeout,
             buddy_stride=self.num_processes if self.num_nodes > 1 else 1,
         )
         return ElasticRun(fit)

@@ -5,7 +5,8 @@ process group         the backend's, made once for each launch; later runs of th
                       but for elastic training, which has its own made anew
 """
 
-from collections.abc import Callable, Sequence
+import atexit
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Protocol
 from weakref import ref
@@ -18,6 +19,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from lightning_shard import settings
 from lightning_shard.backends import liveness
 from lightning_shard.backends.base import Backend
+from lightning_shard.backends.registry import auto_backend, get_backend
 from lightning_shard.environments import (
     InProcessEnvironment,
     MPIEnvironment,
@@ -27,10 +29,14 @@ from lightning_shard.environments import (
     fitting_environment,
 )
 from lightning_shard.errors import ConfigError
+from lightning_shard.strategies.configs import RanksConfig
 
 
 class GroupUser(Protocol):
     """A strategy that refers to the process groups of this process."""
+
+    def leave(self) -> None:
+        """End the groups at exit."""
 
     def forget_groups(self) -> None:
         """Refer to no group any more; each rank must call, while the groups still stand."""
@@ -39,40 +45,96 @@ class GroupUser(Protocol):
 _users: "list[ref[GroupUser]]" = []  # in an order that all ranks have
 
 
-def num_local_ranks(
-    num_ranks: int | None, devices: Sequence[torch.device], started: ClusterEnvironment | None
-) -> int:
-    """Return the number of ranks on this host.
+class LocalRanks:
+    """The ranks that a strategy has on this host: over which backend, how many, where.
 
     Args:
-        num_ranks: The strategy's option.
-        devices: Devices of the ranks on this host.
-        started: The cluster environment, where there is one.
-    """
-    if num_ranks is not None:
-        return num_ranks
-    if isinstance(started, RayEnvironment):
-        if devices and devices[0].type == "cpu":
-            check_num_devices(started, len(devices))
-        return started.local_size
-    if isinstance(started, MPIEnvironment) and [one.type for one in devices] == ["cpu"]:
-        return started.local_size  # devices="auto" means 1 on CPUs, however many mpirun started
-    return len(devices)
-
-
-def check_num_ranks(num_ranks: int | None, num_devices: int, runner: str) -> None:
-    """Raise ConfigError if `num_ranks` contradicts what was passed to the runner.
-
-    Args:
-        num_ranks: The strategy's option.
-        num_devices: Number of devices of this host.
+        options: Options of the strategy.
         runner: Class of the object that has the devices: "Trainer" or "Fabric".
+
+    Attributes:
+        timeout: Longest wait for a peer.
     """
-    if num_ranks is not None and num_devices not in (1, num_ranks):
-        raise ConfigError(
-            f"num_ranks={num_ranks} and {runner}(devices={num_devices}) contradict each "
-            f"other; pass one of them, or devices=1 to put all ranks on it."
-        )
+
+    def __init__(self, options: RanksConfig, runner: str) -> None:
+        is_open = options.backend == "auto"  # until there are devices
+        self._backend: Backend | None = None if is_open else get_backend(options.backend)
+        self._num_ranks, self._runner = options.num_ranks, runner
+        self._debug = settings.debug() or options.debug
+        self.timeout = options.longest_wait
+
+    @property
+    def are_in_process(self) -> bool:
+        """Whether all ranks run inside this process."""
+        return self._backend is not None and self._backend.name == "in_process"
+
+    def backend_on(self, device: torch.device) -> Backend:
+        """Return the backend in use where ranks have such devices."""
+        return (self._backend or auto_backend(device)).with_debug(self._debug)
+
+    def device(self, devices: Sequence[torch.device] | None, local_rank: int) -> torch.device:
+        """Return the device of a rank on this host.
+
+        Raises:
+            ConfigError: There are no devices yet.
+        """
+        if not devices:
+            raise ConfigError(
+                f"The strategy has no devices yet; pass it to a {self._runner} first."
+            )
+        return devices[local_rank % len(devices)]
+
+    def count(
+        self, devices: Sequence[torch.device] | None, started: ClusterEnvironment | None
+    ) -> int:
+        """Return the number of ranks on this host.
+
+        Args:
+            devices: Devices of the ranks on this host; None for none yet.
+            started: The cluster environment, where there is one.
+        """
+        devices = devices or ()
+        if self._num_ranks is not None:
+            return self._num_ranks
+        if isinstance(started, RayEnvironment):
+            if devices and devices[0].type == "cpu":
+                check_num_devices(started, len(devices))
+            return started.local_size
+        if isinstance(started, MPIEnvironment) and [one.type for one in devices] == ["cpu"]:
+            return started.local_size  # devices="auto" means 1 on CPUs, however many mpirun started
+        return len(devices)
+
+    def placed(
+        self,
+        found: ClusterEnvironment | None,
+        devices: Sequence[torch.device] | None,
+        num_nodes: int,
+    ) -> ClusterEnvironment:
+        """Return the cluster environment, fitted to the backend and told which rank this is.
+
+        Args:
+            found: The cluster environment of Lightning, or the user's.
+            devices: Devices of the ranks on this host.
+            num_nodes: Number of hosts.
+
+        Raises:
+            ConfigError: The strategy's option contradicts what was passed to the runner, or the
+                launcher's variables do.
+        """
+        assert found is not None
+        num_devices = len(devices or ())
+        if self._num_ranks is not None and num_devices not in (1, self._num_ranks):
+            raise ConfigError(
+                f"num_ranks={self._num_ranks} and {self._runner}(devices={num_devices}) contradict "
+                f"each other; pass one of them, or devices=1 to put all ranks on it."
+            )
+        if not self.are_in_process:
+            uses_mpi = self._backend is not None and self._backend.name == "mpi"
+            found = fitting_environment(found, uses_mpi=uses_mpi)
+        elif not isinstance(found, InProcessEnvironment):
+            found = InProcessEnvironment(self.count(devices, found))
+        take_place(found, self.count(devices, found), num_nodes)
+        return found
 
 
 def check_num_nodes(num_nodes: int) -> None:
@@ -81,24 +143,6 @@ def check_num_nodes(num_nodes: int) -> None:
         raise ConfigError(
             f"The backend 'in_process' runs every rank on this host, got num_nodes={num_nodes}."
         )
-
-
-def environment_for(
-    found: ClusterEnvironment, backend: Backend | None, num_processes: Callable[[], int]
-) -> ClusterEnvironment:
-    """Return a cluster environment that fits the backend: the one that was found, or ours.
-
-    Args:
-        found: The cluster environment of Lightning, or the user's.
-        backend: The backend; None where the devices decide.
-        num_processes: Returns the number of ranks on this host.
-    """
-    name = None if backend is None else backend.name
-    if name != "in_process":
-        return fitting_environment(found, uses_mpi=name == "mpi")
-    if isinstance(found, InProcessEnvironment):
-        return found
-    return InProcessEnvironment(num_processes())
 
 
 def take_place(environment: ClusterEnvironment, num_processes: int, num_nodes: int) -> None:
@@ -138,6 +182,19 @@ def join(
         device=device,
         timeout=timeout,
     )
+
+
+def leave_at_exit(user: GroupUser) -> None:
+    """End the groups when this process ends; a strategy that is given up frees what it holds."""
+    atexit.register(_leave, ref(user))
+
+
+def _leave(user: "ref[GroupUser]") -> None:
+    alive = user()
+    if alive is None:
+        destroy_groups()
+    else:
+        alive.leave()
 
 
 def note_user(user: GroupUser) -> None:

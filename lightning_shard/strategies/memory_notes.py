@@ -9,7 +9,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_shard.data_parallel.engine import DataParallelEngine
-from lightning_shard.data_parallel.memory_kinds import MemoryKinds, memory_kinds
+from lightning_shard.data_parallel.memory_kinds import MemoryKinds, kinds_of
 from lightning_shard.data_parallel.model_split import Unsplit
 from lightning_shard.planner.savings import Situation, largest_units, savings
 from lightning_shard.sizes import format_bytes
@@ -20,6 +20,16 @@ from lightning_shard.trainer.announcement import what_is_held
 from lightning_shard.trainer.out_of_memory import is_out_of_memory, told_of_memory
 
 _BY_STAGE = ("shard_ddp", "zero1", "zero2", "zero3")
+
+
+def memory_kinds(strategy: Any) -> MemoryKinds:
+    """Return the bytes that this rank holds now, by kind: a method of strategies."""
+    return kinds_of(
+        strategy.engine,
+        strategy.optimizers,
+        activations_on_host=strategy._activations.host_bytes,
+        gathered_matrices=sum(one.gathered_bytes for one in strategy._sharded),
+    )
 
 
 class MemoryNotes:
@@ -52,8 +62,7 @@ class MemoryNotes:
                 return step(*args, **kwargs)
             except RuntimeError as error:
                 if is_out_of_memory(error):
-                    strategy = self._strategy
-                    self._seen = memory_kinds(strategy.engine, strategy.optimizers)
+                    self._seen = self._strategy.memory_kinds()
                 raise
 
         return noted
@@ -65,7 +74,7 @@ class MemoryNotes:
         if engine is None:
             return f"{rank} had not laid its model out yet: it held the module in full."
         seen, self._seen = self._seen, None
-        held = seen or memory_kinds(engine, strategy.optimizers)
+        held = seen or strategy.memory_kinds()
         advice = savings(self._situation(engine))
         less = f" What would take less here: {'; '.join(advice)}." if advice else ""
         return f"{rank} held {format_bytes(held.known)} of its model: {held}.{less}"
@@ -84,6 +93,7 @@ class MemoryNotes:
             checkpoints=engine.options.activation_checkpointing is not None,
             activations=self._activations(engine),
             offload=engine.options.offload,
+            offloads_activations=engine.options.activation_offload,
             num_microbatches=max([one.num_parts for one in strategy.dimensions], default=1),
         )
 

@@ -162,7 +162,7 @@ class ModelParallelStrategy(DataParallelStrategy):
             return None
         same = [axis for axis in self._gradient_axes if axis not in axes]
         ranks = DataGroups.of(self._group(peers(same)))
-        return ranks, ranks.duplicate(self._timeout)
+        return ranks, ranks.duplicate(self._local_ranks.timeout)
 
     def _sharing_out(self, dp: Collectives, ranks: Sequence[int]) -> DataGroups:
         """Return the groups of ranks that average gradients, some of which share out the state."""
@@ -176,7 +176,9 @@ class ModelParallelStrategy(DataParallelStrategy):
         )
 
     def _group(self, ranks: Sequence[int]) -> Collectives:
-        group = dist.new_group(list(ranks), timeout=self._timeout, use_local_synchronization=True)
+        group = dist.new_group(
+            list(ranks), timeout=self._local_ranks.timeout, use_local_synchronization=True
+        )
         return self.backend.collectives(group)
 
     @override
@@ -233,7 +235,7 @@ class ModelParallelStrategy(DataParallelStrategy):
         averages = averaging_callbacks(owner.callbacks, fitting=True)  # which know of shards
         callbacks = [one for one in owner.callbacks if one not in averages]
         self._weights = weights = WeightsInHooks(self.engine, self.global_rank, self._finish_copies)
-        self.engine.around_step = weights.hidden  # a hook may train, as the learning-rate finder
+        self.engine.seeing_shards = weights.hidden  # a hook may train, as the learning-rate finder
         self._in_hooks.enter_context(
             hooks_inside(weights.shown, self.lightning_module, callbacks, without=_OF_FAILURES)
         )

@@ -101,11 +101,14 @@ class UnitOptions(TypedDict, total=False):
         activation_checkpointing: What is dropped in forward and computed again in backward:
             "full", all activations of the model's blocks; "selective", the same but for results of
             matrix products, convolutions and attention; or all of modules of these class names.
+        activation_offload: Whether what forward keeps for backward lies in host memory until then,
+            copied beside what computes.
     """
 
     units: list[str] | None
     bucket_mb: float | None
     activation_checkpointing: ActivationCheckpointing | None
+    activation_offload: bool
 
 
 class GradientOptions(UnitOptions, total=False):

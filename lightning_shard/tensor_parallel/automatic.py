@@ -97,6 +97,9 @@ class _LayerFinder:
         self._users = Counter(
             id(param) for module in self.names for param in module._parameters.values()
         )
+        self._holders = Counter(
+            id(child) for module in self.names for child in module._modules.values()
+        )
         self._tried: dict[tuple[object, ...], TrialResult] = {}
         self._inside_planned: set[nn.Module] = set()
         self._untried: list[Candidate] = []
@@ -165,11 +168,12 @@ class _LayerFinder:
         )
 
     def _is_free(self, module: nn.Module) -> bool:
-        """Whether a linear layer is in no plan or candidate yet, and shares no parameter."""
+        """Whether a linear layer is in no plan or candidate yet, and shared with nothing."""
         return (
             (is_plain_linear(module) or is_low_rank(module))
             and module not in self.planned
             and self.reasons.get(module) != ""
+            and self._holders[id(module)] == 1
             and all(self._users[id(param)] == 1 for param in module.parameters())
         )
 

@@ -16,8 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_shard.data_parallel.differentiation import asking_nobody
 from lightning_shard.data_parallel.recomputation import CACHES
 from lightning_shard.data_parallel.recomputed_state import attributes_kept
+from lightning_shard.data_parallel.reentrance import without_reentrance
+from lightning_shard.data_parallel.torch_private import without_saving_hooks
 from lightning_shard.tensor_parallel.dim_sharded_tensor import full_tensor
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}  # of the largest value
@@ -66,7 +69,10 @@ def _gradients(outputs: list[Tensor], sources: Sequence[Tensor]) -> list[Tensor]
         return []
     generator = torch.Generator().manual_seed(1)
     starts = [torch.randn(one.shape, generator=generator).to(one) for one in ends]
-    found = torch.autograd.grad(ends, sources, starts, allow_unused=True, materialize_grads=True)
+    with asking_nobody():
+        found = torch.autograd.grad(
+            ends, sources, starts, allow_unused=True, materialize_grads=True
+        )
     return [full_tensor(one).contiguous().clone() for one in found]
 
 
@@ -111,13 +117,21 @@ def _copied(value: Any, leaves: dict[int, Tensor]) -> Any:
 
 @contextmanager
 def as_it_was(block: nn.Module) -> Iterator[None]:
-    """Call a block in evaluation mode inside, and leave all that it changes as it was."""
+    """Call a block in evaluation mode inside, and leave all that it changes as it was.
+
+    A checkpoint of activations around the block does not hear of what is saved here.
+    """
     modes = [(one, one.training) for one in block.modules()]
     buffers = [(one, one.detach().clone()) for one in block.buffers()]
     devices = sorted({one.device.index or 0 for one in block.parameters() if one.is_cuda})
     block.eval()
     try:
-        with torch.random.fork_rng(devices=devices), attributes_kept(block):
+        with (
+            torch.random.fork_rng(devices=devices),
+            attributes_kept(block),
+            without_reentrance(),
+            without_saving_hooks(),
+        ):
             yield
     finally:
         for module, mode in modes:

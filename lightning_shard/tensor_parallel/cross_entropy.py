@@ -21,13 +21,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.rank_order import is_narrow
 from lightning_shard.data_parallel.torch_private import untraced
 from lightning_shard.errors import ConfigError
-from lightning_shard.tensor_parallel.regions import all_gathered
+from lightning_shard.tensor_parallel.regions import (
+    all_gathered,
+    copy_to_region,
+    reduce_from_region,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +112,10 @@ def _loss_dtype(logits: Tensor) -> torch.dtype:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The loss of each row; saves the logits as they are, and one number per row."""
+    """The loss of each row; saves the logits as they are, and one number per row.
+
+    A second derivative exchanges the sums once more, since each depends on all ranks' logits.
+    """
 
     @staticmethod
     def forward(
@@ -148,16 +154,19 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(
             logits, highest, total, own, is_on_other_ranks, counted, per_row, weight
         )
-        ctx.spread, ctx.spread_total = spread, spread_total
+        ctx.spread, ctx.spread_total, ctx.group = spread, spread_total, group
         return losses.masked_fill(~counted, 0)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, highest, total, own, is_on_other_ranks, counted, per_row, weight = ctx.saved_tensors
         grad = grad.masked_fill(~counted, 0)
-        result = logits.to(total.dtype) - highest.unsqueeze(-1)
-        result.exp_().mul_((grad * (per_row + ctx.spread_total) / total).unsqueeze(-1))
+        result = (logits.to(total.dtype) - highest.unsqueeze(-1)).exp_()
+        if torch.is_grad_enabled():  # to be differentiated once more, by a gradient penalty
+            summed = reduce_from_region(result.sum(-1), ctx.group)
+            grad, total = copy_to_region(grad, ctx.group), copy_to_region(summed, ctx.group)
+        factor = (grad * (per_row + ctx.spread_total) / total).unsqueeze(-1)
+        result = result * factor if torch.is_grad_enabled() else result.mul_(factor)
         at_target = (-grad * per_row).masked_fill(is_on_other_ranks, 0)
         result.scatter_add_(-1, own.unsqueeze(-1), at_target.unsqueeze(-1))
         if ctx.spread:

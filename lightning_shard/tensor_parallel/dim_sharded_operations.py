@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from lightning_shard.tensor_parallel import dim_sharded_shapes as shapes
@@ -19,6 +20,7 @@ from lightning_shard.tensor_parallel.dim_sharded_tensor import (
     DimShardedTensor,
     Part,
     full_tensor,
+    own_part,
     register_rules,
     writes,
 )
@@ -93,19 +95,67 @@ def _register_hook(func: Any, sharded: Any, hook: Callable[[Tensor], Any]) -> An
 
 
 def _backward(func: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run `torch.autograd.backward` from the parts, with the parts of the gradients."""
-    grads = kwargs.pop("grad_tensors", None)
-    if isinstance(tensors, Tensor) or grads is None or args:
+    """Run `torch.autograd.backward` from and to the parts, with the parts of the gradients."""
+    ends, is_method = _listed(tensors), isinstance(tensors, Tensor)
+    grads = kwargs.pop("gradient" if is_method else "grad_tensors", None)
+    is_plain = not any(isinstance(one, DimShardedTensor) for one in ends)
+    if args or (is_method and not is_plain):
         return NotImplemented
-    parts = [one.part if isinstance(one, DimShardedTensor) else None for one in tensors]
-    return func(
-        [t if part is None else part.local for t, part in zip(tensors, parts, strict=True)],
-        [
-            full_tensor(grad) if part is None else part.own_gradient(grad)
-            for grad, part in zip(grads, parts, strict=True)
-        ],
+    starts = [None] * len(ends) if grads is None else _listed(grads)
+    inputs = kwargs.pop("inputs", None)
+    torch.autograd.backward(
+        [own_part(one) for one in ends],
+        [_start(one, start) for one, start in zip(ends, starts, strict=True)],
+        inputs=None if inputs is None else [own_part(one) for one in _listed(inputs)],
         **kwargs,
     )
+    return None
+
+
+def _start(end: Any, grad: Any) -> Any:
+    """Return the gradient that a backward starts with from a tensor or its part."""
+    is_part = isinstance(end, DimShardedTensor) and grad is not None
+    return end.part.own_gradient(grad) if is_part else full_tensor(grad)
+
+
+def _grad(
+    func: Any,
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    *args: Any,
+    materialize_grads: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Run `torch.autograd.grad` from and to the parts; edges stand for the parts to go to."""
+    ends, sources = _listed(outputs), _listed(inputs)
+    starts = [None] * len(ends) if grad_outputs is None else _listed(grad_outputs)
+    parts = [one.part if isinstance(one, DimShardedTensor) else None for one in sources]
+    found = func(
+        [own_part(one) for one in ends],
+        [one if part is None else _edge(part) for one, part in zip(sources, parts, strict=True)],
+        [_start(one, start) for one, start in zip(ends, starts, strict=True)],
+        *args,
+        allow_unused=kwargs.pop("allow_unused", None) or materialize_grads,
+        **kwargs,
+    )
+    if materialize_grads:
+        found = [
+            torch.zeros_like(one if part is None else part.local) if grad is None else grad
+            for one, part, grad in zip(sources, parts, found, strict=True)
+        ]
+    return tuple(
+        grad if part is None or grad is None else part.wide_gradient(grad)
+        for part, grad in zip(parts, found, strict=True)
+    )
+
+
+def _listed(tensors: Any) -> list[Any]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def _edge(part: Part) -> Any:
+    return get_gradient_edge(part.local) if part.local.requires_grad else part.local
 
 
 def _elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -212,6 +262,7 @@ _RULES: dict[str, Rule] = {
     **_named(_method_of_part, "requires_grad_ retain_grad is_contiguous"),
     **_named(_fresh, "new_empty new_zeros new_ones new_full new_tensor"),
     **_named(_backward, "backward"),
+    **_named(_grad, "grad"),
     **_named(_register_hook, "register_hook"),
     **_named(_cast, "to type_as float double half bfloat16"),
     **_named(

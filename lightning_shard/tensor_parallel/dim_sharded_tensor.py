@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.data_parallel.kept_inputs import TakenApart, take_apart_by
 from lightning_shard.data_parallel.torch_private import untraced
 from lightning_shard.errors import ConfigError
 from lightning_shard.tensor_parallel.regions import (
@@ -37,6 +38,7 @@ from lightning_shard.tensor_parallel.regions import (
     copy_to_region,
     gather_copies,
     own_slice,
+    refuse_transforms,
     split_to_region,
 )
 
@@ -168,6 +170,7 @@ def from_local(local: Tensor, group: Collectives, dim: int = -1, num_blocks: int
 @untraced
 def wrapped(part: Part) -> Tensor:
     """Make a tensor that looks full of a part, without sending anything."""
+    refuse_transforms()
     link = _Link()
     wide: Any = _Widen.apply(part.local, part, link)  # type: ignore[no-untyped-call]
     wide._part, wide._link = part, link
@@ -297,6 +300,19 @@ class DimShardedTensor(Tensor):
             )
         args, kwargs = tree_map_only(DimShardedTensor, _gather_detached, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+def own_part(value: Any) -> Any:
+    """Return this rank's part of a `DimShardedTensor`; other values as they are."""
+    return value.part.local if isinstance(value, DimShardedTensor) else value
+
+
+def _taken_apart(wide: DimShardedTensor) -> TakenApart:
+    part = wide.part
+    return part.local, replace(part, local=_nothing_like(part.local)).widen
+
+
+take_apart_by(DimShardedTensor, _taken_apart)
 
 
 def showing(seen: Tensor, param: Tensor) -> Tensor:

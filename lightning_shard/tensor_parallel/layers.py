@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from lightning_shard.backends.call_site import is_called_by_user
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.data_parallel.assigned import taken_out
 from lightning_shard.data_parallel.torch_private import is_traced
 from lightning_shard.tensor_parallel.attention import ParallelAttention
 from lightning_shard.tensor_parallel.dim_sharded_tensor import showing
@@ -55,11 +56,15 @@ class FullView:
         widen: Makes a tensor that looks full of how a parameter is sharded and its part, while a
             step runs.
         names: By name, how each sharded parameter of the layer is cut.
+        narrow: Makes this rank's part of how a parameter is sharded and what stands in its place.
+        layer: Name of the layer, for error messages.
         is_own: Whether the layer's own forward runs, which works with the parts.
     """
 
     widen: Callable[[Any, Tensor], Tensor]
     names: Mapping[str, Any]
+    narrow: Callable[[Any, Tensor], Tensor] = _as_it_is
+    layer: str = ""
     is_own: bool = False
 
     def of(self, name: str, tensor: Tensor) -> Tensor:
@@ -67,6 +72,28 @@ class FullView:
         if self.is_own or name not in self.names:
             return tensor
         return showing(self.widen(self.names[name], tensor), tensor)
+
+    def held(self, name: str, params: Mapping[str, Any]) -> Any:
+        """Return what a layer holds under a parameter's name.
+
+        Raises:
+            ConfigError: The parameter was taken out of the layer.
+        """
+        if name not in params:
+            raise taken_out(f"{self.layer}.{name}", "ranks that share the layer have parts of it")
+        return params[name]
+
+    def given(self, params: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return the parts of what stands among a layer's parameters and looks full, by name.
+
+        `torch.func.functional_call` puts such tensors there for a call.
+        """
+        parts = {}
+        for name, how in self.names.items():
+            tensor = self.held(name, params)
+            if tensor is not None and (part := self.narrow(how, tensor)) is not tensor:
+                parts[name] = part
+        return parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,11 +129,16 @@ def _with_own_weights(forward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(forward)
     def own(self: Any, *args: Any, **kwargs: Any) -> Any:
         view: FullView = getattr(self, _PLACE).view
+        params = self.__dict__["_parameters"]
+        parts = view.given(params)
+        instead = {name: params[name] for name in parts}
+        params.update(parts)
         before, view.is_own = view.is_own, True
         try:
             return forward(self, *args, **kwargs)
         finally:
             view.is_own = before
+            params.update(instead)
 
     return own
 
@@ -217,9 +249,10 @@ def _seen_full(name: str) -> property:
 
     def get(self: Any) -> Tensor:
         view: FullView = getattr(self, _PLACE).view
-        return view.of(name, self.__dict__["_parameters"][name])
+        return view.of(name, view.held(name, self.__dict__["_parameters"]))
 
     def put(self: Any, value: Any) -> None:
+        getattr(self, _PLACE).view.held(name, self.__dict__["_parameters"])
         nn.Module.__setattr__(self, name, value)
 
     return property(get, put)
@@ -248,7 +281,16 @@ def unsplit_layer(module: nn.Module) -> None:
     """Give a layer its own forward back."""
     if _PLACE in module.__dict__:
         delattr(module, _PLACE)
-        module.__class__ = type(module).__mro__[2]
+        seen, parallel = type(module), next(one for one in type(module).__mro__ if _is_made(one))
+        own = parallel.__bases__[1]
+        if seen is parallel:
+            module.__class__ = own
+        else:  # a class that user code has made of it since, as a parametrization does
+            seen.__bases__ = tuple(own if one is parallel else one for one in seen.__bases__)
+
+
+def _is_made(one: type) -> bool:
+    return one.__bases__[:1] in {(form,) for form in _FORMS.values()}
 
 
 def is_plain_linear(module: nn.Module) -> bool:

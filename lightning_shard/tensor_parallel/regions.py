@@ -10,7 +10,7 @@
     enter    split              forward: the own slice         backward: all-gather
 
 The backward of each is the forward of another, which is called as such, so that a gradient can be
-differentiated once more: by a gradient penalty.
+differentiated once more: by a gradient penalty. torch's function transforms are refused.
 
 A value of another pipeline stage has a shape and no elements: it passes without a message.
 Source: Megatron-LM, arXiv:1909.08053 and arXiv:2205.05198.
@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.data_parallel.torch_private import untraced
+from lightning_shard.data_parallel.torch_private import in_transform, untraced
+from lightning_shard.errors import ConfigError
 from lightning_shard.placeholders import is_placeholder
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -79,6 +80,16 @@ def scale_gradient(tensor: Tensor, factor: float, group: Collectives) -> Tensor:
     return _apply(_ScaleGradient, tensor, factor, group)
 
 
+def scaled_crossing(grad: Tensor, factor: float, group: Collectives) -> Tensor:
+    """Return a gradient times `factor`, where it leaves the side on which gradients are so scaled.
+
+    What is differentiated by it is scaled the other way there, so that its own gradient is passed
+    on as it is.
+    """
+    result: Tensor = _ScaledCrossing.apply(grad, factor, group)  # type: ignore[no-untyped-call]
+    return result
+
+
 def all_reduced(tensor: Tensor, group: Collectives) -> Tensor:
     """Return the sum over the ranks, in new memory."""
     own = tensor.contiguous()
@@ -112,11 +123,22 @@ def own_slice(tensor: Tensor, dim: int, group: Collectives) -> Tensor:
     return tensor.chunk(group.size, dim=dim)[group.rank]
 
 
+def refuse_transforms() -> None:
+    """Raise ConfigError inside of torch's function transforms, which know no other ranks."""
+    if in_transform():
+        raise ConfigError(
+            "A layer that ranks share, or a sequence, is computed inside torch.func.grad, vmap or "
+            "another of torch's function transforms, which see what one rank does only. Leave the "
+            "layer out of the plan, use torch.autograd.grad, or use strategy='zero2'."
+        )
+
+
 @untraced
 def _apply(function: type[torch.autograd.Function], tensor: Tensor, *args: Any) -> Tensor:
     group: Collectives = args[-1]
     if group.size == 1:
         return tensor
+    refuse_transforms()
     on_part = getattr(tensor, PASSES_ON, None)
     if (
         on_part is not None
@@ -190,12 +212,23 @@ class _GatherCopies(torch.autograd.Function):
 class _ScaleGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, factor: float, group: Collectives) -> Tensor:
-        ctx.factor = factor
+        ctx.factor, ctx.group = factor, group
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0] * ctx.factor, None, None
+        return scaled_crossing(grads[0], ctx.factor, ctx.group), None, None
+
+
+class _ScaledCrossing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, factor: float, group: Collectives) -> Tensor:
+        ctx.factor, ctx.group = factor, group
+        return grad * factor
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _ScaleGradient.apply(grads[0], ctx.factor, ctx.group), None, None  # type: ignore[no-untyped-call]
 
 
 class _Split(torch.autograd.Function):

@@ -1,35 +1,36 @@
 """Splitting a model in place by a plan, and restoring its full layers."""
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.data_parallel.differentiation import asking
 from lightning_shard.data_parallel.model_split import in_place
 from lightning_shard.data_parallel.quantised import is_quantised
 from lightning_shard.data_parallel.sharded_parameter import bring_full
-from lightning_shard.data_parallel.torch_private import pass_for_parameter, saving_hook, untraced
+from lightning_shard.data_parallel.torch_private import pass_for_parameter
 from lightning_shard.errors import ConfigError, LayoutError
 from lightning_shard.layout.boxes import PlacedBox
 from lightning_shard.placeholders import Placeholder, is_placeholder
 from lightning_shard.tensor_parallel.attention import attention_cuts, fast_paths
 from lightning_shard.tensor_parallel.candidates import check_heads
 from lightning_shard.tensor_parallel.copies import Copies
+from lightning_shard.tensor_parallel.crossings import COMPUTED_ALIKE, Crossings
+from lightning_shard.tensor_parallel.differentiated_parts import DifferentiatedParts
 from lightning_shard.tensor_parallel.dim_sharded_tensor import (
+    DimShardedTensor,
     Part,
     from_local,
     full_tensor,
-    own_features,
 )
 from lightning_shard.tensor_parallel.head_counts import Attributes, count_heads
 from lightning_shard.tensor_parallel.layers import (
-    Crossing,
     FullView,
     LayerContext,
     is_transposed,
@@ -37,21 +38,11 @@ from lightning_shard.tensor_parallel.layers import (
     unsplit_layer,
 )
 from lightning_shard.tensor_parallel.plan import PlannedLayer
-from lightning_shard.tensor_parallel.randomness import RegionRandomness, layers_around_dropout
-from lightning_shard.tensor_parallel.regions import (
-    all_reduced,
-    copy_to_region,
-    gather_copies,
-    gather_to_region,
-    reduce_from_region,
-    reduce_scatter_from_region,
-)
-from lightning_shard.tensor_parallel.sequence import enter_region, leave_in_slices
+from lightning_shard.tensor_parallel.randomness import layers_around_dropout
+from lightning_shard.tensor_parallel.regions import all_reduced
 from lightning_shard.tensor_parallel.sharding import Sharding
 from lightning_shard.tensor_parallel.styles import ParameterCut, Style
 from lightning_shard.tensor_parallel.wrappers import inner_styles
-
-_COMPUTED_ALIKE = ("unsplit", "unsplit_shared", "shared_tail")  # by every rank
 
 
 class SplitModel:
@@ -86,16 +77,14 @@ class SplitModel:
     ) -> None:
         self.group = group
         self._make = make
-        self._sequence_parallel = sequence_parallel
         self.shardings: dict[nn.Parameter, Sharding] = {}
         self.full_shapes: dict[nn.Parameter, torch.Size] = {}
         self._layers = [inner for layer in layers for inner in _inside(layer)]
         self._attributes = Attributes()
         self._hooks: list[RemovableHandle] = []
         self._is_in_step = False
-        self._entrance = _Entrance(group)
-        self._randomness = RegionRandomness(group)
-        self._around_dropout = set(layers_around_dropout(model, layers))
+        around_dropout = layers_around_dropout(model, layers)
+        self._crossings = Crossings(group, around_dropout, sequence_parallel=sequence_parallel)
         for layer in self._layers:
             self._decide(layer)
         self._check_users(model)
@@ -129,6 +118,12 @@ class SplitModel:
 
     def _decide(self, layer: PlannedLayer) -> None:
         """Decide how a layer's parameters are cut."""
+        if isinstance(layer.module, LazyModuleMixin):
+            raise ConfigError(
+                f"{layer.name!r} is a {type(layer.module).__name__}, which becomes another class "
+                f"in its first forward, also where it has values; expected that class before it is "
+                f"split. Run one batch through the model before training."
+            )
         if isinstance(layer.module, nn.MultiheadAttention):
             num_heads = layer.module.num_heads
             check_heads(layer.name, num_heads, num_heads, self.group.size)
@@ -148,15 +143,15 @@ class SplitModel:
 
     def _split(self, layer: PlannedLayer) -> None:
         module, style = layer.module, layer.style
-        enter, leave = self._with_randomness(layer, self._enter(module, style), self._leave(style))
+        enter, leave = self._crossings.of(layer)
         place = LayerContext(
             rank=self.group.rank,
             enter=enter,
             leave=leave,
             group=self.group,
             num_heads=style.num_blocks,
-            alike=self._randomness.outside,
-            view=FullView(self._look, self._seen(layer)),
+            alike=self._crossings.outside,
+            view=FullView(self._look, self._seen(layer), self._part, layer.name),
         )
         if style.form == "replica" and self.group.size > 1:
             self._sum_gradients(module)
@@ -186,29 +181,29 @@ class SplitModel:
         pass_for_parameter(wide)
         return wide
 
+    def _part(self, how: tuple[Sharding, torch.Size], tensor: Tensor) -> Tensor:
+        """Return this rank's part of a tensor that looks full; others as they are."""
+        sharding, shape = how
+        if tensor.shape != shape or is_placeholder(tensor) or self.group.size == 1:
+            return tensor
+        if isinstance(tensor, DimShardedTensor):
+            part = tensor.part
+            if (part.dim, part.num_blocks) == (sharding.dim, len(sharding.blocks)):
+                return part.local
+        full = full_tensor(tensor)
+        like = Part(local=full, dim=sharding.dim, group=self.group, num_blocks=len(sharding.blocks))
+        return like.split(full, sharding.dim)
+
     @contextmanager
     def step(self) -> Iterator[None]:
         """Show the full shapes of a layer's weights inside, to code outside of the layer."""
         before, self._is_in_step = self._is_in_step, True
         try:
-            yield
+            with asking(DifferentiatedParts()):
+                yield
         finally:
             self._is_in_step = before
-
-    def _with_randomness(
-        self, layer: PlannedLayer, enter: Crossing, leave: Crossing
-    ) -> tuple[Crossing, Crossing]:
-        """Let random numbers be those of the region from its first layer to its last."""
-        module, style = layer.module, layer.style
-        if style.form in _COMPUTED_ALIKE:
-            if module in self._around_dropout:
-                leave = self._randomness.starting(module, leave)
-            return (enter if style.full_input else self._randomness.leaving(enter)), leave
-        if module in self._around_dropout:
-            enter = self._randomness.entering(module, enter)
-        if style.form in ("rowwise", "attention", "experts"):
-            leave = self._randomness.leaving(leave)
-        return enter, leave
+            self._crossings.forget()  # else what entered last is there until the next step
 
     def _sum_gradients(self, module: nn.Module) -> None:
         """Let a layer that works on each rank's heads have the gradient of all heads."""
@@ -261,58 +256,9 @@ class SplitModel:
         except LayoutError as error:
             raise ConfigError(f"{name}: {error}") from error
 
-    def _enter(self, module: nn.Module, style: Style) -> Crossing:
-        if isinstance(module, nn.Embedding):
-            return _unchanged  # indices
-        if style.form in _COMPUTED_ALIKE:
-            return _unchanged if style.full_input else self._crossing(gather_copies, -1)
-        if style.form in ("attention", "experts", "shared"):
-            return self._entrance
-        if style.form == "colwise":
-            return self._entrance if style.full_input else self._crossing(gather_to_region, -1)
-        return self._entering_features if style.full_input else _unchanged
-
-    def _leave(self, style: Style) -> Crossing:
-        if style.form in _COMPUTED_ALIKE:
-            if style.form == "shared_tail":
-                return partial(self._with_shared_tail, style.num_blocks)
-            is_full = style.full_output or style.lazy_output
-            return _unchanged if is_full else partial(self._own_features_of, style)
-        if style.lazy_output:
-            return lambda tensor: from_local(tensor, self.group, -1, style.num_blocks)
-        if style.form == "colwise":
-            return self._crossing(gather_copies, -1) if style.full_output else _unchanged
-        if style.full_output:
-            leave = leave_in_slices if self._sequence_parallel else reduce_from_region
-            return self._crossing(leave)
-        return self._crossing(reduce_scatter_from_region, -1)
-
-    def _own_features_of(self, style: Style, result: Tensor) -> Tensor:
-        """Take this rank's features of what every rank has computed."""
-        result = full_tensor(result)
-        dim = result.ndim - 1
-        if style.form == "unsplit":
-            part = Part(local=result, dim=dim, group=self.group, num_blocks=style.num_blocks)
-            return part.split(result, dim)
-        width = result.shape[dim] // style.num_blocks
-        first = self.group.rank * style.num_blocks // self.group.size * width
-        return copy_to_region(result, self.group)[..., first : first + width]
-
-    def _with_shared_tail(self, num_features: int, result: Tensor) -> Tensor:
-        """Let each rank's heads use the last features, whose gradient then comes from all ranks."""
-        result = full_tensor(result)
-        head, tail = result[..., :-num_features], result[..., -num_features:]
-        return torch.cat([head, copy_to_region(tail, self.group)], dim=-1)
-
-    def _entering_features(self, tensor: Tensor) -> Tensor:
-        return own_features(tensor, self.group)
-
-    def _crossing(self, function: Callable[..., Tensor], *dim: int) -> Crossing:
-        return lambda tensor: function(full_tensor(tensor), *dim, self.group)
-
     def forget_activations(self) -> None:
         """Let go of the activation that entered last, and of the graph behind it."""
-        self._entrance.forget()
+        self._crossings.forget()
 
     @property
     def is_first(self) -> bool:
@@ -416,52 +362,8 @@ class SplitModel:
         self._attributes.restore()
         for hook in self._hooks:
             hook.remove()
-        self._entrance.forget()
+        self._crossings.forget()
         self.shardings, self._layers = {}, []
-
-
-class _Entrance:
-    """Enters a region once for all layers that are given the same activation.
-
-    Query, key and value all take one activation: their gradients are then added up on this rank,
-    and summed over the ranks once instead of three times. The activation enters anew when it was
-    changed in place, and in a checkpoint of activations, which has to save its tensors again.
-    """
-
-    def __init__(self, group: Collectives) -> None:
-        self._group = group
-        self._last: weakref.ref[Tensor] | None = None
-        self._entered: Tensor | None = None
-        self._version = 0
-        self._saver: Callable[[], object] = _none
-
-    @untraced
-    def __call__(self, tensor: Tensor) -> Tensor:
-        if is_placeholder(tensor):  # nothing travels, and nothing may keep it
-            return enter_region(tensor, self._group)
-        entered, saver = self._entered, saving_hook()
-        # Tensors of inference mode do not tell whether they were changed.
-        version = -1 if torch.is_inference_mode_enabled() else tensor._version
-        is_known = self._last is not None and self._last() is tensor
-        is_known = is_known and version == self._version >= 0 and self._saver() is saver
-        if entered is None or not is_known or entered.requires_grad != self._follows(tensor):
-            entered = enter_region(tensor, self._group)
-            self._last = None  # what it stood for may end with the next line
-            self._entered, self._last = entered, weakref.ref(tensor, self._forget)
-            self._version, self._saver = version, _none if saver is None else weakref.ref(saver)
-        return entered
-
-    def _follows(self, tensor: Tensor) -> bool:
-        """Whether the entered form of an activation requires a gradient now."""
-        return tensor.requires_grad and torch.is_grad_enabled()
-
-    def forget(self) -> None:
-        """Let go of the last activation, and of the graph behind it."""
-        self._last = self._entered = None
-
-    def _forget(self, reference: "weakref.ref[Tensor]") -> None:
-        if reference is self._last:
-            self.forget()
 
 
 def _inside(layer: PlannedLayer) -> Iterator[PlannedLayer]:
@@ -471,15 +373,11 @@ def _inside(layer: PlannedLayer) -> Iterator[PlannedLayer]:
         yield replace(layer, name=name, module=module, style=style)
 
 
-def _none() -> None:
-    """Return None, as a weak reference to a dead tensor does."""
-
-
 def _cuts(module: nn.Module, style: Style) -> tuple[ParameterCut, ...]:
     """Return how the parameters of a layer are cut."""
     if isinstance(module, nn.MultiheadAttention):
         return attention_cuts(module)
-    if style.form in ("shared", "replica", "experts", *_COMPUTED_ALIKE):
+    if style.form in ("shared", "replica", "experts", *COMPUTED_ALIKE):
         return style.cuts
     if isinstance(module, nn.Embedding):
         return (ParameterCut(name="weight", dim=0 if style.form == "vocab" else 1),)
@@ -489,7 +387,3 @@ def _cuts(module: nn.Module, style: Style) -> tuple[ParameterCut, ...]:
     weight = ParameterCut(name="weight", dim=outputs, num_blocks=style.num_blocks)
     bias = ParameterCut(name="bias", dim=0, num_blocks=style.num_blocks)
     return (weight,) if getattr(module, "bias", None) is None else (weight, bias)
-
-
-def _unchanged(tensor: Tensor) -> Tensor:
-    return tensor

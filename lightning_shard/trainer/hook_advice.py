@@ -13,6 +13,8 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core.hooks import CheckpointHooks
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightning_shard.errors import ConfigError, ShardError
+
 _HOOKS = sorted(
     {name for name in (*dir(pl.LightningModule), *dir(Callback)) if name.startswith("on_")}
     | {"configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad"}
@@ -74,6 +76,26 @@ def may_see_loaded(module: "pl.LightningModule", callbacks: Sequence[Callback]) 
     return type(module).on_load_checkpoint is not CheckpointHooks.on_load_checkpoint or any(
         type(one).on_load_checkpoint is not Callback.on_load_checkpoint for one in callbacks
     )
+
+
+@contextmanager
+def explaining_weights_elsewhere(rank: int) -> Iterator[None]:
+    """Explain errors of `on_save_checkpoint` where weights are on rank 0 alone.
+
+    Raises:
+        ConfigError: The hook has asked for elements that are not here.
+    """
+    try:
+        yield
+    except (RuntimeError, NotImplementedError) as error:
+        if isinstance(error, ShardError) or "meta tensor" not in str(error):
+            raise
+        raise ConfigError(
+            f"Rank {rank}: on_save_checkpoint asks for elements of a weight ({error}), but the "
+            f"weights of a checkpoint come together on rank 0, and are tensors without elements "
+            f"here. Work with them where self.global_rank == 0, and take what is to be there on "
+            f"all ranks from the parameters themselves."
+        ) from error
 
 
 @contextmanager

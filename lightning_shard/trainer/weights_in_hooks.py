@@ -10,7 +10,9 @@ initialisation) would give another weight than a single device's. So operations 
 get the full tensor in its place. It stays as long as the hook keeps a view of it, at most until the
 hook ends. Questions about shapes need no gathering. Gathering is collective: each rank must ask.
 
-Code of this package, and the layers' own forwards, see the shards.
+Code of this package, and the layers' own forwards, see the shards. Under ZeRO stage 3 parameters
+show themselves full by their class (`data_parallel/sharded_parameter.py`), mostly without
+gathering; that cannot be here, where layers need their shards while a hook runs their forward.
 """
 
 import sys
@@ -72,11 +74,12 @@ class WeightsInHooks:
         self._cut_for_updates = {
             param for flat in engine.flats if flat.layout.num_shards > 1 for param in flat.params
         }
+        self._of_model = set(engine.model.parameters())
         self._mode = _Substituting(self)
         self._is_on = False
         self._num_entered = 0  # times that the mode is on torch's stack
         self._kept: dict[nn.Parameter, _Full] = {}
-        self._written: dict[nn.Parameter, int] = {}  # address of what this has assigned
+        self._written: dict[nn.Parameter, Tensor] = {}  # what this has assigned, alive
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -99,6 +102,7 @@ class WeightsInHooks:
             yield
             return
         with self._turned(on=False):
+            self._take_what_was_set()
             self._settle_all()
             yield
 
@@ -214,8 +218,11 @@ class WeightsInHooks:
 
     def _set_to(self, param: nn.Parameter) -> Tensor | None:
         """Return what a parameter has been set to, and let it show this rank's part again."""
-        if self._written.get(param) == param.data_ptr():
+        written = self._written.get(param)
+        if written is not None and written.data_ptr() == param.data_ptr():
             return None
+        if param not in self._of_model:
+            return self._set_to_copy(param)
         if self._engine.split.is_here(param):
             flat, index = self._engine.owner(param)
             return flat.take_away(index)
@@ -223,6 +230,12 @@ class WeightsInHooks:
             return None
         value, param.data = param.data, param.data.new_empty(0)
         return value
+
+    def _set_to_copy(self, param: nn.Parameter) -> Tensor | None:
+        """Return the full tensor that a parameter of a copied module has been set to."""
+        shape = self._shape(param)
+        local = self._engine.split.local(param, torch.empty(shape, device="meta")).shape
+        return param.data if param.shape == shape != local else None
 
     def _settle_all(self) -> None:
         kept, self._kept = self._kept, {}
@@ -266,7 +279,7 @@ class WeightsInHooks:
         own = self._engine.split.local(param, full.detach())
         if to_new_memory:
             param.data = own.clone()
-            self._written[param] = param.data_ptr()
+            self._written[param] = param.data
         else:
             param.data.copy_(own)
 

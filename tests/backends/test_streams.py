@@ -19,6 +19,7 @@ from lightning_shard.backends.streams import (
     streams_of,
 )
 from lightning_shard.data_parallel.offload import copier as copier_module
+from lightning_shard.data_parallel.offload.activations import HostActivations
 from lightning_shard.data_parallel.offload.copier import HostCopier
 
 
@@ -121,3 +122,15 @@ def test_the_current_stream_is_the_same_after_an_error(written: Written) -> None
         copier.down(torch.ones(3), torch.zeros(4))
     copier.join()
     assert written.calls[-1] == "main follows side"
+
+
+def test_memory_that_went_down_is_let_go_of_once_its_copy_is_followed(written: Written) -> None:
+    host = HostActivations(torch.device("cpu"))
+    stretch = host.stretch(torch.ones(1000))
+    assert written.calls == ["side follows main"]
+    stretch.leave()
+    assert written.calls[1:] == ["main follows side"]
+    host.elements(stretch)
+    assert written.calls[2:] == ["side follows main", "main follows side"]
+    del stretch
+    assert written.calls[4:] == ["main follows side"]

@@ -5,8 +5,9 @@
     python -m tests.benchmarks.meta_start --layers 4 --width 256 --normal
 
 The ranks are threads of this process, so that its resident set is that of all of them. The model is
-the example's GPT in bfloat16, updated by SGD without momentum. The run is left once it has saved: a
-fit of ranks in one process would end with full parameters on each.
+the example's GPT in bfloat16, updated by SGD without momentum. With `--leave` the run is left once
+it has saved; else the fit ends as it ever does, with full parameters on rank 0 alone where those of
+all ranks would not fit.
 """
 
 import argparse
@@ -47,11 +48,12 @@ class Saved(Exception):  # noqa: N818  (nothing went wrong)
 class Phases(Callback):
     """Prints what has passed, how long it took and the most that was resident in it."""
 
-    def __init__(self) -> None:
+    def __init__(self, leaves: bool) -> None:
         self._began = time.perf_counter()
+        self._leaves = leaves
 
     def __deepcopy__(self, memo: object) -> "Phases":
-        return Phases()
+        return Phases(self._leaves)
 
     def tell(self, name: str) -> None:
         seconds = time.perf_counter() - self._began
@@ -82,7 +84,8 @@ class Phases(Callback):
                 size = sum(one.stat().st_size for one in Path(path).rglob("*"))
                 print(f"           {format_bytes(size)} in {len(list(Path(path).iterdir()))} files")
             trainer.strategy.barrier()
-        raise Saved
+        if self._leaves:
+            raise Saved
 
 
 def resident(kind: str) -> int:
@@ -99,11 +102,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--offload", choices=["optimizer", "parameters"])
     parser.add_argument("--normal", action="store_true", help="build the model on the CPU")
+    parser.add_argument("--leave", action="store_true", help="do not end the fit")
     options = parser.parse_args(arguments)
     warnings.filterwarnings("ignore", message=".*does not have many workers")
     warnings.filterwarnings("ignore", message=".*offload")
     L.seed_everything(7, verbose=False)
-    phases = Phases()
+    warnings.filterwarnings("always", message="The fit leaves")
+    phases = Phases(options.leave)
     trainer = L.Trainer(
         strategy=ZeRO3Strategy(
             backend="in_process", checkpoint_format="sharded", offload=options.offload
@@ -129,6 +134,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     data = TensorDataset(text[:, :-1], text[:, 1:])
     with suppress(Saved):
         trainer.fit(model, DataLoader(data, batch_size=1))
+        phases.tell("end")
+        full = sum(param.numel() for param in model.parameters() if param.ndim > 1)
+        print(f"           {full:,} elements of matrices on rank 0", flush=True)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,36 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
+from lightning_shard import (
+    DDPStrategy,
+    HybridParallelStrategy,
+    LocalSGDStrategy,
+    PipelineParallelStrategy,
+    TensorParallelStrategy,
+    ZeRO2Strategy,
+    ZeRO3Strategy,
+)
 from tests.checkpoint.kept_runs import Block
 from tests.strategies.parity import UPSTREAM_WARNINGS
 
 RANKS: dict[str, Any] = {"backend": "in_process", "num_ranks": 2, "announce": False}
 EPOCH_BATCHES = 4
+# What makes a strategy of these ranks, by name.
+SCHEMES: dict[str, Callable[[], Any]] = {
+    "shard_ddp": lambda: DDPStrategy(**RANKS),
+    "zero2": lambda: ZeRO2Strategy(**RANKS),
+    "zero3": lambda: ZeRO3Strategy(**RANKS),
+    "tensor_parallel": lambda: TensorParallelStrategy(**RANKS),
+    "pipeline_parallel": lambda: PipelineParallelStrategy(**RANKS, num_microbatches=2),
+    "hybrid_parallel": lambda: HybridParallelStrategy(
+        **(RANKS | {"num_ranks": 4}),
+        pipeline_parallel_size=2,
+        tensor_parallel_size=1,
+        zero_stage=1,
+        num_microbatches=2,
+    ),
+    "local_sgd": lambda: LocalSGDStrategy(**RANKS, sync_every=3),
+}
 IGNORED = [*UPSTREAM_WARNINGS, "Be aware that when using `ckpt_path`"]
 
 

@@ -6,7 +6,6 @@ Only what each rank keeps for itself, the section of this package's strategies, 
 import subprocess
 import sys
 from dataclasses import dataclass
-from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,29 +14,26 @@ import lightning as L  # noqa: N812
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor
 
-from lightning_shard.checkpoint.section import CHECKPOINT_KEY
+from tests.checkpoint.scheme_files import (
+    FILTERS,
+    Save,
+    assert_goes_on,
+    assert_same,
+    batches,
+    build_double,
+    load,
+    saving,
+    trainer_of,
+)
 from tests.processes import REPOSITORY
-from tests.strategies.models import ExampleGPT, Trained
+from tests.strategies.models import ExampleGPT
 from tests.strategies.parity import (
-    ACCUMULATE,
     STRATEGIES,
-    UPSTREAM_WARNINGS,
-    Curve,
-    GlobalBatches,
-    build,
     quiet_trainer,
 )
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    # The resumed runs write no checkpoints of their own.
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-]
-
-EPOCH_STEPS = 6
-RTOL, ATOL = 1e-9, 1e-14  # in float64
+pytestmark = FILTERS
 
 
 @dataclass(frozen=True)
@@ -50,95 +46,24 @@ class Scheme:
     def __str__(self) -> str:
         return f"{self.strategy}x{self.num_ranks}"
 
-    def trainer(self, **options: Any) -> L.Trainer:
-        """Return a Trainer of two epochs."""
-        return quiet_trainer(
-            strategy=self.strategy if self.strategy == "auto" else f"{self.strategy}_in_process",
-            devices=self.num_ranks,
-            precision="64-true",
-            **({"max_steps": 2 * EPOCH_STEPS} | options),
-        )
-
-
-def build_double(name: str) -> Trained:
-    """Return a model in float64: Lightning restores weights before it converts the module."""
-    return build(name).double()
-
-
-def batches(model: Trained) -> GlobalBatches:
-    return GlobalBatches(model, EPOCH_STEPS)
+    def trainer(self, model: str, **options: Any) -> L.Trainer:
+        strategy = self.strategy if self.strategy == "auto" else f"{self.strategy}_in_process"
+        return trainer_of(strategy, self.num_ranks, **options)
 
 
 PLAIN = Scheme("auto", 1)
 SCHEMES = [Scheme(strategy, num_ranks) for strategy, num_ranks in product(STRATEGIES, (2, 4))]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Saved:
-    """The files of a run: what ModelCheckpoint wrote, and `save_checkpoint` after the fit."""
-
-    first_epoch: Path
-    last_epoch: Path
-    afterwards: Path
-    curve: Curve
-
-
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return a function that trains a model under a scheme, once, and gives its files."""
-
-    @cache
-    def run(model_name: str, scheme: Scheme) -> Saved:
-        folder = tmp_path_factory.mktemp(f"{model_name}_{scheme}")
-        model, curve = build_double(model_name), Curve()
-        # Lightning 2.6 repeats a batch when it resumes from a file of on_train_epoch_end.
-        writer = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=EPOCH_STEPS)
-        trainer = scheme.trainer(callbacks=[curve, writer], enable_checkpointing=True)
-        trainer.fit(model, datamodule=batches(model))
-        trainer.save_checkpoint(folder / "afterwards.ckpt")
-        return Saved(
-            first_epoch=folder / f"step={EPOCH_STEPS}.ckpt",
-            last_epoch=folder / f"step={2 * EPOCH_STEPS}.ckpt",
-            afterwards=folder / "afterwards.ckpt",
-            curve=curve,
-        )
-
-    return run
-
-
-def assert_same(got: Any, expected: Any, place: str = "checkpoint") -> None:
-    """Compare nested containers: types, keys, and values up to rounding."""
-    assert type(got) is type(expected), f"{place}: {type(got)} instead of {type(expected)}"
-    if isinstance(expected, dict):
-        assert got.keys() == expected.keys(), place
-        assert getattr(got, "_metadata", None) == getattr(expected, "_metadata", None), place
-        for key in expected:
-            assert_same(got[key], expected[key], f"{place}.{key}")
-    elif isinstance(expected, (list, tuple)):
-        assert len(got) == len(expected), place
-        for index, pair in enumerate(zip(got, expected, strict=True)):
-            assert_same(*pair, f"{place}.{index}")
-    elif isinstance(expected, Tensor):
-        torch.testing.assert_close(
-            got, expected, rtol=RTOL, atol=ATOL, msg=lambda found: f"{place}: {found}"
-        )
-    elif isinstance(expected, float):
-        assert got == pytest.approx(expected, rel=RTOL, abs=0.0), place
-    else:
-        assert got == expected, place
-
-
-def load(path: Path) -> dict[str, Any]:
-    checkpoint: dict[str, Any] = torch.load(path, weights_only=True)
-    del checkpoint["callbacks"]  # ModelCheckpoint's folder
-    checkpoint.pop(CHECKPOINT_KEY, None)  # which a single device has not
-    return checkpoint
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Save:
+    return saving(tmp_path_factory)
 
 
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 @pytest.mark.parametrize("model", ["mixture", "lstm"])
-def test_the_file_is_that_of_a_single_device(model: str, scheme: Scheme, saved: Any) -> None:
+def test_the_file_is_that_of_a_single_device(model: str, scheme: Scheme, saved: Save) -> None:
     got, expected = saved(model, scheme), saved(model, PLAIN)
     assert_same(load(got.first_epoch), load(expected.first_epoch))
     assert_same(load(got.last_epoch), load(expected.last_epoch))
@@ -146,7 +71,7 @@ def test_the_file_is_that_of_a_single_device(model: str, scheme: Scheme, saved: 
 
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-def test_save_checkpoint_after_fit(scheme: Scheme, saved: Any) -> None:
+def test_save_checkpoint_after_fit(scheme: Scheme, saved: Save) -> None:
     got, expected = saved("lstm", scheme), saved("lstm", PLAIN)
     assert_same(load(got.afterwards), load(expected.afterwards))
     assert_same(load(got.afterwards)["optimizer_states"], load(got.last_epoch)["optimizer_states"])
@@ -165,23 +90,14 @@ QUICK_RESUMES = [
 ]
 
 
-def _check_resume(before: Scheme, after: Scheme, saved: Any) -> None:
-    full, curve = saved("mixture", PLAIN), Curve()
-    model = build_double("mixture")
-    trainer = after.trainer(callbacks=[curve])
-    trainer.fit(
-        model,
-        datamodule=batches(model),
-        ckpt_path=saved("mixture", before).first_epoch,
-    )
-    assert_same(curve.losses, full.curve.losses[-EPOCH_STEPS * ACCUMULATE :])
-    assert_same(curve.norms, full.curve.norms[-EPOCH_STEPS:])
-    assert_same(dict(model.state_dict()), dict(load(full.last_epoch)["state_dict"]))
+def _check_resume(before: Scheme, after: Scheme, saved: Save) -> None:
+    file = saved("mixture", before).first_epoch
+    assert_goes_on(build_double("mixture"), "mixture", file, after, saved("mixture", PLAIN))
 
 
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("before", "after"), QUICK_RESUMES, ids=str)
-def test_resume(before: Scheme, after: Scheme, saved: Any) -> None:
+def test_resume(before: Scheme, after: Scheme, saved: Save) -> None:
     _check_resume(before, after, saved)
 
 
@@ -189,7 +105,7 @@ def test_resume(before: Scheme, after: Scheme, saved: Any) -> None:
 @pytest.mark.parametrize(
     ("before", "after"), [pair for pair in RESUMES if pair not in QUICK_RESUMES], ids=str
 )
-def test_resume_everywhere(before: Scheme, after: Scheme, saved: Any) -> None:
+def test_resume_everywhere(before: Scheme, after: Scheme, saved: Save) -> None:
     _check_resume(before, after, saved)
 
 
@@ -220,7 +136,7 @@ def test_load_from_checkpoint_without_this_package(tmp_path: Path) -> None:
 def test_weights_only(scheme: Scheme, tmp_path: Path) -> None:
     model = build_double("lstm")
     writer = ModelCheckpoint(tmp_path, "weights", save_weights_only=True)
-    trainer = scheme.trainer(callbacks=[writer], enable_checkpointing=True, max_steps=2)
+    trainer = scheme.trainer("lstm", callbacks=[writer], enable_checkpointing=True, max_steps=2)
     trainer.fit(model, datamodule=batches(model))
     checkpoint = torch.load(tmp_path / "weights.ckpt", weights_only=True)
     assert "optimizer_states" not in checkpoint

@@ -16,19 +16,16 @@ from lightning_shard import (
     AsyncSGDStrategy,
     DDPStrategy,
     ElasticStrategy,
-    HybridParallelStrategy,
     LocalSGDStrategy,
-    PipelineParallelStrategy,
-    TensorParallelStrategy,
     ZeRO1Strategy,
     ZeRO2Strategy,
-    ZeRO3Strategy,
 )
 from lightning_shard.data_parallel.compression import OneBit, PowerSGD, TopK
 from tests.checkpoint.interrupted import (
     EPOCH_BATCHES,
     IGNORED,
     RANKS,
+    SCHEMES,
     Dropping,
     SaveAt,
     deviation,
@@ -117,21 +114,6 @@ def test_a_rank_went_on_from_the_mean_of_what_all_had_kept(name: str, tmp_path: 
     )
     assert broken.losses == whole.losses[WITHIN:]
     assert deviation(broken, whole) == 0.0
-
-
-SCHEMES: dict[str, Callable[[], Any]] = {
-    "shard_ddp": lambda: DDPStrategy(**RANKS),
-    "zero3": lambda: ZeRO3Strategy(**RANKS),
-    "tensor_parallel": lambda: TensorParallelStrategy(**RANKS),
-    "pipeline_parallel": lambda: PipelineParallelStrategy(**RANKS, num_microbatches=2),
-    "hybrid_parallel": lambda: HybridParallelStrategy(
-        **(RANKS | {"num_ranks": 4}),
-        pipeline_parallel_size=2,
-        tensor_parallel_size=1,
-        zero_stage=1,
-        num_microbatches=2,
-    ),
-}
 
 
 @pytest.mark.few_cases(2)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_shard.backends.traffic import Traffic
 from lightning_shard.context_parallel import attention, tiles
+from lightning_shard.errors import ConfigError
 from lightning_shard.tensor_parallel.dim_sharded_tensor import full_tensor
 from lightning_shard.testing import run_ranks
 from tests.context_parallel.test_attention import drawn, in_parts, mean
@@ -220,3 +221,18 @@ def test_no_matrix_of_all_scores_is_held(monkeypatch: pytest.MonkeyPatch) -> Non
 
     run_ranks(of_rank, 2)
     assert max(largest) == BATCH * 4 * 4
+
+
+@pytest.mark.usefixtures("small_tiles", "no_gathering")
+def test_a_gradient_was_a_constant_to_a_second_derivative() -> None:
+    own = inputs(1, 1)
+
+    def of_rank(rank: int) -> None:
+        sources = [one.detach().requires_grad_() for one in own]
+        parts, _ = in_parts(sources, 2)
+        result = F.scaled_dot_product_attention(*parts, is_causal=True)
+        grads = torch.autograd.grad(full_tensor(result).sum(), sources, create_graph=True)
+        with pytest.raises(ConfigError, match="is differentiated once more"):
+            sum(one.square().sum() for one in grads).backward()
+
+    run_ranks(of_rank, 2)

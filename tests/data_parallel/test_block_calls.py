@@ -142,6 +142,77 @@ class CheckpointedWhole(Net):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
+class Edited(Net):
+    """What a block returns is changed in place before the next one gets it."""
+
+    def call(self, block: nn.Module, x: Tensor) -> Tensor:
+        return block(x).mul_(0.5)
+
+
+class Dense(Net):
+    """Every block gets the mean of all results before it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        results = [self.embed(x)]
+        for block in self.blocks:
+            results.append(block(torch.stack(results).mean(0)))
+        return self.head((results[-1] + results[1]) / 2)
+
+
+class Within(Net):
+    """The last block is called in the forward of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, _, last = self.blocks
+        first.norm.register_forward_hook(lambda _, __, result: last(result))
+
+
+class Caught(Net):
+    """A block's forward fails, and the model goes on without it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        first, second, third = self.blocks
+        x = first(x)
+        try:
+            second(x[:, :5])
+        except RuntimeError:
+            x = second(third(x))
+        return self.head(x)
+
+
+class Sums(Net):
+    """Returns the sum of what each block makes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, results = self.embed(x), []
+        for block in self.blocks:
+            x = block(x)
+            results.append(x)
+        self.results = results
+        return self.head(x)
+
+
+def weighted_by_each_gradient(model: nn.Module, batch: Tensor) -> Tensor:
+    """Backward enters at each block by itself, and ends before the first, within and behind."""
+    out = model(batch)
+    results = model.results
+    inner = model.blocks[1].up.weight
+    squares = [result.square().sum() for result in (*results, out)]
+    by_sample = [
+        torch.autograd.grad(squares[1], results[0], retain_graph=True)[0],
+        torch.autograd.grad(squares[3], results[1], retain_graph=True)[0],
+    ]
+    summed = [
+        torch.autograd.grad(squares[1], inner, retain_graph=True)[0],
+        torch.autograd.grad(squares[0], model.embed.weight, retain_graph=True)[0],
+    ]
+    weights = torch.stack([torch.tanh(grad.norm(dim=1)) for grad in by_sample]).sum(0)
+    shown = sum(grad.sum() for grad in summed) / len(batch)  # as good as the gradients are
+    return (out.square().sum(1) * weights).mean() + 0.1 * results[1].mean() + 0.01 * shown
+
+
 class SharedSubmodule(Net):
     """A module inside one block that is also called outside it."""
 
@@ -168,9 +239,13 @@ CASES = {
     ),
     "checkpointed": Case(model=net_that_calls(checkpointed(use_reentrant=False))),
     "checkpointed_reentrant": Case(model=net_that_calls(checkpointed(use_reentrant=True))),
+    "caught": Case(model=Caught),
     "checkpointed_whole": Case(model=CheckpointedWhole),
     "dataclass": Case(model=net_that_calls(lambda b, x: b(x).hidden, OutputBlock)),
+    "dense": Case(model=Dense),
     "dict": Case(model=net_that_calls(lambda b, x: b(x)["hidden"], DictBlock)),
+    "edited": Case(model=Edited),
+    "each_gradient": Case(model=Sums, loss=weighted_by_each_gradient),
     "keywords": Case(model=net_that_calls(lambda b, x: b(x=x), KeywordBlock)),
     "leaf_input": Case(model=Net, loss=from_leaf_input),
     "leaf_input_before_weight_norm": Case(
@@ -185,6 +260,7 @@ CASES = {
     "spectral_norm": Case(model=net_that_calls(lambda b, x: b(x), SpectralNormBlock)),
     "tuple": Case(model=net_that_calls(lambda b, x: b(x)[0], TupleBlock)),
     "twice": Case(model=Twice),
+    "within": Case(model=Within),
 }
 
 

@@ -54,3 +54,35 @@ def test_parameters_without_memory_or_elements_are_taken() -> None:
     empty = torch.ones(0)
     refuse_shared_memory(nn.ParameterList([nn.Parameter(empty), nn.Parameter(empty)]), rank=0)
     refuse_shared_memory(nn.LazyLinear(3), rank=0)
+
+
+def test_a_buffer_or_attribute_on_a_parameters_memory_stayed_behind() -> None:
+    model = pair()
+    model.register_buffer("first", model[0].weight.data[0])
+    with pytest.raises(ConfigError, match=r"Rank 1: 'first' of ModuleList shares memory with .*'0"):
+        refuse_shared_memory(model, rank=1)
+    del model.first
+    for kept in (model[0].weight.data, [model[0].weight.detach()], {"a": model[0].weight[:2]}):
+        model[1].kept = kept
+        with pytest.raises(ConfigError, match=r"'1.kept\[0\]' of ModuleList shares memory with"):
+            refuse_shared_memory(model, rank=0)
+    model[1].kept = [model[0].weight, model[0].weight.detach().clone()]
+    refuse_shared_memory(model, rank=0)
+
+
+def test_what_old_spectral_norms_compute_anew_is_taken() -> None:
+    refuse_shared_memory(nn.utils.spectral_norm(nn.Linear(4, 4)), rank=0)
+
+
+def test_buffers_on_one_memory_are_taken() -> None:
+    model, same = pair(), torch.ones(3)
+    model.register_buffer("one", same)
+    model.register_buffer("other", same)
+    refuse_shared_memory(model, rank=0)
+
+
+def test_tensors_of_other_layouts_are_taken() -> None:
+    model = pair()
+    model.graph = torch.eye(3).to_sparse()
+    model.register_buffer("adjacency", torch.eye(3).to_sparse())
+    refuse_shared_memory(model, rank=0)

@@ -98,6 +98,37 @@ def test_any_counts_of_tokens_give_what_all_experts_give(
     assert sum(int(one.received.sum()) for one in loads) == sum(num_sent)
 
 
+def penalty(result: Tensor, x: Tensor) -> Tensor:
+    """Return what depends on the gradient of an input."""
+    (grad,) = torch.autograd.grad(result.tanh().sum(), x, create_graph=True)
+    return grad.square().sum()
+
+
+def test_a_second_derivative_was_scaled_by_the_number_of_ranks() -> None:
+    ranks, whole = [[[0, 1], [2, 3]], [[3, 0], [1, 2], [0, 2]]], Experts(4)
+    expected = []
+    for rank, chosen in enumerate(ranks):
+        x, index, weights = inputs_of(rank, chosen, 2)
+        penalty(whole(x, index, weights), x).backward()
+        expected.append((x.grad, weights.grad))
+
+    def of_rank(rank: int) -> tuple[Any, ...]:
+        module = Experts(4)
+        (mixture,) = find_mixtures(nn.ModuleList([module]))
+        calls = BatchedExperts(mixture, group_of_all())
+        module.weight = nn.Parameter(module.weight.detach().chunk(2)[rank].clone())
+        x, index, weights = inputs_of(rank, ranks[rank], 2)
+        result = calls.call(module, module.forward, (x, index), {"top_k_weights": weights})
+        penalty(result, x).backward()
+        return x.grad, weights.grad, module.weight.grad
+
+    found = run_ranks(of_rank, 2)
+    for own, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(own[:2], other, rtol=1e-4, atol=1e-6)
+    mean = torch.cat([one[2] for one in found]) * 2
+    torch.testing.assert_close(mean, whole.weight.grad, rtol=1e-4, atol=1e-6)
+
+
 def test_what_travels_is_what_other_ranks_need() -> None:
     """Counts, then rows there and back: forward and backward move each row away twice."""
     counts = torch.tensor([[3, 0, 2, 1], [0, 0, 0, 4]])  # of ranks 0 and 1 for four experts

@@ -8,6 +8,7 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 
+from lightning_shard.data_parallel.offload.activations import HostActivations
 from tests.fabric.nets import (
     STAGES,
     Net,
@@ -36,6 +37,16 @@ def trained(fabric: Fabric) -> Any:
 @pytest.mark.parametrize("stage", STAGES)
 def test_activation_checkpointing(stage: str) -> None:
     assert_close(on_ranks(stage, trained, activation_checkpointing="full"), on_one(trained))
+
+
+@pytest.mark.few_cases(1)
+@pytest.mark.filterwarnings("ignore:activation_offload=.*saves nothing on CPU ranks")
+@pytest.mark.parametrize("choice", [None, "full", "selective"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_activation_offload(stage: str, choice: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostActivations, "in_flight_bytes", 2_000)
+    options: dict[str, Any] = {"activation_offload": True, "activation_checkpointing": choice}
+    assert_close(on_ranks(stage, trained, **options), on_one(trained))
 
 
 @pytest.mark.few_cases(1)

@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 import lightning_shard
+from lightning_shard.data_parallel.offload import activations
 from tests.gpu_like.autocast import register_autocast
 from tests.gpu_like.device import NAME, register
 from tests.gpu_like.mail import NobodyAnswersError
@@ -69,6 +71,11 @@ CASES = {
     "zero3": Case("ZeRO3Strategy"),
     "zero3_prefetch": Case("ZeRO3Strategy", {"prefetch": 2}),
     "zero3_checkpointing": Case("ZeRO3Strategy", {"activation_checkpointing": "full"}),
+    "zero3_host_activations": Case("ZeRO3Strategy", {"activation_offload": True}),
+    "tensor_host_activations": Case(
+        "TensorParallelStrategy",
+        {**_PLAN, "activation_offload": True, "activation_checkpointing": "selective"},
+    ),
     "zero2_accumulating": Case("ZeRO2Strategy", accumulates=2),
     "zero2_unused": Case("ZeRO2Strategy", has_unused=True),
     "zero2_offload": Case("ZeRO2Strategy", {"offload": "optimizer"}),
@@ -101,12 +108,16 @@ class Seen:
         num_operations: Operations on the device, to know that there were any.
         num_steps: Steps that were counted.
         error: The error that ended the fit, or "".
+        races: Uses of memory without an order in all of the fit: both, and how often.
+        num_uses: Uses of memory that were looked at.
     """
 
     waits: list[tuple[str, str, str, int]] = field(default_factory=list)
     num_operations: int = 0
     num_steps: int = 0
     error: str = ""
+    races: list[tuple[str, str, int]] = field(default_factory=list)
+    num_uses: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Return what JSON holds."""
@@ -182,6 +193,9 @@ def fit(name: str, precision: str, rank: int = 0) -> Seen:
                 dist.destroy_process_group()
     seen.waits = [(*wait, count) for wait, count in watch.found.items()]
     seen.num_operations = watch.num_operations
+    order = watch.tracker.order
+    seen.races = [(*race, count) for race, count in order.races.items()]
+    seen.num_uses = order.num_uses
     return seen
 
 
@@ -228,3 +242,5 @@ def prepare() -> None:
     """Tell torch of the device, once in a process."""
     register()
     register_autocast()
+    activations.PLAIN_CLASSES.add(FakeTensor)  # those of the device
+    activations.HostActivations.in_flight_bytes = 10_000  # less than a block's

@@ -1,5 +1,6 @@
 """What a Trainer needs to run as one rank of several on the device without elements."""
 
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -14,7 +15,7 @@ from typing_extensions import override
 from lightning_shard.backends import liveness, registry
 from lightning_shard.backends.base import Backend
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.backends.pending import Pending
+from lightning_shard.backends.pending import Pending, StartedTransfer
 from lightning_shard.backends.streams import STREAMS
 from lightning_shard.strategies import async_sgd
 from tests.gpu_like.device import NAME
@@ -65,11 +66,50 @@ class GpuLikeAccelerator(Accelerator):
         return NAME
 
 
+class _Waited:
+    """Stands for the handles of a transfer.
+
+    Args:
+        works: The handles.
+        follow: Is called when they are waited for.
+    """
+
+    def __init__(self, works: Sequence[dist.Work], follow: Callable[[], None]) -> None:
+        self._works, self._follow = works, follow
+
+    def wait(self) -> None:
+        """Wait for all of them."""
+        for work in self._works:
+            work.wait()
+        self._follow()
+
+    def is_completed(self) -> bool:
+        """Whether all are completed."""
+        return all(work.is_completed() for work in self._works)
+
+
 class LonelyCollectives(Collectives):
     """Collectives over torch's fake group: this rank's objects stand for those of the others."""
 
     watch: ClassVar[Watch]
     told: ClassVar[Told]
+
+    @override
+    def _start(
+        self, operation: str, begin: Callable[[], StartedTransfer], async_op: bool = False
+    ) -> Pending:
+        return super()._start(operation, lambda: self._marked(begin), async_op)
+
+    def _marked(self, begin: Callable[[], StartedTransfer]) -> StartedTransfer:
+        """Begin a transfer whose handles are seen to be waited for."""
+        marks = self.watch.tracker.marks
+        marks.begin()
+        try:
+            transfer = begin()
+        finally:
+            begun = marks.end()
+        waited: Any = _Waited(transfer.works, lambda: marks.follow(begun))
+        return transfer._replace(works=[waited])
 
     def all_gather_object(self, obj: T) -> list[T]:
         """Return the object once for each rank; a wait, as sizes are read."""
@@ -197,7 +237,7 @@ def use_lonely_groups(watch: Watch, told: Told) -> None:
     LonelyCollectives.watch, LonelyCollectives.told = watch, told
     lifeline = NobodyFails()
     cast(Any, liveness).current = lambda: lifeline
-    STREAMS[NAME] = WatchedStreams(watch)
+    STREAMS[NAME] = WatchedStreams(watch, torch.device(NAME, 0))
     cast(Any, async_sgd).mailbox_type = lambda _: SilentMailbox
     registry._BACKENDS["fake"] = LonelyBackend()
     registry._DEFAULT_OF_DEVICE_TYPE[NAME] = "fake"

@@ -1,4 +1,4 @@
-"""Steps on the device without elements: no error, no mixture of devices, no wait without a reason.
+"""Steps on the device without elements: no error, mixture of devices, race, wait without a reason.
 
 `python -m tests.gpu_like` prints what these tests check, for every strategy and precision.
 """
@@ -46,6 +46,8 @@ def check(name: str, seen: dict[str, Any]) -> None:
     assert seen["error"] == ""
     assert seen["num_steps"] == len(COUNTED)
     assert seen["num_operations"] > 1000 * len(COUNTED)  # or not all of it was watched
+    assert seen["races"] == []
+    assert seen["num_uses"] > 1000 * len(COUNTED)
     assert unexplained(map(tuple, seen["waits"]), seen["num_steps"]) == []
     if not may_wait(name):
         assert seen["waits"] == []

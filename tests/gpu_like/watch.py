@@ -12,6 +12,7 @@ A wait that is found is counted with where it comes from, and answered, so that 
 and shows the rest.
 """
 
+import sys
 import traceback
 import weakref
 from collections import Counter
@@ -34,9 +35,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_shard.data_parallel.torch_private import without_function_modes
 from tests.gpu_like.contents import Contents
 from tests.gpu_like.device import NAME, is_here
+from tests.gpu_like.tracking import Tracker
 
 _aten = torch.ops.aten
 _REPOSITORY = Path(__file__).parents[2]
+_PACKAGE = f"{_REPOSITORY}/lightning_shard/"
 _COPIES = (_aten._to_copy.default, _aten.copy_.default)
 # Whole numbers, such as indices, may select on a GPU from the host's memory: it is copied first.
 _PLAIN_DISPATCH = (torch._C._disabled_torch_dispatch_impl, FakeTensor.__torch_dispatch__)
@@ -66,6 +69,7 @@ class Watch(TorchDispatchMode):
         found: How often each wait was seen inside `counting`.
         num_operations: Operations on the device that were seen inside `counting`.
         contents: The few elements that are known.
+        tracker: Follows what is before what.
     """
 
     def __init__(self) -> None:
@@ -76,6 +80,7 @@ class Watch(TorchDispatchMode):
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.contents = Contents()
         self._pinned: set[int] = set()
+        self.tracker = Tracker(lambda one: is_here(one) and not self._is_pinned(one), _place)
 
     def __enter__(self) -> "Watch":
         self._lifts = torch._C._only_lift_cpu_tensors()
@@ -83,11 +88,13 @@ class Watch(TorchDispatchMode):
         self._tolist, cast(Any, FakeTensor).tolist = FakeTensor.tolist, self._listed()
         self._generator, cast(Any, torch).Generator = torch.Generator, _Generator
         self._apply, cast(Any, nn.Module)._apply = nn.Module._apply, _apply
+        self.tracker.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        self.tracker.__exit__(*error)
         cast(Any, nn.Module)._apply = self._apply
         cast(Any, torch).Generator = self._generator
         cast(Any, FakeTensor).tolist = self._tolist
@@ -108,6 +115,11 @@ class Watch(TorchDispatchMode):
 
     def note(self, what: str) -> None:
         """Note that the host waits for the device."""
+        self.tracker.wait()
+        self.note_wait(what)
+
+    def note_wait(self, what: str) -> None:
+        """Note that the host waits for something else than all that is queued."""
         if self._is_counting:
             self.found[Wait(what, *_where())] += 1
 
@@ -122,10 +134,14 @@ class Watch(TorchDispatchMode):
         if any(one.__torch_dispatch__ not in _PLAIN_DISPATCH for one in types):
             return NotImplemented  # such as a placeholder, which says by itself what happens
         with without_function_modes():
-            return self._dispatch(func, args, kwargs)
+            named = dict(kwargs or {})
+            result = self._dispatch(func, args, dict(named))
+            tensors = [one for one in tree_leaves((args, named, result)) if isinstance(one, Tensor)]
+            by_host = all(map(self._is_on_host, tensors))
+            self.tracker.operation(func, args, named, result, by_host=by_host)
+            return result
 
-    def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
-        named = dict(kwargs or {})
+    def _dispatch(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         tensors = [one for one in tree_leaves((args, named)) if isinstance(one, Tensor)]
         device = named.get("device")
         if not (any(map(is_here, tensors)) or getattr(device, "type", device) == NAME):
@@ -216,6 +232,7 @@ class Watch(TorchDispatchMode):
         key = int(tensor.untyped_storage()._cdata)
         if key not in self._pinned:
             self._pinned.add(key)
+            self.tracker.pinned(tensor)
             weakref.finalize(tensor.untyped_storage(), self._pinned.discard, key)
         return tensor
 
@@ -311,6 +328,17 @@ def _where() -> tuple[str, str]:
         elif not own and path.name not in ("_ops.py", "eval_frame.py", "_compile.py"):
             upstream = upstream or f"{path.parent.name}/{path.name}:{frame.lineno} {frame.name}"
     return " < ".join(own[:4]), upstream
+
+
+def _place() -> str:
+    """Return the line of the package that led here, quickly."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        path = frame.f_code.co_filename
+        if path.startswith(_PACKAGE):
+            return f"{path.removeprefix(_PACKAGE)}:{frame.f_lineno} {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "torch"
 
 
 def _apply(

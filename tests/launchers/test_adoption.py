@@ -286,6 +286,27 @@ class NotingModel(Model):
         self.twice = lambda: (self, 2 * self.layer.weight)
 
 
+class Connection:
+    def __deepcopy__(self, memo: object) -> "Connection":
+        raise RuntimeError("one connection at a time")
+
+
+class Connects(Model):
+    connection: Connection | None = None
+
+    @override
+    def on_train_end(self) -> None:
+        self.connection = Connection()
+
+
+def test_a_failed_copy_of_what_a_survivor_set_was_passed_over_without_a_word() -> None:
+    trainer, model = make_trainer(Ends(0, RankDropped())), Connects()
+    told = r"Connects\.connection is, after .* raised RuntimeError \(one connection at a time\)"
+    with pytest.warns(UserWarning, match=told):
+        trainer.fit(model)
+    assert isinstance(model.connection, Connection)
+
+
 def test_what_hooks_have_set_at_the_end_was_lost_with_the_callers_thread() -> None:
     callbacks = [Noting(), Noting()]
     trainer, model = make_trainer(*callbacks, Ends(0, RankDropped())), NotingModel()

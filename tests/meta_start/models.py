@@ -39,6 +39,13 @@ class Odd(nn.Module):
         self.scale = float(torch.ones(3).sum())
         self.register_buffer("mask", torch.tril(torch.ones(4, 4)).view(1, 4, 4))
         self.register_buffer("noise", torch.rand(3), persistent=False)
+        self.register_buffer("chosen", torch.multinomial(torch.ones(5), 3))
+        rates = torch.distributions.Gamma(torch.full((7,), 0.3), 1.0).sample()
+        self.gamma = nn.Parameter(rates)  # which draws as often as its values ask
+        self.listed = torch.randn(3).tolist()
+        self.register_buffer("doubled", torch.from_numpy(torch.randn(3).numpy() * 2))
+        self.register_buffer("as_listed", torch.tensor(self.listed))
+        self.after = nn.Linear(3, 3)
 
 
 def built_with(build: Callable[[], nn.Module], *, to_meta: bool) -> nn.Module:

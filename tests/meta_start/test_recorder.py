@@ -144,3 +144,32 @@ def test_outside_the_context_nothing_is_noted() -> None:
     with torch.device("meta"):
         module = nn.Linear(2, 2)
     assert recipe_of(module.weight) is None
+
+
+def test_an_array_of_a_tensor_on_meta_refuses_changes_that_would_be_lost() -> None:
+    with recording(to_meta=True):
+        weight = torch.zeros(3)
+        array = weight.numpy()
+    with pytest.raises(ValueError, match="read-only"):
+        array[0] = 1.0
+
+
+class Skipped(nn.Module):
+    """Has a layer that its code puts on meta and then makes, and one whose own code does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.skipped = nn.utils.skip_init(nn.Linear, 4, 4)
+        self.skipped.reset_parameters()
+        self.emptied = nn.Linear(4, 4, device="meta").to_empty(device="cpu")
+        self.emptied.reset_parameters()
+        self.plain = nn.Linear(4, 4)
+
+
+def test_what_code_put_on_meta_itself_drew_random_numbers_once_more() -> None:
+    torch.manual_seed(0)
+    expected = Skipped()
+    torch.manual_seed(0)
+    got = dict(values(built_with(Skipped, to_meta=True)))
+    for name, value in expected.named_parameters():
+        assert torch.equal(got[name], value), name

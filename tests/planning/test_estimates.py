@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_shard.data_parallel.offload import activations
 from lightning_shard.planning.anatomy import Anatomy
 from lightning_shard.planning.candidates import Candidate
 from lightning_shard.planning.estimate import Estimate, Estimator
@@ -31,10 +32,12 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     "zero2_offload": {"zero_stage": 2, "offload": "optimizer"},
     "zero3_offload": {"zero_stage": 3, "offload": "parameters"},
     "zero3, checkpointed": {"zero_stage": 3, "checkpointing": "full"},
+    "zero2, activations away": {"zero_stage": 2, "activation_offload": True},
     "tensor_parallel": {"tp": 2, "zero_stage": 1},
     "pipeline": {**STAGES},
     "interleaved": {**STAGES, "schedule": "interleaved_1f1b", "zero_stage": 1},
     "hybrid": {**STAGES, "tp": 2, "zero_stage": 2, "checkpointing": "full"},
+    "hybrid, activations away": {**STAGES, "tp": 2, "zero_stage": 2, "activation_offload": True},
 }
 _ANATOMIES: dict[tuple[str, str], Anatomy] = {}
 
@@ -69,7 +72,15 @@ def check(told: Estimate, run: Any) -> None:
         assert told.sent[axis] == pytest.approx(most, rel=0.01, abs=64), axis
 
 
+@pytest.fixture
+def all_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let small tensors go to the host as well, of which estimates know nothing, and all leave."""
+    monkeypatch.setattr(activations, "LEAST_BYTES", 1)
+    monkeypatch.setattr(activations.HostActivations, "in_flight_bytes", 0)
+
+
 @pytest.mark.few_cases(3)
+@pytest.mark.usefixtures("all_travel")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("name", CANDIDATES)
 def test_an_estimate_of_the_gpt_is_its_dry_run(name: str, precision: str) -> None:

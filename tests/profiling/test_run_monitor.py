@@ -38,6 +38,7 @@ def run(name: str, ranks: int, model: str, callbacks: list[Any], **options: Any)
     return fit(model, callbacks, strategy=strategy, devices=ranks)
 
 
+@pytest.mark.few_cases(5)
 @pytest.mark.parametrize(
     ("name", "ranks", "model"),
     [

@@ -4,6 +4,7 @@ global batch k   samples  12k ... 12k + 11     one device takes all of it
 rank r of N                r, r + N, ...       a DistributedSampler that does not shuffle
 """
 
+import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -33,7 +34,8 @@ STRATEGIES: dict[str, type[DataParallelStrategy]] = {
     "zero3": ZeRO3Strategy,
 }
 GLOBAL_BATCH = 12  # divisible by 2, 3 and 4
-NUM_STEPS = 10
+NUM_STEPS = int(os.environ.get("PARITY_STEPS", "10"))  # `make test` sets fewer
+LONG_STEPS = 2 * NUM_STEPS  # where what differs grows slowly
 MANY_STEPS = 20  # where largest errors of low precision are compared: few have a large scatter
 ACCUMULATE = 2
 CLIP = 0.1  # below every norm of these models, so always active

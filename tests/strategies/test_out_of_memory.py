@@ -23,6 +23,7 @@ from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.held_bytes import HeldBytes
 from lightning_shard.planner.savings import Situation, savings
 from lightning_shard.trainer.out_of_memory import is_out_of_memory, told_of_memory
+from tests.strategies.matrix_optimizers import Muon, matrices
 from tests.strategies.models import ExampleGPT
 from tests.strategies.parity import SMALL_BUCKET_MB, UPSTREAM_WARNINGS, GlobalBatches, quiet_trainer
 from tests.strategies.tensor_parallel.test_tensor_parallel import PLANS
@@ -73,9 +74,11 @@ class Full(ExampleGPT):
         self.end("optimizer")
 
 
-def note_of(strategy: Any, place: str, num_ranks: int = 2, error: Any = of_the_host) -> str:
+def note_of(
+    strategy: Any, place: str, num_ranks: int = 2, error: Any = of_the_host, of: Any = Full
+) -> str:
     """Return what a fit's out-of-memory error has been told."""
-    model = type("Model", (Full,), {"place": place, "error": staticmethod(error)})()
+    model = type("Model", (of,), {"place": place, "error": staticmethod(error)})()
     trainer = quiet_trainer(
         strategy=strategy, devices=num_ranks, max_steps=STEP + 2, accumulate_grad_batches=1
     )
@@ -172,6 +175,38 @@ def test_advice_of_other_strategies(num_ranks: int, strategy: Any, words: str) -
     assert words in note_of(strategy(), "backward", num_ranks)
 
 
+class FullMuon(Muon):
+    """Memory may end in a step of its, once that has orthogonalised matrices."""
+
+    ends = False
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        if self.ends:
+            raise of_the_host()
+        return loss
+
+
+class WithMuon(Full):
+    def configure_optimizers(self) -> Any:
+        inner, rest = matrices(self)
+        groups = [{"params": inner, "use_muon": True}, {"params": rest, "use_muon": False}]
+        return FullMuon(groups, torch.float32)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        optimizer.ends = self.trainer.global_step == STEP
+
+
+def test_what_an_owner_gathers_for_its_update_was_not_told() -> None:
+    strategy = TensorParallelStrategy(**RANKS, plan=PLANS["gpt"])
+    note = note_of(strategy, "", of=WithMuon)
+    assert note.startswith("Out of memory in optimizer_step. Rank")
+    inner, _ = matrices(WithMuon())
+    owned = 2 * 4 * sum(param.numel() for param in inner) / 2  # and gradients, on one of two ranks
+    gathered = size(note, "matrices gathered while an optimizer updates them")
+    assert gathered == pytest.approx(owned / KIB, rel=0.2)  # owners are chosen by size
+
+
 def test_no_other_error_is_told_anything() -> None:
     with pytest.raises(RuntimeError) as caught, told_of_memory("backward", lambda: "never"):
         raise RuntimeError("shapes differ")
@@ -211,3 +246,26 @@ def test_offload_is_named_where_it_saves(stage: int, offload: Any, expected: lis
         offload=offload,
     )
     assert [one for one in savings(situation) if "offload" in one] == expected
+
+
+def test_activation_offload_is_named_where_it_saves() -> None:
+    def told(activations: tuple[int, int] | None, **options: Any) -> list[str]:
+        situation = Situation(
+            held=HeldBytes(parameters=0, gradients=0, optimizer_state=0),
+            stage=0,
+            max_stage=3,
+            num_shards=1,
+            largest_units=0,
+            options=("activation_offload",),
+            is_named_by_stage=False,
+            checkpoints=True,
+            activations=activations,
+            **options,
+        )
+        return [one for one in savings(situation) if "offload" in one]
+
+    name, gib = "activation_offload=True (activations in host memory)", 2**30
+    assert told((2 * gib, gib)) == [f"{name}: 1.50 GiB less"]
+    assert told(None) == [name]
+    assert told((gib // 4, gib // 8)) == []  # as much may be on its way
+    assert told((2 * gib, gib), offloads_activations=True) == []

@@ -16,14 +16,10 @@ from lightning_shard import (
     AsyncSGDStrategy,
     DDPStrategy,
     ElasticStrategy,
-    HybridParallelStrategy,
-    LocalSGDStrategy,
     PipelineParallelStrategy,
-    TensorParallelStrategy,
-    ZeRO2Strategy,
     ZeRO3Strategy,
 )
-from tests.checkpoint.interrupted import IGNORED, RANKS, deviation, fit
+from tests.checkpoint.interrupted import IGNORED, RANKS, SCHEMES, deviation, fit
 from tests.mpirun import run_mpi
 from tests.processes import run_processes
 from tests.strategies.preempted import (
@@ -45,22 +41,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*was called without a model"),
     pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available"),
 ]
-
-SCHEMES: dict[str, Callable[[], Any]] = {
-    "shard_ddp": lambda: DDPStrategy(**RANKS),
-    "zero2": lambda: ZeRO2Strategy(**RANKS),
-    "zero3": lambda: ZeRO3Strategy(**RANKS),
-    "tensor_parallel": lambda: TensorParallelStrategy(**RANKS),
-    "pipeline_parallel": lambda: PipelineParallelStrategy(**RANKS, num_microbatches=2),
-    "hybrid_parallel": lambda: HybridParallelStrategy(
-        **(RANKS | {"num_ranks": 4}),
-        pipeline_parallel_size=2,
-        tensor_parallel_size=1,
-        zero_stage=1,
-        num_microbatches=2,
-    ),
-    "local_sgd": lambda: LocalSGDStrategy(**RANKS, sync_every=3),
-}
 
 
 @pytest.mark.few_cases(3)

@@ -143,3 +143,32 @@ def test_a_target_out_of_range_is_refused_on_every_rank() -> None:
             parallel_cross_entropy(local, target[1:], LossOptions(), group)
 
     run_ranks(fn, 2)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_gradient_was_a_constant_to_a_second_derivative(options: LossOptions) -> None:
+    """`once_differentiable` raises no error where the gradient that comes in is a constant."""
+    logits, target = problem()
+    if options.ignore_index == 3:
+        target = target.where(target >= 0, 3)
+    logits = (logits / 5).requires_grad_()
+    start = torch.linspace(1, 2, loss_of(logits, target, options).numel(), dtype=torch.double)
+
+    def second(loss: Tensor, source: Tensor, factor: Tensor) -> tuple[Tensor, ...]:
+        (grad,) = torch.autograd.grad(loss, source, factor.view_as(loss), create_graph=True)
+        return grad.pow(3).sum(), factor
+
+    factor = start.clone().requires_grad_()
+    second(loss_of(logits, target, options), logits, factor)[0].backward()
+    assert logits.grad is not None
+    of_logits, of_factor = logits.grad, factor.grad
+
+    def fn(rank: int) -> None:
+        group = world()
+        local, own_factor = own_part(logits.detach(), group), start.clone().requires_grad_()
+        loss = parallel_cross_entropy(local, target, options, group)
+        second(loss, local, own_factor)[0].backward()  # of this rank's summand
+        torch.testing.assert_close(local.grad, of_logits.chunk(2, -1)[rank])
+        torch.testing.assert_close(own_factor.grad, of_factor)
+
+    run_ranks(fn, 2)

@@ -21,7 +21,7 @@ def named_state(
     Args:
         state: The optimizer's full state by number, or an empty one.
         optimizer: The optimizer whose state it is.
-        names: Name of each parameter.
+        names: Name of each parameter; what a module has lost in mid-run has none, and is left out.
     """
     if "param_groups" not in state or is_named(state):  # the groups come from one rank
         return dict(state)
@@ -30,11 +30,12 @@ def named_state(
         named |= {
             number: names[param]
             for number, param in zip(saved["params"], own["params"], strict=True)
+            if param in names
         }
     return {
-        "state": {named.get(number, number): entries for number, entries in state["state"].items()},
+        "state": {named[number]: one for number, one in state["state"].items() if number in named},
         "param_groups": [
-            {**group, "params": [named[number] for number in group["params"]]}
+            {**group, "params": [named[number] for number in group["params"] if number in named]}
             for group in state["param_groups"]
         ],
     }

@@ -84,7 +84,7 @@ def optimizer_boxes(
 
     Args:
         optimizer: The optimizer, with state in shards.
-        names: Name of each parameter.
+        names: Name of each parameter; what a module has lost in mid-run has none, and is left out.
         engine: The engine that holds the parameters.
 
     Returns:
@@ -95,12 +95,12 @@ def optimizer_boxes(
         "state": {
             names[param]: _entries(param, optimizer.state[param], engine)
             for param in params_of(optimizer)
-            if optimizer.state.get(param) and _writes(param, engine)
+            if param in names and optimizer.state.get(param) and _writes(param, engine)
         }
     }
     if engine.is_first:
         boxes["param_groups"] = [
-            {**group, "params": [names[param] for param in group["params"]]}
+            {**group, "params": [names[param] for param in group["params"] if param in names]}
             for group in optimizer.param_groups
         ]
     return boxes

@@ -42,7 +42,7 @@ def state_by_name(
         names[param]: dict(optimizer.state[param])
         for group in optimizer.param_groups
         for param in group["params"]
-        if param in optimizer.state
+        if param in optimizer.state and param in names  # not what a module has lost in mid-run
     }
 
 
@@ -66,7 +66,7 @@ def with_state_by_name(
     state = {
         number: dict(own[names[param]])
         for number, param in zip(numbers, params, strict=True)
-        if names[param] in own
+        if names.get(param) in own
     }
     return {**packed, "state": state}
 

@@ -1,4 +1,4 @@
-"""Shards, their gradients and optimizer state in host memory, as ZeRO-Offload has them.
+"""Shards, their gradients and optimizer state in host memory (ZeRO-Offload), and activations.
 
     device   full parameters ──backward──> gradients ──reduce──> shard of gradients
                    ^                                                    │ down, as soon as reduced
@@ -6,5 +6,6 @@
     host     updated shard  <──────── the optimizer's step ──── shard of gradients
 
 `copier` moves the bytes and counts them, `host_shard` is the shard that the optimizer updates,
-`host_gradients` holds the averages that it reads. Source: ZeRO-Offload, arXiv:2101.06840.
+`host_gradients` holds the averages that it reads. Source: ZeRO-Offload, arXiv:2101.06840. What
+autograd saves is another matter: `activations` has it go down and up, in `stretch`es of memory.
 """

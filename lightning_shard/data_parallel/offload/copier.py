@@ -10,6 +10,7 @@ what is copied, when and how much is the same.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -86,10 +87,35 @@ class HostCopier:
         self.finish()
         return target
 
+    def copy(self, way: Literal["down", "up"], source: Tensor, target: Tensor) -> Any:
+        """Start a copy whose end has a mark: neither memory may be given back before `follow`.
+
+        Args:
+            way: "down" to the host, or "up" to the device.
+            source: Tensor in the format of `target`.
+            target: Host memory from `empty`, or a tensor on the device.
+
+        Returns:
+            The mark; None where there are no streams.
+        """
+        self.traffic.count(way, source.numel(), source.itemsize)
+        with self.running():
+            target.copy_(source, non_blocking=True)
+            return None if self._streams is None else self._streams.mark(self._stream)
+
+    def follow(self, mark: Any) -> None:
+        """Let what the current stream does next come after a mark of `copy`."""
+        if self._streams is not None:
+            self._streams.follow(mark)
+
+    def empty_on_device(self, like: Tensor) -> Tensor:
+        """Return memory of the device of the shape and format of host memory."""
+        return torch.empty(like.shape, dtype=like.dtype, device=self._device)
+
     def join(self) -> None:
         """Let what the current stream does next see what has been copied up."""
         if self._streams is not None:
-            self._streams.follow(self._streams.mark(self._stream))
+            self.follow(self._streams.mark(self._stream))
 
     def finish(self) -> None:
         """Return once all copies that have been started are done."""

@@ -79,6 +79,13 @@ def set_in_place(student: nn.Module, teacher: nn.Module) -> None:
         q.set_(q * MOMENTUM + p * (1 - MOMENTUM))
 
 
+@torch.no_grad()
+def written_out(student: nn.Module, teacher: nn.Module) -> None:
+    """A result of shards, a parameter and one that is written to, in one operation."""
+    for p, q in zip(student.parameters(), teacher.parameters(), strict=True):
+        torch.add(q * MOMENTUM, p, alpha=1 - MOMENTUM, out=q)
+
+
 def aliased(student: nn.Module, teacher: nn.Module) -> None:
     for p, q in zip(student.parameters(), teacher.parameters(), strict=True):
         q.data = p.data
@@ -111,6 +118,7 @@ UPDATES: dict[str, Update] = {
         loaded_by_assigning,
         replaced,
         set_in_place,
+        written_out,
         aliased,
         copied_anew,
         of_another_dtype,

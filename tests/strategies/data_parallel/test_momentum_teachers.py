@@ -47,6 +47,7 @@ def single_device(*arguments: Any) -> Result:
     [
         ("foreach", "on_train_batch_end"),
         ("foreach", "training_step", True),
+        ("written_out", "on_train_batch_end"),
         ("by_state", "on_before_zero_grad"),
         ("loaded", "on_train_epoch_end", False, "setup"),
         ("in_place", "on_before_optimizer_step", True, "configure_model"),

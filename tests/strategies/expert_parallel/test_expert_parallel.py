@@ -21,7 +21,7 @@ from tests.expert_parallel.models import (
 )
 from tests.strategies.expert_parallel.test_parity import build, single_device
 from tests.strategies.parity import (
-    MANY_STEPS,
+    LONG_STEPS,
     SMALL_BUCKET_MB,
     UPSTREAM_WARNINGS,
     GlobalBatches,
@@ -61,8 +61,8 @@ QUICK = {("mixtral", 3, "full"), ("seldom", 1, "selective")}
 )
 def test_recomputed_mixtures_equal_a_single_device(model: str, stage: int, kind: Any) -> None:
     strategy = sharing(zero_stage=stage, activation_checkpointing=kind, bucket_mb=SMALL_BUCKET_MB)
-    run = train(build(model), strategy=strategy, devices=2, num_steps=MANY_STEPS)
-    assert_parity(run, single_device(model), num_steps=MANY_STEPS)
+    run = train(build(model), strategy=strategy, devices=2, num_steps=LONG_STEPS)
+    assert_parity(run, single_device(model), num_steps=LONG_STEPS)
 
 
 @pytest.mark.parametrize("model", ["mixtral", "listed"])

@@ -6,7 +6,7 @@ from tests.processes import run_processes
 from tests.strategies.expert_parallel.test_expert_parallel import sharing
 from tests.strategies.expert_parallel.test_parity import build, single_device
 from tests.strategies.parity import (
-    MANY_STEPS,
+    LONG_STEPS,
     SMALL_BUCKET_MB,
     UPSTREAM_WARNINGS,
     Run,
@@ -25,13 +25,13 @@ def trained_by_processes() -> list[Run]:
             build(name),
             strategy=sharing(backend="gloo", zero_stage=2, bucket_mb=SMALL_BUCKET_MB),
             devices=2,
-            num_steps=MANY_STEPS,
+            num_steps=LONG_STEPS,
         )
         for name in ("mixtral", "seldom")
     ]
 
 
 def test_two_processes_over_gloo_equal_a_single_device() -> None:
-    runs = run_processes(trained_by_processes, 2, fresh=True)[0]
+    runs = run_processes(trained_by_processes, 2)[0]
     for name, run in zip(("mixtral", "seldom"), runs, strict=True):
-        assert_parity(run, single_device(name), num_steps=MANY_STEPS)
+        assert_parity(run, single_device(name), num_steps=LONG_STEPS)

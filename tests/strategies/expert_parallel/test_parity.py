@@ -9,7 +9,7 @@ import torch
 from lightning_shard import HybridParallelStrategy
 from tests.expert_parallel.models import EXPERT_MODELS
 from tests.strategies.parity import (
-    MANY_STEPS,
+    LONG_STEPS,
     SMALL_BUCKET_MB,
     UPSTREAM_WARNINGS,
     Run,
@@ -53,7 +53,7 @@ def build(name: str) -> Any:
 @cache
 def single_device(model: str) -> Run:
     """Return what a single device makes of it."""
-    return train(build(model), num_steps=MANY_STEPS)
+    return train(build(model), num_steps=LONG_STEPS)
 
 
 @pytest.mark.few_cases(4)
@@ -73,5 +73,5 @@ def test_equals_a_single_device(model: str, layout: str) -> None:
         **({"expert_parallel_size": 2} | options), backend="in_process"
     )
     strategy._options.__dict__["bucket_mb"] = SMALL_BUCKET_MB
-    run = train(build(model), strategy=strategy, devices=num_ranks, num_steps=MANY_STEPS)
-    assert_parity(run, single_device(model), num_steps=MANY_STEPS)
+    run = train(build(model), strategy=strategy, devices=num_ranks, num_steps=LONG_STEPS)
+    assert_parity(run, single_device(model), num_steps=LONG_STEPS)

@@ -3,7 +3,6 @@
 import warnings
 from dataclasses import dataclass, field
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import lightning as L  # noqa: N812
@@ -12,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from jsonargparse import ArgumentParser
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 
@@ -28,17 +26,22 @@ from lightning_shard.strategies.hybrid_sharding import (
     shard_size,
     warning_of_unshards,
 )
-from tests.checkpoint.test_checkpoints import EPOCH_STEPS, assert_same, batches, build_double, load
+from tests.checkpoint.scheme_files import (
+    assert_goes_on,
+    assert_same,
+    build_double,
+    load,
+    saving,
+    trainer_of,
+)
 from tests.precision.test_plugins import Overflowing, Scales
 from tests.processes import run_processes
 from tests.strategies.data_parallel.test_held_bytes_and_traffic import BYTES_PER_PARAMETER, PADDING
 from tests.strategies.models import ExampleGPT
 from tests.strategies.parity import (
-    ACCUMULATE,
     SMALL_BUCKET_MB,
     UPSTREAM_WARNINGS,
     Case,
-    Curve,
     GlobalBatches,
     Run,
     assert_bitwise_equal,
@@ -74,17 +77,19 @@ class Layout:
     def __str__(self) -> str:
         return f"{self.model}-{self.size}-stage{self.zero_stage}-pp{self.pp}-tp{self.tp}"
 
+    def trainer(self, model: str, **options: Any) -> L.Trainer:
+        return trainer_of(self.strategy(), self.num_ranks, **options)
+
     def strategy(self, backend: str = "in_process") -> HybridParallelStrategy:
-        strategy = HybridParallelStrategy(
+        return HybridParallelStrategy(
             backend=backend,
             pipeline_parallel_size=self.pp,
             tensor_parallel_size=self.tp,
             data_parallel_size=self.size,
             zero_stage=self.zero_stage,
             num_microbatches=3,
+            bucket_mb=SMALL_BUCKET_MB,
         )
-        strategy._options.__dict__["bucket_mb"] = SMALL_BUCKET_MB
-        return strategy
 
 
 def train_layout(layout: Layout, backend: str = "in_process") -> Run:
@@ -223,25 +228,12 @@ def test_an_overflow_in_one_copy_skips_the_step_everywhere(stage: int) -> None:
     assert scales.updates == [[0.0] * 4, [1.0] * 4, [2.0] * 4]
 
 
-def double_trainer(layout: Layout | None, **options: Any) -> L.Trainer:
-    """Return a Trainer of two epochs in float64; of a single device without a layout."""
-    return quiet_trainer(
-        strategy="auto" if layout is None else layout.strategy(),
-        devices=1 if layout is None else layout.num_ranks,
-        precision="64-true",
-        max_steps=2 * EPOCH_STEPS,
-        **options,
-    )
+@dataclass(frozen=True)
+class OneDevice:
+    """Plain Lightning."""
 
-
-def saved(layout: Layout | None, folder: Path) -> tuple[Path, Path, Curve]:
-    """Return the files of the first epoch and of the end."""
-    model, curve = build_double("mixture"), Curve()
-    writer = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=EPOCH_STEPS)
-    trainer = double_trainer(layout, callbacks=[curve, writer], enable_checkpointing=True)
-    trainer.fit(model, datamodule=batches(model))
-    trainer.save_checkpoint(folder / "afterwards.ckpt")
-    return folder / f"step={EPOCH_STEPS}.ckpt", folder / "afterwards.ckpt", curve
+    def trainer(self, model: str, **options: Any) -> L.Trainer:
+        return trainer_of("auto", 1, **options)
 
 
 ZERO2_OF_THREE = Layout(size=3, num_ranks=3, zero_stage=2)
@@ -254,21 +246,16 @@ ZERO2_OF_THREE = Layout(size=3, num_ranks=3, zero_stage=2)
     [
         (Layout(zero_stage=3), ZERO2_OF_THREE),
         (ZERO2_OF_THREE, Layout(zero_stage=3)),
-        (Layout(zero_stage=1), None),
-        (None, Layout(zero_stage=2)),
+        (Layout(zero_stage=1), OneDevice()),
+        (OneDevice(), Layout(zero_stage=2)),
     ],
     ids=str,
 )
-def test_resume(before: Layout | None, after: Layout | None, tmp_path: Path) -> None:
-    _, expected, full = saved(None, tmp_path / "alone")
-    first, last, _ = saved(before, tmp_path / "before")
-    assert_same(load(last), load(expected))
-    model, curve = build_double("mixture"), Curve()
-    trainer = double_trainer(after, callbacks=[curve])
-    trainer.fit(model, datamodule=batches(model), ckpt_path=first)
-    assert_same(curve.losses, full.losses[-EPOCH_STEPS * ACCUMULATE :])
-    assert_same(curve.norms, full.norms[-EPOCH_STEPS:])
-    assert_same(dict(model.state_dict()), dict(load(expected)["state_dict"]))
+def test_resume(before: Any, after: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
+    saved = saving(tmp_path_factory)
+    full, file = saved("mixture", OneDevice()), saved("mixture", before)
+    assert_same(load(file.afterwards), load(full.afterwards))
+    assert_goes_on(build_double("mixture"), "mixture", file.first_epoch, after, full)
 
 
 # --- sizes -----------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from tests.strategies.models import ExampleGPT
 from tests.strategies.offload.places import PLACES, WARNINGS, offloaded
 from tests.strategies.parity import (
     ACCUMULATE,
-    MANY_STEPS,
+    LONG_STEPS,
     NUM_STEPS,
     Case,
     Run,
@@ -54,16 +54,16 @@ def test_one_device(place: str, model: str) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("place", PLACES)
 def test_20_steps_of_the_example_equal_one_device(place: str, num_ranks: int) -> None:
-    run = train_offloaded(place, devices=num_ranks, num_steps=MANY_STEPS)
-    assert_parity(run, one_device(num_steps=MANY_STEPS), num_steps=MANY_STEPS)
+    run = train_offloaded(place, devices=num_ranks, num_steps=LONG_STEPS)
+    assert_parity(run, one_device(num_steps=LONG_STEPS), num_steps=LONG_STEPS)
 
 
 @SLOW
 @pytest.mark.parametrize("checkpointing", ["full", "selective", ["Block"]], ids=str)
 @pytest.mark.parametrize("place", PLACES)
 def test_20_steps_with_activation_checkpointing(place: str, checkpointing: Any) -> None:
-    run = train_offloaded(place, activation_checkpointing=checkpointing, num_steps=MANY_STEPS)
-    assert_parity(run, one_device(num_steps=MANY_STEPS), num_steps=MANY_STEPS)
+    run = train_offloaded(place, activation_checkpointing=checkpointing, num_steps=LONG_STEPS)
+    assert_parity(run, one_device(num_steps=LONG_STEPS), num_steps=LONG_STEPS)
 
 
 @SLOW
@@ -78,7 +78,7 @@ class Batches(L.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader:
         place = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
-        data = ExampleGPT.data(EIGHT * ACCUMULATE * MANY_STEPS)
+        data = ExampleGPT.data(EIGHT * ACCUMULATE * LONG_STEPS)
         sampler = DistributedSampler(data, **place, shuffle=False)
         return DataLoader(data, batch_size=EIGHT // place["num_replicas"], sampler=sampler)
 
@@ -89,7 +89,7 @@ class Batches(L.LightningDataModule):
 def test_20_steps_on_eight_ranks(place: str, checkpointing: str | None) -> None:
     def weights(**options: Any) -> dict[str, torch.Tensor]:
         model = build("gpt")
-        quiet_trainer(max_steps=MANY_STEPS, **options).fit(model, datamodule=Batches())
+        quiet_trainer(max_steps=LONG_STEPS, **options).fit(model, datamodule=Batches())
         return model.state_dict()
 
     strategy = offloaded(place, activation_checkpointing=checkpointing)

@@ -1,8 +1,6 @@
 """A checkpoint of a pipeline is a single device's file, both ways."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +12,25 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from lightning_shard import CheckpointError, PipelineParallelStrategy
-from tests.checkpoint.test_checkpoints import EPOCH_STEPS, assert_same, batches, load
+from tests.checkpoint.scheme_files import (
+    FILTERS,
+    Save,
+    assert_goes_on,
+    assert_same,
+    assert_same_files,
+    batches,
+    saving,
+    trainer_of,
+)
 from tests.strategies.models import ConvNet, Trained
 from tests.strategies.parity import (
-    ACCUMULATE,
-    UPSTREAM_WARNINGS,
     Curve,
     GlobalBatches,
     build,
-    quiet_trainer,
 )
 
 pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    # The resumed runs write no checkpoints of their own.
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
+    *FILTERS,
     pytest.mark.filterwarnings("ignore:.* microbatches are fewer than the"),
     pytest.mark.filterwarnings("ignore:The dirpath has changed from"),
 ]
@@ -86,19 +88,13 @@ class Scheme:
     def __str__(self) -> str:
         return f"{self.strategy}x{self.num_ranks}"
 
-    def trainer(self, **options: Any) -> L.Trainer:
-        """Return a Trainer of two epochs in float64."""
+    def trainer(self, model: str, **options: Any) -> L.Trainer:
         strategy: Any = self.strategy
         if strategy not in ("auto", "zero3_in_process"):
             strategy = PipelineParallelStrategy(
                 backend="in_process", schedule=strategy, num_microbatches=self.num_microbatches
             )
-        return quiet_trainer(
-            strategy=strategy,
-            devices=self.num_ranks,
-            precision="64-true",
-            **({"max_steps": 2 * EPOCH_STEPS} | options),
-        )
+        return trainer_of(strategy, self.num_ranks, **options)
 
 
 PLAIN = Scheme("auto", 1)
@@ -106,38 +102,9 @@ ZERO3 = Scheme("zero3_in_process", 2)
 PP2, PP4, ZBV = Scheme("1f1b", 2), Scheme("1f1b", 4), Scheme("zbv", 2)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Saved:
-    """The files of a run: what ModelCheckpoint wrote, and `save_checkpoint` after the fit."""
-
-    first_epoch: Path
-    last_epoch: Path
-    afterwards: Path
-    curve: Curve
-    model: Trained
-
-
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Scheme], Saved]:
-    """Return a function that trains a model under a scheme, once, and gives its files."""
-
-    @cache
-    def run(model_name: str, scheme: Scheme) -> Saved:
-        folder = tmp_path_factory.mktemp(f"{model_name}_{scheme}")
-        model, curve = build_double(model_name), Curve()
-        writer = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=EPOCH_STEPS)
-        trainer = scheme.trainer(callbacks=[curve, writer], enable_checkpointing=True)
-        trainer.fit(model, datamodule=batches(model))
-        trainer.save_checkpoint(folder / "afterwards.ckpt")
-        return Saved(
-            first_epoch=folder / f"step={EPOCH_STEPS}.ckpt",
-            last_epoch=folder / f"step={2 * EPOCH_STEPS}.ckpt",
-            afterwards=folder / "afterwards.ckpt",
-            curve=curve,
-            model=model,
-        )
-
-    return run
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Save:
+    return saving(tmp_path_factory, build_double)
 
 
 @pytest.mark.few_cases(1)
@@ -162,11 +129,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Scheme], S
     ],
     ids=str,
 )
-def test_the_file_is_that_of_a_single_device(model: str, scheme: Scheme, saved: Any) -> None:
-    got, expected = saved(model, scheme), saved(model, PLAIN)
-    assert_same(load(got.first_epoch), load(expected.first_epoch))
-    assert_same(load(got.last_epoch), load(expected.last_epoch))
-    assert_same(load(got.afterwards), load(expected.afterwards))
+def test_the_file_is_that_of_a_single_device(model: str, scheme: Scheme, saved: Save) -> None:
+    assert_same_files(saved(model, scheme), saved(model, PLAIN))
 
 
 @pytest.mark.parametrize(
@@ -182,15 +146,9 @@ def test_the_file_is_that_of_a_single_device(model: str, scheme: Scheme, saved: 
     ids=str,
 )
 @pytest.mark.slow
-def test_resume(before: Scheme, after: Scheme, saved: Any) -> None:
-    full, curve = saved("layers", PLAIN), Curve()
-    model = build_double("layers")
-    after.trainer(callbacks=[curve]).fit(
-        model, datamodule=batches(model), ckpt_path=saved("layers", before).first_epoch
-    )
-    assert_same(curve.losses, full.curve.losses[-EPOCH_STEPS * ACCUMULATE :])
-    assert_same(curve.norms, full.curve.norms[-EPOCH_STEPS:])
-    assert_same(dict(model.state_dict()), dict(load(full.last_epoch)["state_dict"]))
+def test_resume(before: Scheme, after: Scheme, saved: Save) -> None:
+    file = saved("layers", before).first_epoch
+    assert_goes_on(build_double("layers"), "layers", file, after, saved("layers", PLAIN))
 
 
 @pytest.mark.parametrize("name", ["layers", pytest.param("gpt2_8", marks=pytest.mark.slow)])
@@ -198,7 +156,7 @@ def test_one_curve_through_many_schemes(name: str, tmp_path: Path) -> None:
     """An epoch of two steps on each, every run from the file of the one before."""
     schemes = (PP4, PP2, PLAIN, ZERO3, ZBV, PP4)
     full, expected = build_double(name), Curve()
-    PLAIN.trainer(callbacks=[expected], max_steps=2 * len(schemes)).fit(
+    PLAIN.trainer(name, callbacks=[expected], max_steps=2 * len(schemes)).fit(
         full, datamodule=GlobalBatches(full, 2)
     )
     curves, file, model = [], None, full
@@ -206,7 +164,7 @@ def test_one_curve_through_many_schemes(name: str, tmp_path: Path) -> None:
         model, curve = build_double(name), Curve()
         writer = ModelCheckpoint(tmp_path / str(number), "last", every_n_train_steps=2)
         options: Any = {"callbacks": [curve, writer], "enable_checkpointing": True}
-        scheme.trainer(max_steps=2 * (number + 1), **options).fit(
+        scheme.trainer(name, max_steps=2 * (number + 1), **options).fit(
             model, datamodule=GlobalBatches(model, 2), ckpt_path=file
         )
         file = tmp_path / str(number) / "last.ckpt"
@@ -216,7 +174,7 @@ def test_one_curve_through_many_schemes(name: str, tmp_path: Path) -> None:
     assert_same(dict(model.state_dict()), dict(full.state_dict()))
 
 
-def test_plain_torch_and_lightning_load_the_weights(saved: Any, tmp_path: Path) -> None:
+def test_plain_torch_and_lightning_load_the_weights(saved: Save, tmp_path: Path) -> None:
     run = saved("norms", Scheme("zbv", 2, 1))
     model = build_double("norms")
     model.load_state_dict(torch.load(run.last_epoch, weights_only=True)["state_dict"])
@@ -240,7 +198,7 @@ def test_a_failed_fit_leaves_nothing_that_can_be_mistaken_for_a_full_model(
 ) -> None:
     model = build_double("layers")
     classes = [type(module) for module in model.modules()]
-    trainer = scheme.trainer(callbacks=[Failing()])
+    trainer = scheme.trainer("layers", callbacks=[Failing()])
     with pytest.raises(RuntimeError, match="the disk is full"):
         trainer.fit(model, datamodule=batches(model))
     assert [type(module) for module in model.modules()] == classes
@@ -248,4 +206,4 @@ def test_a_failed_fit_leaves_nothing_that_can_be_mistaken_for_a_full_model(
         trainer.save_checkpoint(tmp_path / "broken.ckpt")
     for again in (scheme, ZERO3):
         with pytest.raises(ValueError, match="only one rank's shard"):
-            again.trainer().fit(model, datamodule=batches(model))
+            again.trainer("layers").fit(model, datamodule=batches(model))

@@ -1,35 +1,36 @@
 """A checkpoint of tensor parallel is a single device's file, both ways, and what failure leaves."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import lightning as L  # noqa: N812
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_shard import CheckpointError, ConfigError, TensorParallelStrategy
-from tests.checkpoint.test_checkpoints import EPOCH_STEPS, assert_same, batches, build_double, load
+from tests.checkpoint.scheme_files import (
+    FILTERS,
+    Save,
+    assert_goes_on,
+    assert_same,
+    assert_same_files,
+    batches,
+    build_double,
+    load,
+    saving,
+    trainer_of,
+)
 from tests.strategies.models import Trained
 from tests.strategies.parity import (
-    ACCUMULATE,
-    UPSTREAM_WARNINGS,
-    Curve,
     GlobalBatches,
     build,
     quiet_trainer,
 )
 from tests.strategies.tensor_parallel.test_tensor_parallel import PLANS
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    # The resumed runs write no checkpoints of their own.
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-]
+pytestmark = FILTERS
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,6 @@ class Scheme:
         return f"{self.strategy}x{self.num_ranks}-tp{self.tp}-stage{self.stage}"
 
     def trainer(self, model: str, **options: Any) -> L.Trainer:
-        """Return a Trainer of two epochs in float64."""
         strategy: Any = self.strategy
         if self.strategy == "tensor_parallel":
             strategy = TensorParallelStrategy(
@@ -54,12 +54,7 @@ class Scheme:
                 plan=PLANS[model],
                 zero_stage=self.stage,
             )
-        return quiet_trainer(
-            strategy=strategy,
-            devices=self.num_ranks,
-            precision="64-true",
-            **({"max_steps": 2 * EPOCH_STEPS} | options),
-        )
+        return trainer_of(strategy, self.num_ranks, **options)
 
 
 PLAIN = Scheme("auto", 1)
@@ -71,36 +66,9 @@ SPLIT = [TP2, TP4, *TP2_STAGES]
 QUICK = (TP2, TP2_STAGES[3])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Saved:
-    """The files of a run: what ModelCheckpoint wrote, and `save_checkpoint` after the fit."""
-
-    first_epoch: Path
-    last_epoch: Path
-    afterwards: Path
-    curve: Curve
-
-
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Scheme], Saved]:
-    """Return a function that trains a model under a scheme, once, and gives its files."""
-
-    @cache
-    def run(model_name: str, scheme: Scheme) -> Saved:
-        folder = tmp_path_factory.mktemp(f"{model_name}_{scheme}")
-        model, curve = build_double(model_name), Curve()
-        writer = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=EPOCH_STEPS)
-        trainer = scheme.trainer(model_name, callbacks=[curve, writer], enable_checkpointing=True)
-        trainer.fit(model, datamodule=batches(model))
-        trainer.save_checkpoint(folder / "afterwards.ckpt")
-        return Saved(
-            first_epoch=folder / f"step={EPOCH_STEPS}.ckpt",
-            last_epoch=folder / f"step={2 * EPOCH_STEPS}.ckpt",
-            afterwards=folder / "afterwards.ckpt",
-            curve=curve,
-        )
-
-    return run
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Save:
+    return saving(tmp_path_factory)
 
 
 @pytest.mark.few_cases(1)
@@ -110,11 +78,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Scheme], S
     ids=str,
 )
 @pytest.mark.parametrize("model", ["gpt", "gpt2"])
-def test_the_file_is_that_of_a_single_device(model: str, scheme: Scheme, saved: Any) -> None:
-    got, expected = saved(model, scheme), saved(model, PLAIN)
-    assert_same(load(got.first_epoch), load(expected.first_epoch))
-    assert_same(load(got.last_epoch), load(expected.last_epoch))
-    assert_same(load(got.afterwards), load(expected.afterwards))
+def test_the_file_is_that_of_a_single_device(model: str, scheme: Scheme, saved: Save) -> None:
+    assert_same_files(saved(model, scheme), saved(model, PLAIN))
 
 
 @pytest.mark.slow
@@ -139,18 +104,12 @@ def test_the_file_is_that_of_a_single_device(model: str, scheme: Scheme, saved: 
     ],
     ids=str,
 )
-def test_resume(before: Scheme, after: Scheme, saved: Any) -> None:
-    full, curve = saved("gpt", PLAIN), Curve()
-    model = build_double("gpt")
-    after.trainer("gpt", callbacks=[curve]).fit(
-        model, datamodule=batches(model), ckpt_path=saved("gpt", before).first_epoch
-    )
-    assert_same(curve.losses, full.curve.losses[-EPOCH_STEPS * ACCUMULATE :])
-    assert_same(curve.norms, full.curve.norms[-EPOCH_STEPS:])
-    assert_same(dict(model.state_dict()), dict(load(full.last_epoch)["state_dict"]))
+def test_resume(before: Scheme, after: Scheme, saved: Save) -> None:
+    file = saved("gpt", before).first_epoch
+    assert_goes_on(build_double("gpt"), "gpt", file, after, saved("gpt", PLAIN))
 
 
-def test_plain_torch_loads_the_weights(saved: Any) -> None:
+def test_plain_torch_loads_the_weights(saved: Save) -> None:
     file = saved("gpt", TP2_STAGES[3]).last_epoch
     model = build_double("gpt")
     model.load_state_dict(torch.load(file, weights_only=True)["state_dict"])
@@ -205,7 +164,7 @@ def test_a_refused_plan_left_the_model_half_split() -> None:
             assert torch.equal(value, before[name].to(value)), name
 
 
-def test_a_resumed_run_of_another_precision_keeps_the_weights(saved: Any) -> None:
+def test_a_resumed_run_of_another_precision_keeps_the_weights(saved: Save) -> None:
     model: Trained = build("gpt")
     strategy = TensorParallelStrategy(backend="in_process", plan=PLANS["gpt"])
     state = load(saved("gpt", TP2).first_epoch)["state_dict"]

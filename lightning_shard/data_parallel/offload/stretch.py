@@ -1,0 +1,115 @@
+"""A stretch of memory that backward needs: on its way to the host, there, or on its way back.
+
+    LEAVING ──leave──> AWAY ──bring──> COMING ──here──> BACK
+       └───────────── here: it has not left yet ─────────^
+
+The source is held until the copy down is done, as far as the streams can tell; from then on nothing
+of it stays on the device. Source: torch's `save_on_cpu`; that what is kept for a while need not
+come back is torchtune's idea.
+"""
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lightning_shard.data_parallel.offload.copier import HostCopier
+from lightning_shard.data_parallel.offload.host_pool import HostPool
+from lightning_shard.errors import ConfigError
+
+
+class ChangedError(ConfigError):
+    """A tensor that backward needs was changed in place since forward.
+
+    Args:
+        shape: Shape of the tensor.
+        found: Number of changes of its memory by now.
+        expected: That number when it was saved.
+    """
+
+    def __init__(self, shape: Sequence[int], found: int | None, expected: int) -> None:
+        super().__init__(
+            f"A tensor of shape {tuple(shape)} that backward needs has been modified by an inplace "
+            f"operation since forward saved it: it is at version {found}, expected version "
+            f"{expected}. Use x = x + y for x += y there, or clone() it before."
+        )
+
+
+class Stretch:
+    """Elements of one storage, from forward to backward.
+
+    Args:
+        tensor: Tensor that was saved, which shares the storage.
+        ends: Index of the stretch's first element in the storage, and of the one after its last.
+        copier: Copies of this rank.
+        pool: Host memory of this rank.
+        on_end: Called when nobody needs the stretch any more.
+
+    Attributes:
+        first: Index of the first element.
+        num_bytes: Bytes of the stretch.
+        is_leaving: Whether the source is held.
+        is_ahead: Whether it was brought before anyone asked for it.
+    """
+
+    def __init__(
+        self,
+        tensor: Tensor,
+        ends: tuple[int, int],
+        copier: HostCopier,
+        pool: HostPool,
+        on_end: Callable[["Stretch"], None],
+    ) -> None:
+        # which keeps the storage's number from others
+        self._storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        self._copier, self._pool, self._on_end = copier, pool, on_end
+        self._shape, self._version = tuple(tensor.shape), tensor._version
+        self.first, numel = ends[0], ends[1] - ends[0]
+        # which shares the tensor's version, so that changes of any view are seen
+        self._device: Tensor | None = tensor.detach().as_strided((numel,), (1,), self.first)
+        self.num_bytes = numel * tensor.itemsize
+        self.is_leaving, self.is_ahead = True, False
+        self._changed: int | None = None
+        self._host = pool.take(self._device)
+        self._mark = copier.copy("down", self._device, self._host)
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the elements are in host memory alone."""
+        return self._device is None
+
+    def leave(self) -> None:
+        """Let go of the source, once the current stream has come to the end of the copy."""
+        assert self._device is not None
+        self._copier.follow(self._mark)
+        self._changed = self._device._version
+        self._device, self.is_leaving = None, False
+
+    def bring(self) -> None:
+        """Start the copy back to the device."""
+        self._device = self._copier.empty_on_device(self._host)
+        self._mark = self._copier.copy("up", self._host, self._device)
+
+    def elements(self) -> Tensor:
+        """Return the elements on the device, for what the current stream does next.
+
+        Returns:
+            Shape (N,).
+
+        Raises:
+            ConfigError: They were changed after they had been saved.
+        """
+        assert self._device is not None
+        if not self.is_leaving:
+            self._copier.follow(self._mark)
+        version = self._device._version if self.is_leaving else self._changed
+        if version != self._version:
+            raise ChangedError(self._shape, version, self._version)
+        return self._device
+
+    def __del__(self) -> None:
+        """Give all memory back; copies that still go on come first."""
+        if self._device is not None:
+            self._copier.follow(self._mark)
+        self._pool.give(self._host)
+        self._on_end(self)

@@ -1,0 +1,27 @@
+"""Properties of tensors as functions that are written in C, to `map` over the tensors of a buffer.
+
+A step asks every parameter a dozen questions. Asked in a loop of Python, each costs the host some
+three times as much. Parameters that may be in shards are asked `as_they_are`.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+
+_TENSOR: Any = Tensor  # whose properties are descriptors, which type checkers do not know
+OWN_GRAD: Callable[[Tensor], Tensor | None] = _TENSOR.grad.__get__
+SET_OWN_GRAD: Callable[[Tensor, Tensor | None], None] = _TENSOR.grad.__set__
+REQUIRES_GRAD: Callable[[Tensor], bool] = _TENSOR.requires_grad.__get__
+IS_SPARSE: Callable[[Tensor], bool] = _TENSOR.is_sparse.__get__
+VERSION: Callable[[Tensor], int] = _TENSOR._version.__get__
+
+
+def addresses_of(tensors: Iterable[Tensor]) -> list[int]:
+    """Return where the memory of each tensor begins."""
+    return [*map(Tensor.data_ptr, tensors)]
+
+
+def num_trained(params: Iterable[Tensor]) -> int:
+    """Return how many parameters require a gradient."""
+    return sum(map(REQUIRES_GRAD, params))

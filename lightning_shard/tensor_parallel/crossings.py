@@ -1,0 +1,136 @@
+"""How activations cross into and out of the region of layers that the ranks share.
+
+    x (full) ──enter──► layers, each rank with its part of their weights ──leave──► full or in parts
+
+What a layer's crossing does follows from its style: activations are copied or cut on the way in,
+gathered or summed on the way out, in slices of the sequence where these lie outside the region.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.tensor_parallel.dim_sharded_tensor import (
+    Part,
+    from_local,
+    full_tensor,
+    own_features,
+)
+from lightning_shard.tensor_parallel.entrance import Entrance
+from lightning_shard.tensor_parallel.layers import Crossing
+from lightning_shard.tensor_parallel.plan import PlannedLayer
+from lightning_shard.tensor_parallel.randomness import RegionRandomness
+from lightning_shard.tensor_parallel.regions import (
+    copy_to_region,
+    gather_copies,
+    gather_to_region,
+    reduce_from_region,
+    reduce_scatter_from_region,
+)
+from lightning_shard.tensor_parallel.sequence import leave_in_slices
+from lightning_shard.tensor_parallel.styles import Style
+
+COMPUTED_ALIKE = ("unsplit", "unsplit_shared", "shared_tail")  # by every rank
+
+
+class Crossings:
+    """Makes the crossings of a model's split layers.
+
+    Args:
+        group: Group of the tensor-parallel ranks.
+        around_dropout: Layers between which random numbers are those of the region.
+        sequence_parallel: Whether activations outside the regions are in slices: see `sequence`.
+    """
+
+    def __init__(
+        self,
+        group: Collectives,
+        around_dropout: Iterable[nn.Module],
+        *,
+        sequence_parallel: bool,
+    ) -> None:
+        self._group, self._sequence_parallel = group, sequence_parallel
+        self._around_dropout = set(around_dropout)
+        self._entrance = Entrance(group)
+        self._randomness = RegionRandomness(group)
+        self.outside = self._randomness.outside
+
+    def of(self, layer: PlannedLayer) -> tuple[Crossing, Crossing]:
+        """Return how a layer's input enters and its result leaves."""
+        enter, leave = self._enter(layer.module, layer.style), self._leave(layer.style)
+        return self._with_randomness(layer, enter, leave)
+
+    def forget(self) -> None:
+        """Let go of the activation that entered last, and of the graph behind it."""
+        self._entrance.forget()
+
+    def _with_randomness(
+        self, layer: PlannedLayer, enter: Crossing, leave: Crossing
+    ) -> tuple[Crossing, Crossing]:
+        """Let random numbers be those of the region from its first layer to its last."""
+        module, style = layer.module, layer.style
+        if style.form in COMPUTED_ALIKE:
+            if module in self._around_dropout:
+                leave = self._randomness.starting(module, leave)
+            return (enter if style.full_input else self._randomness.leaving(enter)), leave
+        if module in self._around_dropout:
+            enter = self._randomness.entering(module, enter)
+        if style.form in ("rowwise", "attention", "experts"):
+            leave = self._randomness.leaving(leave)
+        return enter, leave
+
+    def _enter(self, module: nn.Module, style: Style) -> Crossing:
+        if isinstance(module, nn.Embedding):
+            return _unchanged  # indices
+        if style.form in COMPUTED_ALIKE:
+            return _unchanged if style.full_input else self._crossing(gather_copies, -1)
+        if style.form in ("attention", "experts", "shared"):
+            return self._entrance
+        if style.form == "colwise":
+            return self._entrance if style.full_input else self._crossing(gather_to_region, -1)
+        return self._entering_features if style.full_input else _unchanged
+
+    def _leave(self, style: Style) -> Crossing:
+        if style.form in COMPUTED_ALIKE:
+            if style.form == "shared_tail":
+                return partial(self._with_shared_tail, style.num_blocks)
+            is_full = style.full_output or style.lazy_output
+            return _unchanged if is_full else partial(self._own_features_of, style)
+        if style.lazy_output:
+            return lambda tensor: from_local(tensor, self._group, -1, style.num_blocks)
+        if style.form == "colwise":
+            return self._crossing(gather_copies, -1) if style.full_output else _unchanged
+        if style.full_output:
+            leave = leave_in_slices if self._sequence_parallel else reduce_from_region
+            return self._crossing(leave)
+        return self._crossing(reduce_scatter_from_region, -1)
+
+    def _own_features_of(self, style: Style, result: Tensor) -> Tensor:
+        """Take this rank's features of what every rank has computed."""
+        result = full_tensor(result)
+        dim = result.ndim - 1
+        if style.form == "unsplit":
+            part = Part(local=result, dim=dim, group=self._group, num_blocks=style.num_blocks)
+            return part.split(result, dim)
+        width = result.shape[dim] // style.num_blocks
+        first = self._group.rank * style.num_blocks // self._group.size * width
+        return copy_to_region(result, self._group)[..., first : first + width]
+
+    def _with_shared_tail(self, num_features: int, result: Tensor) -> Tensor:
+        """Let each rank's heads use the last features, whose gradient then comes from all ranks."""
+        result = full_tensor(result)
+        head, tail = result[..., :-num_features], result[..., -num_features:]
+        return torch.cat([head, copy_to_region(tail, self._group)], dim=-1)
+
+    def _entering_features(self, tensor: Tensor) -> Tensor:
+        return own_features(tensor, self._group)
+
+    def _crossing(self, function: Callable[..., Tensor], *dim: int) -> Crossing:
+        return lambda tensor: function(full_tensor(tensor), *dim, self._group)
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor

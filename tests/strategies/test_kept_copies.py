@@ -1,0 +1,120 @@
+"""Copies of modules that hooks keep beside the model, and what `on_save_checkpoint` reads."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from lightning_shard import ConfigError
+from tests.strategies.decoders import DECODER_SCHEMES, WITHOUT_STAGES, Decoder, assert_as_alone
+from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.stacks import OfEveryRank, fit
+
+pytestmark = [
+    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
+    pytest.mark.filterwarnings("ignore:.*microbatches are fewer than the"),
+]
+
+
+class KeptTeacher(Decoder):
+    """A teacher of the head in a list, which torch does not see."""
+
+    def on_train_start(self) -> None:
+        self.kept = [copy.deepcopy(self.head).requires_grad_(False)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.hidden(self.embed(batch[0]))
+        with torch.no_grad():
+            taught = self.kept[0](x)
+        return self.loss(batch) + (self.head(x) - taught).square().mean()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for mine, theirs in zip(self.head.parameters(), self.kept[0].parameters(), strict=True):
+            self.move(theirs, mine)
+
+    def move(self, theirs: nn.Parameter, mine: nn.Parameter) -> None:
+        theirs.data.mul_(0.9).add_(mine.data, alpha=0.1)
+
+
+class AssignedTeacher(KeptTeacher):
+    def move(self, theirs: nn.Parameter, mine: nn.Parameter) -> None:
+        theirs.data = theirs.data * 0.9 + mine.data * 0.1
+
+
+class SetTeacher(KeptTeacher):
+    @torch.no_grad()
+    def move(self, theirs: nn.Parameter, mine: nn.Parameter) -> None:
+        theirs.set_((theirs * 0.9 + mine * 0.1).detach())
+
+
+class WrittenTeacher(KeptTeacher):
+    @torch.no_grad()
+    def move(self, theirs: nn.Parameter, mine: nn.Parameter) -> None:
+        torch.add(theirs * 0.9, mine, alpha=0.1, out=theirs)
+
+
+@pytest.mark.few_cases(5)
+@pytest.mark.parametrize("scheme", WITHOUT_STAGES)
+@pytest.mark.parametrize("style", [KeptTeacher, AssignedTeacher, SetTeacher, WrittenTeacher])
+def test_a_teacher_that_torch_does_not_see_was_a_key_error_under_tensor_parallel(
+    style: type[Decoder], scheme: str
+) -> None:
+    assert_as_alone(style, scheme)
+
+
+class Averaged(Decoder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def on_train_start(self) -> None:
+        object.__setattr__(self, "average", AveragedModel(self.head))
+
+    def on_train_epoch_end(self) -> None:
+        self.average.update_parameters(self.head)
+        self.seen.append(
+            sum(float(one.detach().double().abs().sum()) for one in self.average.parameters())
+        )
+
+
+@pytest.mark.parametrize("scheme", ["shard_ddp", "zero2", "zero3", "tensor", "context"])
+def test_an_averaged_model_of_a_split_layer_was_a_key_error(scheme: str) -> None:
+    num_ranks, make = DECODER_SCHEMES[scheme]
+    of_ranks = OfEveryRank()
+    fit(Averaged, make(), [of_ranks], devices=num_ranks)
+    alone = fit(Averaged)
+    assert of_ranks.ranks == [pytest.approx(alone.model.seen, rel=1e-9)] * num_ranks
+
+
+class SumsWeights(Decoder):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["sums"] = [float(one.sum()) for one in checkpoint["state_dict"].values()]
+
+
+class SumsOnRankZero(SumsWeights):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.global_rank == 0:
+            super().on_save_checkpoint(checkpoint)
+
+
+def save(style: type[Decoder], scheme: str, folder: Path) -> dict[str, Any]:
+    num_ranks, make = DECODER_SCHEMES[scheme]
+    saves = ModelCheckpoint(dirpath=folder, filename="end")
+    fit(style, make(), [saves], devices=num_ranks, enable_checkpointing=True, max_epochs=1)
+    loaded: dict[str, Any] = torch.load(folder / "end.ckpt")
+    return loaded
+
+
+@pytest.mark.parametrize("scheme", ["zero3", "tensor", "pipeline"])
+def test_elements_of_a_checkpoints_weights_on_other_ranks_were_asked_for_without_advice(
+    scheme: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"Rank 1: on_save_checkpoint asks for elements of"):
+        save(SumsWeights, scheme, tmp_path / "all")
+    got = save(SumsOnRankZero, scheme, tmp_path / "first")
+    assert got["sums"] == pytest.approx([float(one.sum()) for one in got["state_dict"].values()])

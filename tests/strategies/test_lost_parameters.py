@@ -1,0 +1,187 @@
+"""Parameters that modules lose, gain or tie in mid-run: as on one device, or refused by name."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+
+from lightning_shard import (
+    ConfigError,
+    DDPStrategy,
+    LocalSGDStrategy,
+    TensorParallelStrategy,
+    ZeRO2Strategy,
+    ZeRO3Strategy,
+)
+from tests.strategies.decoders import (
+    DECODER_SCHEMES,
+    VOCABULARY,
+    Decoder,
+    assert_as_alone,
+    fit_decoder,
+)
+from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.stacks import fit
+
+pytestmark = [
+    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
+    pytest.mark.filterwarnings("ignore:.*microbatches are fewer than the"),
+    pytest.mark.filterwarnings("ignore:A step uses .* parameters outside of their stage"),
+]
+
+
+class LosesBias(Decoder):
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.head.bias = None  # type: ignore[assignment]
+
+
+class LosesBlock(Decoder):
+    def build(self) -> None:
+        self.blocks = nn.ModuleList(self.block() for _ in range(4))
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.blocks = self.blocks[:3]
+
+
+class GainsLayer(Decoder):
+    def on_fit_start(self) -> None:
+        torch.manual_seed(9)
+        self.extra = nn.Linear(VOCABULARY, VOCABULARY).double()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.extra(super().forward(tokens))
+
+
+LOSING = [LosesBias, LosesBlock, GainsLayer]
+
+
+def checkpoint_of(style: type[Decoder], strategy: Any, folder: Path, devices: int) -> Path:
+    saves = ModelCheckpoint(dirpath=folder, filename="end", save_on_train_epoch_end=True)
+    fit(style, strategy, [saves], devices=devices, enable_checkpointing=True)
+    return folder / "end.ckpt"
+
+
+@pytest.mark.few_cases(8)
+@pytest.mark.parametrize("scheme", DECODER_SCHEMES)
+@pytest.mark.parametrize("style", LOSING)
+def test_a_checkpoint_after_a_module_lost_or_gained_a_parameter_was_a_key_error(
+    style: type[Decoder], scheme: str, tmp_path: Path
+) -> None:
+    num_ranks, make = DECODER_SCHEMES[scheme]
+    got = torch.load(checkpoint_of(style, make(), tmp_path / "ranks", num_ranks))
+    alone = torch.load(checkpoint_of(style, "auto", tmp_path / "alone", 1))
+    for key in ("state_dict", "optimizer_states"):
+        torch.testing.assert_close(got[key], alone[key], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("style", LOSING)
+@pytest.mark.parametrize("strategy", [DDPStrategy, ZeRO2Strategy, ZeRO3Strategy, LocalSGDStrategy])
+def test_a_folder_after_a_module_lost_or_gained_a_parameter_was_a_key_error(
+    strategy: Any, style: type[Decoder], tmp_path: Path
+) -> None:
+    options: Any = {"sync_every": 1} if strategy is LocalSGDStrategy else {}
+    sharded = strategy(backend="in_process", checkpoint_format="sharded", **options)
+    assert checkpoint_of(style, sharded, tmp_path, 2).is_dir()
+
+
+class TiesAtStart(Decoder):
+    def on_fit_start(self) -> None:
+        self.head.weight = self.embed.weight
+
+
+class Swaps(Decoder):
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            one, other = self.blocks[0].up, self.blocks[1].up
+            one.weight, other.weight = other.weight, one.weight  # type: ignore[union-attr]
+
+
+class TiesNewOne(Decoder):
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.head.weight = self.embed.weight = nn.Parameter(self.head.weight.detach().clone())
+
+
+@pytest.mark.few_cases(8)
+@pytest.mark.parametrize("scheme", DECODER_SCHEMES)
+@pytest.mark.parametrize("style", [TiesAtStart, Swaps, TiesNewOne])
+def test_parameters_tied_by_assigning_in_mid_run_were_untied_and_left_out_of_the_updates(
+    style: type[Decoder], scheme: str
+) -> None:
+    with pytest.raises(ConfigError, match=r"was replaced by the parameter of|the model holds"):
+        fit_decoder(style, scheme)
+
+
+class Parametrizes(Decoder):
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            nn.utils.parametrize.register_parametrization(self.head, "bias", nn.Softplus())
+
+
+@pytest.mark.parametrize("scheme", ["tensor", "tensor_zero3", "2x2x2"])
+def test_a_parametrization_of_a_split_layer_in_mid_run_was_an_error_of_the_teardowns(
+    scheme: str,
+) -> None:
+    with pytest.raises(ConfigError, match=r"'head\.bias' was taken out of its module"):
+        fit_decoder(Parametrizes, scheme)
+
+
+@pytest.mark.parametrize("scheme", ["shard_ddp", "zero2", "zero3", "context"])
+def test_a_parametrization_in_mid_run_is_a_single_devices(scheme: str) -> None:
+    assert_as_alone(Parametrizes, scheme)
+
+
+class SharesLayer(Decoder):
+    def build(self) -> None:
+        self.blocks[1].up = self.blocks[0].up  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("scheme", DECODER_SCHEMES)
+def test_a_layer_of_two_blocks_was_split_with_the_one_and_not_with_the_other(scheme: str) -> None:
+    assert_as_alone(SharesLayer, scheme)
+
+
+class Lazy(Decoder):
+    def build(self) -> None:
+        self.head = nn.LazyLinear(VOCABULARY)
+
+    def setup(self, stage: str) -> None:
+        if isinstance(self.head.weight, nn.parameter.UninitializedParameter):
+            values = torch.nn.Linear(8, VOCABULARY).double()
+            self.head.load_state_dict(values.state_dict())
+
+
+@pytest.mark.parametrize("scheme", ["zero3", "tensor", "2x2x2", "pipeline"])
+def test_a_lazy_layer_became_another_class_after_it_was_split(scheme: str) -> None:
+    if scheme in ("tensor", "2x2x2"):
+        with pytest.raises(ConfigError, match="becomes another class in its first forward"):
+            fit_decoder(Lazy, scheme)
+        return
+    fit_decoder(Lazy, scheme)
+
+
+class KeepsLogits(Decoder):
+    """A running mean of logits, which are in parts."""
+
+    def build(self) -> None:
+        self.register_buffer("centre", torch.zeros(VOCABULARY))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self(batch[0])
+        self.centre = 0.9 * self.centre + 0.1 * logits.detach().mean((0, 1))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+
+
+def test_a_buffer_of_split_logits_outlived_its_ranks() -> None:
+    assert_as_alone(KeepsLogits, "tensor")
+
+
+def test_plans_split_a_shared_layer_alike_everywhere() -> None:
+    plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+    got = fit(SharesLayer, TensorParallelStrategy(backend="in_process", plan=plan), devices=2)
+    torch.testing.assert_close(got.weights, fit(SharesLayer).weights, rtol=1e-9, atol=1e-9)
