@@ -76,6 +76,7 @@ class RankRecord:
         results: What collectives have given the rank since the record begins; None unless asked
             for.
         full: The full parameters that the rank then had beside its shards, with `results`.
+        orders: The orders that the engine had learnt; see `DataParallelEngine.learnt_orders`.
     """
 
     rank: int
@@ -93,6 +94,7 @@ class RankRecord:
     state: str = ""
     results: list[Result] | None = None
     full: list[Tensor] = field(default_factory=list)
+    orders: tuple[list[int], list[int]] = ([], [])
 
     def save(self, folder: Path) -> Path:
         """Write the record, whole or not at all, and return the file's path.

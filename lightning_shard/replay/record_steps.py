@@ -165,6 +165,7 @@ class RecordSteps(OnlyLooks, Callback):
             place=take_place(trainer),
             buffers=take_buffers(trainer.lightning_module),
             snapshot=take(strategy.engine, strategy.optimizers, step=step, buffers=self._buffers),
+            orders=strategy.engine.learnt_orders(),
         )
         if self._results is not None:
             self._results.clear()

@@ -168,6 +168,7 @@ def _bring(trainer: "pl.Trainer", record: RankRecord) -> None:
     strategy = trainer.strategy
     assert isinstance(strategy, DataParallelStrategy)
     load(record.snapshot, strategy.engine, strategy.optimizers)
+    strategy.engine.follow_orders(*record.orders)
     if record.full:
         set_full(strategy.engine, record.full)
     set_buffers(trainer.lightning_module, record.buffers)
